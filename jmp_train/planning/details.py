@@ -1,16 +1,16 @@
-"""What a page says of a single row of a plan, folded."""
+"""The fold of a single row of a plan."""
 
 from collections.abc import Iterable, Sequence
-from html import escape
 
 from jmp_train.aot import Buffer
 from jmp_train.planning.kernels import costliest_first
-from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds, with_unit
+from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds
+from jmp_train.policies.documents import Fold, Section, Table, counted, with_unit
 
 _BUFFERS, _KERNELS = 20, 10
 
 
-def details(number: int, row: PlanRow) -> str:
+def details(number: int, row: PlanRow) -> Fold:
     """Returns a fold with a row's largest buffers, remedies, communication, batches and costliest kernels.
 
     Args:
@@ -18,37 +18,18 @@ def details(number: int, row: PlanRow) -> str:
       row: of a plan.
     """
     fits = "fits" if row.fits else "does not fit"
-    where = f"{row.gpu.name}, {row.policy}, {row.placement}"
     said = f"{gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)} with batch {row.batch_size}, {fits}"
-    parts = (_remedies(row), _buffers(row), _batches(row), _communication(row), _kernels(row))
-    inside = "\n".join(part for part in parts if part)
-    misfit = "" if row.fits else ' class="misfit"'
-    # A link to what is inside of a fold opens it.
-    return (
-        f"<details><summary><b>{escape(where)}</b>: <span{misfit}>{escape(said)}</span></summary>\n"
-        f'<div id="row-{number}">\n{inside}\n</div></details>'
-    )
+    sections = [_remedies(row), _buffers(row), _batches(row), _communication(row), _kernels(row)]
+    where = f"{row.gpu.name}, {row.policy}, {row.placement}"
+    return Fold(where, sections, f"row-{number}", said, "" if row.fits else "misfit")
 
 
-def _section(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], texts: int, note: str = "") -> str:
-    """Returns a titled table, whose last columns, `texts` of them, are text; nothing if it has no rows."""
-    body = "\n".join(f"<tr>{_cells('td', row, texts)}</tr>" for row in rows)
-    if not body:
-        return ""
-    noted = f'\n<p class="soft">{escape(note)}</p>' if note else ""
-    head = f"<thead><tr>{_cells('th', heads, texts)}</tr></thead>"
-    return (
-        f'<h3>{escape(title)}</h3>\n<div class="scroll"><table>{head}\n<tbody>\n{body}\n</tbody></table></div>{noted}'
-    )
+def _section(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], texts: int, note: str = "") -> Section:
+    """Returns a titled table, whose last columns, `texts` of them, are text."""
+    return Section(title, [Table(heads, list(rows), texts=range(len(heads) - texts, len(heads)), note=note)])
 
 
-def _cells(tag: str, cells: Sequence[str], texts: int) -> str:
-    numbers = len(cells) - texts
-    classes = ("" if i < numbers else ' class="text"' for i in range(len(cells)))
-    return "".join(f"<{tag}{name}>{escape(cell)}</{tag}>" for name, cell in zip(classes, cells, strict=True))
-
-
-def _buffers(row: PlanRow) -> str:
+def _buffers(row: PlanRow) -> Section:
     heads = ("memory", "share", "kind", "operation", "dtype", "shape", "module", "source")
     rest = row.buffers[_BUFFERS:]
     further = f"{len(rest)} more {'has' if len(rest) == 1 else 'have'} {_size(sum(b.n_bytes for b in rest))}."
@@ -64,7 +45,7 @@ def _buffer(buffer: Buffer, peak: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _remedies(row: PlanRow) -> str:
+def _remedies(row: PlanRow) -> Section:
     cells = (
         (gigabytes(r.peak_bytes), "yes" if r.fits else "no", milliseconds(r.step_seconds_bound), r.name, r.code)
         for r in row.remedies
@@ -73,9 +54,9 @@ def _remedies(row: PlanRow) -> str:
     return _section("What could help", heads, cells, 2, "With the same batch.")
 
 
-def _batches(row: PlanRow) -> str:
+def _batches(row: PlanRow) -> Section | None:
     if row.largest is None:
-        return ""
+        return None
     found = row.largest.size
     cells = (
         (str(size), gigabytes(n_bytes), "yes" if n_bytes <= row.usable_bytes else "no", "largest" * (size == found))
@@ -85,7 +66,7 @@ def _batches(row: PlanRow) -> str:
     return _section("Batches that were compiled", ("batch", "memory", "fits", ""), cells, 1, note)
 
 
-def _communication(row: PlanRow) -> str:
+def _communication(row: PlanRow) -> Section:
     heads = ("count", "of devices", "all bytes", "sent by each", "least time", "collective", "dtype")
     cells = (
         (
@@ -98,7 +79,7 @@ def _communication(row: PlanRow) -> str:
     return _section("Communication", heads, cells, 2, link)
 
 
-def _kernels(row: PlanRow) -> str:
+def _kernels(row: PlanRow) -> Section:
     total = row.costs.compute_seconds_without_cache
     cells = (
         (
@@ -121,17 +102,13 @@ def _kernel_note(row: PlanRow) -> str:
     costs = row.costs
     said = ["Operations and bytes are of one execution, times and shares of all, without the L2 cache."]
     said += [
-        f"Operations of {name} are not known: {_counted(count, 'kernel')}." for name, count in costs.uncounted.items()
+        f"Operations of {name} are not known: {counted(count, 'kernel')}." for name, count in costs.uncounted.items()
     ]
     if costs.unknown_loops:
-        said.append(f"Counted once: {_counted(costs.unknown_loops, 'loop')} of unknown length.")
+        said.append(f"Counted once: {counted(costs.unknown_loops, 'loop')} of unknown length.")
     if costs.conditionals:
-        said.append(f"Of {_counted(costs.conditionals, 'conditional')} the fastest branch counts.")
+        said.append(f"Of {counted(costs.conditionals, 'conditional')} the fastest branch counts.")
     return " ".join(said)
-
-
-def _counted(count: int, name: str) -> str:
-    return f"{count} {name}{'s' * (count != 1)}"
 
 
 def _time(seconds: float) -> str:

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jmp_train.planning.allowances import Allowances
-from jmp_train.planning.page import page
+from jmp_train.planning.page import document
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds, table_cells
-from jmp_train.policies.pages import aligned
+from jmp_train.policies.documents import Section, Table, Text, page, text
+
+_UNLIMITED = 10_000  # characters of a line
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Plan:
         Args:
           title: what was planned.
         """
-        return page(title, self.rows, self.allowances)
+        return page(document(title, self.rows, self.allowances))
 
     def largest_buffers(self, count: int = 10) -> str:
         """Returns a table of the largest buffers at the peak for each row: what they are and what line makes them.
@@ -46,36 +48,36 @@ class Plan:
         Args:
           count: how many.
         """
-        return "\n".join(_buffers(row, count) for row in self.rows)
+        return text([block for row in self.rows for block in _buffers(row, count)], _UNLIMITED)
 
     def __str__(self) -> str:
-        parts = aligned(table_cells(self.rows))
-        for row in self.rows:
-            if row.remedies:
-                parts.append(_help(row))
-        parts.append(
+        heads, *cells = table_cells(self.rows)
+        said = (
             f"memory: what a GPU allocates for a step, of what it can have where jax's pool is "
             f"{self.allowances.memory_fraction:.0%} (XLA_PYTHON_CLIENT_MEM_FRACTION); least time: a roofline"
         )
-        return "\n".join(parts)
+        return text([Table(heads, cells), *map(_help, self.rows), Text(said)], _UNLIMITED)
 
 
-def _help(row: PlanRow) -> str:
-    lines = [f"{_title(row)}, {gigabytes(row.peak_bytes)}; what could help:"]
-    lines += [
-        f"  {gigabytes(r.peak_bytes):>9}  {'fits' if r.fits else 'does not fit'}, at least "
+def _help(row: PlanRow) -> Section:
+    lines = [
+        f"{gigabytes(r.peak_bytes):>9}  {'fits' if r.fits else 'does not fit'}, at least "
         f"{milliseconds(r.step_seconds_bound)}  {r.name}: {r.code}"
         for r in row.remedies
     ]
-    return "\n".join(lines)
+    return Section(f"{_title(row)}, {gigabytes(row.peak_bytes)}; what could help:", [Text(line) for line in lines])
 
 
-def _buffers(row: PlanRow, count: int) -> str:
-    cells = [("bytes", "kind", "operation", "dtype", "shape", "from")]
-    for b in row.buffers[:count]:
-        shape = "x".join(map(str, b.shape))
-        cells.append((gigabytes(b.n_bytes), b.kind, b.operation, b.dtype, shape, f"{b.module} {b.source}".strip()))
-    return f"{_title(row)}, of {gigabytes(row.peak_bytes)}:\n" + "\n".join(aligned(cells))
+def _buffers(row: PlanRow, count: int) -> tuple[Text, Table]:
+    cells = [
+        (
+            gigabytes(b.n_bytes), b.kind, b.operation, b.dtype, "x".join(map(str, b.shape)),
+            f"{b.module} {b.source}".strip(),
+        )
+        for b in row.buffers[:count]
+    ]  # fmt: skip
+    heads = ("bytes", "kind", "operation", "dtype", "shape", "from")
+    return Text(f"{_title(row)}, of {gigabytes(row.peak_bytes)}:"), Table(heads, cells)
 
 
 def _title(row: PlanRow) -> str:

@@ -1,16 +1,27 @@
-"""The roofline of a GPU as SVG: peak rates and bandwidth, whole steps at their bounds, costliest kernels."""
+"""The roofline of a GPU: peak rates and bandwidth, whole steps at their bounds, costliest kernels."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from jmp_train.aot import GPU
 from jmp_train.planning.kernels import Kernels, costliest_first
-from jmp_train.planning.rows import PlanRow, milliseconds, with_unit
-from jmp_train.policies.pages import svg
+from jmp_train.planning.rows import PlanRow, milliseconds
+from jmp_train.policies.documents import (
+    Axis,
+    Chart,
+    Dot,
+    Label,
+    Mark,
+    Path,
+    Style,
+    decades,
+    series_names,
+    series_styles,
+    with_unit,
+)
 
-_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 70, 810, 16, 305
 _KERNELS = 25  # of a row
 _SHOWN_ALWAYS = ("float32", "tfloat32", "bfloat16", "float16")
 _RATE_OF = {"f64": "float64", "c128": "float64", "s8": "int8", "u8": "int8"}  # which others are shown only if used
@@ -35,34 +46,36 @@ class Point:
     said: str
 
 
-def roofline_picture(gpu: GPU, rows: Sequence[PlanRow], classes: Mapping[str, str], name: str) -> str:
-    """Returns a figure: arithmetic intensity against operations a second; empty if no row has matrix products.
+def roofline_chart(gpu: GPU, rows: Sequence[PlanRow], policies: Iterable[str], name: str) -> Chart | None:
+    """Returns arithmetic intensity against operations per second; None if no row has matrix products.
 
     Args:
       gpu: whose roofs are drawn.
       rows: of a plan, those of this GPU.
-      classes: of the policies, by name.
-      name: the figure's id.
+      policies: of the whole plan, in the order of their colors.
+      name: the chart's id.
     """
-    drawn = [(row, point) for row in rows if (point := step_point(row)) is not None]
-    if not drawn:
-        return ""
-    kernels = [(row, point) for row, _ in drawn for point in kernel_points(row)]
+    steps = [(row, point) for row in rows if (point := step_point(row)) is not None]
+    if not steps:
+        return None
+    kernels = [(row, point) for row, _ in steps for point in kernel_points(row)]
     roofs = _roofs(gpu, [dtype for row in rows for dtype in row.costs.operations])
-    intensities = [point.intensity for _, point in (*drawn, *kernels)]
+    points = [point for _, point in (*steps, *kernels)]
     ridges = [rate / gpu.bandwidth for rate in roofs]
-    low, high = svg.decades([*intensities, *ridges, 3 * max(ridges)])
-    rates = [rate for _, point in (*drawn, *kernels) for rate in (point.rate, point.rate_without_cache)]
-    bottom, top = svg.decades([*rates, *roofs])
-    x, y = svg.logarithmic(low, high, _LEFT, _RIGHT), svg.logarithmic(bottom, top, _BOTTOM, _TOP)
-    parts = [
-        *_grid(range(low, high + 1), range(bottom, top + 1), x, y),
-        _slope(gpu, max(roofs), 10.0**low, 10.0**bottom, x, y),
-        *(_roof(gpu, rate, names, x, y) for rate, names in roofs.items()),
-        *(_kernel(point, classes[row.policy], x, y) for row, point in kernels),
-        *(_step(point, classes[row.policy], x, y) for row, point in drawn),
+    x = decades([*(point.intensity for point in points), *ridges, 3 * max(ridges)], "{:g}".format)
+    x = replace(x, title="operations for each byte that is read or written")
+    rates = [rate for point in points for rate in (point.rate, point.rate_without_cache)]
+    y = decades([*rates, *roofs], lambda rate: with_unit(rate, "flop/s"))
+    series, styles = series_names(list(policies)), series_styles(list(policies))
+    faint = {f"{key} kernel": replace(style, legend="", opacity=0.45) for key, style in styles.items()}
+    solid = {f"{key} step": replace(style, legend="") for key, style in styles.items()}
+    marks = [
+        *_roof_marks(gpu, roofs, x, y),
+        *(_kernel_dot(point, f"{series[row.policy]} kernel") for row, point in kernels),
+        *(mark for row, point in steps for mark in _step_marks(point, series[row.policy])),
     ]
-    return svg.figure(name, _HEIGHT, f"Roofline of {gpu.name}", parts)
+    styles = {**styles, **faint, **solid, "roof": Style("soft", width=1.5)}
+    return Chart(name, f"Roofline of {gpu.name}", x, y, styles, marks, size=(1000, 350), margins=(70, 190, 12, 55))
 
 
 def step_point(row: PlanRow) -> Point | None:
@@ -110,36 +123,22 @@ def _roofs(gpu: GPU, dtypes: Sequence[str]) -> dict[float, str]:
     return {rate: ", ".join(found) for rate, found in sorted(names.items())}
 
 
-def _grid(intensities: range, rates: range, x: svg.Scale, y: svg.Scale) -> Iterator[str]:
-    for exponent in rates:
-        yield svg.level(y(10.0**exponent), _LEFT, _RIGHT, with_unit(10.0**exponent, "flop/s"))
-    for exponent in intensities:
-        yield f'<path class="grid" d="M{x(10.0**exponent):.1f} {_TOP}V{_BOTTOM}"/>'
-        yield svg.text(x(10.0**exponent), _BOTTOM + 16, f"{10.0**exponent:g}", "middle")
-    yield svg.text((_LEFT + _RIGHT) / 2, _BOTTOM + 36, "operations for each byte that is read or written", "middle")
+def _roof_marks(gpu: GPU, roofs: dict[float, str], x: Axis, y: Axis) -> Iterator[Mark]:
+    """Yields the slope of the memory's bandwidth, from the chart's edge to the highest peak rate, and the rates."""
+    highest = max(roofs)
+    start, end = max(x.low, y.low / gpu.bandwidth), highest / gpu.bandwidth
+    said = f"bandwidth of the memory: {with_unit(gpu.bandwidth, 'B/s')}"
+    yield Path("roof", [[(start, start * gpu.bandwidth), (end, highest)]], said)
+    for rate, names in roofs.items():
+        said = f"{names}: {with_unit(rate, 'flop/s')}"
+        yield Path("roof", [[(rate / gpu.bandwidth, rate), (x.high, rate)]], said)
+        yield Label(said, x.high, rate, shift=(6, 4))
 
 
-def _slope(gpu: GPU, highest: float, least: float, lowest: float, x: svg.Scale, y: svg.Scale) -> str:
-    """Returns the roof that the memory's bandwidth is, from the picture's edge to the highest other roof."""
-    start, end = max(least, lowest / gpu.bandwidth), highest / gpu.bandwidth
-    path = f"M{x(start):.1f} {y(start * gpu.bandwidth):.1f}L{x(end):.1f} {y(highest):.1f}"
-    said = svg.title(f"bandwidth of the memory: {with_unit(gpu.bandwidth, 'B/s')}")
-    return f'<path class="roof" d="{path}">{said}</path>'
+def _kernel_dot(point: Point, style: str) -> Dot:
+    return Dot(style, point.intensity, point.rate, 2 + 4 * math.sqrt(min(point.share, 1)), point.said)
 
 
-def _roof(gpu: GPU, rate: float, names: str, x: svg.Scale, y: svg.Scale) -> str:
-    said = f"{names}: {with_unit(rate, 'flop/s')}"
-    line = f'<path class="roof" d="M{x(rate / gpu.bandwidth):.1f} {y(rate):.1f}H{_RIGHT}">{svg.title(said)}</path>'
-    return f"{line}\n{svg.text(_RIGHT + 6, y(rate) + 4, said)}"
-
-
-def _kernel(point: Point, name: str, x: svg.Scale, y: svg.Scale) -> str:
-    radius = 2 + 4 * math.sqrt(min(point.share, 1))
-    place = f'cx="{x(point.intensity):.1f}" cy="{y(point.rate):.1f}" r="{radius:.1f}"'
-    return f'<circle class="{name} kernel" {place}>{svg.title(point.said)}</circle>'
-
-
-def _step(point: Point, name: str, x: svg.Scale, y: svg.Scale) -> str:
-    at, top, bottom = x(point.intensity), y(point.rate), y(point.rate_without_cache)
-    line = f'<path class="{name}" stroke-width="2" d="M{at:.1f} {top:.1f}V{bottom:.1f}"/>'
-    return f'{line}\n<circle class="{name} step" cx="{at:.1f}" cy="{top:.1f}" r="7">{svg.title(point.said)}</circle>'
+def _step_marks(point: Point, series: str) -> Iterator[Mark]:
+    yield Path(series, [[(point.intensity, point.rate), (point.intensity, point.rate_without_cache)]])
+    yield Dot(f"{series} step", point.intensity, point.rate, 7, point.said)

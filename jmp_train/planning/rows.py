@@ -1,6 +1,5 @@
 """What a plan says of each GPU, precision and placement."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -187,16 +186,3 @@ def milliseconds(seconds: float) -> str:
       ('12.3 ms', '1.03 s')
     """
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
-
-
-def with_unit(value: float, unit: str) -> str:
-    """Returns a number with three digits and a decimal prefix.
-
-    Example:
-      >>> with_unit(312e12, "flop/s"), with_unit(0, "B"), with_unit(1536, "B")
-      ('312 Tflop/s', '0 B', '1.54 kB')
-    """
-    power = min(max(int(math.log10(value) // 3), 0), 6) if value > 0 else 0
-    if value > 0 and float(f"{value / 1000**power:.3g}") >= 1000 and power < 6:
-        power += 1
-    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[power]}{unit}"

@@ -1,139 +1,75 @@
-"""What tuning has found as one HTML page without scripts or network access."""
+"""The result of a tuning as a document."""
 
 import math
 from collections.abc import Sequence
-from html import escape
-from string import Template
+from typing import TYPE_CHECKING
 
-from jmp_train.policies.pages import code_block, document
-from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
-from jmp_train.tuning.picture import front_picture, loss_picture
+from jmp_train.policies.documents import Block, Code, Document, Item, Items, Section, Table, Text, counted
+from jmp_train.tuning.charts import front_chart, loss_chart
+from jmp_train.tuning.evidence import Float32Entry, Verification
 from jmp_train.tuning.tolerance import Tolerance
 
-_STYLE = """\
-.front, .float32, .point { stroke: $first; }
-.tuned, .chosen { stroke: $second; }
-.point { fill: $first; }
-.chosen { fill: $second; }
-.tolerance { stroke: $bad; stroke-dasharray: 6 4; }
-.failed { color: $bad; }
-td:first-child, th:first-child { text-align: left; }"""
-_BODY = Template("""\
-<p id="summary">$summary</p>
-<table id="shares">
-<thead><tr><th>in half precision</th><th>by these rules</th><th>by torch's table</th></tr></thead>
-<tbody>
-$shares
-</tbody>
-</table>
-<h2>What stays in float32</h2>
-$entries
-<h2>The rules</h2>
-$code
-$front
-<h2>Under autocast itself</h2>
-<p id="verdict"$failed>$verdict, on all examples, $held_out of them held out.</p>
-$note
-$losses
-<footer>$tolerance $made Errors are |half - float32| / |float32|, of gradients as norms. Sums, solvers, and what is
-computed of float32 numbers only are float32 in any case.</footer>""")
+if TYPE_CHECKING:
+    from jmp_train.tuning.tuned_rules import TunedRules
+
+_ERRORS = (
+    "Errors are |half - float32| / |float32|, of gradients as norms. Sums, solvers, and what is computed of float32 "
+    "numbers only are float32 in any case."
+)
 
 
-def page(
-    title: str,
-    summary: str,
-    *,
-    entries: Sequence[Float32Entry],
-    code: str,
-    dtype: str,
-    half_flops: tuple[float, float],
-    half_elements: tuple[float, float],
-    front: Sequence[FrontPoint],
-    chosen: FrontPoint | None,
-    tolerance: Tolerance,
-    verification: Verification,
-    made: str,
-    note: str,
-) -> str:
+def document(title: str, summary: str, note: str, tuned: "TunedRules") -> Document:
     """Returns the page.
 
     Args:
       title: what was tuned.
       summary: a line.
-      entries: what stays in float32.
-      code: the rules as Python.
-      dtype: the half type's name.
-      half_flops: shares of the flops in half precision, by torch's table and by the rules.
-      half_elements: the same of the results' elements.
-      front: the Pareto front of what was tried.
-      chosen: what was found, as a point beside the front.
-      tolerance: of the errors.
-      verification: by autocast itself.
-      made: sentences of how it was made.
       note: what the reader should know of the examples, or nothing.
+      tuned: the result.
     """
-    use = f'policy = dataclasses.replace(jt.get_policy("autocast_{dtype}"), rules=rules)'
-    shares = {"flops": half_flops, "elements of results": half_elements}
-    figure = front_picture(front, chosen, tolerance.gradient)
-    body = _BODY.substitute(
-        summary=escape(summary),
-        shares="\n".join(
-            f"<tr><td>{name}</td>{_share(tuned)}{_share(table)}</tr>" for name, (table, tuned) in shares.items()
-        ),
-        entries=_entries(entries),
-        code=code_block(f"{code}\n{use}", "rules"),
-        front=f"<h2>What was tried</h2>\n{figure}" if figure else "",
-        verdict=escape(verification.verdict),
-        failed="" if verification.passed else ' class="failed"',
-        held_out=verification.held_out or "none",
-        losses=_losses(verification),
-        tolerance=escape(_tolerated(tolerance)),
-        made=escape(made),
-        note=f'<p id="note">{escape(note)}.</p>' if note else "",
+    use = f'policy = dataclasses.replace(jt.get_policy("autocast_{tuned.dtype}"), rules=rules)'
+    shares = {"flops": tuned.half_flops, "elements of results": tuned.half_elements}
+    rows = [(name, f"{ours:.1%}", f"{torchs:.1%}") for name, (torchs, ours) in shares.items()]
+    entries = Items([_entry(entry) for entry in tuned.entries], "entries", is_numbered=True)
+    none = Text("" if tuned.entries else "No operation has to, beside sums and solvers.")
+    front = front_chart(tuned.front, tuned.chosen, tuned.tolerance.gradient)
+    made = f"Compiling took {tuned.compile_seconds:.1f} s. The loss scale of the trials was {tuned.loss_scale:g}."
+    return Document(
+        title,
+        [
+            Text(summary, "summary"),
+            Table(("in half precision", "by these rules", "by torch's table"), rows, "shares"),
+            Section("What stays in float32", [entries, none]),
+            Section("The rules", [Code(f"{tuned.code()}\n{use}", "rules")]),
+            Section("What was tried", [front]),
+            Section("Under autocast itself", _verified(tuned.verification, note)),
+        ],
+        [f"{_tolerated(tuned.tolerance)} {made} {_ERRORS}"],
     )
-    return document(title, body, _STYLE)
 
 
-def entries_table(entries: Sequence[Float32Entry]) -> str:
-    """Returns what stays in float32 as an HTML table; empty if that is nothing.
-
-    Args:
-      entries: in the order of the rules.
-    """
-    if not entries:
-        return ""
-    head = "".join(f"<th>{name}</th>" for name in ("in float32", "module", "where", "code", "why"))
-    cells = [(" ".join(e.primitives), e.path, e.place, e.code, e.why) for e in entries]
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+def summary_blocks(summary: str, note: str, tuned: "TunedRules") -> list[Block]:
+    """Returns what a notebook shows; arguments as those of `document`."""
+    rows = [(" ".join(e.primitives), e.path, e.place, e.code, e.why) for e in tuned.entries]
+    table = Table(("in float32", "module", "where", "code", "why"), rows, texts=range(5))
+    return [Text(summary), table, Text(tuned.verification.verdict), Text(note)]
 
 
-def _share(x: float) -> str:
-    return f"<td>{x:.1%}</td>"
-
-
-def _entries(entries: Sequence[Float32Entry]) -> str:
-    if not entries:
-        return "<p>No operation has to, beside sums and solvers.</p>"
-    items = "\n".join(map(_entry, entries))
-    return f'<ol id="entries">\n{items}\n</ol>'
-
-
-def _entry(entry: Float32Entry) -> str:
-    count = f"{entry.operations} operation{'s' * (entry.operations != 1)}"
+def _entry(entry: Float32Entry) -> Item:
     where = f"{entry.place} {entry.path}".strip()
-    return (
-        f"<li><h3>{escape(' '.join(entry.primitives))}</h3>"
-        f'<p class="soft">{escape(where)}, {count}</p>{code_block(entry.code)}<p>{escape(entry.why)}</p></li>'
-    )
+    place = Text(f"{where}, {counted(entry.operations, 'operation')}", look="soft")
+    return Item([Section(" ".join(entry.primitives), [place, Code(entry.code), Text(entry.why)])])
 
 
-def _losses(verification: Verification) -> str:
-    figure = loss_picture(verification.float32_losses, verification.tuned_losses)
-    if not figure:
-        return ""
-    last = f"{verification.tuned_losses[-1]:.4g}, in float32 {verification.float32_losses[-1]:.4g}"
-    return f"{figure}\n<p>The loss of step {len(verification.tuned_losses)} is {last}.</p>"
+def _verified(verification: Verification, note: str) -> Sequence[Block | None]:
+    look, held_out = "" if verification.passed else "failed", verification.held_out or "none"
+    verdict = Text(f"{verification.verdict}, on all examples, {held_out} of them held out.", "verdict", look)
+    chart = loss_chart(verification.float32_losses, verification.tuned_losses)
+    said = ""
+    if chart is not None:
+        last = f"{verification.tuned_losses[-1]:.4g}, in float32 {verification.float32_losses[-1]:.4g}"
+        said = f"The loss of step {len(verification.tuned_losses)} is {last}."
+    return [verdict, Text(f"{note}." if note else "", "note"), chart, Text(said)]
 
 
 def _tolerated(tolerance: Tolerance) -> str:

@@ -1,14 +1,13 @@
 """`TunedRules`: what tuning has found, and what speaks for it."""
 
 import dataclasses
-import math
-from html import escape
 from typing import Any
 
 from jmp_train.policies.autocasting import AutocastRules, rules_code
+from jmp_train.policies.documents import as_json, fragment, page
 from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
-from jmp_train.tuning.page import entries_table, page
-from jmp_train.tuning.tolerance import Errors, Tolerance
+from jmp_train.tuning.page import document, summary_blocks
+from jmp_train.tuning.tolerance import Tolerance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +66,7 @@ class TunedRules:
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as what JSON has; the rules as code."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = {name: _plain(value) for name, value in fields.items() if name != "rules"}
-        return {**plain, "code": self.code()}
+        return as_json({name: value for name, value in fields.items() if name != "rules"} | {"code": self.code()})
 
     def to_html(self, title: str = "Tuned rules") -> str:
         """Returns all of it as an HTML page that needs no network: what stays in float32, the rules as code, pictures.
@@ -84,26 +82,10 @@ class TunedRules:
           >>> file.write_text(tuned.to_html("a norm"), encoding="utf-8") > 1000
           True
         """
-        return page(
-            title,
-            self._summary,
-            entries=self.entries,
-            code=self.code(),
-            dtype=self.dtype,
-            half_flops=self.half_flops,
-            half_elements=self.half_elements,
-            front=self.front,
-            chosen=self.chosen,
-            tolerance=self.tolerance,
-            verification=self.verification,
-            made=f"Compiling took {self.compile_seconds:.1f} s. The loss scale of the trials was {self.loss_scale:g}.",
-            note=self._note,
-        )
+        return page(document(title, self._summary, self._note, self))
 
     def _repr_html_(self) -> str:
-        verdict = escape(self.verification.verdict)
-        note = f"<p>{escape(self._note)}</p>" if self._note else ""
-        return f"<p>{escape(self._summary)}</p>{entries_table(self.entries)}<p>{verdict}</p>{note}"
+        return fragment(summary_blocks(self._summary, self._note, self))
 
     @property
     def _summary(self) -> str:
@@ -119,21 +101,13 @@ class TunedRules:
         return "the examples' state is from before the first step of training: tune again after some hundred steps"
 
     def __str__(self) -> str:
-        lines = [self._summary]
-        lines += [f"  {entry}" for entry in self.entries]
         (table, tuned), (table_elements, tuned_elements) = self.half_flops, self.half_elements
-        lines.append(f"in half precision: {tuned:.1%} of the flops (torch's table: {table:.1%}),")
-        lines.append(f"  {tuned_elements:.1%} of the elements of results (torch's table: {table_elements:.1%})")
-        lines += [line for line in (self.verification.verdict, self._note) if line]
-        return "\n".join(lines)
-
-
-def _plain(value: Any) -> Any:
-    """Returns dataclasses and tuples as dictionaries and lists, numbers that are not finite as None."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Errors):
-        return {name: _plain(item) for name, item in value._asdict().items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        lines = [
+            self._summary,
+            *(f"  {entry}" for entry in self.entries),
+            f"in half precision: {tuned:.1%} of the flops (torch's table: {table:.1%}),",
+            f"  {tuned_elements:.1%} of the elements of results (torch's table: {table_elements:.1%})",
+            self.verification.verdict,
+            self._note,
+        ]
+        return "\n".join(filter(None, lines))

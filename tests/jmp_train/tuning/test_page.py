@@ -5,13 +5,15 @@ import html.parser
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import jmp_train as jt
+from jmp_train.policies.documents import svg
 from jmp_train.tuning import Errors, Float32Entry, FrontPoint, Verification
-from jmp_train.tuning.picture import front_picture, loss_picture
+from jmp_train.tuning.charts import front_chart, loss_chart
 
 pytestmark = pytest.mark.quick
 
@@ -115,6 +117,16 @@ def test_the_rules_can_be_copied(tmp_path: Path) -> None:
     assert scope["rules"] == tuned.rules
 
 
+def front_picture(front: Sequence[FrontPoint], chosen: FrontPoint | None, tolerance: float) -> str:
+    chart = front_chart(front, chosen, tolerance)
+    return "" if chart is None else svg(chart)
+
+
+def loss_picture(float32: Sequence[float], tuned: Sequence[float]) -> str:
+    chart = loss_chart(float32, tuned)
+    return "" if chart is None else svg(chart)
+
+
 def places(svg: str, name: str) -> list[tuple[float, float]]:
     """Returns where circles of a class are."""
     found = re.findall(rf'<circle class="{name}" cx="([^"]*)" cy="([^"]*)"', svg)
@@ -146,7 +158,7 @@ def test_a_front_without_tolerance_without_a_choice_or_without_gradients() -> No
 
 def test_losses_are_two_curves_with_gaps_where_they_are_not_finite() -> None:
     svg = loss_picture((3.0, 2.0, 1.5, 1.0, 0.5), (3.0, 2.0, math.nan, 1.0, 0.5))
-    curves = re.findall(r'<path class="(float32|tuned)" stroke-width="[52]" fill="none" d="([^"]*)"', svg)
+    curves = re.findall(r'<path class="(float32|tuned)" stroke-width="[52]" d="([^"]*)"', svg)
     assert [(name, path.count("L") + 1) for name, path in curves] == [("float32", 5), ("tuned", 2), ("tuned", 2)]
     assert loss_picture((), ()) == ""
     assert "<svg" in loss_picture((1.0,), (1.0,))

@@ -1,0 +1,194 @@
+"""Charts as plain data: two axes, named styles, and marks in the units of the axes."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+Color = str | tuple[str, str]
+"""A name of `PALETTE`, or the color in light and in dark surroundings."""
+
+Points = Sequence[tuple[float, float]]
+
+PALETTE: Mapping[str, tuple[str, str]] = {
+    "ink": ("#202124", "#e8eaed"),
+    "soft": ("#5f6368", "#9aa0a6"),
+    "paper": ("#ffffff", "#18191b"),
+    "rule": ("#dadce0", "#3c4043"),
+    "shade": ("#f1f3f4", "#26282b"),
+    "tint": ("#e8f0fe", "#1f2a3d"),
+    "bad": ("#d93025", "#f28b82"),
+    "first": ("#1a73e8", "#8ab4f8"),
+    "second": ("#e8710a", "#fcad70"),
+}
+
+# Paul Tol's "bright" scheme: the color-blind can tell these apart, on white and on black.
+SERIES = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """The scale of one direction.
+
+    Attributes:
+      low: the value at the left or at the bottom.
+      high: the value at the right or at the top.
+      ticks: values with their labels.
+      title: below the labels; only the horizontal axis shows one.
+      is_log: whether the scale is logarithmic. Values outside of such an axis, as 0 is, are drawn at its end.
+      has_grid: whether a line crosses the chart at each tick.
+    """
+
+    low: float
+    high: float
+    ticks: Sequence[tuple[float, str]] = ()
+    title: str = ""
+    is_log: bool = False
+    has_grid: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """The look of all marks that name this style.
+
+    Attributes:
+      color: of lines, dots and boxes.
+      legend: what the color means; the legend leaves out styles without it.
+      width: of lines.
+      dash: lengths of dashes and gaps, as in SVG; a solid line if empty.
+      opacity: 0 to 1.
+      is_hollow: whether dots have the color of the paper inside.
+    """
+
+    color: Color = "soft"
+    legend: str = ""
+    width: float = 2
+    dash: str = ""
+    opacity: float = 1
+    is_hollow: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """Lines in one style.
+
+    Attributes:
+      style: a name of `Chart.styles`.
+      runs: the points of each line.
+      title: what a browser shows where the mouse is.
+      width: of the line, if it is not the style's.
+    """
+
+    style: str
+    runs: Sequence[Points]
+    title: str = ""
+    width: float = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """A rectangle, such as a bar; `style` and `title` as in `Path`."""
+
+    style: str
+    left: float
+    right: float
+    bottom: float
+    top: float
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """A circle or a cross. One with text gives way downwards to dots with text that were drawn before.
+
+    Attributes:
+      style: a name of `Chart.styles`.
+      x: of its center.
+      y: of its center.
+      radius: in pixels.
+      title: what a browser shows where the mouse is.
+      text: in the circle.
+      link: where a click leads.
+      is_cross: whether it is a cross.
+    """
+
+    style: str
+    x: float
+    y: float
+    radius: float = 4
+    title: str = ""
+    text: str = ""
+    link: str = ""
+    is_cross: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """A line of text.
+
+    Attributes:
+      text: the text.
+      x: where it starts, ends or has its middle, as `anchor` says.
+      y: its baseline.
+      anchor: "start", "middle" or "end".
+      shift: pixels to the right and downwards.
+      style: a name of `Chart.styles`; soft if empty.
+    """
+
+    text: str
+    x: float
+    y: float
+    anchor: str = "start"
+    shift: tuple[float, float] = (0, 0)
+    style: str = ""
+
+
+Mark = Path | Box | Dot | Label
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+      name: its id.
+      label: what it shows, for those who cannot see it.
+      x: the horizontal axis.
+      y: the vertical axis.
+      styles: by name, which is also the class of the marks in SVG.
+      marks: later ones are drawn above earlier ones.
+      title: above the chart.
+      size: width and height in pixels, without title and legend.
+      margins: pixels left, right, above and below the axes.
+    """
+
+    name: str
+    label: str
+    x: Axis
+    y: Axis
+    styles: Mapping[str, Style]
+    marks: Sequence[Mark]
+    title: str = ""
+    size: tuple[float, float] = (1000, 282)
+    margins: tuple[float, float, float, float] = (60, 25, 12, 45)
+
+
+def series_names(names: Sequence[str]) -> dict[str, str]:
+    """Returns the style name of each different name: "series0" for the first.
+
+    Example:
+      >>> series_names(["float32", "mixed_float16", "float32"])
+      {'float32': 'series0', 'mixed_float16': 'series1'}
+    """
+    return {name: f"series{number % len(SERIES)}" for number, name in enumerate(dict.fromkeys(names))}
+
+
+def series_styles(names: Sequence[str], width: float = 2) -> dict[str, Style]:
+    """Returns the styles of `series_names`, whose legends are the names.
+
+    Args:
+      names: in the order of the colors.
+      width: of lines.
+    """
+    return {
+        style: Style((SERIES[i % len(SERIES)],) * 2, legend=name, width=width)
+        for i, (name, style) in enumerate(series_names(names).items())
+    }
