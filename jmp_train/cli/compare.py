@@ -25,7 +25,7 @@ from jmp_train.launch import ChildProcess, signals_as_exceptions
 from jmp_train.runs import Event, FewBits, Run, check_unused, event_from_json
 
 if TYPE_CHECKING:
-    from jmp_train.reports import Display
+    from jmp_train.reports import LineDisplay
 
 _PROCESS = Path(__file__).with_name("train_process.py")
 _WARNING = "jmp-train: warning: "
@@ -122,7 +122,7 @@ def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
                 check_unused(args.logdir / name)
 
 
-def _run_in_process(args: argparse.Namespace, name: str, display: "Display") -> Run:
+def _run_in_process(args: argparse.Namespace, name: str, display: "LineDisplay") -> Run:
     """Returns the run; raises Failure if the process did not end well, WrongCall or NotBegun if it did not begin."""
     run, has_begun = None, False
     others: list[bytes] = []  # lines that are not events

@@ -131,12 +131,12 @@ def _show(
     report: NumericsReport, title: str, subject: dict[str, Any], args: argparse.Namespace, output: Output | None
 ) -> int:
     """Prints a diagnosis, writes its files, and returns the exit code."""
-    from jmp_train.reports import diagnosis_json, write_diagnosis
+    from jmp_train.reports import json_line, write_diagnosis
 
     code = show(
         output,
         f"{title}:\n{report}",
-        lambda: diagnosis_json(subject, report),
+        lambda: json_line(subject, report.as_dict()),
         lambda: ([], []) if args.out is None else write_diagnosis(args.out, title, subject, report),
     )
     return code or (PROBLEMS_FOUND if any(problem.severity == "problem" for problem in report.problems) else 0)

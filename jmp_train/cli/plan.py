@@ -63,7 +63,7 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.install:
         return _install(args)
     from jmp_train.aot import INSTALL, PluginError
-    from jmp_train.reports import compilations_shown, plan_json, write_plan
+    from jmp_train.reports import compilations_shown, json_line, write_plan
 
     with checked_outputs(as_json=args.json, files={"--page": args.page}) as output:
         try:
@@ -75,7 +75,7 @@ def plan_command(args: argparse.Namespace) -> int:
         code = show(
             output,
             f"{title}:\n{found}" + (f"\n{found.largest_buffers(args.buffers)}" if args.buffers else ""),
-            lambda: plan_json({"step": title}, found),
+            lambda: json_line({"step": title}, found.to_json()),
             lambda: write_plan(args.page, title, found),
         )
         return code or (0 if all(row.fits for row in found.rows) else PROBLEMS_FOUND)

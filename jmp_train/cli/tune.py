@@ -52,7 +52,7 @@ class TuneOptions:
 
 def tune_command(args: argparse.Namespace) -> int:
     """Tunes the rules of a task, prints and writes what is found, and returns the exit code."""
-    from jmp_train.reports import trials_shown, tuning_json, write_tuning
+    from jmp_train.reports import json_line, trials_shown, write_tuning
 
     if args.out is not None and args.page is not None and args.out.absolute() == args.page.absolute():
         raise WrongCall(f"--out and --page are both {args.out}")
@@ -75,7 +75,7 @@ def tune_command(args: argparse.Namespace) -> int:
         code = show(
             output,
             f"{title}:\n{tuned}" + ("" if args.out else f"\n{tuned.code()}"),
-            lambda: tuning_json(subject, tuned),
+            lambda: json_line(subject, tuned.to_json()),
             lambda: write_tuning(args.out, args.page, title, subject, tuned),
         )
         return code or (0 if tuned.verification.passed else PROBLEMS_FOUND)

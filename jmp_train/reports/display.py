@@ -1,11 +1,17 @@
-"""Live display of training: bars and a table on a terminal, lines elsewhere."""
+"""What commands show while they work and at their end: lines, bars, tables."""
 
-from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Protocol, Self
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import IO, TYPE_CHECKING, Self
 
 from jmp_train.extras import extra_packages
-from jmp_train.reports.comparison import in_bytes, metrics_note
-from jmp_train.reports.tables import epoch_line, phase_line
+from jmp_train.policies.documents import Table, with_unit
+from jmp_train.reports.explanations import metrics_note
+from jmp_train.reports.tables import cost_table, process_memory, runs_table, speed_table, watch_table
 from jmp_train.reports.terminal import Sheet, console_on, is_screen, width_of, wrapped
 from jmp_train.runs import Compiled, Epoch, Event, Note, Phase, Planned, Progress, Run
 
@@ -17,40 +23,95 @@ _TITLES = ("policy", "now", "loss", "scale", "skipped", "s/epoch", "compile", "s
 _BESIDE_NAME_AND_COUNT = 40  # "steps", two clocks, a bar of ten, and gaps
 
 
-class Display(Protocol):
-    """Shows the events of runs as they come."""
+def print_table(runs: Sequence[Run]) -> None:
+    """Prints the runs next to each other, or one below the other where the screen has no room for that.
 
-    def __enter__(self) -> Self:
-        """Starts to show."""
-        ...
+    A second table has what a step costs on any device, a third what was watched; the footnote is the memory of
+    processes.
 
-    def __exit__(self, *exception: object) -> None:
-        """Stops to show."""
+    Args:
+      runs: at least one.
+    """
+    console = console_on(sys.stdout)
+    console.print(Sheet(runs_table(runs)))
+    costs = cost_table(runs)
+    if len(runs) > 1:
+        costs = replace(costs, note=f"1.00x: {runs[0].policy}; {costs.note}")
+    console.print(Sheet(costs))
+    if (watched := watch_table(runs)).rows:
+        console.print(Sheet(watched))
+    if footnote := process_memory(runs):
+        console.print(footnote, style="dim", highlight=False, markup=False)
 
-    def start(self, policy: str) -> None:
-        """Shows that a policy's run begins."""
 
-    def show(self, policy: str, event: Event) -> None:
-        """Shows an event of a policy's run."""
+def print_speed_table(runs: Sequence[Run]) -> None:
+    """Prints the speed of the runs, and the memory of their devices, compared with the first one.
 
-    def fail(self, policy: str, reason: str) -> None:
-        """Shows that a policy's run did not end."""
+    Args:
+      runs: at least one.
+    """
+    note = f"1.00x: {runs[0].policy}" if len(runs) > 1 else ""
+    console_on(sys.stdout).print(Sheet(replace(speed_table(runs), note=note)))
 
 
-def display_on(stream: IO[str], policies: Sequence[str]) -> Display:
-    """Returns the display that suits a stream: live on a terminal that can be, lines elsewhere.
+def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
+    """Returns the line that is printed after an epoch, with the memory if it is the device's.
+
+    Args:
+      policy: the run's.
+      epoch: which is over.
+      epochs: how many there will be; 0 if that is not known.
+      memory_of: see `Run`.
+    """
+    number = f"{epoch.epoch:>{len(str(epochs))}}/{epochs}" if epochs else f"{epoch.epoch}"
+    rate = "" if math.isnan(epoch.learning_rate) else f"learning rate {epoch.learning_rate:.2e}  "
+    memory = f"peak memory {epoch.memory_mb:.0f} MB  " if memory_of == "device" else ""
+    return (
+        f"{policy:<15} epoch {number}  loss {epoch.loss:.4f}  {rate}{epoch.seconds:.2f} s  "
+        f"{memory}loss scale {epoch.loss_scale:g}  skipped steps {epoch.skipped_steps}"
+    )
+
+
+@contextmanager
+def _counts_shown(first: str, later: str, stream: IO[str]) -> Iterator[Callable[[int, str], None] | None]:
+    """Shows on a terminal how far a search is; elsewhere nothing.
+
+    Args:
+      first: what it does before the first count.
+      later: a text for `format` with the count and a word about it.
+      stream: where to.
+
+    Yields:
+      What `plan` and `tune` take as `progress`.
+    """
+    if not is_screen(stream):
+        yield None
+        return
+    with extra_packages():
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console_on(stream), transient=True) as bars:
+        bar = bars.add_task(first, total=None)
+        yield lambda count, said: bars.update(bar, description=later.format(count, said))
+
+
+compilations_shown = partial(_counts_shown, "tracing", "{} compiled, next {}")
+trials_shown = partial(_counts_shown, "compiling", "trial {}: {} (Ctrl-C takes it)")
+
+
+def display_on(stream: IO[str], policies: Sequence[str]) -> "LineDisplay":
+    """Returns the display of runs that suits a stream: live on a terminal that can be, lines elsewhere.
 
     Args:
       stream: where to print.
       policies: the runs that will come.
     """
-    if is_screen(stream):
-        return LiveDisplay(stream, policies)
-    return LineDisplay(stream)
+    return LiveDisplay(stream, policies) if is_screen(stream) else LineDisplay(stream)
 
 
 class LineDisplay:
-    """Prints a line an epoch."""
+    """Prints a line per epoch; a context in which runs show their events."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
@@ -58,38 +119,38 @@ class LineDisplay:
         self._memory_of: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        """Does nothing."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Does nothing."""
+        pass
 
     def start(self, policy: str) -> None:
-        """Prints nothing."""
-
-    def show(self, policy: str, event: Event) -> None:
-        """Prints a line if the event is an epoch, or a phase that begins."""
-        if isinstance(event, Planned):
-            self.epochs = event.epochs
-        if isinstance(event, Compiled):
-            self._memory_of[policy] = event.memory_of
-        if isinstance(event, Note):
-            self._print(f"{policy:<15} {event.text}")
-        if isinstance(event, Phase):
-            self._print(phase_line(policy, event))
-        if isinstance(event, Epoch):
-            self._print(epoch_line(policy, event, self.epochs, self._memory_of.get(policy, "")))
+        """Shows that a policy's run begins; lines do not."""
 
     def fail(self, policy: str, reason: str) -> None:
-        """Prints nothing: the command ends with the reason."""
+        """Shows that a policy's run did not end; lines do not, since the command ends with the reason."""
+
+    def show(self, policy: str, event: Event) -> None:
+        """Prints a line if the event is an epoch, a note, or a phase that begins."""
+        match event:
+            case Planned():
+                self.epochs = event.epochs
+            case Compiled():
+                self._memory_of[policy] = event.memory_of
+            case Note():
+                self._print(f"{policy:<15} {event.text}")
+            case Phase():
+                self._print(f"{policy:<15} from step {event.start + 1} to {event.stop} in {event.policy}")
+            case Epoch():
+                self._print(epoch_line(policy, event, self.epochs, self._memory_of.get(policy, "")))
 
     def _print(self, line: str) -> None:
         text = wrapped(line, width_of(self.stream)) if self.stream.isatty() else line
         print(text, file=self.stream, flush=True)
 
 
-class LiveDisplay:
-    """A progress bar for each run and a table of where each is, renewed as they go."""
+class LiveDisplay(LineDisplay):
+    """Shows a progress bar for each run and a table of where each is, below the lines, and renews them."""
 
     def __init__(self, stream: IO[str], policies: Sequence[str]) -> None:
         with extra_packages():
@@ -103,7 +164,7 @@ class LiveDisplay:
                 TimeRemainingColumn,
             )
 
-        self.epochs = 0  # of each run, once the first says
+        super().__init__(stream)
         self._rows = {policy: _Row() for policy in policies}
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -114,22 +175,15 @@ class LiveDisplay:
             TimeRemainingColumn(),
         )
         self._tasks = {policy: self._bars.add_task(policy, start=False, total=None) for policy in policies}
-        self._stream = stream
         self._console = console_on(stream)
-        self._live = Live(
-            get_renderable=self._render,
-            console=self._console,
-            transient=True,
-        )
+        self._live = Live(get_renderable=self._render, console=self._console, transient=True)
 
     def __enter__(self) -> Self:
-        """Starts to renew the screen."""
         self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Clears the bars and the table; the epochs' lines stay."""
-        self._live.stop()
+        self._live.stop()  # clears the bars and the table; the lines stay
 
     def start(self, policy: str) -> None:
         """Starts a run's clock."""
@@ -137,21 +191,17 @@ class LiveDisplay:
         self._bars.start_task(self._tasks[policy])
 
     def show(self, policy: str, event: Event) -> None:
-        """Renews a run's bar and row; prints a line above them of an epoch or a phase."""
+        """Renews a run's bar and row, and prints the line of the event, if it has one, above them."""
         row, bar = self._rows[policy], self._tasks[policy]
         match event:
-            case Planned(epochs, total):
-                self.epochs, row.status = epochs, "compiling"
+            case Planned(_, total):
+                row.status = "compiling"
                 self._bars.update(bar, total=total)
-            case Compiled(seconds, memory_of, costs):
+            case Compiled(seconds, _, costs):
                 row.status, row.compile = row.training, f"{seconds:.1f} s"
-                row.memory_of = memory_of
-                row.saved = "" if costs.residual_bytes is None else in_bytes(costs.residual_bytes)
-            case Note():
-                self._print(f"{policy:<15} {event.text}")
+                row.saved = "" if costs.residual_bytes is None else with_unit(costs.residual_bytes, "B")
             case Phase():
                 row.training = row.status = f"training, {event.policy}"
-                self._print(phase_line(policy, event))
             case Progress(total, skipped_steps, recent):
                 last = recent[-1]
                 self._bars.update(bar, total=total, completed=last.step)
@@ -161,9 +211,9 @@ class LiveDisplay:
             case Epoch():
                 row.seconds = f"{event.seconds:.2f}"
                 row.status = "evaluating" if event.epoch == self.epochs else row.training
-                self._print(epoch_line(policy, event, self.epochs, row.memory_of))
             case Run():
                 row.status = metrics_note(event)
+        super().show(policy, event)
 
     def fail(self, policy: str, reason: str) -> None:
         """Marks a run as failed."""
@@ -180,27 +230,18 @@ class LiveDisplay:
         with extra_packages():
             from rich.console import Group
 
-        rows = [
-            (
-                name,
-                row.status,
-                row.loss,
-                row.scale,
-                row.skipped,
-                row.seconds,
-                row.compile,
-                row.saved,
-            )
-            for name, row in self._rows.items()
-        ]
-        self._console.width = width_of(self._stream)  # which may have changed
+        self._console.width = width_of(self.stream)  # which may have changed
         names = max(map(len, self._rows))
         counts = max(len(row.steps) for row in self._rows.values())
-        if names + counts + _BESIDE_NAME_AND_COUNT <= self._console.width:
-            return Group(self._bars, Sheet(_TITLES, rows, left=2))
-        steps = [row.steps for row in self._rows.values()]
-        rows = [(*row[:2], count, *row[2:]) for row, count in zip(rows, steps, strict=True)]
-        return Group(Sheet((*_TITLES[:2], "step", *_TITLES[2:]), rows, left=2))
+        has_bars = names + counts + _BESIDE_NAME_AND_COUNT <= self._console.width
+        rows = [
+            (name, row.status, *([] if has_bars else [row.steps]), row.loss, row.scale, row.skipped, row.seconds,
+             row.compile, row.saved)
+            for name, row in self._rows.items()
+        ]  # fmt: skip
+        titles = _TITLES if has_bars else (*_TITLES[:2], "step", *_TITLES[2:])
+        table = Sheet(Table(titles, rows, texts=(0, 1)))
+        return Group(self._bars, table) if has_bars else Group(table)
 
 
 class _Row:
@@ -209,6 +250,4 @@ class _Row:
     def __init__(self) -> None:
         self.status = "waiting"
         self.training = "training"  # the status while it does, with the phase if there are several
-        self.steps = ""
-        self.loss = self.scale = self.skipped = self.seconds = self.compile = self.saved = ""
-        self.memory_of = ""
+        self.steps = self.loss = self.scale = self.skipped = self.seconds = self.compile = self.saved = ""

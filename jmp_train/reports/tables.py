@@ -1,186 +1,184 @@
-"""The report of finished runs: printed tables, and report.json, .png and .html."""
+"""Tables of runs: metrics, costs, speed, memory and watched updates, compared with the first run."""
 
-import dataclasses
-import json
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from jmp_train.policies.files import write_atomically
-from jmp_train.reports.comparison import (
-    WATCH_NOTE,
-    WATCH_TITLES,
-    cost_table,
-    metric_cells,
-    metric_title,
-    process_memory,
-    reports_memory,
-    short_scale,
-    shown_metrics,
-    speed_table,
-    watch_rows,
+from jmp_train.policies.documents import Table, with_unit
+from jmp_train.runs import NONFINITE, Run
+from jmp_train.steps import WATCHES
+
+_COST_NOTE = (
+    "saved: what the forward pass of a step leaves for its backward pass; state: parameters, optimizer's and model's"
 )
-from jmp_train.reports.terminal import Sheet, console_on
-from jmp_train.runs import Epoch, Phase, Run, event_to_json, finite_or_none, metrics_of_0_1
+_WATCH_NOTE = (
+    "the mean share of the worst group of parameters; lost updates: updates that leave a parameter what it was; "
+    "underflow: scaled gradients below the half type's smallest normal number"
+)
 
-_REPORTED = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
-
-
-def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
-    """Returns the line that is printed after an epoch, with the memory if it is the device's.
-
-    Args:
-      policy: the run's.
-      epoch: which is over.
-      epochs: how many there will be; 0 if that is not known.
-      memory_of: see `Run`.
-    """
-    number = f"{epoch.epoch:>{len(str(epochs))}}/{epochs}" if epochs else f"{epoch.epoch}"
-    memory = f"peak memory {epoch.memory_mb:.0f} MB  " if memory_of == "device" else ""
-    return (
-        f"{policy:<15} epoch {number}  loss {epoch.loss:.4f}  "
-        f"{_rate(epoch)}{epoch.seconds:.2f} s  "
-        f"{memory}loss scale {epoch.loss_scale:g}  "
-        f"skipped steps {epoch.skipped_steps}"
-    )
+Column = tuple[str, Sequence[str]]
 
 
-def _rate(epoch: Epoch) -> str:
-    return "" if math.isnan(epoch.learning_rate) else f"learning rate {epoch.learning_rate:.2e}  "
-
-
-def phase_line(policy: str, phase: Phase) -> str:
-    """Returns the line that is printed where a phase begins or goes on.
-
-    Args:
-      policy: the run's.
-      phase: that begins.
-    """
-    return f"{policy:<15} from step {phase.start + 1} to {phase.stop} in {phase.policy}"
-
-
-def report(task: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Returns report.json's content; numbers that are not finite become null."""
-    return {"task": task, "runs": [_run_report(run) for run in runs]}
-
-
-def _run_report(run: Run) -> dict[str, Any]:
-    epochs = [event_to_json(epoch) for epoch in run.epochs]
-    return {
-        "policy": run.policy,
-        **({"rules": run.rules} if run.rules else {}),
-        **({"phases": [dataclasses.asdict(phase) for phase in run.phases]} if run.phases else {}),
-        "device": run.device,
-        "metrics": run.metrics,
-        "higher_is_better": run.higher_is_better,
-        **metrics_of_0_1(run),
-        "compile_seconds": run.compile_seconds,
-        "memory_of": run.memory_of,
-        "iterations_per_second": run.iterations_per_second,
-        "samples_per_second": run.samples_per_second,
-        "costs": dataclasses.asdict(run.costs),
-        **({"watch": run.watch} if run.watch else {}),
-        "epochs": [{name: epoch[name] for name in _REPORTED} for epoch in epochs],
-    }
-
-
-def write_report(
-    directory: Path, task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = ()
-) -> tuple[list[Path], list[str]]:
-    """Writes report.json, report.png and report.html, each whole or not at all.
-
-    Args:
-      directory: where to; it exists.
-      task: the task's name.
-      runs: at least one; the others are compared with the first.
-      failures: (policy, reason) of each run that did not end.
-
-    Returns:
-      The paths of the files that are written, and of each other one a line with its path and why it is not.
-    """
-    from jmp_train.reports.html_report import page
-    from jmp_train.reports.plots import png
-
-    contents: dict[str, Callable[[], bytes]] = {
-        "report.json": lambda: _json_report(task, runs),
-        "report.png": lambda: png(task, runs),
-        "report.html": lambda: page(task, runs, failures).encode(),
-    }
-    return write_all(directory, contents)
-
-
-def write_all(directory: Path, contents: Mapping[str, Callable[[], bytes]]) -> tuple[list[Path], list[str]]:
-    """Writes files, each whole or not at all.
-
-    Args:
-      directory: where to; it exists.
-      contents: what makes the content of a file, by its name.
-
-    Returns:
-      The paths of the files that are written, and of each other one a line with its path and why it is not.
-    """
-    written, problems = [], []
-    for name, content in contents.items():
-        path = directory / name
-        try:
-            written.append(write_atomically(path, content()))
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror or error}")
-        except (RuntimeError, ValueError) as error:
-            # Matplotlib's, as for a font or a TeX that is not there.
-            problems.append(f"{path}: {error}")
-    return written, problems
-
-
-def _json_report(task: str, runs: Sequence[Run]) -> bytes:
-    return (json.dumps(finite_or_none(report(task, runs)), indent=2) + "\n").encode()
-
-
-def print_table(runs: Sequence[Run]) -> None:
-    """Prints the runs side by side, or one below the other where the screen has no room for that.
-
-    A second table has what a step costs on any device, a third what was watched; the footnote is the memory of
-    processes.
-
-    Args:
-      runs: at least one.
-    """
+def runs_table(runs: Sequence[Run]) -> Table:
+    """Returns metrics, times, and the last loss and loss scale of each run."""
     names = shown_metrics(runs)
-    measured = [*map(metric_title, names)]
-    loss = "train loss" if "loss" in measured else "loss"
-    titles = ("policy", "s/epoch", "compile", *measured, loss, "scale", "skipped")
-    rows = [
-        (
-            run.policy,
-            f"{run.epoch_seconds:.2f}",
-            f"{run.compile_seconds:.1f} s",
-            *metric_cells(run, names),
-            f"{run.epochs[-1].loss:.4f}",
-            short_scale(run.epochs[-1].loss_scale),
-            str(run.epochs[-1].skipped_steps),
-        )
-        for run in runs
+    measured = [(metric_title(name), [metric_text(run, name) for run in runs]) for name in names]
+    is_measured = "loss" in dict(measured)
+    columns: list[Column] = [
+        ("policy", [run.policy for run in runs]),
+        ("s/epoch", [f"{run.epoch_seconds:.2f}" for run in runs]),
+        ("compile", [f"{run.compile_seconds:.1f} s" for run in runs]),
+        *measured,
+        ("train loss" if is_measured else "loss", [f"{run.epochs[-1].loss:.4f}" for run in runs]),
+        ("scale", [short_scale(run.epochs[-1].loss_scale) for run in runs]),
+        ("skipped", [str(run.epochs[-1].skipped_steps) for run in runs]),
     ]
     if reports_memory(runs):
-        titles = (*titles, "memory")
-        rows = [(*row, f"{run.memory_mb:.0f} MB") for row, run in zip(rows, runs, strict=True)]
-    console = console_on(sys.stdout)
-    console.print(Sheet(titles, rows))
-    cost_titles, costs, note = cost_table(runs)
-    console.print(Sheet(cost_titles, costs, note))
-    if watched := watch_rows(runs):
-        console.print(Sheet(WATCH_TITLES, watched, WATCH_NOTE))
-    if footnote := process_memory(runs):
-        console.print(footnote, style="dim", highlight=False, markup=False)
+        columns.append(("memory", [f"{run.memory_mb:.0f} MB" for run in runs]))
+    return _table(columns)
 
 
-def print_speed_table(runs: Sequence[Run]) -> None:
-    """Prints the speed of the runs, and the memory of their devices, beside the first one's.
+def cost_table(runs: Sequence[Run]) -> Table:
+    """Returns the costs of a step on any device; ratios compare with the first run.
 
     Args:
       runs: at least one.
     """
-    caption = f"1.00x: {runs[0].policy}" if len(runs) > 1 else None
-    console_on(sys.stdout).print(Sheet(*speed_table(runs), caption))
+    costs = [run.costs for run in runs]
+    columns: list[Column] = [
+        ("policy", [run.policy for run in runs]),
+        ("flops in half", [f"{cost.half_flops_share:.1%}" for cost in costs]),
+        *_sizes("saved", [cost.residual_bytes for cost in costs]),
+        ("parameters", [with_unit(cost.params_bytes, "B") for cost in costs]),
+        *_sizes("state", [cost.state_bytes for cost in costs]),
+    ]
+    note = _COST_NOTE
+    if any(cost.exchanged_bytes for cost in costs):
+        columns += _sizes("halo", [cost.exchanged_bytes for cost in costs])
+        note += "; halo: what a device sends of its nodes in a step"
+    return _table(columns, "costs", note)
+
+
+def _sizes(title: str, sizes: Sequence[int | None]) -> list[Column]:
+    """Returns a column of sizes and, with several runs, their ratios to the first one."""
+    cells = ["none" if size is None else with_unit(size, "B") for size in sizes]
+    columns: list[Column] = [(title, cells), ("ratio", [ratio(size, sizes[0]) for size in sizes])]
+    return columns if len(sizes) > 1 else columns[:1]
+
+
+def watch_table(runs: Sequence[Run]) -> Table:
+    """Returns the worst group of parameters of each run that watched."""
+    rows = [(run.policy, *(_worst(run.watch.get(name, {})) for name in WATCHES)) for run in runs if run.watch]
+    return Table(("policy", "lost updates", "underflow"), rows, "watches", note=_WATCH_NOTE)
+
+
+def _worst(groups: Mapping[str, float]) -> str:
+    """Returns "12.3% (Dense_0)" for the group with the largest share, "0" if all are 0."""
+    share, group = max(((share, group) for group, share in groups.items()), default=(0.0, ""))
+    return f"{share:.1%} ({group})" if share else "0"
+
+
+def speed_table(runs: Sequence[Run]) -> Table:
+    """Returns speed and memory of each run; speed-up and memory ratio compare with the first run.
+
+    The memory is the device's. Without it the table has no memory, since a process' is mostly that of the compiler and
+    the libraries.
+
+    Args:
+      runs: at least one.
+
+    Reference: ColossalAI's table of its AMP modes.
+    """
+    first, several = runs[0], len(runs) > 1
+    speeds = [run.iterations_per_second for run in runs]
+    samples = ["" if run.samples_per_second is None else _rate(run.samples_per_second) for run in runs]
+    columns: list[Column] = [
+        ("run", [run.policy for run in runs]),
+        ("iterations/s", [_rate(speed) for speed in speeds]),
+        ("samples/s", samples),
+    ]
+    if not reports_memory(runs):  # a CPU, whose times differ much
+        columns.append(("s/epoch", [seconds_text(run) for run in runs]))
+    columns += [("speed-up", [ratio(speed, speeds[0]) for speed in speeds])] * several
+    if reports_memory(runs):
+        columns.append(("memory", [f"{run.memory_mb:.0f} MB" for run in runs]))
+        columns += [("memory ratio", [ratio(run.memory_mb, first.memory_mb) for run in runs])] * several
+    return _table(columns, "speed")
+
+
+def _table(columns: Sequence[Column], name: str = "", note: str = "") -> Table:
+    heads, cells = zip(*columns, strict=True)
+    return Table(heads, list(zip(*cells, strict=True)), name, note=note)
+
+
+def seconds_text(run: Run) -> str:
+    """Returns the median epoch's seconds, and the least and the most of several epochs."""
+    seconds = [epoch.seconds for epoch in run.epochs]
+    if len(seconds) == 1:
+        return f"{seconds[0]:.2f}"
+    return f"{run.epoch_seconds:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+def is_on_cpu(runs: Sequence[Run]) -> bool:
+    """Returns True if a run was on a CPU, whose times say little of half precision."""
+    return any(run.device.endswith("cpu") for run in runs)
+
+
+def reports_memory(runs: Sequence[Run]) -> bool:
+    """Returns whether the peaks of memory are a device's in all runs."""
+    return all(run.memory_of == "device" for run in runs)
+
+
+def process_memory(runs: Sequence[Run]) -> str:
+    """Returns a footnote on the peaks of memory that are a process'; "" if there are none."""
+    peaks = ", ".join(f"{run.policy} {run.memory_mb:.0f} MB" for run in runs if run.memory_of != "device")
+    return peaks and f"peak memory of the process, with libraries, compiler and data: {peaks}"
+
+
+def ratio(value: float | None, first: float | None) -> str:
+    """Returns a number as a multiple of the first run's; "" where one of them is not known or is 0."""
+    return f"{value / first:.2f}x" if value is not None and first else ""
+
+
+def short_scale(scale: float) -> str:
+    """Returns a loss scale in few characters; from a million on, a power of two as such.
+
+    Example:
+      >>> short_scale(65536.0), short_scale(2.0**21)
+      ('65536', '2^21')
+    """
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if scale >= 1e6 and fraction == 0.5 else f"{scale:g}"
+
+
+def _rate(number: float) -> str:
+    return f"{number:.1f}" if number >= 10 else f"{number:.3g}"
+
+
+def shown_metrics(runs: Sequence[Run]) -> list[str]:
+    """Returns the names of the metrics that tables have, the headline first."""
+    return [name for name in dict.fromkeys(name for run in runs for name in run.metrics) if name != NONFINITE]
+
+
+def metric_cells(run: Run, names: Sequence[str]) -> list[str]:
+    """Returns some of a run's metrics as a table has them."""
+    return [metric_text(run, name) for name in names]
+
+
+def metric_text(run: Run, name: str) -> str:
+    """Returns a run's metric in few characters, an accuracy as a percentage; "" if the run has no such metric."""
+    value = run.metrics.get(name, "")
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        return str(value)
+    if "accuracy" in name and 0 <= value <= 1:
+        return f"{value:.2%}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.4g}"
+
+
+def metric_title(name: str) -> str:
+    """Returns a metric's name as a title has it.
+
+    Example:
+      >>> metric_title("test_accuracy"), metric_title("bits_per_byte")
+      ('test accuracy', 'bits/byte')
+    """
+    return name.replace("_per_", "/").replace("_", " ")

@@ -2,10 +2,11 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING
 
 from jmp_train.extras import extra_packages
+from jmp_train.policies.documents import Cell, Table
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -84,30 +85,19 @@ def wrapped(text: str, width: int) -> str:
 
 
 class Sheet:
-    """Rows under titles, for rich to print; where there is no room, a row is a name and lines of its fields.
+    """A table for rich to print; where there is no room, a row is its first cell and lines of the other cells.
 
     Args:
-      titles: of the columns; the first is the rows' names.
-      rows: the cells.
-      caption: printed below.
-      left: how many columns are aligned to the left; the others to the right.
+      table: what to print.
     """
 
-    def __init__(
-        self,
-        titles: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        caption: str | None = None,
-        left: int = 1,
-    ) -> None:
-        self.titles = titles
-        self.rows = rows
-        self.caption = caption
-        self.left = left
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.rows = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[RenderableType]":
         """Yields a table or, where it does not fit, lines."""
-        columns = zip(self.titles, *self.rows, strict=True)
+        columns = zip(self.table.heads, *self.rows, strict=True)
         needed = 1 + sum(1 + max(map(len, column)) for column in columns)
         if needed <= options.max_width:
             yield self._table()
@@ -117,12 +107,11 @@ class Sheet:
     def _table(self) -> "RenderableType":
         with extra_packages():
             from rich import box
-            from rich.table import Table
+            from rich.table import Table as RichTable
 
-        table = Table(box=box.SIMPLE_HEAD, padding=0, caption=self.caption)
-        for number, title in enumerate(self.titles):
-            justify = "left" if number < self.left else "right"
-            table.add_column(title, justify=justify, no_wrap=True)
+        table = RichTable(box=box.SIMPLE_HEAD, padding=0, caption=self.table.note or None)
+        for number, title in enumerate(self.table.heads):
+            table.add_column(title, justify="left" if number in self.table.texts else "right", no_wrap=True)
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -132,10 +121,10 @@ class Sheet:
             from rich.text import Text
 
         for name, *cells in self.rows:
-            pairs = zip(self.titles[1:], cells, strict=True)
+            pairs = zip(self.table.heads[1:], cells, strict=True)
             fields = [f"{title} {cell}" for title, cell in pairs if cell]
             yield Text(name)
             for line in wrapped("  ".join(fields), width - len(_INDENT)).splitlines():
                 yield Text(_INDENT + line.strip())
-        if self.caption is not None:
-            yield Text(self.caption)
+        if self.table.note:
+            yield Text(self.table.note)

@@ -21,7 +21,7 @@ PALETTE: Mapping[str, tuple[str, str]] = {
 }
 
 # Paul Tol's "bright" scheme: the color-blind can tell these apart, on white and on black.
-SERIES = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+SERIES = tuple((color, color) for color in "#4477aa #ee6677 #228833 #ccbb44 #66ccee #aa3377 #bbbbbb".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +189,6 @@ def series_styles(names: Sequence[str], width: float = 2) -> dict[str, Style]:
       width: of lines.
     """
     return {
-        style: Style((SERIES[i % len(SERIES)],) * 2, legend=name, width=width)
+        style: Style(SERIES[i % len(SERIES)], legend=name, width=width)
         for i, (name, style) in enumerate(series_names(names).items())
     }

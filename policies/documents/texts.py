@@ -94,8 +94,8 @@ def as_json(value: Any) -> Any:
     """
     if dataclasses.is_dataclass(value):
         return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()
+    if (as_dict := getattr(value, "_asdict", None)) is not None:  # a named tuple
+        value = as_dict()
     if isinstance(value, dict):
         return {name: as_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -16,8 +16,8 @@ from jmp_train import graphs
 from jmp_train.data.batches import array_batches
 from jmp_train.data.graph_loading import neighbor_batches
 from jmp_train.data.image_folder import center_crops
+from jmp_train.reports import print_table, write_report
 from jmp_train.reports.display import LiveDisplay
-from jmp_train.reports.tables import print_table, write_report
 from jmp_train.runs.run_log import RunLog
 from jmp_train.tasks import load_task
 

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 from helpers import make_run
 
-from jmp_train.reports.comparison import (
+from jmp_train.reports.explanations import (
     explain_accuracy,
     explain_failure,
     explanations,
     note_outputs,
     note_rules,
-    watch_rows,
 )
+from jmp_train.reports.tables import watch_table
 
 pytestmark = pytest.mark.quick
 
@@ -47,7 +47,7 @@ def test_more_than_a_point_of_accuracy_is_explained(points: float, said: bool) -
 def test_the_worst_group_of_what_was_watched_is_named() -> None:
     shares = {"lost_updates": {"Conv_0": 0.25, "Dense_0": 0.5}, "underflow": {"Conv_0": 0.0, "Dense_0": 0.0}}
     runs = [make_run("float32"), dataclasses.replace(make_run("float16"), watch=shares)]
-    assert watch_rows(runs) == [("float16", "50.0% (Dense_0)", "0")]
+    assert watch_table(runs).rows == [("float16", "50.0% (Dense_0)", "0")]
 
 
 def test_what_is_not_known_is_not_explained() -> None:

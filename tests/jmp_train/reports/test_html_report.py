@@ -9,7 +9,7 @@ from helpers import COSTS, make_run
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from jmp_train.reports.html_report import page
+from jmp_train.reports.page import page
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ import pytest
 from plan_rows import DATA_PARALLEL, ODD, found_batch, planned_row
 
 from jmp_train.planning import Allowances, Plan
-from jmp_train.reports import compilations_shown, plan_json, write_plan
+from jmp_train.reports import compilations_shown, json_line, write_plan
 
 pytestmark = pytest.mark.quick
 
@@ -59,7 +59,7 @@ def test_a_title_that_utf_8_lacks_is_written_all_the_same(tmp_path: Path) -> Non
 
 
 def test_json_has_the_rows_and_the_subject() -> None:
-    text = plan_json({"step": "vit-b16"}, PLAN)
+    text = json_line({"step": "vit-b16"}, PLAN.to_json())
     assert text.endswith("}\n")
     assert text.count("\n") == 1
     found = json.loads(text)

@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 from helpers import COSTS, make_run
 
-from jmp_train.reports import html_report, plots
-from jmp_train.reports.comparison import explanations, note_phases
-from jmp_train.reports.tables import (
-    epoch_line,
-    print_speed_table,
-    print_table,
-    report,
-    write_report,
-)
+from jmp_train.policies.documents import svg
+from jmp_train.reports import explanations, note_phases, print_speed_table, print_table, report, write_report
+from jmp_train.reports.charts import losses
+from jmp_train.reports.display import epoch_line
+from jmp_train.reports.explanations import sentences
+from jmp_train.reports.page import page as report_page
 from jmp_train.runs.events import Epoch, Phase
 
 pytestmark = pytest.mark.quick
@@ -43,10 +40,10 @@ def test_what_was_watched_has_a_table_and_a_key(capsys: pytest.CaptureFixture[st
     first, second = report("digits", runs)["runs"]
     assert "watch" not in first
     assert second["watch"] == shares
-    page = html_report.page("digits", runs)
+    page = report_page("digits", runs)
     assert page.count('<table id="watches">') == 1
     assert "50.0% (&lt;b&gt;)" in page
-    assert "watches" not in html_report.page("digits", runs[:1])
+    assert "watches" not in report_page("digits", runs[:1])
 
 
 def test_the_phases_of_a_schedule_have_a_key_a_sentence_and_a_line_in_the_plot() -> None:
@@ -64,9 +61,9 @@ def test_the_phases_of_a_schedule_have_a_key_a_sentence_and_a_line_in_the_plot()
         "(0.0% of the flops in half precision)"
     )
     assert explanations(runs) == [note]
-    assert f"<li>{note}</li>" in html_report.page("digits", runs)
+    assert f"<li>{note}</li>" in report_page("digits", runs)
     assert note_phases(runs[0]) is None
-    with_line, without = (plots.svg("losses", [run]).count("<path") for run in (runs[1], runs[0]))
+    with_line, without = (svg(losses([run])).count("<path") for run in (runs[1], runs[0]))
     assert with_line > without
 
 
@@ -84,10 +81,10 @@ def test_bits_per_byte_have_a_column_and_a_key(capsys: pytest.CaptureFixture[str
     assert "3.5000" in out
     assert [entry["bits_per_byte"] for entry in report("lm", runs)["runs"]] == [2.5, 3.5]
     assert "bits_per_byte" not in report("digits", [make_run()])["runs"][0]
-    page = html_report.page("lm", runs)
+    page = report_page("lm", runs)
     assert "float32: test accuracy 90.00%, bits/byte 2.5000, " in page
     assert "float16: test accuracy 90.00% (+0.00 points), bits/byte 3.5000, " in page
-    assert "bits" not in html_report.page("digits", [make_run()])
+    assert "bits" not in report_page("digits", [make_run()])
 
 
 def test_a_metric_called_loss_is_told_from_that_of_training(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,16 +202,16 @@ def test_the_sentences_compare_with_the_first_run() -> None:
     )
     epochs = tuple(dataclasses.replace(epoch, seconds=epoch.seconds / 2) for epoch in half.epochs)
     on_cpu = [make_run("full"), dataclasses.replace(half, epochs=epochs)]
-    first, second = html_report.sentences(on_cpu)
+    first, second = sentences(on_cpu)
     assert first == "full: test accuracy 98.70%, 3 s per epoch, 3 MB saved for the backward pass."
     start, speed = "half: test accuracy 98.00% (-0.70 points), ", "2.00 times as fast as full, "
     end = "98.7% of the flops in half precision, 1.86 MB saved for the backward pass (0.62x); 1 of 100 steps skipped."
     assert second == start + end
-    assert html_report.sentences([dataclasses.replace(run, device="H100") for run in on_cpu])[1] == start + speed + end
+    assert sentences([dataclasses.replace(run, device="H100") for run in on_cpu])[1] == start + speed + end
 
 
 def test_sentences_leave_out_what_is_not_known() -> None:
     none = dataclasses.replace(make_run("a"), costs=dataclasses.replace(COSTS, residual_bytes=None))
-    first, second = html_report.sentences([none, none])
+    first, second = sentences([none, none])
     assert first == "a: test accuracy 98.70%, 3 s per epoch."
     assert "in half precision; 0 of 100" in second

@@ -12,8 +12,14 @@ from collections.abc import Iterator
 import pytest
 from helpers import make_run
 
-from jmp_train.reports.display import LineDisplay, LiveDisplay, display_on
-from jmp_train.reports.tables import epoch_line, print_speed_table, print_table
+from jmp_train.reports.display import (
+    LineDisplay,
+    LiveDisplay,
+    display_on,
+    epoch_line,
+    print_speed_table,
+    print_table,
+)
 from jmp_train.reports.terminal import wrapped
 from jmp_train.runs.events import Compiled, Planned, Progress
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jmp_train.reports.tuning import trials_shown
+from jmp_train.reports import trials_shown
 
 pytestmark = pytest.mark.quick
 

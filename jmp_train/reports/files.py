@@ -1,0 +1,156 @@
+"""The files that commands write: reports, diagnoses, plans and rules, each whole or not at all."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jmp_train.policies import NumericsReport
+from jmp_train.policies.documents import as_json
+from jmp_train.policies.files import write_atomically
+from jmp_train.reports.tables import process_memory
+from jmp_train.runs import Run, event_to_json, metrics_of_0_1
+
+if TYPE_CHECKING:
+    from jmp_train.planning import Plan
+    from jmp_train.tuning import TunedRules
+
+_REPORTED = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
+
+Written = tuple[list[Path], list[str]]
+"""Files that are written, and of each other one a line with its path and why it is not."""
+
+
+def json_line(subject: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Returns a line of JSON.
+
+    Args:
+      subject: what a tool looked at, the first entries.
+      found: its result.
+    """
+    return json.dumps({**subject, **found}, allow_nan=False) + "\n"
+
+
+def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = ()) -> Written:
+    """Writes report.json, report.png and report.html.
+
+    Args:
+      directory: where to; it exists.
+      task: the task's name.
+      runs: at least one; the others are compared with the first.
+      failures: (policy, reason) of each run that did not end.
+    """
+    from jmp_train.reports.charts import panels
+    from jmp_train.reports.page import page
+    from jmp_train.reports.png import png
+
+    title = f"{task} on {' and '.join(dict.fromkeys(run.device for run in runs))}"
+    return _write_all(
+        {
+            directory / "report.json": lambda path: _write(path, json.dumps(report(task, runs), indent=2) + "\n"),
+            directory / "report.png": lambda path: write_atomically(
+                path, png(panels(runs), title, process_memory(runs))
+            ),
+            directory / "report.html": lambda path: _write(path, page(task, runs, failures)),
+        }
+    )
+
+
+def report(task: str, runs: Sequence[Run]) -> dict[str, Any]:
+    """Returns report.json's content; numbers that are not finite become null."""
+    return as_json({"task": task, "runs": [_run_report(run) for run in runs]})
+
+
+def _run_report(run: Run) -> dict[str, Any]:
+    epochs = [event_to_json(epoch) for epoch in run.epochs]
+    return {
+        "policy": run.policy,
+        **({"rules": run.rules} if run.rules else {}),
+        **({"phases": [dataclasses.asdict(phase) for phase in run.phases]} if run.phases else {}),
+        "device": run.device,
+        "metrics": run.metrics,
+        "higher_is_better": run.higher_is_better,
+        **metrics_of_0_1(run),
+        "compile_seconds": run.compile_seconds,
+        "memory_of": run.memory_of,
+        "iterations_per_second": run.iterations_per_second,
+        "samples_per_second": run.samples_per_second,
+        "costs": dataclasses.asdict(run.costs),
+        **({"watch": run.watch} if run.watch else {}),
+        "epochs": [{name: epoch[name] for name in _REPORTED} for epoch in epochs],
+    }
+
+
+def write_diagnosis(directory: Path, title: str, subject: Mapping[str, Any], found: NumericsReport) -> Written:
+    """Writes diagnosis.html and diagnosis.json.
+
+    Args:
+      directory: where to; it exists.
+      title: of the page.
+      subject: what was diagnosed, the first entries of the JSON.
+      found: the diagnosis.
+    """
+    return _write_all(
+        {
+            directory / "diagnosis.html": lambda path: _write(path, found.to_html(title)),
+            directory / "diagnosis.json": lambda path: _write(path, json_line(subject, found.as_dict())),
+        }
+    )
+
+
+def write_plan(page: Path | None, title: str, plan: "Plan") -> Written:
+    """Writes the page of a plan with this title, if a file is named."""
+    return _write_all({page: lambda path: _write(path, plan.to_html(title))})
+
+
+def write_tuning(
+    rules: Path | None, page: Path | None, title: str, subject: Mapping[str, Any], tuned: "TunedRules"
+) -> Written:
+    """Writes the rules and the page.
+
+    Args:
+      rules: the file of the rules; None for none.
+      page: that of the page; None for none.
+      title: of both.
+      subject: what was tuned, for the comments of the rules.
+      tuned: the result.
+    """
+    return _write_all(
+        {
+            rules: lambda path: tuned.rules.save(path, comment=_comment(title, subject, tuned)),
+            page: lambda path: _write(path, tuned.to_html(title)),
+        }
+    )
+
+
+def _comment(title: str, subject: Mapping[str, Any], tuned: "TunedRules") -> str:
+    """Returns what the rules are for, and what stays in float32 and why."""
+    t = tuned.tolerance
+    made = ", ".join(f"{name} {value}" for name, value in subject.items())
+    return (
+        f"jmp-train tune: {title}\n{made}\n"
+        f"tolerance: loss {t.loss:.3g}, gradient {t.gradient:.3g}, leaf {t.leaf:.3g}, cosine {t.cosine:.3g}\n"
+        f"{tuned}\nEntries by line follow the code: renew them when it is edited.\n\n"
+    )
+
+
+def _write_all(writers: Mapping[Path | None, Callable[[Path], object]]) -> Written:
+    """Calls each writer with its path, if there is one, and notes those that fail."""
+    written, problems = [], []
+    for path, write in writers.items():
+        if path is None:
+            continue
+        try:
+            write(path)
+            written.append(path)
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror or error}")
+        except (RuntimeError, ValueError) as error:
+            # Matplotlib's, as for a font or a TeX that is not there; a path of a model that UTF-8 cannot hold.
+            problems.append(f"{path}: {error}")
+    return written, problems
+
+
+def _write(path: Path, text: str) -> None:
+    write_atomically(path, text.encode(errors="backslashreplace"))
