@@ -153,5 +153,6 @@ def _bars(
         for place, (value, text) in enumerate(bars)
     ]
     axis = Axis(0, most or max((value for bars in rows for value, _ in bars), default=0) or 1)
-    label = min(12 + 6.2 * max((len(run.policy) for run in runs), default=0), 180)
-    return bar_chart(name, title, {"": drawn}, axis, styles, title=title, width=_SIZE[0], sides=(label, 115))
+    sides = min(12 + 6.2 * max((len(run.policy) for run in runs), default=0), 180), 115
+    pitch = min(max(_SIZE[1] / max(len(drawn), 1), 18), 36)
+    return bar_chart(name, title, {"": drawn}, axis, styles, title=title, width=_SIZE[0], sides=sides, pitch=pitch)

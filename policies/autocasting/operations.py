@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_train.policies.autocasting.higher_order import ENTERED
-from jmp_train.policies.pages import aligned
+from jmp_train.policies.documents import aligned
 
 _HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
 _HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # and what has fewer bits

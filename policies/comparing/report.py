@@ -11,7 +11,8 @@ from jmp_train.policies.comparing.differences import Differences, TokenDifferenc
 from jmp_train.policies.comparing.operations import FirstDifference, OperationParity, Operations
 from jmp_train.policies.comparing.page import page
 from jmp_train.policies.comparing.picture import standalone
-from jmp_train.policies.diagnosing import finite_or_none, place_of
+from jmp_train.policies.diagnosing import place_of
+from jmp_train.policies.documents import as_json
 
 _WIDTH = 100
 _SHOWN = 3  # of the worst tokens
@@ -46,7 +47,7 @@ class ParityReport(Differences):
         """Returns all of it as JSON has it: numbers that are not finite are None."""
         bands = [{"low": low, "high": high, "share": share} for (low, high), share in self.bands.items()]
         quantiles = [{"share": share, "difference": x} for share, x in self.quantiles.items()]
-        return finite_or_none(dataclasses.asdict(self) | {"bands": bands, "quantiles": quantiles})
+        return as_json(dataclasses.asdict(self) | {"bands": bands, "quantiles": quantiles})
 
     def to_json(self) -> str:
         """Returns all of it as JSON; numbers that are not finite are null."""

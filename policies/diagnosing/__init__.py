@@ -9,5 +9,4 @@ from jmp_train.policies.diagnosing.recording import Recorded as Recorded
 from jmp_train.policies.diagnosing.recording import record as record
 from jmp_train.policies.diagnosing.remedies import Remedy as Remedy
 from jmp_train.policies.diagnosing.report import NumericsReport as NumericsReport
-from jmp_train.policies.diagnosing.report import finite_or_none as finite_or_none
 from jmp_train.policies.diagnosing.rows import OperationNumerics as OperationNumerics

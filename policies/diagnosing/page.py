@@ -1,54 +1,31 @@
-"""A diagnosis as one HTML page without scripts or network access: problems, a picture, and all operations."""
+"""A diagnosis as documents: a page with problems, a chart and all operations; a table for notebooks; text."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
-from string import Template
 
 from jmp_train.policies.autocasting import AutocastRules, rules_code
-from jmp_train.policies.diagnosing.picture import picture
+from jmp_train.policies.diagnosing.chart import errors_chart
 from jmp_train.policies.diagnosing.places import place_of
 from jmp_train.policies.diagnosing.problems import Problem, where_is
 from jmp_train.policies.diagnosing.rows import OperationNumerics
-from jmp_train.policies.pages import code_block, document
+from jmp_train.policies.documents import Block, Code, Document, Item, Items, Section, Table, Text
 
-_STYLE = """\
-li:target { outline: 2px solid $bad; outline-offset: 0.4rem; }
-.problem h3 { color: $bad; }
-.backward { fill: $shade; }
-.update { fill: $tint; }
-.inherited { stroke: $first; }
-.local { stroke: $second; }
-.nonfinite { stroke: $bad; }
-.mark { fill: $paper; stroke: $soft; }
-.mark.problem { stroke: $bad; }
-.scroll { overflow: auto; max-height: 40rem; }
-td:nth-child(-n + 7), th:nth-child(-n + 7) { text-align: left; }"""
-_BODY = Template("""\
-<p id="summary">$summary</p>
-$collapsed
-$picture
-$problems
-$rules
-<h2>Operations</h2>
-<p class="soft">The largest error of an operation alone comes first; # is the order in which they run.</p>
-<div class="scroll">
-<table id="operations">
-<thead><tr>$titles</tr></thead>
-<tbody>
-$rows
-</tbody>
-</table>
-</div>
-<footer>Errors are |half - float32| / |float32|, each summed over the elements. The local error is that of an operation
-alone, on operands without errors; the inherited error has those of all operations before. Shares are of
-elements, over $steps.</footer>""")
-_TITLES = (
+_LARGEST = "The largest error of an operation alone comes first; # is the order in which they run."
+_ERRORS = (
+    "Errors are |half - float32| / |float32|, each summed over the elements. The local error is that of an operation "
+    "alone, on operands without errors; the inherited error has those of all operations before. Shares are of "
+    "elements, over "
+)
+_HEADS = (
     "#", "operation", "pass", "module", "code", "dtypes", "shape", "runs", "local error", "inherited error",
     "largest", "smallest", "overflow", "become 0", "subnormal", "NaN", "infinite", "lost terms",
 )  # fmt: skip
+_HOW_TO_APPLY = (
+    "rules.replace(...) is of AutocastRules, and report.rules has all of these, for "
+    "AutocastPolicy(..., rules=report.rules)"
+)
 
 
-def page(
+def document(
     title: str,
     summary: str,
     problems: Sequence[Problem],
@@ -57,7 +34,7 @@ def page(
     collapsed: Mapping[str, str],
     rules: AutocastRules,
     steps: int,
-) -> str:
+) -> Document:
     """Returns the page.
 
     Args:
@@ -69,64 +46,73 @@ def page(
       rules: no more than the entries that mend the problems.
       steps: how often the function was run.
     """
-    body = _BODY.substitute(
-        summary=escape(summary),
-        collapsed="".join(f"<p>Argument {escape(path)}: {escape(text)}.</p>" for path, text in collapsed.items()),
-        picture=picture(rows, problems),
-        problems=_problems(problems),
-        rules=_rules(rules),
-        titles="".join(f"<th>{escape(title)}</th>" for title in _TITLES),
-        rows="\n".join(_row(number, row) for number, row in _largest_first(rows)),
-        steps="one run" if steps == 1 else f"{steps} runs",
-    )
-    return document(title, body, _STYLE)
-
-
-def _problems(problems: Sequence[Problem]) -> str:
-    if not problems:
-        return ""
-    items = "\n".join(_problem(number, problem) for number, problem in enumerate(problems, 1))
-    return f'<h2>Problems</h2>\n<ol id="problems">\n{items}\n</ol>'
-
-
-def _problem(number: int, problem: Problem) -> str:
-    where = f"{where_is(problem)} {problem.path}".strip()
-    copied = code_block(rules_code(problem.remedy.rules))
-    return (
-        f'<li id="problem-{number}" class="{escape(problem.severity)}">'
-        f"<h3>{escape(problem.severity)}: {escape(problem.kind)}, {escape(problem.direction)} pass</h3>"
-        f'<p class="soft">{escape(where)}</p>{code_block(problem.code)}<p>{escape(problem.evidence)}</p>'
-        f"<p>What mends it: {escape(problem.remedy.text)}</p>{copied}<p>{escape(problem.trial.capitalize())}</p></li>"
-    )
-
-
-def _rules(rules: AutocastRules) -> str:
     code = rules_code(rules)
-    if not code:
-        return ""
     use = 'policy = dataclasses.replace(jt.get_policy("autocast_float16"), rules=rules)'
-    copied = code_block(f"{code}\n{use}", "rules")
-    return f"<h2>Rules that mend the problems</h2>\n{copied}"
+    ordered = sorted(enumerate(rows, 1), key=lambda item: -item[1].local_error)
+    operations = Table(_HEADS, [_row(number, row) for number, row in ordered], "operations", texts=range(7))
+    items = Items([_item(*item) for item in enumerate(problems, 1)], "problems", is_numbered=True)
+    return Document(
+        title,
+        [
+            Text(summary, "summary"),
+            *(Text(f"Argument {path}: {text}.") for path, text in collapsed.items()),
+            errors_chart(rows, problems),
+            Section("Problems", [items]),
+            Section("Rules that mend the problems", [Code(f"{code}\n{use}" if code else "", "rules")]),
+            Section("Operations", [Text(_LARGEST, look="soft"), operations]),
+        ],
+        [f"{_ERRORS}{'one run' if steps == 1 else f'{steps} runs'}."],
+    )
 
 
-def _largest_first(rows: Sequence[OperationNumerics]) -> list[tuple[int, OperationNumerics]]:
-    return sorted(enumerate(rows, 1), key=lambda item: -item[1].local_error)
+def problem_table(problems: Sequence[Problem]) -> Table:
+    """Returns what a notebook shows of the problems."""
+    heads = ("", "what", "pass", "where", "code", "evidence", "what mends it")
+    rows = [
+        (p.severity, p.kind, p.direction, _where(p), p.code, p.evidence, f"{p.remedy} {p.trial}".strip())
+        for p in problems
+    ]
+    return Table(heads, rows, texts=range(7))
 
 
-def _row(number: int, row: OperationNumerics) -> str:
+def text_blocks(problems: Sequence[Problem]) -> list[Block]:
+    """Returns what is printed of the problems."""
+    blocks: list[Block] = []
+    for problem in problems:
+        where = where_is(problem) + (f" ({problem.path})" if problem.path else "")
+        head = f"{problem.severity}: {problem.kind}, {problem.direction} pass, {where}"
+        said = (problem.evidence, f"-> {problem.remedy}", problem.trial)
+        blocks.append(Section(head, [Code(problem.code), *map(Text, said)]))
+    if any(problem.remedy.action == "rules" and problem.severity == "problem" for problem in problems):
+        blocks.append(Text(_HOW_TO_APPLY))
+    return blocks
+
+
+def _where(problem: Problem) -> str:
+    return f"{where_is(problem)} {problem.path}".strip()
+
+
+def _item(number: int, problem: Problem) -> Item:
+    blocks = [
+        Text(_where(problem), look="soft"),
+        Code(problem.code),
+        Text(problem.evidence),
+        Text(f"What mends it: {problem.remedy.text}"),
+        Code(rules_code(problem.remedy.rules)),
+        Text(problem.trial.capitalize()),
+    ]
+    head = f"{problem.severity}: {problem.kind}, {problem.direction} pass"
+    return Item([Section(head, blocks)], f"problem-{number}", problem.severity)
+
+
+def _row(number: int, row: OperationNumerics) -> tuple[str, ...]:
     dtypes = f"{', '.join(dict.fromkeys(row.dtypes_in))} → {row.dtype}"
     shares = (row.overflowed, row.flushed, row.subnormal, row.nan, row.infinite, row.lost_terms)
-    texts = (row.primitive, row.direction, row.path, row.subject or place_of(row.file, row.line), dtypes)
-    cells = (
+    errors = (row.local_error, row.inherited_error, row.largest, row.smallest)
+    return (
         str(number),
-        *map(escape, texts),
-        ",".join(map(str, row.shape)),
-        str(row.runs),
-        *(_number(x) for x in (row.local_error, row.inherited_error, row.largest, row.smallest)),
+        *(row.primitive, row.direction, row.path, row.subject or place_of(row.file, row.line), dtypes),
+        *(",".join(map(str, row.shape)), str(row.runs)),
+        *(f"{x:.2g}" if x else "" for x in errors),
         *(f"{share:.2%}" if share else "" for share in shares),
     )
-    return f"<tr><td>{'<td>'.join(cells)}</tr>"  # HTML ends cells by itself, which saves a third of a large page
-
-
-def _number(x: float) -> str:
-    return f"{x:.2g}" if x else ""

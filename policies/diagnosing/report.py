@@ -1,23 +1,15 @@
 """`NumericsReport`: what `diagnose` returns, as text, as a table in notebooks, as JSON."""
 
 import dataclasses
-import html
 import json
-import math
-import textwrap
 from typing import Any
 
 from jmp_train.policies.autocasting import AutocastRules
-from jmp_train.policies.diagnosing.page import page
-from jmp_train.policies.diagnosing.problems import Problem, where_is
+from jmp_train.policies.diagnosing.page import document, problem_table, text_blocks
+from jmp_train.policies.diagnosing.problems import Problem
 from jmp_train.policies.diagnosing.remedies import merged_rules
 from jmp_train.policies.diagnosing.rows import OperationNumerics
-
-_HOW_TO_APPLY = (
-    "rules.replace(...) is of AutocastRules, and report.rules has all of these, for "
-    "AutocastPolicy(..., rules=report.rules)"
-)
-_WIDTH = 100
+from jmp_train.policies.documents import Text, as_json, counted, fragment, page, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +51,7 @@ class NumericsReport:
             "steps": self.steps,
             "explanation": self.explanation,
         }
-        return finite_or_none(found)
+        return as_json(found)
 
     def to_json(self) -> str:
         """Returns all of it as JSON; numbers that are not finite are null."""
@@ -82,7 +74,7 @@ class NumericsReport:
         entries = merged_rules([problem.remedy for problem in self._harmful], AutocastRules())
         summary = f"{self._summary}. {self.explanation}".strip()
         found = self.problems, self.rows
-        return page(title, summary, *found, collapsed=self.collapsed, rules=entries, steps=self.steps)
+        return page(document(title, summary, *found, collapsed=self.collapsed, rules=entries, steps=self.steps))
 
     @property
     def _harmful(self) -> list[Problem]:
@@ -91,60 +83,11 @@ class NumericsReport:
     @property
     def _summary(self) -> str:
         half = sum(row.dtype.startswith(("float16", "bfloat16", "float8")) for row in self.rows)
-        count = f"{len(self.rows)} operation{'s' * (len(self.rows) != 1)}, {half} of them in half precision"
-        harmful = len(self._harmful)
-        return f"{harmful or 'no'} problem{'s' * (harmful != 1)} in {count}"
+        harmful = counted(len(self._harmful), "problem") if self._harmful else "no problems"
+        return f"{harmful} in {counted(len(self.rows), 'operation')}, {half} of them in half precision"
 
     def __str__(self) -> str:
-        lines = [self._summary, *_wrapped(self.explanation, "")]
-        for problem in self.problems:
-            lines += _lines(problem)
-        if any(problem.remedy.action == "rules" for problem in self._harmful):
-            lines += _wrapped(_HOW_TO_APPLY, "")
-        return "\n".join(lines)
+        return text([Text(self._summary), Text(self.explanation), *text_blocks(self.problems)])
 
     def _repr_html_(self) -> str:
-        head = ("", "what", "pass", "where", "code", "evidence", "what mends it")
-        cells = "".join(f"<th>{name}</th>" for name in head)
-        body = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in _cells(p))}</tr>" for p in self.problems)
-        summary = f"<p>{html.escape(self._summary)}</p><p>{html.escape(self.explanation)}</p>"
-        return f"{summary}<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _cells(problem: Problem) -> tuple[str, ...]:
-    where = f"{where_is(problem)} {problem.path}".strip()
-    return (
-        problem.severity,
-        problem.kind,
-        problem.direction,
-        where,
-        problem.code,
-        problem.evidence,
-        f"{problem.remedy} {problem.trial}".strip(),
-    )
-
-
-def _lines(problem: Problem) -> list[str]:
-    where = where_is(problem) + (f" ({problem.path})" if problem.path else "")
-    head = f"{problem.severity}: {problem.kind}, {problem.direction} pass, {where}"
-    code = [f"    {problem.code}"[:_WIDTH]] if problem.code else []
-    return [
-        *_wrapped(head, ""),
-        *code,
-        *_wrapped(problem.evidence, "  "),
-        *_wrapped(f"-> {problem.remedy}", "  "),
-        *_wrapped(problem.trial, "  "),
-    ]
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
-
-
-def finite_or_none(value: Any) -> Any:
-    """Returns what JSON has: tuples as lists, numbers that are not finite as None."""
-    if isinstance(value, dict):
-        return {name: finite_or_none(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_or_none(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return fragment([Text(self._summary), Text(self.explanation), problem_table(self.problems)])

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from jmp_train.policies.documents.charts import Axis, Box, Chart, Label, Mark, Path, Style
 
-_PITCH, _BAR, _HEAD = 22, 14, 22  # pixels of a row, of its bar, and of a group's name
-_LONGEST_LABEL = 36  # characters
+_HEAD = 22  # pixels of a group's name
+_CHARACTER = 6.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,7 @@ def bar_chart(
     title: str = "",
     width: float = 1000,
     sides: tuple[float, float] = (230, 140),
+    pitch: float = 22,
     texts_at_edge: bool = False,
 ) -> Chart:
     """Returns a chart with a bar for each row.
@@ -66,45 +67,48 @@ def bar_chart(
       title: see `Chart`.
       width: of the chart in pixels.
       sides: pixels for labels to the left, and for texts to the right.
+      pitch: pixels from row to row; a bar takes two thirds of them.
       texts_at_edge: whether texts end at the right edge of the chart, and not next to their bars.
     """
     marks: list[Mark] = []
     edge = axis.low - sides[0] * (axis.high - axis.low) / (width - sum(sides))
-    top = 0
+    top = 0.0
     for heading, rows in groups.items():
         if heading:
             marks.append(Label(heading, edge, top, shift=(0, 14), style="title"))
             top += _HEAD
         for row in rows:
-            marks += _row(row, axis, top, edge, sides[1] if texts_at_edge else None)
-            top += _PITCH
+            marks += _row(row, axis, top, pitch, int((sides[0] - 8) / _CHARACTER), sides[1] if texts_at_edge else None)
+            top += pitch
     below = 24 if axis.ticks else 4
     height = Axis(max(top, 1), 0)  # pixels, downwards
     size, margins = (width, top + 6 + below), (*sides, 6, below)
     return Chart(name, label, axis, height, styles, marks, title, size, margins)
 
 
-def _row(row: Row, axis: Axis, top: float, edge: float, right: float | None) -> list[Mark]:
+def _row(row: Row, axis: Axis, top: float, pitch: float, longest: int, right: float | None) -> list[Mark]:
     """Returns the marks of a row.
 
     Args:
       row: the row.
       axis: of the lengths.
       top: its upper edge.
-      edge: the chart's left edge on the axis.
+      pitch: the height of a row.
+      longest: the most characters of a label.
       right: pixels from the axis to the texts' end; None for texts next to the bar.
     """
-    short = row.label if len(row.label) <= _LONGEST_LABEL else f"{row.label[: _LONGEST_LABEL - 1]}…"
-    marks: list[Mark] = [Label(short, axis.low, top, "end", (-8, 11))] if short else []
+    bottom, middle = top + 0.64 * pitch, 0.32 * pitch + 4
+    short = row.label if len(row.label) <= longest else f"{row.label[: longest - 1]}…"
+    marks: list[Mark] = [Label(short, axis.low, top, "end", (-8, middle))] if short else []
     start = axis.low
     for piece in row.pieces:
-        marks.append(Box(piece.style, start, start + piece.value, top + _BAR, top, piece.title))
+        marks.append(Box(piece.style, start, start + piece.value, bottom, top, piece.title))
         start += piece.value
     for piece in row.marks:
         if piece.value <= axis.high:
-            marks.append(Path(piece.style, [[(piece.value, top - 3), (piece.value, top + _BAR + 3)]], piece.title))
+            marks.append(Path(piece.style, [[(piece.value, top - 3), (piece.value, bottom + 3)]], piece.title))
     if row.text and right is not None:
-        marks.append(Label(row.text, axis.high, top, "end", (right, 11), row.text_style))
+        marks.append(Label(row.text, axis.high, top, "end", (right, middle), row.text_style))
     elif row.text:
-        marks.append(Label(row.text, start, top, "start", (6, 11), row.text_style))
+        marks.append(Label(row.text, start, top, "start", (6, middle), row.text_style))
     return marks

@@ -21,7 +21,8 @@ PALETTE: Mapping[str, tuple[str, str]] = {
 }
 
 # Paul Tol's "bright" scheme: the color-blind can tell these apart, on white and on black.
-SERIES = tuple((color, color) for color in "#4477aa #ee6677 #228833 #ccbb44 #66ccee #aa3377 #bbbbbb".split())
+_BRIGHT = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+SERIES = tuple((color, color) for color in _BRIGHT)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,12 @@ _CHARACTER = 6.2  # mean width
 _SHORTEST = 1.5  # of a dash
 
 
-def placed(chart: Chart) -> tuple[list[Mark], float]:
+def placed(chart: Chart, *, has_legend: bool = True) -> tuple[list[Mark], float]:
     """Returns all marks of a chart in pixels, y downwards, and the height of the whole.
 
     Args:
       chart: the chart.
+      has_legend: whether the legend is part of it.
 
     Example:
       >>> from jmp_train.policies.documents.charts import Axis, Style
@@ -26,7 +27,7 @@ def placed(chart: Chart) -> tuple[list[Mark], float]:
       ([Path(style='l', runs=[[(60.0, 237.0), (975.0, 12.0)]], title='', width=0)], 282)
     """
     width, height = chart.size
-    legend, rows = _legend(chart)
+    legend, rows = _legend(chart) if has_legend else ([], 0)
     above = LINE_HEIGHT * (rows + bool(chart.title))
     left, right, top, bottom = chart.margins
     area = _Area(chart, left, width - right, above + top, above + height - bottom)
@@ -64,7 +65,7 @@ class _Area:
         for value, text in self.chart.y.ticks:
             y = self.y(value)
             yield from [Path("grid", [[(self.left, y), (self.right, y)]])] * self.chart.y.has_grid
-            yield Label(text, self.left - 6, y + 4, "end")
+            yield from [Label(text, self.left - 6, y + 4, "end")] * bool(text)
         for value, text in self.chart.x.ticks:
             x = self.x(value)
             yield from [Path("grid", [[(x, self.top), (x, self.bottom)]])] * self.chart.x.has_grid

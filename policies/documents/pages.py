@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jmp_train.policies.documents.elements import Block, Cell, Document, shown
-from jmp_train.policies.documents.pictures import MARK_STYLE, svg, with_colors
+from jmp_train.policies.documents.pictures import MARK_STYLE, svg, themed_color, with_colors
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -37,7 +37,8 @@ def _template() -> "Template":
     names.filters |= {
         "shown": shown,
         "kind": lambda block: type(block).__name__,
-        "svg": lambda chart: Markup(svg(chart)),
+        "svg": lambda chart, has_legend: Markup(svg(chart, has_legend=has_legend)),
+        "themed": themed_color,
         "cell": lambda cell: cell if isinstance(cell, Cell) else Cell(cell),
         "colors": lambda css: Markup(with_colors(css, themed=True)),
     }

@@ -16,13 +16,14 @@ svg .title { color: $ink; font-size: 13px; }"""
 """CSS that all charts share; names of colors follow a dollar sign."""
 
 
-def svg(chart: Chart) -> str:
+def svg(chart: Chart, *, has_legend: bool = True) -> str:
     """Returns a chart as an element of a page, in light or dark colors as the page has.
 
     Args:
       chart: the chart.
+      has_legend: whether the legend is part of it.
     """
-    marks, height = placed(chart)
+    marks, height = placed(chart, has_legend=has_legend)
     size = f'viewBox="0 0 {chart.size[0]:g} {height:g}"'
     style = _styles(chart.styles, f"#{chart.name} ", themed=True)
     return (
@@ -67,11 +68,17 @@ def with_colors(css: str, themed: bool) -> str:
       'p { color: #5f6368; }'
     """
     for name in PALETTE:
-        css = css.replace(f"${name};", f"{_color(name, themed)};")
+        css = css.replace(f"${name};", f"{themed_color(name, themed)};")
     return css
 
 
-def _color(color: Color, themed: bool) -> str:
+def themed_color(color: Color, themed: bool = True) -> str:
+    """Returns the CSS of a color.
+
+    Args:
+      color: the color.
+      themed: whether it follows the surroundings, light or dark; the light one otherwise.
+    """
     light, dark = PALETTE[color] if isinstance(color, str) else color
     return f"light-dark({light}, {dark})" if themed and light != dark else light
 
@@ -80,15 +87,15 @@ def _styles(styles: Mapping[str, Style], scope: str, themed: bool) -> str:
     """Returns the CSS of a chart's styles, of what is within `scope`."""
     rules = []
     for name, style in styles.items():
-        entries = {"color": _color(style.color, themed)}
+        entries = {"color": themed_color(style.color, themed)}
         if style.dash:
             entries["stroke-dasharray"] = style.dash
         if style.opacity != 1:
             entries["opacity"] = f"{style.opacity:g}"
+        if style.is_hollow:
+            entries |= {"fill": themed_color("paper", themed), "stroke": "currentColor", "stroke-width": "2"}
         selector = f"{scope}.{name.replace(' ', '.')}"
         rules.append(f"{selector} {{ {' '.join(f'{key}: {value};' for key, value in entries.items())} }}")
-        if style.is_hollow:
-            rules.append(f"{selector} {{ fill: {_color('paper', themed)}; stroke: currentColor; stroke-width: 2; }}")
     return "\n".join(rules)
 
 

@@ -5,12 +5,14 @@ import html.parser
 import json
 import math
 import re
+from collections.abc import Sequence
 
 import pytest
 
 import jmp_train as jt
 from jmp_train.policies.autocasting import rules_code
-from jmp_train.policies.diagnosing.picture import picture, row_of_problem
+from jmp_train.policies.diagnosing.chart import errors_chart, row_of_problem
+from jmp_train.policies.documents import svg
 
 pytestmark = pytest.mark.quick
 
@@ -34,6 +36,11 @@ PROBLEM = jt.Problem(
 )  # fmt: skip
 NOTE = dataclasses.replace(PROBLEM, severity="note", line=8, primitive="exp", remedy=jt.Remedy("mathematics", "mend"))
 REPORT = jt.NumericsReport((PROBLEM, NOTE), ROWS, {"0/<x>": "collapses"}, steps=2)
+
+
+def picture(rows: Sequence[jt.OperationNumerics], problems: Sequence[jt.Problem]) -> str:
+    chart = errors_chart(rows, problems)
+    return "" if chart is None else svg(chart)
 
 
 class Page(html.parser.HTMLParser):
