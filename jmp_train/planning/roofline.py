@@ -67,7 +67,7 @@ def roofline_chart(gpu: GPU, rows: Sequence[PlanRow], policies: Iterable[str], n
     rates = [rate for point in points for rate in (point.rate, point.rate_without_cache)]
     y = decades([*rates, *roofs], lambda rate: with_unit(rate, "flop/s"))
     series, styles = series_names(list(policies)), series_styles(list(policies))
-    faint = {f"{key} kernel": replace(style, legend="", opacity=0.45) for key, style in styles.items()}
+    faint = {f"{key} kernel": replace(style, legend="", opacity=0.6) for key, style in styles.items()}
     solid = {f"{key} step": replace(style, legend="") for key, style in styles.items()}
     marks = [
         *_roof_marks(gpu, roofs, x, y),
