@@ -7,12 +7,10 @@ from jmp_train.planning.rows import PlanRow, gigabytes
 from jmp_train.policies.documents import (
     Axis,
     Chart,
-    Piece,
     Row,
     Style,
     bar_chart,
     round_ticks,
-    series_names,
     series_styles,
 )
 
@@ -73,12 +71,11 @@ def batch_chart(rows: Sequence[PlanRow]) -> Chart | None:
     if not known:
         return None
     most = max(max(row.largest_batch or 0 for row in known), 1)
-    policies = [row.policy for row in rows]
-    names = series_names(policies)
-    styles = {**series_styles(policies), "misfit": Style("bad")}
+    series, styles = series_styles(row.policy for row in rows)
+    styles["misfit"] = Style("bad")
     axis = Axis(0, most, [(value, f"{value:g}") for value in round_ticks(most) if value == int(value)])
     groups = {
-        gpu: [_batch_row(row, _label(row, rows), names[row.policy]) for row in group]
+        gpu: [_batch_row(row, _label(row, rows), series[row.policy]) for row in group]
         for gpu, group in _by_gpu(known).items()
     }
     return bar_chart("batches", "Largest batch that fits", groups, axis, styles)
@@ -104,7 +101,7 @@ def _kind_style(kind: str) -> str:
 
 def _memory_row(row: PlanRow, label: str) -> Row:
     pieces = [
-        Piece(
+        (
             _kind_style(kind),
             n_bytes,
             f"{label}: {kind}, {gigabytes(n_bytes)}, {n_bytes / max(row.peak_bytes, 1):.1%}",
@@ -112,8 +109,8 @@ def _memory_row(row: PlanRow, label: str) -> Row:
         for kind, n_bytes in sorted(row.bytes_by_kind.items(), key=lambda item: _in_order(item[0]))
     ]
     marks = [
-        Piece("usable", row.usable_bytes, f"usable: {gigabytes(row.usable_bytes)}"),
-        Piece("all", row.gpu.memory_bytes, f"all memory: {gigabytes(row.gpu.memory_bytes)}"),
+        ("usable", row.usable_bytes, f"usable: {gigabytes(row.usable_bytes)}"),
+        ("all", row.gpu.memory_bytes, f"all memory: {gigabytes(row.gpu.memory_bytes)}"),
     ]
     sizes = f"{gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)}"
     return Row(label, pieces, sizes, "" if row.fits else "misfit", marks)
@@ -123,4 +120,4 @@ def _batch_row(row: PlanRow, label: str, style: str) -> Row:
     size = row.largest_batch
     if not size:
         return Row(label, [], "none fits", "misfit")
-    return Row(label, [Piece(style, size, f"{row.gpu.name}, {label}: {size}")], str(size))
+    return Row(label, [(style, size, f"{row.gpu.name}, {label}: {size}")], str(size))

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 from jmp_train.aot import Buffer
 from jmp_train.planning.kernels import costliest_first
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds
-from jmp_train.policies.documents import Fold, Section, Table, counted, with_unit
+from jmp_train.policies.documents import Section, Table, counted, with_unit
 
 _BUFFERS, _KERNELS = 20, 10
 
 
-def details(number: int, row: PlanRow) -> Fold:
+def details(number: int, row: PlanRow) -> Section:
     """Returns a fold with a row's largest buffers, remedies, communication, batches and costliest kernels.
 
     Args:
@@ -20,8 +20,8 @@ def details(number: int, row: PlanRow) -> Fold:
     fits = "fits" if row.fits else "does not fit"
     said = f"{gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)} with batch {row.batch_size}, {fits}"
     sections = [_remedies(row), _buffers(row), _batches(row), _communication(row), _kernels(row)]
-    where = f"{row.gpu.name}, {row.policy}, {row.placement}"
-    return Fold(where, sections, f"row-{number}", said, "" if row.fits else "misfit")
+    title = f"{row.gpu.name}, {row.policy}, {row.placement}: {said}"
+    return Section(title, sections, f"row-{number}", "" if row.fits else "misfit", is_folded=True)
 
 
 def _section(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], texts: int, note: str = "") -> Section:

@@ -1,4 +1,4 @@
-"""A plan as a document."""
+"""A plan as a page."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from jmp_train.planning.charts import batch_chart, has_marks_beyond, memory_char
 from jmp_train.planning.details import details
 from jmp_train.planning.roofline import roofline_chart
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds, table_cells
-from jmp_train.policies.documents import Cell, Document, Section, Table, Text
+from jmp_train.policies.documents import Cell, Section, Table, Text, page
 
 _TEXT_COLUMNS = {"GPU", "policy", "placement"}
 _MEMORY = (
@@ -31,7 +31,7 @@ _ROOFLINE = (
 )
 
 
-def document(title: str, rows: Sequence[PlanRow], allowances: Allowances) -> Document:
+def plan_page(title: str, rows: Sequence[PlanRow], allowances: Allowances) -> str:
     """Returns the page.
 
     Args:
@@ -43,7 +43,7 @@ def document(title: str, rows: Sequence[PlanRow], allowances: Allowances) -> Doc
     texts = [number for number, head in enumerate(heads) if head in _TEXT_COLUMNS]
     table = [[_cell(*cell, number, row) for cell in zip(heads, line, strict=True)]
              for number, (row, line) in enumerate(zip(rows, cells, strict=True), 1)]  # fmt: skip
-    return Document(
+    return page(
         title,
         [
             Text(summary(rows), "summary"),

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jmp_train.planning.allowances import Allowances
-from jmp_train.planning.page import document
+from jmp_train.planning.page import plan_page
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds, table_cells
-from jmp_train.policies.documents import Section, Table, Text, page, text
+from jmp_train.policies.documents import Section, Table, Text, text
 
 _UNLIMITED = 10_000  # characters of a line
 
@@ -40,7 +40,7 @@ class Plan:
         Args:
           title: what was planned.
         """
-        return page(document(title, self.rows, self.allowances))
+        return plan_page(title, self.rows, self.allowances)
 
     def largest_buffers(self, count: int = 10) -> str:
         """Returns a table of the largest buffers at the peak for each row: what they are and what line makes them.

@@ -16,8 +16,7 @@ from jmp_train.policies.documents import (
     Mark,
     Path,
     Style,
-    decades,
-    series_names,
+    log_axis,
     series_styles,
     with_unit,
 )
@@ -62,11 +61,11 @@ def roofline_chart(gpu: GPU, rows: Sequence[PlanRow], policies: Iterable[str], n
     roofs = _roofs(gpu, [dtype for row in rows for dtype in row.costs.operations])
     points = [point for _, point in (*steps, *kernels)]
     ridges = [rate / gpu.bandwidth for rate in roofs]
-    x = decades([*(point.intensity for point in points), *ridges, 3 * max(ridges)], "{:g}".format)
+    x = log_axis([*(point.intensity for point in points), *ridges, 3 * max(ridges)], "{:g}".format)
     x = replace(x, title="operations for each byte that is read or written")
     rates = [rate for point in points for rate in (point.rate, point.rate_without_cache)]
-    y = decades([*rates, *roofs], lambda rate: with_unit(rate, "flop/s"))
-    series, styles = series_names(list(policies)), series_styles(list(policies))
+    y = log_axis([*rates, *roofs], lambda rate: with_unit(rate, "flop/s"))
+    series, styles = series_styles(policies)
     faint = {f"{key} kernel": replace(style, legend="", opacity=0.6) for key, style in styles.items()}
     solid = {f"{key} step": replace(style, legend="") for key, style in styles.items()}
     marks = [

@@ -4,19 +4,18 @@ import math
 from collections.abc import Sequence
 
 from jmp_train.policies.documents import (
-    SERIES,
     Axis,
     Chart,
     Dot,
     Label,
     Mark,
     Path,
-    Piece,
     Row,
     Style,
     bar_chart,
-    close_log,
+    log_axis,
     round_ticks,
+    series_color,
     with_unit,
 )
 from jmp_train.runs import Run
@@ -34,12 +33,12 @@ def panels(runs: Sequence[Run]) -> list[Chart]:
 def losses(runs: Sequence[Run]) -> Chart:
     """Returns the training losses, averaged over windows because single batches differ much, and where phases begin."""
     curves = {f"run{number}": _means(run) for number, run in enumerate(runs)}
-    y = close_log([loss for curve in curves.values() for _, loss in curve if loss > 0])
+    y = log_axis([loss for curve in curves.values() for _, loss in curve if loss > 0] or [1.0])
     marks: list[Mark] = [Path(name, [curve]) for name, curve in curves.items() if curve]
     styles = _styles(runs)
     for number, run in enumerate(runs):
         for phase in run.phases[1:]:
-            styles[f"phase{number}"] = Style(_color(number), width=1, dash="2 2")
+            styles[f"phase{number}"] = Style(series_color(number), width=1, dash="2 2")
             marks.append(Path(f"phase{number}", [[(phase.start, y.low), (phase.start, y.high)]]))
     return _curves("losses", "Training loss", runs, y, styles, marks)
 
@@ -62,7 +61,7 @@ def loss_scales(runs: Sequence[Run]) -> Chart:
         scales += [step.loss_scale for step in run.steps]
         marks.append(Path(f"run{number}", [_history(run)]))
         marks += [Dot(f"run{number}", step.step, step.loss_scale, is_cross=True) for step in run.skipped]
-    y = close_log(scales, base=2)
+    y = log_axis(scales or [1.0], base=2)
     if not marks:
         y = Axis(y.low, y.high)
         marks = [Label("no run has a loss scale", _last_step(runs) / 2, 1.0, "middle")]
@@ -115,13 +114,9 @@ def state(runs: Sequence[Run]) -> Chart:
     return _bars("state", "Parameters, and the whole state", runs, rows)
 
 
-def _color(number: int) -> tuple[str, str]:
-    return SERIES[number % len(SERIES)]
-
-
 def _styles(runs: Sequence[Run]) -> dict[str, Style]:
     return {
-        f"run{number}": Style(_color(number), run.policy, dash=_DASHES[number % len(_DASHES)])
+        f"run{number}": Style(series_color(number), run.policy, dash=_DASHES[number % len(_DASHES)])
         for number, run in enumerate(runs)
     }
 
@@ -143,12 +138,12 @@ def _bars(
 ) -> Chart:
     """Returns a chart with the bars of each run below each other, the later ones paler."""
     styles = {
-        f"run{number} bar{place}": Style(_color(number), opacity=(1.0, 0.45, 0.2)[place])
+        f"run{number} bar{place}": Style(series_color(number), opacity=(1.0, 0.45, 0.2)[place])
         for number, bars in enumerate(rows)
         for place in range(len(bars))
     }
     drawn = [
-        Row("" if place else run.policy, [Piece(f"run{number} bar{place}", value)], text)
+        Row("" if place else run.policy, [(f"run{number} bar{place}", value, "")], text)
         for number, (run, bars) in enumerate(zip(runs, rows, strict=True))
         for place, (value, text) in enumerate(bars)
     ]

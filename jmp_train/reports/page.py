@@ -1,4 +1,4 @@
-"""report.html: a comparison as a document."""
+"""report.html: a comparison as a page."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from jmp_train.policies import documents
-from jmp_train.policies.documents import SERIES, Cell, Document, Fold, Items, Panels, Table, Text
+from jmp_train.policies.documents import Cell, Items, Panels, Section, Table, Text, series_color
 from jmp_train.reports.charts import panels
 from jmp_train.reports.explanations import explanations, sentences
 from jmp_train.reports.tables import (
@@ -42,8 +42,8 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
     failed = [Text(f"{policy} did not end: {reason}", look="failed") for policy, reason in failures]
     costs, watched = cost_table(runs), watch_table(runs)
     tables = [_runs_table(runs), costs, speed_table(runs), watched]
-    colors = {run.policy: SERIES[number % len(SERIES)][0] for number, run in enumerate(runs)}
-    document = Document(
+    colors = {run.policy: series_color(number)[0] for number, run in enumerate(runs)}
+    return documents.page(
         f"{task}: {' / '.join(colors)}",
         [
             Items([*said, *failed], "summary"),
@@ -54,7 +54,6 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
         ],
         [_footer(runs, _sentence(costs.note))],
     )
-    return documents.page(document)
 
 
 def _footer(runs: Sequence[Run], costs: str) -> str:
@@ -100,11 +99,11 @@ def _sentence(note: str) -> str:
     return f"{note[:1].upper()}{note[1:]}."
 
 
-def _epochs(run: Run) -> Fold:
+def _epochs(run: Run) -> Section:
     rows = []
     for epoch in run.epochs:
         rate = "" if math.isnan(epoch.learning_rate) else f"{epoch.learning_rate:.2e}"
         loss, *rest = _state(epoch)
         rows.append((str(epoch.epoch), loss, rate, f"{epoch.seconds:.2f}", *rest))
     heads = ("epoch", "loss", "learning rate", "seconds", "scale", "skipped")
-    return Fold(f"{run.policy}, epoch by epoch", [Table(heads, rows)])
+    return Section(f"{run.policy}, epoch by epoch", [Table(heads, rows)], is_folded=True)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jmp_train.policies.documents import Axis, Chart, Dot, Mark, Path, Style, counted, decades, even_ticks
+from jmp_train.policies.documents import Axis, Chart, Dot, Mark, Path, Style, counted, even_ticks, log_axis
 from jmp_train.tuning.evidence import FrontPoint
 
 _LEAST_SHARE = 0.5  # in half precision: what is below, such as all in float32, would press the rest together
@@ -37,7 +37,7 @@ def front_chart(front: Sequence[FrontPoint], chosen: FrontPoint | None, toleranc
         marks.append(Dot("chosen", chosen.half_flops, chosen.gradient_error, 7, f"chosen: {_said(chosen)}"))
     label = "Gradient error and share of the flops in half precision"
     x = Axis(least, 1.0, ticks, "share of the flops in half precision", has_grid=False)
-    return Chart("front", label, x, decades(errors), styles, marks)
+    return Chart("front", label, x, log_axis(errors, "{:.0e}".format), styles, marks)
 
 
 def loss_chart(float32: Sequence[float], tuned: Sequence[float]) -> Chart | None:

@@ -1,10 +1,10 @@
-"""The result of a tuning as a document."""
+"""The result of a tuning as a page, and as a table for notebooks."""
 
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jmp_train.policies.documents import Block, Code, Document, Item, Items, Section, Table, Text, counted
+from jmp_train.policies.documents import Block, Code, Section, Table, Text, counted, fragment, page
 from jmp_train.tuning.charts import front_chart, loss_chart
 from jmp_train.tuning.evidence import Float32Entry, Verification
 from jmp_train.tuning.tolerance import Tolerance
@@ -18,7 +18,7 @@ _ERRORS = (
 )
 
 
-def document(title: str, summary: str, note: str, tuned: "TunedRules") -> Document:
+def tuning_page(title: str, summary: str, note: str, tuned: "TunedRules") -> str:
     """Returns the page.
 
     Args:
@@ -30,16 +30,15 @@ def document(title: str, summary: str, note: str, tuned: "TunedRules") -> Docume
     use = f'policy = dataclasses.replace(jt.get_policy("autocast_{tuned.dtype}"), rules=rules)'
     shares = {"flops": tuned.half_flops, "elements of results": tuned.half_elements}
     rows = [(name, f"{ours:.1%}", f"{torchs:.1%}") for name, (torchs, ours) in shares.items()]
-    entries = Items([_entry(entry) for entry in tuned.entries], "entries", is_numbered=True)
-    none = Text("" if tuned.entries else "No operation has to, beside sums and solvers.")
+    none = Text("No operation has to, beside sums and solvers.")
     front = front_chart(tuned.front, tuned.chosen, tuned.tolerance.gradient)
     made = f"Compiling took {tuned.compile_seconds:.1f} s. The loss scale of the trials was {tuned.loss_scale:g}."
-    return Document(
+    return page(
         title,
         [
             Text(summary, "summary"),
             Table(("in half precision", "by these rules", "by torch's table"), rows, "shares"),
-            Section("What stays in float32", [entries, none]),
+            Section("What stays in float32", [_entry(entry) for entry in tuned.entries] or [none]),
             Section("The rules", [Code(f"{tuned.code()}\n{use}", "rules")]),
             Section("What was tried", [front]),
             Section("Under autocast itself", _verified(tuned.verification, note)),
@@ -48,17 +47,17 @@ def document(title: str, summary: str, note: str, tuned: "TunedRules") -> Docume
     )
 
 
-def summary_blocks(summary: str, note: str, tuned: "TunedRules") -> list[Block]:
-    """Returns what a notebook shows; arguments as those of `document`."""
+def tuning_table(summary: str, note: str, tuned: "TunedRules") -> str:
+    """Returns what a notebook shows; arguments as those of `tuning_page`."""
     rows = [(" ".join(e.primitives), e.path, e.place, e.code, e.why) for e in tuned.entries]
     table = Table(("in float32", "module", "where", "code", "why"), rows, texts=range(5))
-    return [Text(summary), table, Text(tuned.verification.verdict), Text(note)]
+    return fragment([Text(summary), table, Text(tuned.verification.verdict), Text(note)])
 
 
-def _entry(entry: Float32Entry) -> Item:
+def _entry(entry: Float32Entry) -> Section:
     where = f"{entry.place} {entry.path}".strip()
     place = Text(f"{where}, {counted(entry.operations, 'operation')}", look="soft")
-    return Item([Section(" ".join(entry.primitives), [place, Code(entry.code), Text(entry.why)])])
+    return Section(" ".join(entry.primitives), [place, Code(entry.code), Text(entry.why)])
 
 
 def _verified(verification: Verification, note: str) -> Sequence[Block | None]:

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from jmp_train.policies.autocasting import AutocastRules, rules_code
-from jmp_train.policies.documents import as_json, fragment, page
+from jmp_train.policies.documents import as_json
 from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
-from jmp_train.tuning.page import document, summary_blocks
+from jmp_train.tuning.page import tuning_page, tuning_table
 from jmp_train.tuning.tolerance import Tolerance
 
 
@@ -82,10 +82,10 @@ class TunedRules:
           >>> file.write_text(tuned.to_html("a norm"), encoding="utf-8") > 1000
           True
         """
-        return page(document(title, self._summary, self._note, self))
+        return tuning_page(title, self._summary, self._note, self)
 
     def _repr_html_(self) -> str:
-        return fragment(summary_blocks(self._summary, self._note, self))
+        return tuning_table(self._summary, self._note, self)
 
     @property
     def _summary(self) -> str:

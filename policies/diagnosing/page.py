@@ -1,4 +1,4 @@
-"""A diagnosis as documents: a page with problems, a chart and all operations; a table for notebooks; text."""
+"""A diagnosis as a page with problems, a chart and all operations; as a table for notebooks; as text."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from jmp_train.policies.diagnosing.chart import errors_chart
 from jmp_train.policies.diagnosing.places import place_of
 from jmp_train.policies.diagnosing.problems import Problem, where_is
 from jmp_train.policies.diagnosing.rows import OperationNumerics
-from jmp_train.policies.documents import Block, Code, Document, Item, Items, Section, Table, Text
+from jmp_train.policies.documents import Block, Code, Section, Table, Text, page
 
 _LARGEST = "The largest error of an operation alone comes first; # is the order in which they run."
 _ERRORS = (
@@ -25,7 +25,7 @@ _HOW_TO_APPLY = (
 )
 
 
-def document(
+def diagnosis_page(
     title: str,
     summary: str,
     problems: Sequence[Problem],
@@ -34,7 +34,7 @@ def document(
     collapsed: Mapping[str, str],
     rules: AutocastRules,
     steps: int,
-) -> Document:
+) -> str:
     """Returns the page.
 
     Args:
@@ -50,14 +50,13 @@ def document(
     use = 'policy = dataclasses.replace(jt.get_policy("autocast_float16"), rules=rules)'
     ordered = sorted(enumerate(rows, 1), key=lambda item: -item[1].local_error)
     operations = Table(_HEADS, [_row(number, row) for number, row in ordered], "operations", texts=range(7))
-    items = Items([_item(*item) for item in enumerate(problems, 1)], "problems", is_numbered=True)
-    return Document(
+    return page(
         title,
         [
             Text(summary, "summary"),
             *(Text(f"Argument {path}: {text}.") for path, text in collapsed.items()),
             errors_chart(rows, problems),
-            Section("Problems", [items]),
+            Section("Problems", [_problem(*item) for item in enumerate(problems, 1)], "problems"),
             Section("Rules that mend the problems", [Code(f"{code}\n{use}" if code else "", "rules")]),
             Section("Operations", [Text(_LARGEST, look="soft"), operations]),
         ],
@@ -92,7 +91,7 @@ def _where(problem: Problem) -> str:
     return f"{where_is(problem)} {problem.path}".strip()
 
 
-def _item(number: int, problem: Problem) -> Item:
+def _problem(number: int, problem: Problem) -> Section:
     blocks = [
         Text(_where(problem), look="soft"),
         Code(problem.code),
@@ -101,8 +100,8 @@ def _item(number: int, problem: Problem) -> Item:
         Code(rules_code(problem.remedy.rules)),
         Text(problem.trial.capitalize()),
     ]
-    head = f"{problem.severity}: {problem.kind}, {problem.direction} pass"
-    return Item([Section(head, blocks)], f"problem-{number}", problem.severity)
+    title = f"{number}. {problem.severity}: {problem.kind}, {problem.direction} pass"
+    return Section(title, blocks, f"problem-{number}", problem.severity)
 
 
 def _row(number: int, row: OperationNumerics) -> tuple[str, ...]:

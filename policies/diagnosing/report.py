@@ -5,11 +5,11 @@ import json
 from typing import Any
 
 from jmp_train.policies.autocasting import AutocastRules
-from jmp_train.policies.diagnosing.page import document, problem_table, text_blocks
+from jmp_train.policies.diagnosing.page import diagnosis_page, problem_table, text_blocks
 from jmp_train.policies.diagnosing.problems import Problem
 from jmp_train.policies.diagnosing.remedies import merged_rules
 from jmp_train.policies.diagnosing.rows import OperationNumerics
-from jmp_train.policies.documents import Text, as_json, counted, fragment, page, text
+from jmp_train.policies.documents import Text, as_json, counted, fragment, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class NumericsReport:
         entries = merged_rules([problem.remedy for problem in self._harmful], AutocastRules())
         summary = f"{self._summary}. {self.explanation}".strip()
         found = self.problems, self.rows
-        return page(document(title, summary, *found, collapsed=self.collapsed, rules=entries, steps=self.steps))
+        return diagnosis_page(title, summary, *found, collapsed=self.collapsed, rules=entries, steps=self.steps)
 
     @property
     def _harmful(self) -> list[Problem]:

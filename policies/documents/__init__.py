@@ -1,10 +1,8 @@
 """Documents as plain data, and their renderings: pages, notebooks, text, JSON, charts in SVG."""
 
-from jmp_train.policies.documents.bars import Piece as Piece
 from jmp_train.policies.documents.bars import Row as Row
 from jmp_train.policies.documents.bars import bar_chart as bar_chart
 from jmp_train.policies.documents.charts import PALETTE as PALETTE
-from jmp_train.policies.documents.charts import SERIES as SERIES
 from jmp_train.policies.documents.charts import Axis as Axis
 from jmp_train.policies.documents.charts import Box as Box
 from jmp_train.policies.documents.charts import Chart as Chart
@@ -13,14 +11,11 @@ from jmp_train.policies.documents.charts import Label as Label
 from jmp_train.policies.documents.charts import Mark as Mark
 from jmp_train.policies.documents.charts import Path as Path
 from jmp_train.policies.documents.charts import Style as Style
-from jmp_train.policies.documents.charts import series_names as series_names
+from jmp_train.policies.documents.charts import series_color as series_color
 from jmp_train.policies.documents.charts import series_styles as series_styles
 from jmp_train.policies.documents.elements import Block as Block
 from jmp_train.policies.documents.elements import Cell as Cell
 from jmp_train.policies.documents.elements import Code as Code
-from jmp_train.policies.documents.elements import Document as Document
-from jmp_train.policies.documents.elements import Fold as Fold
-from jmp_train.policies.documents.elements import Item as Item
 from jmp_train.policies.documents.elements import Items as Items
 from jmp_train.policies.documents.elements import Panels as Panels
 from jmp_train.policies.documents.elements import Section as Section
@@ -31,9 +26,8 @@ from jmp_train.policies.documents.pages import fragment as fragment
 from jmp_train.policies.documents.pages import page as page
 from jmp_train.policies.documents.pictures import svg as svg
 from jmp_train.policies.documents.pictures import svg_file as svg_file
-from jmp_train.policies.documents.scales import close_log as close_log
-from jmp_train.policies.documents.scales import decades as decades
 from jmp_train.policies.documents.scales import even_ticks as even_ticks
+from jmp_train.policies.documents.scales import log_axis as log_axis
 from jmp_train.policies.documents.scales import round_ticks as round_ticks
 from jmp_train.policies.documents.texts import aligned as aligned
 from jmp_train.policies.documents.texts import as_json as as_json

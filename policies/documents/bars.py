@@ -1,27 +1,15 @@
 """Charts of horizontal bars: rows with labels, in groups, of one or several pieces each."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jmp_train.policies.documents.charts import Axis, Box, Chart, Label, Mark, Path, Style
 
+Piece = tuple[str, float, str]
+"""A part of a bar or a mark across it: the style, the length or the place, and what a browser shows at the mouse."""
+
 _HEAD = 22  # pixels of a group's name
 _CHARACTER = 6.2
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of a bar, or a mark across it.
-
-    Attributes:
-      style: a name of `Chart.styles`.
-      value: the length of the part, or the place of the mark.
-      title: what a browser shows where the mouse is.
-    """
-
-    style: str
-    value: float
-    title: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,56 +47,45 @@ def bar_chart(
     """Returns a chart with a bar for each row.
 
     Args:
-      name: see `Chart`.
-      label: see `Chart`.
+      name: the chart's id.
+      label: what it shows.
       groups: rows by the heading above them, which may be empty.
       axis: of the lengths.
-      styles: see `Chart`.
-      title: see `Chart`.
+      styles: of the pieces, marks and texts.
+      title: above the chart.
       width: of the chart in pixels.
       sides: pixels for labels to the left, and for texts to the right.
       pitch: pixels from row to row; a bar takes two thirds of them.
       texts_at_edge: whether texts end at the right edge of the chart, and not next to their bars.
     """
-    marks: list[Mark] = []
     edge = axis.low - sides[0] * (axis.high - axis.low) / (width - sum(sides))
+    longest, baseline = int((sides[0] - 8) / _CHARACTER), 0.32 * pitch + 4
+    marks: list[Mark] = []
     top = 0.0
     for heading, rows in groups.items():
         if heading:
             marks.append(Label(heading, edge, top, shift=(0, 14), style="title"))
             top += _HEAD
         for row in rows:
-            marks += _row(row, axis, top, pitch, int((sides[0] - 8) / _CHARACTER), sides[1] if texts_at_edge else None)
+            short = row.label if len(row.label) <= longest else f"{row.label[: longest - 1]}…"
+            end = axis.low + sum(length for _, length, _ in row.pieces)
+            x, anchor, shift = (axis.high, "end", sides[1]) if texts_at_edge else (end, "start", 6)
+            marks += [
+                *_bar(row, axis, top, top + 0.64 * pitch),
+                Label(short, axis.low, top, "end", (-8, baseline)),
+                Label(row.text, x, top, anchor, (shift, baseline), row.text_style),
+            ]
             top += pitch
     below = 24 if axis.ticks else 4
-    height = Axis(max(top, 1), 0)  # pixels, downwards
-    size, margins = (width, top + 6 + below), (*sides, 6, below)
-    return Chart(name, label, axis, height, styles, marks, title, size, margins)
+    downwards = Axis(max(top, 1), 0)  # pixels
+    return Chart(name, label, axis, downwards, styles, marks, title, (width, top + 6 + below), (*sides, 6, below))
 
 
-def _row(row: Row, axis: Axis, top: float, pitch: float, longest: int, right: float | None) -> list[Mark]:
-    """Returns the marks of a row.
-
-    Args:
-      row: the row.
-      axis: of the lengths.
-      top: its upper edge.
-      pitch: the height of a row.
-      longest: the most characters of a label.
-      right: pixels from the axis to the texts' end; None for texts next to the bar.
-    """
-    bottom, middle = top + 0.64 * pitch, 0.32 * pitch + 4
-    short = row.label if len(row.label) <= longest else f"{row.label[: longest - 1]}…"
-    marks: list[Mark] = [Label(short, axis.low, top, "end", (-8, middle))] if short else []
+def _bar(row: Row, axis: Axis, top: float, bottom: float) -> Iterator[Mark]:
     start = axis.low
-    for piece in row.pieces:
-        marks.append(Box(piece.style, start, start + piece.value, bottom, top, piece.title))
-        start += piece.value
-    for piece in row.marks:
-        if piece.value <= axis.high:
-            marks.append(Path(piece.style, [[(piece.value, top - 3), (piece.value, bottom + 3)]], piece.title))
-    if row.text and right is not None:
-        marks.append(Label(row.text, axis.high, top, "end", (right, middle), row.text_style))
-    elif row.text:
-        marks.append(Label(row.text, start, top, "start", (6, middle), row.text_style))
-    return marks
+    for style, length, title in row.pieces:
+        yield Box(style, start, start + length, bottom, top, title)
+        start += length
+    for style, place, title in row.marks:
+        if place <= axis.high:
+            yield Path(style, [[(place, top - 3), (place, bottom + 3)]], title)

@@ -1,12 +1,10 @@
 """Charts as plain data: two axes, named styles, and marks in the units of the axes."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 Color = str | tuple[str, str]
 """A name of `PALETTE`, or the color in light and in dark surroundings."""
-
-Points = Sequence[tuple[float, float]]
 
 PALETTE: Mapping[str, tuple[str, str]] = {
     "ink": ("#202124", "#e8eaed"),
@@ -22,7 +20,6 @@ PALETTE: Mapping[str, tuple[str, str]] = {
 
 # Paul Tol's "bright" scheme: the color-blind can tell these apart, on white and on black.
 _BRIGHT = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
-SERIES = tuple((color, color) for color in _BRIGHT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,26 +64,22 @@ class Style:
     is_hollow: bool = False
 
 
+# Of all marks: `style` is a name of `Chart.styles`, `title` what a browser shows where the mouse is.
+
+
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """Lines in one style.
-
-    Attributes:
-      style: a name of `Chart.styles`.
-      runs: the points of each line.
-      title: what a browser shows where the mouse is.
-      width: of the line, if it is not the style's.
-    """
+    """Lines through points; `width` if it is not the style's."""
 
     style: str
-    runs: Sequence[Points]
+    runs: Sequence[Sequence[tuple[float, float]]]
     title: str = ""
     width: float = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A rectangle, such as a bar; `style` and `title` as in `Path`."""
+    """A rectangle, such as a bar."""
 
     style: str
     left: float
@@ -123,16 +116,7 @@ class Dot:
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """A line of text.
-
-    Attributes:
-      text: the text.
-      x: where it starts, ends or has its middle, as `anchor` says.
-      y: its baseline.
-      anchor: "start", "middle" or "end".
-      shift: pixels to the right and downwards.
-      style: a name of `Chart.styles`; soft if empty.
-    """
+    """A line of text, whose `anchor`, "start", "middle" or "end", is `shift` pixels right of and below a point."""
 
     text: str
     x: float
@@ -172,24 +156,19 @@ class Chart:
     margins: tuple[float, float, float, float] = (60, 25, 12, 45)
 
 
-def series_names(names: Sequence[str]) -> dict[str, str]:
-    """Returns the style name of each different name: "series0" for the first.
+def series_color(number: int) -> tuple[str, str]:
+    """Returns the color of the series with this number, from 0."""
+    color = _BRIGHT[number % len(_BRIGHT)]
+    return color, color
+
+
+def series_styles(names: Iterable[str]) -> tuple[dict[str, str], dict[str, Style]]:
+    """Returns the style name of each different name, and these styles with the names as legends.
 
     Example:
-      >>> series_names(["float32", "mixed_float16", "float32"])
+      >>> series_styles(["float32", "mixed_float16", "float32"])[0]
       {'float32': 'series0', 'mixed_float16': 'series1'}
     """
-    return {name: f"series{number % len(SERIES)}" for number, name in enumerate(dict.fromkeys(names))}
-
-
-def series_styles(names: Sequence[str], width: float = 2) -> dict[str, Style]:
-    """Returns the styles of `series_names`, whose legends are the names.
-
-    Args:
-      names: in the order of the colors.
-      width: of lines.
-    """
-    return {
-        style: Style(SERIES[i % len(SERIES)], legend=name, width=width)
-        for i, (name, style) in enumerate(series_names(names).items())
-    }
+    series = {name: f"series{number}" for number, name in enumerate(dict.fromkeys(names))}
+    styles = {key: Style(series_color(i), legend=name) for i, (name, key) in enumerate(series.items())}
+    return series, styles

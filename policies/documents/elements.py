@@ -1,4 +1,4 @@
-"""A document as plain data: texts, code, tables, lists, folds and charts in sections."""
+"""The blocks of a document as plain data: texts, code, tables, lists, charts, and sections of them."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -6,16 +6,12 @@ from typing import TypeAlias, Union
 
 from jmp_train.policies.documents.charts import Chart
 
+# Of all blocks: `name` is the id, `look` the class, such as "soft" or "failed". Without content they are left out.
+
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A paragraph; left out if it is empty.
-
-    Attributes:
-      text: the text.
-      name: its id.
-      look: "soft" or "failed"; empty for ordinary text.
-    """
+    """A paragraph."""
 
     text: str
     name: str = ""
@@ -24,7 +20,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Code to be copied; left out if it is empty."""
+    """Code to be copied."""
 
     text: str
     name: str = ""
@@ -32,14 +28,7 @@ class Code:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A cell of a table that is more than its text.
-
-    Attributes:
-      text: the text.
-      look: as in `Text`.
-      link: where a click leads.
-      color: of a dot in front of the text.
-    """
+    """A cell of a table that is more than its text: `link` is where a click leads, `color` that of a dot before it."""
 
     text: str
     look: str = ""
@@ -49,7 +38,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table; left out if it has no rows.
+    """A table.
 
     Attributes:
       heads: the titles of the columns.
@@ -67,46 +56,11 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
-    """An item of a list that holds several blocks; `name` and `look` as in `Text`."""
-
-    blocks: "Sequence[Block | None]"
-    name: str = ""
-    look: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Items:
-    """A list; left out if it is empty.
+    """A list."""
 
-    Attributes:
-      items: texts, or several blocks each.
-      name: its id.
-      is_numbered: whether the items have numbers.
-    """
-
-    items: Sequence[Text | Item]
+    texts: Sequence[Text]
     name: str = ""
-    is_numbered: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Fold:
-    """Blocks that are hidden until a reader opens them.
-
-    Attributes:
-      title: what is always seen.
-      blocks: what is hidden.
-      name: the id of the blocks. A link to it opens the fold.
-      text: what is seen after the title.
-      look: of this text, as in `Text`.
-    """
-
-    title: str
-    blocks: "Sequence[Block | None]"
-    name: str = ""
-    text: str = ""
-    look: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,28 +72,24 @@ class Panels:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Blocks under a title; left out if all of them are."""
-
-    title: str
-    blocks: "Sequence[Block | None]"
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """A page.
+    """Blocks under a title.
 
     Attributes:
-      title: its heading.
-      blocks: its content; None is left out.
-      footer: small texts at the end.
+      title: the heading.
+      blocks: the content; None is left out.
+      name: its id.
+      look: its class, or that of the title of a fold.
+      is_folded: whether the blocks are hidden until a reader opens them, or follows a link to the section.
     """
 
     title: str
     blocks: "Sequence[Block | None]"
-    footer: Sequence[str] = ()
+    name: str = ""
+    look: str = ""
+    is_folded: bool = False
 
 
-Block: TypeAlias = Union[Text, Code, Table, Items, Fold, Panels, Section, Chart]  # noqa: UP007 - names that follow
+Block: TypeAlias = Union[Text, Code, Table, Items, Panels, Section, Chart]  # noqa: UP007 - a name that follows
 
 
 def shown(blocks: Sequence[Block | None]) -> list[Block]:
@@ -154,13 +104,13 @@ def shown(blocks: Sequence[Block | None]) -> list[Block]:
 
 def _has_content(block: Block) -> bool:
     match block:
-        case Text() | Code():
-            return bool(block.text)
-        case Table():
-            return bool(block.rows)
-        case Items():
-            return bool(block.items)
-        case Section():
-            return bool(shown(block.blocks))
+        case Text(text) | Code(text):
+            return bool(text)
+        case Table(_, rows):
+            return bool(rows)
+        case Items(texts):
+            return bool(texts)
+        case Section(_, blocks):
+            return bool(shown(blocks))
         case _:
             return True

@@ -65,7 +65,7 @@ class _Area:
         for value, text in self.chart.y.ticks:
             y = self.y(value)
             yield from [Path("grid", [[(self.left, y), (self.right, y)]])] * self.chart.y.has_grid
-            yield from [Label(text, self.left - 6, y + 4, "end")] * bool(text)
+            yield Label(text, self.left - 6, y + 4, "end")
         for value, text in self.chart.x.ticks:
             x = self.x(value)
             yield from [Path("grid", [[(x, self.top), (x, self.bottom)]])] * self.chart.x.has_grid

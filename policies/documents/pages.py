@@ -3,44 +3,46 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from jmp_train.policies.documents.elements import Block, Cell, Document, shown
-from jmp_train.policies.documents.pictures import MARK_STYLE, svg, themed_color, with_colors
-
-if TYPE_CHECKING:
-    from jinja2 import Template
+from jmp_train.policies.documents.elements import Block, Cell, shown
+from jmp_train.policies.documents.pictures import MARK_STYLE, css_color, svg, with_colors
 
 
-def page(document: Document) -> str:
-    """Returns a document as a whole page.
+def page(title: str, blocks: Sequence[Block | None], footer: Sequence[str] = ()) -> str:
+    """Returns a whole page.
+
+    Args:
+      title: its heading.
+      blocks: its content; None is left out.
+      footer: small texts at the end.
 
     Example:
       >>> from jmp_train.policies.documents.elements import Text
-      >>> "<p>1 &lt; 2</p>" in page(Document("Numbers", [Text("1 < 2")]))
+      >>> "<p>1 &lt; 2</p>" in page("Numbers", [Text("1 < 2")])
       True
     """
-    return _template().render(document=document)
+    return f"{_macros().page(title, blocks, footer)}".strip()
 
 
 def fragment(blocks: Sequence[Block | None]) -> str:
     """Returns blocks as HTML without a page around it, for notebooks."""
-    return str(_template().make_module().blocks(blocks)).strip()  # pyright: ignore[reportAttributeAccessIssue]
+    return f"{_macros().blocks(blocks)}".strip()
 
 
 @functools.cache
-def _template() -> "Template":
+def _macros() -> Any:
+    """Returns the macros of the template."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    names = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    names.filters |= {
+    made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    made.filters |= {
         "shown": shown,
         "kind": lambda block: type(block).__name__,
         "svg": lambda chart, has_legend: Markup(svg(chart, has_legend=has_legend)),
-        "themed": themed_color,
+        "css": css_color,
         "cell": lambda cell: cell if isinstance(cell, Cell) else Cell(cell),
-        "colors": lambda css: Markup(with_colors(css, themed=True)),
+        "colors": lambda css: Markup(with_colors(css + MARK_STYLE)),
     }
-    names.globals["mark_style"] = MARK_STYLE
-    return names.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    return made.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).module

@@ -1,18 +1,13 @@
-"""Axes that suit numbers: linear and logarithmic ones with round ticks."""
+"""Axes that suit numbers: where values are in pixels, and round ticks."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from jmp_train.policies.documents.charts import Axis
 
 
 def place(axis: Axis, start: float, end: float) -> Callable[[float], float]:
-    """Returns the function from a value to its pixel.
-
-    Args:
-      axis: the axis.
-      start: the pixel of its low end.
-      end: the pixel of its high end.
+    """Returns the function from a value to its pixel, where the axis goes from pixel `start` to pixel `end`.
 
     Example:
       >>> linear, log = place(Axis(0, 10), 100, 200), place(Axis(0.01, 100, is_log=True), 0, 400)
@@ -31,11 +26,7 @@ def place(axis: Axis, start: float, end: float) -> Callable[[float], float]:
 
 
 def round_ticks(high: float, most: int = 6) -> list[float]:
-    """Returns round numbers from 0 to a limit.
-
-    Args:
-      high: the limit, above 0.
-      most: how many steps at most.
+    """Returns round numbers from 0 to a limit above 0, with `most` steps at most.
 
     Example:
       >>> round_ticks(16.9)
@@ -51,45 +42,29 @@ def even_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [low + i * (high - low) / (count - 1) for i in range(count)]
 
 
-def decades(values: Iterable[float], label: Callable[[float], str] = "{:.0e}".format) -> Axis:
-    """Returns a logarithmic axis from power of ten to power of ten around numbers.
+def log_axis(values: Iterable[float], label: Callable[[float], str] = "{:.3g}".format, base: int = 10) -> Axis:
+    """Returns a logarithmic axis around numbers above 0, with ticks at powers of its base.
+
+    It begins and ends at 1, 2 or 5 times a power of ten, and these have ticks where there are not two powers.
 
     Args:
-      values: above 0.
-      label: returns the label of a power of ten.
+      values: at least one.
+      label: returns the label of a tick.
+      base: 10, or 2 for an axis of powers of two.
 
     Example:
-      >>> axis = decades([3, 250])
-      >>> axis.low, axis.high, axis.ticks[0]
-      (1.0, 1000.0, (1.0, '1e+00'))
+      >>> axis = log_axis([0.03, 3.0])
+      >>> axis.low, axis.high, axis.ticks
+      (0.02, 5.0, [(0.1, '0.1'), (1.0, '1')])
     """
-    numbers = list(values)
-    low, high = math.floor(math.log10(min(numbers))), math.ceil(math.log10(max(numbers)))
-    powers = [10.0**exponent for exponent in range(low, max(high, low + 1) + 1)]
-    return Axis(powers[0], powers[-1], [(power, label(power)) for power in powers], is_log=True)
-
-
-def close_log(values: Sequence[float], base: float = 10) -> Axis:
-    """Returns a logarithmic axis that numbers fill, with ticks at powers of `base`, or of 1, 2 and 5 times these.
-
-    Args:
-      values: above 0; any axis if there are none.
-      base: 10 or 2.
-
-    Example:
-      >>> close_log([0.02, 3.0]).ticks
-      [(0.1, '0.1'), (1, '1')]
-      >>> [label for _, label in close_log([1.9, 6.0]).ticks]
-      ['2', '5']
-    """
-    low, high = min(values, default=1.0), max(values, default=1.0)
-    low, high = (low, high) if low < high else (low / base, high * base)
-    first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
-    step = max(1, (last - first) // 6)
-    powers = [base**exponent for exponent in range(first, last + 1, step)]
-    inside = [x for x in powers if low <= x <= high]
+    low, high = min(numbers := list(values)), max(numbers)
+    exponents = range(math.floor(math.log(low, base)) - 1, math.ceil(math.log(high, base)) + 2)
+    powers = [float(base) ** exponent for exponent in exponents]
+    bounds = [f * power for power in powers for f in ((1, 2, 5) if base == 10 else (1,))]
+    low = max(bound for bound in bounds if bound <= low * (1 + 1e-9))
+    high = min(bound for bound in bounds if bound >= high * (1 - 1e-9) and bound > low)
+    inside = [power for power in powers if low <= power <= high]
+    inside = inside[:: len(inside) // 8 + 1]
     if len(inside) < 2:
-        inside = [f * x for x in powers for f in (1, 2, 5) if low <= f * x <= high]
-    if len(inside) < 2:
-        inside = even_ticks(low, high, 3)
-    return Axis(low, high, [(x, f"{x:.3g}" if x < 1e6 else f"{x:.0e}") for x in inside], is_log=True)
+        inside = [bound for bound in bounds if low <= bound <= high]
+    return Axis(low, high, [(tick, label(tick)) for tick in inside], is_log=True)

@@ -6,13 +6,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_train.policies.documents.elements import Block, Cell, Code, Fold, Item, Items, Section, Table, Text, shown
-
-WIDTH = 100
+from jmp_train.policies.documents.elements import Block, Cell, Code, Items, Section, Table, Text, shown
 
 
-def text(blocks: Sequence[Block | None], width: int = WIDTH, indent: str = "") -> str:
-    """Returns blocks as lines of text: what is within a section, a list or a fold is indented; charts are left out.
+def text(blocks: Sequence[Block | None], width: int = 100, indent: str = "") -> str:
+    """Returns blocks as lines of text: what is within a section is indented; charts are left out.
 
     Args:
       blocks: of a document.
@@ -28,7 +26,7 @@ def text(blocks: Sequence[Block | None], width: int = WIDTH, indent: str = "") -
     return "\n".join(line for block in shown(blocks) for line in _lines(block, width, indent))
 
 
-def _lines(block: Block | Item, width: int, indent: str) -> list[str]:
+def _lines(block: Block, width: int, indent: str) -> list[str]:
     match block:
         case Text(said):
             return textwrap.wrap(said, width, initial_indent=indent, subsequent_indent=f"{indent}  ")
@@ -37,13 +35,10 @@ def _lines(block: Block | Item, width: int, indent: str) -> list[str]:
         case Table(heads, rows):
             cells = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in rows]
             return [indent + line for line in aligned([heads, *cells])]
-        case Section(title, blocks) | Fold(title, blocks):
-            inside = text(blocks, width, f"{indent}  ").splitlines()
-            return [*_lines(Text(title), width, indent), *inside]
-        case Items(items):
-            return [line for item in items for line in _lines(item, width, f"{indent}  ")]
-        case Item(blocks):
-            return text(blocks, width, indent).splitlines()
+        case Section(title, blocks):
+            return [*_lines(Text(title), width, indent), text(blocks, width, f"{indent}  ")]
+        case Items(texts):
+            return [line for said in texts for line in _lines(said, width, f"{indent}  ")]
         case _:
             return []
 
