@@ -21,7 +21,12 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {"jmp_train": "jmp_train", "policies": "jmp_train/policies", "graphs": "jmp_train/graphs"}
-NEEDED = ("jmp_train/py.typed", "jmp_train/aot/gpus.toml", "jmp_train/graphs/kernels/native_kernels.cc")
+NEEDED = (
+    "jmp_train/py.typed",
+    "jmp_train/aot/gpus.toml",
+    "jmp_train/policies/documents/page.html",
+    "jmp_train/graphs/kernels/native_kernels.cc",
+)
 PYTHONS = ("3.11", "3.13")
 # What an installed copy has to do, beside the README's code: be itself, and find its files.
 CHECK = """

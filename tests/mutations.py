@@ -187,10 +187,10 @@ MUTATIONS = (
     ),
     Mutation(
         "report",
-        "jmp_train/reports/plots.py",
-        "axes.plot(*zip(*means, strict=True), label=run.policy,",
-        "axes.plot(*zip(*means, strict=True), label=runs[-1 - index].policy,",
-        "tests/jmp_train/reports/test_plots.py",
+        "jmp_train/reports/charts.py",
+        "Style(series_color(number), run.policy, ",
+        "Style(series_color(number), runs[-1 - number].policy, ",
+        "tests/jmp_train/reports/test_charts.py",
     ),
     Mutation(  # a comparison of which one run has failed ends as if all were well
         "exit-code",

@@ -1,39 +1,20 @@
-"""A comparison as one HTML page without scripts or network access: words, pictures, the worst tokens, operations."""
+"""A comparison as a page: words, charts, the worst tokens, operations."""
 
-from collections.abc import Sequence
-from html import escape
-from string import Template
-
+from jmp_train.policies import documents
+from jmp_train.policies.comparing.charts import distribution_chart, operations_chart
 from jmp_train.policies.comparing.differences import Differences, TokenDifference
 from jmp_train.policies.comparing.operations import OperationParity, Operations
-from jmp_train.policies.comparing.picture import STYLE, distribution, operations_picture
 from jmp_train.policies.diagnosing import place_of
-from jmp_train.policies.pages import code_block, document
+from jmp_train.policies.documents import Code, Section, Table
 
-_STYLE = f"""\
-{STYLE}
-.scroll {{ overflow: auto; max-height: 40rem; }}
-#operations-of-inference td:nth-child(-n + 5), #operations-of-inference th:nth-child(-n + 5) {{ text-align: left; }}"""
-_BODY = Template("""\
-$summary
-$pictures
-<h2>The worst tokens</h2>
-<table id="worst"><thead><tr><th>token<th>train<th>infer<th>difference</tr></thead>
-<tbody>
-$worst
-</tbody></table>
-$operations""")
-_OPERATIONS = Template("""\
-<h2>Operations of inference</h2>
-<div class="scroll"><table id="operations-of-inference">
-<thead><tr><th>#<th>operation<th>module<th>code<th>result<th>runs<th>off from training<th>off from float32<th>\
-rows that training has not</tr></thead>
-<tbody>
-$rows
-</tbody></table></div>
-<footer>In the order in which they run. Differences are means over the rows of a result, relative to a row's norm.
-Rows that training has not are no fault by themselves: what it computes in other shapes, or masks later, has some.
-</footer>""")
+_HEADS = (
+    "#", "operation", "module", "code", "result", "runs", "off from training", "off from float32",
+    "rows that training has not",
+)  # fmt: skip
+_FOOTER = (
+    "In the order in which they run. Differences are means over the rows of a result, relative to a row's norm. Rows "
+    "that training has not are no fault by themselves: what it computes in other shapes, or masks later, has some."
+)
 
 
 def page(title: str, summary: str, differences: Differences, operations: Operations | None) -> str:
@@ -45,33 +26,29 @@ def page(title: str, summary: str, differences: Differences, operations: Operati
       differences: of the tokens.
       operations: of both functions, if they are known.
     """
-    pictures = [distribution(differences)] + ([operations_picture(operations)] if operations else [])
-    body = _BODY.substitute(
-        summary=code_block(summary, "summary"),
-        pictures="\n".join(pictures),
-        worst="\n".join(map(_token, differences.worst)),
-        operations=_table(operations.infer) if operations else "",
+    worst = [_token(token) for token in differences.worst]
+    rows = [_row(number, row) for number, row in enumerate(operations.infer, 1)] if operations else []
+    return documents.page(
+        title,
+        [
+            Code(summary, "summary"),
+            distribution_chart(differences),
+            operations_chart(operations) if operations else None,
+            Section("The worst tokens", [Table(("token", "train", "infer", "difference"), worst, "worst")]),
+            Section("Operations of inference", [Table(_HEADS, rows, "operations-of-inference", texts=range(5))]),
+        ],
+        [_FOOTER] if operations else [],
     )
-    return document(title, body, _STYLE)
 
 
-def _token(token: TokenDifference) -> str:
+def _token(token: TokenDifference) -> tuple[str, ...]:
     place = f"{token.path}[{', '.join(map(str, token.index))}]"
-    cells = (escape(place), *(f"{x:.6g}" for x in (token.train, token.infer)), f"{token.train - token.infer:.2g}")
-    return f"<tr><td>{'<td>'.join(cells)}</tr>"
+    return place, f"{token.train:.6g}", f"{token.infer:.6g}", f"{token.train - token.infer:.2g}"
 
 
-def _table(rows: Sequence[OperationParity]) -> str:
-    return _OPERATIONS.substitute(rows="\n".join(_row(number, row) for number, row in enumerate(rows, 1)))
-
-
-def _row(number: int, row: OperationParity) -> str:
-    cells = (
-        str(number),
-        *map(escape, (row.primitive, row.path, place_of(row.file, row.line))),
-        f"{row.dtype}[{','.join(map(str, row.shape))}]",
-        str(row.runs),
-        *(f"{x:.2g}" if x else "" for x in (row.difference, row.error)),
-        f"{row.unknown:.0%}" if row.unknown else "",
-    )
-    return f"<tr><td>{'<td>'.join(cells)}</tr>"
+def _row(number: int, row: OperationParity) -> tuple[str, ...]:
+    result = f"{row.dtype}[{','.join(map(str, row.shape))}]"
+    differences = [f"{x:.2g}" if x else "" for x in (row.difference, row.error)]
+    unknown = f"{row.unknown:.0%}" if row.unknown else ""
+    where = place_of(row.file, row.line)
+    return str(number), row.primitive, row.path, where, result, str(row.runs), *differences, unknown

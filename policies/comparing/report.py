@@ -3,18 +3,16 @@
 import dataclasses
 import json
 import os
-import textwrap
 from pathlib import Path
 from typing import Any
 
+from jmp_train.policies.comparing.charts import distribution_chart, operations_chart
 from jmp_train.policies.comparing.differences import Differences, TokenDifference
 from jmp_train.policies.comparing.operations import FirstDifference, OperationParity, Operations
 from jmp_train.policies.comparing.page import page
-from jmp_train.policies.comparing.picture import standalone
 from jmp_train.policies.diagnosing import place_of
-from jmp_train.policies.documents import as_json
+from jmp_train.policies.documents import Block, Code, Section, Text, as_json, counted, svg_file, text
 
-_WIDTH = 100
 _SHOWN = 3  # of the worst tokens
 _EXPLAINED = 0.25  # of the mean: where operations run one by one differ by less, the compiler makes the rest
 
@@ -67,13 +65,14 @@ class ParityReport(Differences):
         Args:
           path: of the file, which is overwritten.
         """
-        Path(path).write_text(standalone(self, self.operations), encoding="utf-8")
+        charts = [distribution_chart(self), *([operations_chart(self.operations)] if self.operations else [])]
+        Path(path).write_text(svg_file(charts, "Distribution of differences, and of operations"), encoding="utf-8")
 
     def __str__(self) -> str:
         shares = [f"from {low:g} to {high:g} for {share:.2%}" for (low, high), share in self.bands.items()]
         shares[0] += " of the tokens"
-        tokens = f"{self.n_tokens} token{'s' * (self.n_tokens != 1)}"
         numbers = f"median {self.median:.2g}, 99% up to {self.quantiles[0.99]:.2g}, maximum {self.maximum:.2g}"
+        tokens = counted(self.n_tokens, "token")
         lines = [
             f"{tokens}: |log p_train - log p_infer| is {self.mean:.2g} on average, {numbers}",
             f"p_train / p_infer is {', '.join(shares)}; KL divergence (k3) {self.kl:.2g}",
@@ -86,10 +85,9 @@ class ParityReport(Differences):
                 "averages, outside of all ranges"
             )
         lines += [f"worst: {_token(token)}" for token in self.worst[:_SHOWN]]
-        lines = [line for text in lines for line in _wrapped(text)]
-        return "\n".join(lines + self._operation_lines())
+        return text([*map(Text, lines), *self._operation_blocks()])
 
-    def _operation_lines(self) -> list[str]:
+    def _operation_blocks(self) -> list[Block]:
         if self.operations is None:
             return []
         compiler = (
@@ -99,12 +97,10 @@ class ParityReport(Differences):
         is_compilers = self.mean > 1e-6 and self.operations.mean < _EXPLAINED * self.mean
         first = self.operations.first
         if first is None:
-            return _wrapped(f"no operation differs beyond float32's rounding{f'; {compiler}' if is_compilers else ''}")
+            return [Text(f"no operation differs beyond float32's rounding{f'; {compiler}' if is_compilers else ''}")]
         kinds = {"value": "other values, even in float32", "rounding": "rounding, while float32 agrees"}
-        lines = [f"first difference: {kinds[first.kind]}"]
-        for name, operation in (("train", first.train), ("infer", first.infer)):
-            lines += [] if operation is None else _operation(name, operation)
-        return lines + (_wrapped(compiler) if is_compilers else [])
+        sides = [_operation("train", first.train), _operation("infer", first.infer)]
+        return [Section(f"first difference: {kinds[first.kind]}", sides), Text(compiler if is_compilers else "")]
 
 
 def _token(token: TokenDifference) -> str:
@@ -112,7 +108,9 @@ def _token(token: TokenDifference) -> str:
     return f"{place} train {token.train:.6g}, infer {token.infer:.6g}"
 
 
-def _operation(name: str, operation: OperationParity) -> list[str]:
+def _operation(name: str, operation: OperationParity | None) -> Section | None:
+    if operation is None:
+        return None
     shape = ",".join(map(str, operation.shape))
     path = f" ({operation.path.strip('/')})" if operation.path else ""
     head = f"{name}: {operation.primitive} {operation.dtype}[{shape}], {place_of(operation.file, operation.line)}{path}"
@@ -121,9 +119,4 @@ def _operation(name: str, operation: OperationParity) -> list[str]:
         evidence = f"{operation.unknown:.0%} of its rows are not among those of {other}"
     else:
         evidence = f"off by {operation.difference:.2g} from {other}, by {operation.error:.2g} from float32"
-    code = [f"      {operation.code}"[:_WIDTH]] if operation.code else []
-    return [*_wrapped(head, "  "), *code, *_wrapped(evidence, "    ")]
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+    return Section(head, [Code(operation.code), Text(evidence)])

@@ -34,15 +34,14 @@ def fragment(blocks: Sequence[Block | None]) -> str:
 def _macros() -> Any:
     """Returns the macros of the template."""
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
     made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     made.filters |= {
         "shown": shown,
         "kind": lambda block: type(block).__name__,
-        "svg": lambda chart, has_legend: Markup(svg(chart, has_legend=has_legend)),
-        "css": css_color,
+        "svg": svg,
+        "color": css_color,
         "cell": lambda cell: cell if isinstance(cell, Cell) else Cell(cell),
-        "colors": lambda css: Markup(with_colors(css + MARK_STYLE)),
+        "colored": lambda css: with_colors(css + MARK_STYLE),
     }
     return made.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).module

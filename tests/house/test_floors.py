@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 STANDARD = sys.stdlib_module_names
 ALLOWED = {
-    "policies": {"jax", "optax", "numpy", "jmp_train.policies"},
+    "policies": {"jax", "optax", "numpy", "jinja2", "jmp_train.policies"},
     "graphs": {
         "jax",
         "optax",
@@ -34,6 +34,7 @@ HEAVY = (
     "networkx",
     "pandas",
     "safetensors",
+    "jinja2",
 )
 
 
