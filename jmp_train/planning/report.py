@@ -1,14 +1,37 @@
 """A plan: the rows as a table, as JSON, as a page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jmp_train.planning.allowances import Allowances
-from jmp_train.planning.page import plan_page
+from jmp_train.planning.charts import batch_chart, has_marks_beyond, memory_chart
+from jmp_train.planning.details import details
+from jmp_train.planning.roofline import roofline_chart
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds, table_cells
-from jmp_train.policies.documents import Section, Table, Text, text
+from jmp_train.policies.documents import Cell, Section, Table, Text, page, text
 
 _UNLIMITED = 10_000  # characters of a line
+_TEXT_COLUMNS = {"GPU", "policy", "placement"}
+_MEMORY = (
+    "Memory is what each GPU allocates for a step: the arguments (parameters, optimizer state, batch), results that "
+    "take no argument's place, constants, and one block for all temporaries. XLA's compiler has laid it out for this "
+    "GPU; nothing was run. Of the GPU's memory a step can have jax's pool, or what CUDA, its libraries and, with "
+    "several devices, collectives leave if that is less, without what is lost in gaps: "
+)
+_TIMES = (
+    "Times are lower bounds: each kernel at the GPU's peak rate or peak bandwidth, the L2 cache as useful as it can "
+    "be. A step takes longer. Casts are bytes that kernels read and write only to convert between floating-point "
+    "dtypes."
+)
+_MARKS = "A solid mark is at what a step can have of the GPU's memory, a dashed one at all of it."
+_BATCHES = "Examples of a step, over all devices. Where a step does not grow, there is no bar."
+_ROOFLINE = (
+    "A large point is a step at its bound; the line below it reaches down to where it is if no byte stays in the "
+    "L2 cache, which is why the point itself can be above the slanted roof. Small points are the costliest kernels "
+    "with matrix products, the larger the more of the step's time, without the cache. Kernels without matrix "
+    "products are in the steps' times, but have no point."
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +63,25 @@ class Plan:
         Args:
           title: what was planned.
         """
-        return plan_page(title, self.rows, self.allowances)
+        heads, *cells = table_cells(self.rows)
+        texts = [number for number, head in enumerate(heads) if head in _TEXT_COLUMNS]
+        lines = enumerate(zip(self.rows, cells, strict=True), 1)
+        table = [
+            [_cell(head, cell, f"#row-{number}", row) for head, cell in zip(heads, line, strict=True)]
+            for number, (row, line) in lines
+        ]
+        return page(
+            title,
+            [
+                Text(summary(self.rows), "summary"),
+                Table(heads, table, "rows", texts),
+                _memory(self.rows) if self.rows else None,
+                _batches(self.rows),
+                _rooflines(self.rows),
+                Section("Row by row", [details(number, row) for number, row in enumerate(self.rows, 1)]),
+            ],
+            [f"{_MEMORY}{_allowed(self.allowances)}.", _TIMES],
+        )
 
     def largest_buffers(self, count: int = 10) -> str:
         """Returns a table of the largest buffers at the peak for each row: what they are and what line makes them.
@@ -82,3 +123,58 @@ def _buffers(row: PlanRow, count: int) -> tuple[Text, Table]:
 
 def _title(row: PlanRow) -> str:
     return f"{row.gpu.name}, {row.policy}, {row.placement}, batch {row.batch_size}"
+
+
+def summary(rows: Sequence[PlanRow]) -> str:
+    """Returns a line: how many rows fit, which of them has the largest batch, and which the least time an example.
+
+    Args:
+      rows: of a plan.
+    """
+    fitting = [row for row in rows if row.fits]
+    said = [f"{len(fitting)} of {len(rows)} fit{'s' * (len(rows) == 1)}"]
+    searched = [row for row in rows if row.largest_batch]
+    if searched:
+        largest = max(searched, key=lambda row: row.largest_batch or 0)
+        said.append(f"the largest batch is {largest.largest_batch}, {_where(largest, rows)}")
+    if len(fitting) > 1:
+        fastest = min(fitting, key=lambda row: row.step_seconds_bound / max(row.batch_size, 1))
+        time = f"{milliseconds(fastest.step_seconds_bound)} a step of batch {fastest.batch_size}"
+        said.append(f"the least time of those that fit is {time}, {_where(fastest, rows)}")
+    return "; ".join(said) + "."
+
+
+def _where(row: PlanRow, rows: Sequence[PlanRow]) -> str:
+    where = f"{row.policy} on {row.gpu.name}"
+    return f"{where}, {row.placement}" if any(other.placement.devices > 1 for other in rows) else where
+
+
+def _cell(head: str, said: str, link: str, row: PlanRow) -> str | Cell:
+    if head == "GPU":
+        return Cell(said, link=link)
+    return Cell(said, look="misfit") if head == "fits" and not row.fits else said
+
+
+def _memory(rows: Sequence[PlanRow]) -> Section:
+    beyond = " Marks that are further right than the picture are left out." if has_marks_beyond(rows) else ""
+    return Section("Memory at the peak", [memory_chart(rows), Text(_MARKS + beyond, look="soft")])
+
+
+def _batches(rows: Sequence[PlanRow]) -> Section | None:
+    chart = batch_chart(rows)
+    return Section("Largest batch that fits", [chart, Text(_BATCHES, look="soft")]) if chart else None
+
+
+def _rooflines(rows: Sequence[PlanRow]) -> Section | None:
+    policies = [row.policy for row in rows]
+    sections = []
+    for number, gpu in enumerate(dict.fromkeys(row.gpu for row in rows), 1):
+        chart = roofline_chart(gpu, [row for row in rows if row.gpu == gpu], policies, f"roofline-{number}")
+        sections += [Section(gpu.name, [chart])] if chart else []
+    return Section("Roofline", [*sections, Text(_ROOFLINE, look="soft")]) if sections else None
+
+
+def _allowed(allowances: Allowances) -> str:
+    shares = ("memory_fraction", "fragmentation")
+    items = vars(allowances).items()
+    return ", ".join(f"{name} {f'{value:.0%}' if name in shares else gigabytes(value)}" for name, value in items)

@@ -8,7 +8,7 @@ import jax
 from jmp_train.policies import documents
 from jmp_train.policies.documents import Cell, Items, Panels, Section, Table, Text, series_color
 from jmp_train.reports.charts import panels
-from jmp_train.reports.explanations import explanations, sentences
+from jmp_train.reports.notes import explanations, sentences
 from jmp_train.reports.tables import (
     cost_table,
     is_on_cpu,

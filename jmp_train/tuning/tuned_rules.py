@@ -1,13 +1,20 @@
 """`TunedRules`: what tuning has found, and what speaks for it."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from jmp_train.policies.autocasting import AutocastRules, rules_code
-from jmp_train.policies.documents import as_json
+from jmp_train.policies.documents import Block, Code, Section, Table, Text, as_json, counted, fragment, page
+from jmp_train.tuning.charts import front_chart, loss_chart
 from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
-from jmp_train.tuning.page import tuning_page, tuning_table
 from jmp_train.tuning.tolerance import Tolerance
+
+_ERRORS = (
+    "Errors are |half - float32| / |float32|, of gradients as norms. Sums, solvers, and what is computed of float32 "
+    "numbers only are float32 in any case."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +89,29 @@ class TunedRules:
           >>> file.write_text(tuned.to_html("a norm"), encoding="utf-8") > 1000
           True
         """
-        return tuning_page(title, self._summary, self._note, self)
+        use = f'policy = dataclasses.replace(jt.get_policy("autocast_{self.dtype}"), rules=rules)'
+        shares = {"flops": self.half_flops, "elements of results": self.half_elements}
+        rows = [(name, f"{ours:.1%}", f"{torchs:.1%}") for name, (torchs, ours) in shares.items()]
+        none = Text("No operation has to, beside sums and solvers.")
+        front = front_chart(self.front, self.chosen, self.tolerance.gradient)
+        made = f"Compiling took {self.compile_seconds:.1f} s. The loss scale of the trials was {self.loss_scale:g}."
+        return page(
+            title,
+            [
+                Text(self._summary, "summary"),
+                Table(("in half precision", "by these rules", "by torch's table"), rows, "shares"),
+                Section("What stays in float32", [_entry(entry) for entry in self.entries] or [none]),
+                Section("The rules", [Code(f"{self.code()}\n{use}", "rules")]),
+                Section("What was tried", [front]),
+                Section("Under autocast itself", _verified(self.verification, self._note)),
+            ],
+            [f"{_tolerated(self.tolerance)} {made} {_ERRORS}"],
+        )
 
     def _repr_html_(self) -> str:
-        return tuning_table(self._summary, self._note, self)
+        rows = [(" ".join(e.primitives), e.path, e.place, e.code, e.why) for e in self.entries]
+        table = Table(("in float32", "module", "where", "code", "why"), rows, texts=range(5))
+        return fragment([Text(self._summary), table, Text(self.verification.verdict), Text(self._note)])
 
     @property
     def _summary(self) -> str:
@@ -111,3 +137,29 @@ class TunedRules:
             self._note,
         ]
         return "\n".join(filter(None, lines))
+
+
+def _entry(entry: Float32Entry) -> Section:
+    where = f"{entry.place} {entry.path}".strip()
+    place = Text(f"{where}, {counted(entry.operations, 'operation')}", look="soft")
+    return Section(" ".join(entry.primitives), [place, Code(entry.code), Text(entry.why)])
+
+
+def _verified(verification: Verification, note: str) -> Sequence[Block | None]:
+    look, held_out = "" if verification.passed else "failed", verification.held_out or "none"
+    verdict = Text(f"{verification.verdict}, on all examples, {held_out} of them held out.", "verdict", look)
+    chart = loss_chart(verification.float32_losses, verification.tuned_losses)
+    said = ""
+    if chart is not None:
+        last = f"{verification.tuned_losses[-1]:.4g}, in float32 {verification.float32_losses[-1]:.4g}"
+        said = f"The loss of step {len(verification.tuned_losses)} is {last}."
+    return [verdict, Text(f"{note}." if note else "", "note"), chart, Text(said)]
+
+
+def _tolerated(tolerance: Tolerance) -> str:
+    if tolerance.loss == math.inf:
+        return "What is tolerated a function of one's own said."
+    return (
+        f"Tolerated were errors of {tolerance.loss:.2g} in the loss, {tolerance.gradient:.2g} in the gradient, "
+        f"{tolerance.leaf:.2g} in that of a single parameter, and a cosine of {tolerance.cosine:.2g}."
+    )

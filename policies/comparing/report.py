@@ -9,12 +9,32 @@ from typing import Any
 from jmp_train.policies.comparing.charts import distribution_chart, operations_chart
 from jmp_train.policies.comparing.differences import Differences, TokenDifference
 from jmp_train.policies.comparing.operations import FirstDifference, OperationParity, Operations
-from jmp_train.policies.comparing.page import page
 from jmp_train.policies.diagnosing import place_of
-from jmp_train.policies.documents import Block, Code, Section, Text, as_json, counted, svg_file, text
+from jmp_train.policies.documents import (
+    Block,
+    Chart,
+    Code,
+    Section,
+    Table,
+    Text,
+    as_json,
+    counted,
+    page,
+    svg_file,
+    text,
+)
 
 _SHOWN = 3  # of the worst tokens
 _EXPLAINED = 0.25  # of the mean: where operations run one by one differ by less, the compiler makes the rest
+
+_HEADS = (
+    "#", "operation", "module", "code", "result", "runs", "off from training", "off from float32",
+    "rows that training has not",
+)  # fmt: skip
+_FOOTER = (
+    "In the order in which they run. Differences are means over the rows of a result, relative to a row's norm. Rows "
+    "that training has not are no fault by themselves: what it computes in other shapes, or masks later, has some."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +77,18 @@ class ParityReport(Differences):
         Args:
           title: of the page, such as what was compared.
         """
-        return page(title, str(self), self, self.operations)
+        worst = [(*_token(token), f"{token.train - token.infer:.2g}") for token in self.worst]
+        rows = [_row(*item) for item in enumerate(self.operations.infer if self.operations else (), 1)]
+        return page(
+            title,
+            [
+                Code(str(self), "summary"),
+                *self._charts,
+                Section("The worst tokens", [Table(("token", "train", "infer", "difference"), worst, "worst")]),
+                Section("Operations of inference", [Table(_HEADS, rows, "operations-of-inference", texts=range(5))]),
+            ],
+            [_FOOTER] if self.operations else [],
+        )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Writes the distribution of the differences and how far the operations are apart, as a picture in SVG.
@@ -65,8 +96,12 @@ class ParityReport(Differences):
         Args:
           path: of the file, which is overwritten.
         """
-        charts = [distribution_chart(self), *([operations_chart(self.operations)] if self.operations else [])]
-        Path(path).write_text(svg_file(charts, "Distribution of differences, and of operations"), encoding="utf-8")
+        label = "Distribution of differences, and of operations"
+        Path(path).write_text(svg_file(self._charts, label), encoding="utf-8")
+
+    @property
+    def _charts(self) -> list[Chart]:
+        return [distribution_chart(self), *([operations_chart(self.operations)] if self.operations else [])]
 
     def __str__(self) -> str:
         shares = [f"from {low:g} to {high:g} for {share:.2%}" for (low, high), share in self.bands.items()]
@@ -84,7 +119,7 @@ class ParityReport(Differences):
                 f"{self.n_infinite} of the tokens are impossible (-inf) in one function alone: left out of the "
                 "averages, outside of all ranges"
             )
-        lines += [f"worst: {_token(token)}" for token in self.worst[:_SHOWN]]
+        lines += ["worst: {} train {}, infer {}".format(*_token(token)) for token in self.worst[:_SHOWN]]
         return text([*map(Text, lines), *self._operation_blocks()])
 
     def _operation_blocks(self) -> list[Block]:
@@ -103,9 +138,9 @@ class ParityReport(Differences):
         return [Section(f"first difference: {kinds[first.kind]}", sides), Text(compiler if is_compilers else "")]
 
 
-def _token(token: TokenDifference) -> str:
+def _token(token: TokenDifference) -> tuple[str, str, str]:
     place = f"{token.path}[{', '.join(map(str, token.index))}]"
-    return f"{place} train {token.train:.6g}, infer {token.infer:.6g}"
+    return place, f"{token.train:.6g}", f"{token.infer:.6g}"
 
 
 def _operation(name: str, operation: OperationParity | None) -> Section | None:
@@ -120,3 +155,11 @@ def _operation(name: str, operation: OperationParity | None) -> Section | None:
     else:
         evidence = f"off by {operation.difference:.2g} from {other}, by {operation.error:.2g} from float32"
     return Section(head, [Code(operation.code), Text(evidence)])
+
+
+def _row(number: int, row: OperationParity) -> tuple[str, ...]:
+    result = f"{row.dtype}[{','.join(map(str, row.shape))}]"
+    differences = [f"{x:.2g}" if x else "" for x in (row.difference, row.error)]
+    unknown = f"{row.unknown:.0%}" if row.unknown else ""
+    where = place_of(row.file, row.line)
+    return str(number), row.primitive, row.path, where, result, str(row.runs), *differences, unknown

@@ -14,7 +14,7 @@ from jmp_train.aot import GPUS
 from jmp_train.planning import Allowances, Plan, PlanRow
 from jmp_train.planning.charts import batch_chart, memory_chart
 from jmp_train.planning.kernels import costliest_first
-from jmp_train.planning.page import summary
+from jmp_train.planning.report import summary
 from jmp_train.planning.roofline import kernel_points, roofline_chart, step_point
 from jmp_train.policies.documents import svg
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from helpers import make_run
 
-from jmp_train.reports.explanations import (
+from jmp_train.reports.notes import (
     explain_accuracy,
     explain_failure,
     explanations,
