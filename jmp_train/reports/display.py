@@ -28,9 +28,6 @@ def print_table(runs: Sequence[Run]) -> None:
 
     A second table has what a step costs on any device, a third what was watched; the footnote is the memory of
     processes.
-
-    Args:
-      runs: at least one.
     """
     console = console_on(sys.stdout)
     console.print(Sheet(runs_table(runs)))
@@ -45,24 +42,13 @@ def print_table(runs: Sequence[Run]) -> None:
 
 
 def print_speed_table(runs: Sequence[Run]) -> None:
-    """Prints the speed of the runs, and the memory of their devices, compared with the first one.
-
-    Args:
-      runs: at least one.
-    """
+    """Prints the speed of the runs, and the memory of their devices, compared with the first one."""
     note = f"1.00x: {runs[0].policy}" if len(runs) > 1 else ""
     console_on(sys.stdout).print(Sheet(replace(speed_table(runs), note=note)))
 
 
 def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
-    """Returns the line that is printed after an epoch, with the memory if it is the device's.
-
-    Args:
-      policy: the run's.
-      epoch: which is over.
-      epochs: how many there will be; 0 if that is not known.
-      memory_of: see `Run`.
-    """
+    """Returns the line after an epoch of `epochs`, 0 if unknown, with the peak of the memory if it is a device's."""
     number = f"{epoch.epoch:>{len(str(epochs))}}/{epochs}" if epochs else f"{epoch.epoch}"
     rate = "" if math.isnan(epoch.learning_rate) else f"learning rate {epoch.learning_rate:.2e}  "
     memory = f"peak memory {epoch.memory_mb:.0f} MB  " if memory_of == "device" else ""
@@ -74,15 +60,9 @@ def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
 
 @contextmanager
 def _counts_shown(first: str, later: str, stream: IO[str]) -> Iterator[Callable[[int, str], None] | None]:
-    """Shows on a terminal how far a search is; elsewhere nothing.
+    """Shows on a terminal how far a search is, and yields what it takes as `progress`; elsewhere nothing, and None.
 
-    Args:
-      first: what it does before the first count.
-      later: a text for `format` with the count and a word about it.
-      stream: where to.
-
-    Yields:
-      What `plan` and `tune` take as `progress`.
+    `first` is shown before the first count; `later` is a text for `format` with the count and a word about it.
     """
     if not is_screen(stream):
         yield None
@@ -101,12 +81,7 @@ trials_shown = partial(_counts_shown, "compiling", "trial {}: {} (Ctrl-C takes i
 
 
 def display_on(stream: IO[str], policies: Sequence[str]) -> "LineDisplay":
-    """Returns the display of runs that suits a stream: live on a terminal that can be, lines elsewhere.
-
-    Args:
-      stream: where to print.
-      policies: the runs that will come.
-    """
+    """Returns the display of the runs of these policies: live on a terminal that can be, lines elsewhere."""
     return LiveDisplay(stream, policies) if is_screen(stream) else LineDisplay(stream)
 
 

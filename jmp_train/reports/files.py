@@ -23,12 +23,7 @@ Written = tuple[list[Path], list[str]]
 
 
 def json_line(subject: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Returns a line of JSON.
-
-    Args:
-      subject: what a tool looked at, the first entries.
-      found: its result.
-    """
+    """Returns a line of JSON, which begins with what a tool looked at."""
     return json.dumps({**subject, **found}, allow_nan=False) + "\n"
 
 
@@ -83,14 +78,7 @@ def _run_report(run: Run) -> dict[str, Any]:
 
 
 def write_diagnosis(directory: Path, title: str, subject: Mapping[str, Any], found: NumericsReport) -> Written:
-    """Writes diagnosis.html and diagnosis.json.
-
-    Args:
-      directory: where to; it exists.
-      title: of the page.
-      subject: what was diagnosed, the first entries of the JSON.
-      found: the diagnosis.
-    """
+    """Writes diagnosis.html with this title, and diagnosis.json, which begins with the subject."""
     return _write_all(
         {
             directory / "diagnosis.html": lambda path: _write(path, found.to_html(title)),
@@ -107,15 +95,7 @@ def write_plan(page: Path | None, title: str, plan: "Plan") -> Written:
 def write_tuning(
     rules: Path | None, page: Path | None, title: str, subject: Mapping[str, Any], tuned: "TunedRules"
 ) -> Written:
-    """Writes the rules and the page.
-
-    Args:
-      rules: the file of the rules; None for none.
-      page: that of the page; None for none.
-      title: of both.
-      subject: what was tuned, for the comments of the rules.
-      tuned: the result.
-    """
+    """Writes the file of the rules and that of the page, as far as they are named, both with this title."""
     return _write_all(
         {
             rules: lambda path: tuned.rules.save(path, comment=_comment(title, subject, tuned)),

@@ -20,11 +20,7 @@ _LACKS = {
 
 
 def sentences(runs: Sequence[Run]) -> list[str]:
-    """Returns one sentence per run about its costs and gains; the others are compared with the first run.
-
-    Args:
-      runs: at least one.
-    """
+    """Returns one sentence per run about its costs and gains; the others are compared with the first run."""
     first, *others = runs
     head = f"{first.policy}: {metrics_note(first)}, {first.epoch_seconds:.3g} s per epoch{_saved(first)}."
     return [head, *(_sentence(run, first) for run in others)]
@@ -49,9 +45,7 @@ def _sentence(run: Run, first: Run) -> str:
 def metrics_note(run: Run, first: Run | None = None) -> str:
     """Returns "test accuracy 98.61% (+0.10 points), bits/byte 2.1234", or the last loss of a run without metrics.
 
-    Args:
-      run: the run.
-      first: the one that the accuracy is compared with; None for none.
+    The points are those of the accuracy above that of the first run, if there is one.
     """
     names = shown_metrics([run])
     if not names:
@@ -73,11 +67,7 @@ def worse_by(run: Run, first: Run) -> float | None:
 
 
 def explanations(runs: Sequence[Run]) -> list[str]:
-    """Returns notes about runs: phases, rules from a file, outputs that are not finite, a lower accuracy.
-
-    Args:
-      runs: any number; the others are compared with the first.
-    """
+    """Returns notes about runs: phases, rules from a file, outputs that are not finite, a lower accuracy."""
     texts = []
     for run in runs:
         texts += [note_phases(run), note_rules(run), note_outputs(run), explain_accuracy(run, runs[0])]
@@ -110,12 +100,7 @@ def note_outputs(run: Run) -> str | None:
 
 
 def explain_accuracy(run: Run, first: Run) -> str | None:
-    """Returns why a run is less accurate than the first one; None if it is not, or if the reason is not known.
-
-    Args:
-      run: the run.
-      first: the one that it is compared with; a point of accuracy is not a difference.
-    """
+    """Returns why a run is more than a point less accurate than the first one; None if it is not, or if unknown."""
     worse = worse_by(run, first)
     if worse is None or "accuracy" not in str(first.headline) or worse <= 0.01 or run.policy not in _LACKS:
         return None
@@ -125,10 +110,6 @@ def explain_accuracy(run: Run, first: Run) -> str | None:
 
 def explain_failure(name: str, reason: str) -> str:
     """Returns why a run failed; after an overflow in a mode that is known for it, also what the mode lacks.
-
-    Args:
-      name: of the policy or mode.
-      reason: the error's text, which is all that a run's process leaves.
 
     Example:
       >>> explain_failure("apex-O3", "devices=9: there is no more than 8 x cpu")

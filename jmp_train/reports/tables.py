@@ -38,11 +38,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def cost_table(runs: Sequence[Run]) -> Table:
-    """Returns the costs of a step on any device; ratios compare with the first run.
-
-    Args:
-      runs: at least one.
-    """
+    """Returns the costs of a step on any device; ratios compare with the first run."""
     costs = [run.costs for run in runs]
     columns: list[Column] = [
         ("policy", [run.policy for run in runs]),
@@ -82,9 +78,6 @@ def speed_table(runs: Sequence[Run]) -> Table:
 
     The memory is the device's. Without it the table has no memory, since a process' is mostly that of the compiler and
     the libraries.
-
-    Args:
-      runs: at least one.
 
     Reference: ColossalAI's table of its AMP modes.
     """

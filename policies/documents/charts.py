@@ -91,17 +91,9 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """A circle or a cross. One with text gives way downwards to dots with text that were drawn before.
+    """A circle or a cross with a radius in pixels; `link` is where a click leads.
 
-    Attributes:
-      style: a name of `Chart.styles`.
-      x: of its center.
-      y: of its center.
-      radius: in pixels.
-      title: what a browser shows where the mouse is.
-      text: in the circle.
-      link: where a click leads.
-      is_cross: whether it is a cross.
+    One with text inside gives way downwards to others that were drawn before.
     """
 
     style: str

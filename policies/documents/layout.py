@@ -12,11 +12,7 @@ _SHORTEST = 1.5  # of a dash
 
 
 def placed(chart: Chart, *, has_legend: bool = True) -> tuple[list[Mark], float]:
-    """Returns all marks of a chart in pixels, y downwards, and the height of the whole.
-
-    Args:
-      chart: the chart.
-      has_legend: whether the legend is part of it.
+    """Returns all marks of a chart in pixels, y downwards, with or without the legend, and the height of the whole.
 
     Example:
       >>> from jmp_train.policies.documents.charts import Axis, Style
