@@ -45,6 +45,7 @@ _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+_EXIT_CODES = {0: False, 1: True, 2: True, 5: False}  # passed, failed, not collected, nothing selected; of pytest
 _NOT_RUN = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
 _SELECTS = {"where", "select", "select_tree", "cond"}  # whose last two arguments are alternatives
 
@@ -223,13 +224,16 @@ def is_caught(tree: Path, arguments: Sequence[str], seconds: float) -> bool:
         command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        return process.wait(seconds) not in (0, 5)  # 5: no test was selected
+        code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         return True
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    if code not in _EXIT_CODES:
+        raise SystemExit(f"pytest {' '.join(arguments)} ended with {code}")
+    return _EXIT_CODES[code]
 
 
 def check(faults: Sequence[Fault], room_only: bool, say: Callable[[str], None] = print) -> tuple[int, list[Fault]]:
