@@ -8,7 +8,7 @@ NEWEST := .venv-newest/bin
 # Two processes, a file of tests at a time: more would need more memory than cores are worth.
 PARALLEL := -n 2 --dist loadfile
 ALLOWED := --allowed-skips tests/allowed_skips.txt
-# The rings of tests; CONTRIBUTING.md says what is in each.
+# The rings of tests; docs/contributing/tests.md says what is in each.
 QUICK := -m "quick and not full"
 REST := -m "full and not gpu"
 

@@ -101,7 +101,7 @@ MUTATIONS = (
     ),
     Mutation(  # some reader wants float32, instead of every one
         "reader-analysis",
-        "policies/autocasting/operand_dtypes.py",
+        "policies/autocasting/readers.py",
         "if out in read and out not in refused)",
         "if out in read)",
         "tests/policies/autocasting/test_losses.py",

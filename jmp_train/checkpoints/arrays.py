@@ -1,11 +1,11 @@
-"""A checkpoint's arrays: a folder of files that orbax reads, with a folder for each array.
+"""A checkpoint's arrays: a folder that orbax can read, with a folder for each array.
 
-They are written and read by tensorstore, on which orbax stands, and not by orbax. Orbax works in executors, which
-Python closes as soon as a script has ended, while the last checkpoint may still be on its way; and it answers a full
-disk with pages of tracebacks from its threads.
+tensorstore, on which orbax is built, writes and reads them without orbax. Orbax uses executors, which Python closes
+as soon as a script ends, even if the last checkpoint is still being written. On a full disk it prints pages of
+tracebacks from its threads.
 
-Reference: https://orbax.readthedocs.io, of a dictionary of arrays without OCDBT, and
-https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html, of each array's files.
+Reference: https://orbax.readthedocs.io (a dictionary of arrays without OCDBT) and
+https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html (the files of each array).
 """
 
 import json
@@ -21,19 +21,19 @@ from jmp_train.checkpoints.manifest import DamagedError
 from jmp_train.extras import extra_packages
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-# Small dtypes that tensorstore does not know: stored as the byte that NumPy keeps each value in.
+# Small dtypes unknown to tensorstore: stored as the byte in which NumPy keeps each value.
 _AS_BYTES = {"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"}
 
 
 def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes arrays into a new folder, not yet certain to be on the disk.
+    """Writes arrays into a new folder, without waiting until they are safe on the disk.
 
     Args:
-      folder: is made.
-      arrays: by their names, which become names of folders; none is without elements.
+      folder: a path that does not exist yet.
+      arrays: by their names, which become names of folders; none may be empty.
 
     Raises:
-      OSError: something could not be written; its `filename` says what.
+      OSError: something could not be written; its `filename` names it.
     """
     with extra_packages():
         import tensorstore
@@ -63,14 +63,14 @@ def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def open_arrays(folder: Path, leaves: list[dict[str, Any]]) -> list[Any]:
-    """Returns tensorstore's array for each leaf, of which no data is read yet; None for one without elements.
+    """Returns tensorstore's array for each leaf, before its data are read; None for an empty one.
 
     Args:
-      folder: what `write_arrays`, or orbax, wrote.
+      folder: a folder written by `write_arrays` or orbax.
       leaves: the manifest's entries.
 
     Raises:
-      DamagedError: the files are of another shape or dtype than the manifest says.
+      DamagedError: the files have another shape or dtype than the manifest.
     """
     with extra_packages():
         import tensorstore
@@ -93,7 +93,7 @@ def open_arrays(folder: Path, leaves: list[dict[str, Any]]) -> list[Any]:
 
 
 def read_arrays(opened: list[Any], leaves: list[dict[str, Any]]) -> list[np.ndarray]:
-    """Returns what is in arrays that `open_arrays` has opened; raises DamagedError if one cannot be read."""
+    """Returns the data of arrays from `open_arrays`; raises DamagedError if one cannot be read."""
     reads = [None if store is None else store.read() for store in opened]  # all at once
     arrays = []
     for read, x in zip(reads, leaves, strict=True):
@@ -112,7 +112,7 @@ def _stored(dtype: str) -> np.dtype:
 
 
 def _specification(path: Path, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Returns what tensorstore is to write, or to insist on when it reads: one chunk, as orbax has it."""
+    """Returns the format in which tensorstore writes, and which it requires when it reads: one chunk, as in orbax."""
     return {
         "driver": "zarr",
         "kvstore": {"driver": "file", "path": str(path)},
@@ -122,12 +122,12 @@ def _specification(path: Path, shape: tuple[int, ...]) -> dict[str, Any]:
             "dimension_separator": ".",
             "order": "C",
         },
-        "context": {"file_io_sync": False},  # which is done later, for all files
+        "context": {"file_io_sync": False},  # done later, for all files
     }
 
 
 def _finished(futures: list[Any]) -> list[Any]:
-    """Returns the results; raises OSError if there is none, but not while anything is still being written."""
+    """Returns the results, or raises OSError for the first failure after all writes have ended."""
     results, failures = [], []
     for future in futures:
         try:
@@ -140,12 +140,12 @@ def _finished(futures: list[Any]) -> list[Any]:
 
 
 def _message(error: Exception) -> str:
-    """Returns what tensorstore's error says, without what it adds in brackets, in any order."""
+    """Returns the message of tensorstore's error without its details in brackets, whose order varies."""
     return re.split(r" \[(?:tensorstore_spec|source locations|os_error_code)=", str(error))[0]
 
 
 def _os_error(error: Exception) -> OSError:
-    """Returns what tensorstore says of a file as the error that Python would raise."""
+    """Returns tensorstore's error about a file as the OSError that Python would raise."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     path = re.search(r'local file "([^"]+)"', str(error))
     if code is None:
@@ -154,7 +154,7 @@ def _os_error(error: Exception) -> OSError:
 
 
 def _tree_metadata(names: list[str]) -> dict[str, Any]:
-    """Returns what orbax wants to know of a dictionary of numpy arrays."""
+    """Returns orbax's metadata for a dictionary of NumPy arrays."""
     value = {"value_type": "np.ndarray", "skip_deserialize": False}
     entries = {
         str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value} for name in names

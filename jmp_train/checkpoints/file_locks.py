@@ -1,10 +1,9 @@
-"""Locks on files: one holder at a time, whose name is in the file, and none after its death.
+"""Locks on files: one holder at a time, whose name is in the file, released when the holder ends.
 
-The lock is `flock`'s: the kernel gives it back when the process that holds it ends, however it ends, so a lock that can
-be taken has no living holder. It holds between the processes of a machine, between two holders in one process, and
-between machines where the file system says so (NFS does, on Linux). A file system that has no such locks (some mounts
-of Lustre, NFS without a lock daemon), or a system without `flock` (Windows), is an error of its own, so that the caller
-decides what to do without one.
+The lock is `flock`'s: the kernel releases it when the process ends, however it ends, so a free lock has no living
+holder. It holds between the processes of a machine, between two holders in one process, and between machines if the
+file system supports that (NFS does, on Linux). File systems without such locks (some mounts of Lustre, NFS without a
+lock daemon) and systems without `flock` (Windows) raise an error of their own, so that the caller decides what to do.
 """
 
 import contextlib
@@ -24,21 +23,21 @@ if sys.platform != "win32":
     import fcntl
 
 _NOT_SUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-# As a folder, so that a pipe in its place is not waited for.
+# Opened as a folder, so that a pipe in its place does not block.
 _FOLDER = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_DIRECTORY", 0)
-_LONGEST = 200  # characters of a command line that are written
+_LONGEST = 200  # characters of a command line in the file
 
-# The descriptors of this process's locks, which a forked child closes: the lock would outlive its holder in it.
+# The descriptors of this process's locks. A forked child closes them; otherwise the lock would outlive its holder.
 _descriptors: set[int] = set()
 
 
 class Holder(NamedTuple):
-    """Who holds a lock.
+    """The holder of a lock.
 
     Attributes:
       host: the machine's name.
       process: the process id.
-      since: when it took the lock, in UTC.
+      since: when the process took the lock, in UTC.
       command: its command line, truncated after 200 characters.
     """
 
@@ -48,7 +47,7 @@ class Holder(NamedTuple):
     command: str
 
     def __str__(self) -> str:
-        """Returns it as a part of a sentence."""
+        """Returns a description for use in a sentence."""
         return f"process {self.process} on {self.host} since {self.since} UTC ({self.command})"
 
 
@@ -57,7 +56,7 @@ class LockHeldError(OSError):
 
     Attributes:
       path: the lock's file.
-      holder: who holds it; None if the file does not say, as in the moment in which it is taken.
+      holder: the holder; None if the file does not name one, as at the moment when it is taken.
     """
 
     def __init__(self, path: Path, holder: Holder | None) -> None:
@@ -67,11 +66,11 @@ class LockHeldError(OSError):
 
 
 class LockUnsupportedError(OSError):
-    """The file system, or the operating system, has no locks that end with their holder."""
+    """The file system or operating system has no locks that end with their holder."""
 
 
 class FileLock:
-    """A lock that is held; it ends with `release`, the `with` block, or the process.
+    """A held lock; it ends with `release`, the `with` block, or the process.
 
     Attributes:
       path: its file, which `release` deletes.
@@ -90,24 +89,23 @@ class FileLock:
         self.release()
 
     def release(self) -> None:
-        """Deletes the file and gives the lock back; nothing if that was done, or in a forked child."""
+        """Deletes the file and releases the lock; does nothing the second time, or in a forked child."""
         if self._descriptor not in _descriptors:
             return
-        with contextlib.suppress(OSError):  # as in a folder that is gone
-            self.path.unlink()  # before another can take it: `take_lock` sees that it took a deleted file
+        with contextlib.suppress(OSError):  # for example if the folder was deleted
+            self.path.unlink()  # before another process can take it: `take_lock` notices that it took a deleted file
         descriptor, self._descriptor = self._descriptor, -1
         _close(descriptor)
 
 
 def take_lock(path: Path) -> FileLock:
-    """Takes the lock on a file without waiting, and writes the holder into it, as one line of JSON.
+    """Takes the lock on a file without waiting, and writes the holder into the file as one line of JSON.
 
     Args:
-      path: the lock's file, in a folder that exists. It is made if it is not there; one that a dead process left behind
-        is taken over.
+      path: the lock's file, in a folder that exists. It is created if needed; the file of a dead process is reused.
 
     Raises:
-      LockHeldError: a living process, this one included, holds it; `holder` says which.
+      LockHeldError: a living process, possibly this one, holds the lock; `holder` names it.
       LockUnsupportedError: there are no locks here.
       OSError: the file cannot be opened for writing.
 
@@ -123,13 +121,13 @@ def take_lock(path: Path) -> FileLock:
         try:
             if not _try_flock(descriptor):
                 raise LockHeldError(path, read_holder(path))
-            if _is_at(descriptor, path):  # else its holder deleted it after we had opened it
+            if _is_at(descriptor, path):  # otherwise its holder deleted it after it was opened here
                 line = json.dumps(_this_process()._asdict()) + "\n"
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, line.encode(), 0)
                 return FileLock(path, descriptor)
         except LockUnsupportedError:
-            if os.fstat(descriptor).st_size == 0:  # made above
+            if os.fstat(descriptor).st_size == 0:  # created above
                 path.unlink()
             _close(descriptor)
             raise
@@ -140,7 +138,7 @@ def take_lock(path: Path) -> FileLock:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Returns who took the lock last, whether it lives or not; None if the file does not say.
+    """Returns the process that took the lock last, living or dead; None if the file does not name one.
 
     Args:
       path: the lock's file.
@@ -155,9 +153,9 @@ def read_holder(path: Path) -> Holder | None:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Marks a folder as being read, and yields a function that tells whether the path still leads to it.
+    """Marks a folder as being read, and yields a function that returns whether the path still leads to it.
 
-    Writes nothing, so the folder may be read-only. Where there are no locks, there is no mark.
+    It writes nothing, so the folder may be read-only. On systems without locks, there is no mark.
 
     Args:
       folder: the path.
@@ -200,7 +198,7 @@ def is_read(folder: Path) -> bool:
 
 
 def _try_flock(descriptor: int) -> bool:
-    """Returns whether the lock could be taken; raises LockUnsupportedError if there are none here."""
+    """Returns whether the lock could be taken; raises LockUnsupportedError if there are no locks."""
     if sys.platform == "win32":
         raise LockUnsupportedError("there are no file locks on Windows that end with their holder")
     try:
@@ -208,7 +206,7 @@ def _try_flock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno == errno.EACCES:  # what some file systems say instead
+        if error.errno == errno.EACCES:  # on some file systems
             return False
         if error.errno in _NOT_SUPPORTED:
             raise LockUnsupportedError(f"this file system has no locks: {error.strerror}") from None
@@ -217,7 +215,7 @@ def _try_flock(descriptor: int) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Returns whether an open file is still what a path names."""
+    """Returns whether a path still names an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -238,7 +236,7 @@ def _one_line(text: str) -> str:
 
 def _close(descriptor: int) -> None:
     _descriptors.discard(descriptor)
-    # Which gives the lock back: forked children have closed theirs, and exec closes it.
+    # Closing releases the lock: forked children have closed theirs, and so does exec.
     os.close(descriptor)
 
 

@@ -1,10 +1,10 @@
-"""A checkpoint's folder: written atomically, with a manifest of what is in every file.
+"""A checkpoint's folder: written atomically, with a manifest of every file.
 
-It is called `step_00000100`, and holds `arrays`, an orbax checkpoint with a folder for each leaf, `manifest.json`
-with the leaves and with size and sha256 of every file, and `manifest.sha256` of that. What is being written or deleted
-has its writer's name in addition: `step_00000100.WRITER.tmp` is being written, `step_00000100.WRITER.whole` is about to
-replace the step, and `step_00000100.WRITER.deleted` is being deleted. At every moment of a replacement the step, or
-what is to replace it, is there under a name that readers look for.
+The folder `step_00000100` holds `arrays`, an orbax checkpoint with a folder for each leaf, `manifest.json` with the
+leaves and with size and sha256 of every file, and `manifest.sha256` with the manifest's own sum. Folders in transition
+have their writer's name too: `step_00000100.WRITER.tmp` is being written, `step_00000100.WRITER.whole` is about to
+replace the step, and `step_00000100.WRITER.deleted` is being deleted. At every moment of a replacement, the step or
+its replacement has a name that readers look for.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ STEP = r"step_(?P<step>[0-9]{8}|[1-9][0-9]{8,})"
 WRITER = r"[A-Za-z0-9-]+"
 
 _COMPLETE = re.compile(rf"{STEP}(\.{WRITER}\.{COMPLETE})?")
-_OLD_TEMPORARY = re.compile(rf"{STEP}\.{BEING_WRITTEN}")  # as earlier versions named it
+_OLD_TEMPORARY = re.compile(rf"{STEP}\.{BEING_WRITTEN}")  # the name in earlier versions
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """Returns where a step is, or will be."""
+    """Returns the folder of a step, which may not exist yet."""
     return directory / f"step_{step:08d}"
 
 
 def saved_folders(directory: Path) -> dict[int, list[Path]]:
-    """Returns the steps that are there complete, damaged or not, in ascending order, and the folders of each.
+    """Returns the complete steps, damaged or not, in ascending order, with the folders of each.
 
-    The first is the step's own; others are what a writer that was killed was about to put there. The result is empty if
-    the directory does not exist.
+    The first folder is the step's own; others are replacements that a killed writer had completed. The result is empty
+    if the directory does not exist.
     """
     found: dict[int, list[Path]] = {}
     for name in sorted(_names_in(directory)):
@@ -57,9 +57,9 @@ def saved_folders(directory: Path) -> dict[int, list[Path]]:
 
 
 def _names_in(directory: Path) -> set[str]:
-    """Returns what is in a directory; nothing if it is not there.
+    """Returns the names in a directory; nothing if it does not exist.
 
-    A listing may miss a file that is renamed meanwhile under both of its names, so two have to agree.
+    A listing may miss a file that is renamed meanwhile under both of its names, so two listings must agree.
     """
     try:
         names = set(os.listdir(directory))
@@ -71,23 +71,23 @@ def _names_in(directory: Path) -> set[str]:
 
 
 def writer_name() -> str:
-    """Returns a name for what this process is about to write: the host's name, the process id and random digits."""
+    """Returns a unique name for this process as a writer: the host's name, the process id and random digits."""
     host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:40]
     return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def commit(folder: Path, writer: str, manifest: dict[str, Any], write: Callable[[Path], None]) -> None:
-    """Writes a folder atomically: to a temporary one, with a manifest, which is renamed once all is on the disk.
+    """Writes a folder atomically: writes a temporary one with a manifest, and renames it once all is on the disk.
 
     Args:
-      folder: the place; what is there is replaced.
-      writer: the name that the temporary folder has, too; nobody else's.
-      manifest: what else the manifest is to say, as JSON; this adds `files`.
-      write: writes the folder's other contents into what it is given.
+      folder: the destination, which is replaced if it exists.
+      writer: a unique name, also used for the temporary folder.
+      manifest: further entries of the manifest, as JSON; this function adds `files`.
+      write: writes the folder's other contents, given the temporary folder.
 
     Raises:
-      OSError: it could not be written, or something of it is missing. What was at its place is there still.
-      DamagedError: of a leaf there are no files.
+      OSError: it could not be written, or a part of it is missing. The old folder is still there.
+      DamagedError: a leaf has no files.
     """
     temporary = _renamed(folder, writer, BEING_WRITTEN)
     try:
@@ -105,7 +105,7 @@ def commit(folder: Path, writer: str, manifest: dict[str, Any], write: Callable[
             temporary,
         ):
             sync(path)
-        verified_manifest(temporary)  # which names the files of every leaf
+        verified_manifest(temporary)  # names the files of every leaf
         _check_sizes(temporary, files)
         if folder.exists():
             _replace(folder, temporary, writer)
@@ -119,26 +119,26 @@ def commit(folder: Path, writer: str, manifest: dict[str, Any], write: Callable[
 
 
 def _replace(folder: Path, new: Path, writer: str) -> None:
-    """Puts a folder at another's place, so that one of them is there whenever the process is killed."""
+    """Replaces a folder by another, so that one of them is there whenever the process is killed."""
     whole, old = _renamed(folder, writer, COMPLETE), _renamed(folder, writer, BEING_DELETED)
-    new.rename(whole)  # which readers look for
+    new.rename(whole)  # a name that readers look for
     try:
         sync(folder.parent)
         folder.rename(old)
         whole.rename(folder)
         sync(folder.parent)
     finally:
-        if folder.exists():  # else what is whole is the step
+        if folder.exists():  # otherwise the renamed folder is the step
             shutil.rmtree(whole, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
 
 
 def remove(folder: Path, writer: str) -> None:
-    """Removes a step in a way that never leaves half of it under its name; not one that is being read."""
+    """Removes a step, unless it is being read, in a way that never leaves half of it under its name."""
     if is_read(folder):
         return
     doomed = _renamed(folder, writer, BEING_DELETED)
-    with contextlib.suppress(FileNotFoundError):  # it is gone
+    with contextlib.suppress(FileNotFoundError):  # already removed
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 

@@ -1,6 +1,6 @@
 """`flax.serialization` of loss scales and train states: `to_bytes`, `from_bytes`, `to_state_dict`.
 
-What changes from step to step is written, by its path; what a scale's rule says, such as its period, comes from
+Values that change from step to step are written by their path; the rules of a scale, such as its period, come from
 the target. Importing this module registers the types.
 """
 

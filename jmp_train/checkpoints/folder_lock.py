@@ -1,4 +1,4 @@
-"""The lock on a folder of checkpoints: one store saves there at a time, and the next one is told which."""
+"""The lock on a folder of checkpoints: only one store saves there at a time."""
 
 import os
 import socket
@@ -17,15 +17,15 @@ _FILE = "lock"
 
 
 def lock_folder(directory: Path) -> FileLock | None:
-    """Returns the lock on a folder, which is made if it is not there; None, with a warning, where there are no locks.
+    """Takes the lock on a folder, which is created if needed; returns None, with a warning, if there are no locks.
 
-    The kernel gives it back when the process ends, however it ends: a file that a killed process left is taken over.
+    The kernel releases it when the process ends, however it ends, so the file of a killed process is reused.
 
     Args:
       directory: the folder.
 
     Raises:
-      OSError: another store, of this or another process, has the lock; the message says which. Or the folder cannot be
+      OSError: another store, of this or another process, has the lock; the message names it. Or the folder cannot be
         written to.
     """
     try:
@@ -36,7 +36,7 @@ def lock_folder(directory: Path) -> FileLock | None:
     except LockUnsupportedError as error:
         warnings.warn(
             f"{directory} cannot be locked, so a second run that saves there would not be noticed: {error}",
-            stacklevel=4,  # who called the store's method, which called this
+            stacklevel=4,  # the caller of the store's method that called this
         )
         return None
     except OSError as error:

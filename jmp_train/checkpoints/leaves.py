@@ -1,4 +1,4 @@
-"""A state's leaves as named numpy arrays and back, their metadata in a checkpoint, and comparisons."""
+"""A state's leaves as named NumPy arrays and back, their metadata in a checkpoint, and comparisons."""
 
 import hashlib
 import re
@@ -15,7 +15,7 @@ from jmp_train.distributed import as_bytes, is_divided, local_data
 from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import is_key, path_name
 
-# The dtypes that a checkpoint holds, by numpy's names; all of jax's, but random keys, of which it holds the data.
+# The dtypes that a checkpoint holds, by NumPy's names: all of jax's. Random keys are stored as their data.
 STORED = frozenset(
     [
         "bool",
@@ -53,17 +53,17 @@ STORED = frozenset(
     ]
 )
 MOST_AXES = 32  # tensorstore's limit
-_OF_WRAPPERS = (".inner_state", ".loss_scale")  # in the paths of what wrappers of optimizers add
+_OF_WRAPPERS = (".inner_state", ".loss_scale")  # parts of paths that wrappers of optimizers add
 
 
 class Leaf(NamedTuple):
-    """What a checkpoint says of a leaf.
+    """The metadata of a leaf in a checkpoint.
 
     Attributes:
-      path: where it is in the tree, as `keystr` writes it.
+      path: its path in the tree, as `keystr` writes it.
       kind: "array", a random key's dtype such as "key<fry>", or the Python type of a number.
-      dtype: numpy's name, of the key's data if it is a key.
-      shape: likewise.
+      dtype: NumPy's name of the dtype; for a random key, that of its data.
+      shape: the shape, likewise.
     """
 
     path: str
@@ -72,13 +72,13 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Returns for example "float32[3, 4]"."""
+        """Returns dtype and shape, for example "float32[3, 4]"."""
         kind = "" if self.kind == "array" else f"{self.kind} "
         return f"{kind}{self.dtype}{list(self.shape)}"
 
 
 def leaves_of(state: PyTree) -> list[tuple[Leaf, Any]]:
-    """Returns what there is to say of each leaf, and the leaf, in the order of the tree.
+    """Returns each leaf with its metadata, in tree order.
 
     Raises:
       TypeError: a leaf is neither an array, nor a shape with a dtype, nor a number.
@@ -93,10 +93,10 @@ def leaves_of(state: PyTree) -> list[tuple[Leaf, Any]]:
 
 
 def check_values(state: PyTree) -> None:
-    """Raises an error that names the leaf unless all of a state's leaves have values that can be saved.
+    """Raises an error that names the leaf unless all leaves of a state have values that can be saved.
 
     Raises:
-      TypeError: a leaf is a shape without values, an array that is being traced, or of another library.
+      TypeError: a leaf is a shape without values, an array that is being traced, or an array of another library.
       ValueError: a leaf was deleted, or there are no leaves.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -113,7 +113,7 @@ def check_values(state: PyTree) -> None:
 
 
 def to_host(x: ArrayLike) -> np.ndarray:
-    """Returns a leaf as a numpy array of its own; one that is divided between processes is gathered by all."""
+    """Returns a leaf as a NumPy array that owns its memory; all processes gather one that is divided between them."""
     if is_divided(x):
         from jax.experimental import multihost_utils
 
@@ -121,7 +121,8 @@ def to_host(x: ArrayLike) -> np.ndarray:
     array = local_data(x)
     if not array.dtype.isnative:
         return array.astype(array.dtype.newbyteorder("="))
-    # On a CPU that is the device's memory, which the next step may be given; numpy's own its owner may change.
+    # On a CPU it would be the device's memory, which the next step may reuse; a NumPy array may be changed by its
+    # owner.
     mine = array.flags.owndata and array is not x
     return array if mine else array.copy()
 
@@ -132,7 +133,7 @@ def digest(array: np.ndarray) -> str:
 
 
 def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
-    """Returns a line for each leaf that is only in one of two states, or is another in them, and a way out."""
+    """Returns a line for each leaf that differs between two states or is only in one, and a remedy."""
     old, new = {leaf.path: leaf for leaf in saved}, {leaf.path: leaf for leaf in wanted}
     lines = []
     for path in dict.fromkeys([*old, *new]):
@@ -150,17 +151,17 @@ def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
 
 
 def _wrappers(paths: Collection[str]) -> list[int]:
-    """Returns how many wrappers of optimizers, and how many loss scales, are one around the other in a state."""
+    """Returns the nesting depth of optimizer wrappers, and of loss scales, in a state."""
     return [max((path.count(part) for path in paths), default=0) for part in _OF_WRAPPERS]
 
 
 def file_name(number: int, path: str) -> str:
-    """Returns a name for a leaf's folder that says which leaf it is."""
+    """Returns a name for a leaf's folder that identifies the leaf."""
     return f"{number:04d}" + re.sub(r"[^A-Za-z0-9_]+", ".", path).rstrip(".")[-100:]
 
 
 def shown(x: object) -> str:
-    """Returns a value of unknown length and contents as errors repeat it: on one line, and truncated."""
+    """Returns the text of an arbitrary value for error messages, on one line and truncated."""
     text = ascii(x)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
@@ -184,7 +185,7 @@ def _describe(path: KeyPath, x: Any) -> Leaf:
         )
     try:
         dtype = np.dtype(x.dtype)
-    except TypeError:  # of another library
+    except TypeError:  # an array of another library
         dtype = x.dtype
     if getattr(dtype, "name", None) not in STORED:
         raise TypeError(f"state {path_name(path)!r} has dtype {dtype}, which checkpoints do not hold")

@@ -1,4 +1,4 @@
-"""Temporary folders that a killed writer of checkpoints leaves behind, and the next writer deletes."""
+"""Temporary folders that a killed writer of checkpoints left behind, and that the next writer deletes."""
 
 import contextlib
 import re
@@ -17,17 +17,17 @@ from jmp_train.checkpoints.files import (
 from jmp_train.checkpoints.manifest import DamagedError, read_manifest
 from jmp_train.policies.files import sync
 
-_LEFTOVER = re.compile(  # without a writer's name, those of earlier versions
+_LEFTOVER = re.compile(  # earlier versions have no writer's name
     rf"{STEP}(\.{WRITER})?\.({BEING_WRITTEN}|{COMPLETE}|{BEING_DELETED})"
 )
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Removes what writers that are dead left, but puts what was to replace a step, and is intact, there.
+    """Removes the folders of dead writers, but completes an interrupted replacement of a step if it is intact.
 
     Args:
-      directory: the steps' folder, on which the caller has the lock: every other writer is dead. What cannot be
-        removed, as another user's, stays.
+      directory: the steps' folder. The caller has its lock, so every other writer is dead. Folders that cannot be
+        removed, such as another user's, stay.
     """
     for path in sorted(directory.iterdir()):
         if match := _LEFTOVER.fullmatch(path.name):

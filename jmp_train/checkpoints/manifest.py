@@ -1,8 +1,8 @@
 """Checkpoint manifests: their schema, and the verification of files against them.
 
-The sums in it tell damage. Whoever can write into the folder can make them right, so that no name, size or shape in it
-is used before it has been looked at: what is read is in the checkpoint's own folder, as plain files, and takes the
-memory of the state that is asked for.
+The sums in a manifest reveal damage, but whoever can write into the folder can forge them. So every name, size and
+shape is checked before it is used: only plain files in the checkpoint's own folder are read, and they take no more
+memory than the requested state.
 """
 
 import hashlib
@@ -26,17 +26,17 @@ _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.\-]+")  # of a path below the
 
 
 class DamagedError(ValueError):
-    """A checkpoint is not what was written; its text says which file, or which leaf."""
+    """A checkpoint is not as it was written; the message names the file or leaf."""
 
 
 def verified_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest, after it was compared with its sum, and what it says with what may be said.
+    """Returns the manifest, after checking its sum and the validity of every entry.
 
     Args:
-      folder: of the step, whose number its name begins with.
+      folder: the folder of the step; its name begins with the step's number.
 
     Raises:
-      DamagedError: it is missing, is not what was written, or is nothing that this version writes.
+      DamagedError: it is missing, is not as it was written, or has a format that this version does not write.
     """
     if not stat.S_ISDIR(_mode(folder)):
         raise DamagedError(f"{folder} is not a folder")
@@ -53,10 +53,10 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest, as `verified_manifest` does, after every file was compared with it.
+    """Returns the manifest as `verified_manifest` does, after checking every file against it.
 
     Raises:
-      DamagedError: something is missing, or is not what was written.
+      DamagedError: something is missing, or is not as it was written.
     """
     manifest = verified_manifest(folder)
     for name, facts in manifest["files"].items():
@@ -65,13 +65,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Returns what a manifest says of a file."""
+    """Returns a file's size and sha256, as in a manifest."""
     with path.open("rb") as file:
         return _facts(file)
 
 
 def _what_is_wrong(manifest: object, folder_name: str) -> str:
-    """Returns in a few words what is not as this version writes it; nothing if all is."""
+    """Returns a short description of the first invalid entry; an empty string if there is none."""
     if not isinstance(manifest, dict):
         return "is not a JSON object"
     if not _is_count(manifest.get("format")) or manifest["format"] != FORMAT:
@@ -154,7 +154,7 @@ def _read(folder: Path, name: str) -> bytes:
 
 
 def _open(folder: Path, name: str) -> BufferedReader:
-    """Opens a plain file that no link leads to, so that opening it neither waits nor leaves the folder."""
+    """Opens a plain file that is reached without links, so that opening neither blocks nor leaves the folder."""
     path = folder
     *parents, last = name.split("/")
     for part in parents:

@@ -1,4 +1,4 @@
-"""Reads steps of a folder, in which a living writer may save, replace and remove steps meanwhile."""
+"""Reads steps from a folder in which a living writer may save, replace and remove steps meanwhile."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,14 +22,14 @@ _ATTEMPTS = 100
 def read_state(
     directory: Path, leaves_for: LeavesFor, step: int | None
 ) -> tuple[int, dict[str, Any], list[np.ndarray], list[str]]:
-    """Returns a step's number, metadata and arrays, and what is wrong with newer ones.
+    """Returns a step's number, metadata and arrays, and descriptions of damaged newer steps.
 
-    Writes nothing. A step that is removed or replaced while it is read is not damaged: it is looked for again.
+    It writes nothing. If a step is removed or replaced while it is read, it is not damaged: it is looked up again.
 
     Args:
-      directory: the steps' folder; one that is not there has none.
+      directory: the steps' folder; one that does not exist has no steps.
       leaves_for: returns the leaves that a step must have, given its number and its metadata.
-      step: which; None for the newest intact one.
+      step: the number of the step; None for the newest intact one.
 
     Raises:
       FileNotFoundError: there is no step, or not that one.
@@ -48,7 +48,7 @@ def read_metadata(directory: Path, step: int) -> dict[str, Any]:
 
 
 def _read_first(directory: Path, step: int | None, read: Callable[[Path], Found]) -> tuple[int, Found, list[str]]:
-    """Returns the number of the newest step, or the given, that can be read, what is read, and newer damages."""
+    """Returns the number of the given or newest readable step, the data read from it, and damages of newer steps."""
     for _ in range(_ATTEMPTS):
         damages: list[str] = []
         for number, folder in _newest_first(directory, step):
@@ -91,7 +91,7 @@ def _metadata(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_arrays(folder: Path, leaves_for: LeavesFor) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Returns a step's metadata, and its arrays in the order of the leaves that it must have."""
+    """Returns a step's metadata, and its arrays in the order of the required leaves."""
     manifest = read_manifest(folder)
     leaves = manifest["leaves"]
     opened = open_arrays(folder / ARRAYS, leaves)

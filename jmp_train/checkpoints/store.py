@@ -41,31 +41,31 @@ from jmp_train.policies.pytrees import is_key
 
 State = TypeVar("State")
 
-_ERRORS = (FileNotFoundError, OSError, DamagedError, ValueError)  # the most special first
+_ERRORS = (FileNotFoundError, OSError, DamagedError, ValueError)  # the most specific first
 
 
 class CheckpointStore:
-    """Checkpoints of the last few steps in a folder, the arrays in a format of orbax's.
+    """Checkpoints of the last few steps in a folder, with arrays in a format of orbax's.
 
     `save` copies the state to the host and returns; a thread writes it atomically, with the sha256 of every
-    file and leaf: to a temporary folder, renamed when all is on the disk. A process that is killed loses no more than
-    the step that it was writing. `restore` reads the newest step that is as it was written.
+    file and leaf, to a temporary folder, and renames that when all is on the disk. A killed process loses only
+    the step that it was writing. `restore` reads the newest intact step.
 
-    One store saves into a folder at a time, from its `lock` or first `save` to its `close`; any number may read, which
-    writes and removes nothing.
+    One store saves into a folder at a time, from its `lock` or first `save` to its `close`. Any number of stores may
+    read, which writes and removes nothing.
 
-    Of several processes all call every method. Process 0 writes and reads, so the folder need not be shared.
+    With several processes, all call every method. Process 0 writes and reads, so the folder need not be shared.
 
     Args:
-      directory: a folder, which is made if it is not there; one training run's own.
-      max_to_keep: how many steps to keep, the newest; at least 1. A step that is being read stays until the next save.
-      read_only: whether to refuse `lock` and `save`, and to make no folder: one that is not there yet has no steps.
+      directory: the folder of one training run, which is created if needed.
+      max_to_keep: number of newest steps to keep, at least 1. A step that is being read stays until the next save.
+      read_only: True to refuse `lock` and `save`, and to create no folder. A folder that does not exist has no steps.
 
     Raises:
       TypeError: `directory` is not a path.
       ValueError: `max_to_keep` is out of range.
       ModuleNotFoundError: the extra `train` is not installed.
-      OSError: the folder cannot be made. Whether it can be written to is seen by `lock`, or the first `save`.
+      OSError: the folder cannot be created. `lock` or the first `save` raises if it cannot be written to.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax
@@ -84,7 +84,7 @@ class CheckpointStore:
         if not isinstance(directory, str | PathLike):
             raise TypeError(f"directory must be a path, got {directory!r}")
         with extra_packages():
-            import tensorstore  # noqa: F401  # the thread that writes would miss it too late
+            import tensorstore  # noqa: F401  # fails here rather than later in the writing thread
         self.directory = Path(directory).absolute()
         self.max_to_keep = max_to_keep
         self.read_only = read_only
@@ -104,51 +104,51 @@ class CheckpointStore:
         self.close()
 
     def steps(self) -> list[int]:
-        """Returns the steps that are in the folder, damaged or not, in ascending order."""
+        """Returns the steps in the folder, damaged or not, in ascending order."""
         return list(saved_folders(self.directory))
 
     def lock(self) -> None:
         """Keeps other stores from saving into the folder until `close`, or the end of the process.
 
-        The first `save` does it where this was not called; a script that calls it first learns at its start, and not
-        after an hour, that it was started twice. A killed process leaves no lock behind; what it was writing is removed
+        The first `save` calls it if needed. A script that calls it first learns at its start, and not after an hour,
+        that it was started twice. A killed process leaves no lock behind; its unfinished writes are removed
         now.
 
         Raises:
           ValueError: the store is read-only.
-          OSError: another store, of this or another process, saves there; the message says which. Or the folder
+          OSError: another store, of this or another process, saves there; the message names it. Or the folder
             cannot be written to.
 
         Warns:
-          UserWarning: the file system has no locks, so there is none.
+          UserWarning: the file system has no locks.
         """
         self._check_writable()
         if self._unlock is None and jax.process_index() == 0:
             lock = lock_folder(self.directory)
-            # Also when the store is forgotten without `close`.
+            # Also if the store is deleted without `close`.
             self._unlock = weakref.finalize(self, lock.release if lock else lambda: None)
             if lock:
                 clear_leftovers(self.directory)
 
     def save(self, step: SupportsIndex, state: PyTree, *, metadata: Mapping[str, Any] | None = None) -> None:
-        """Copies the state, and has it written in the background; waits for the step before, if need be.
+        """Copies the state and writes it in the background; first waits for the previous step to be written.
 
-        What is being written when the script ends is still written. If that fails, and nobody asks by `wait` or
-        `close`, a line on stderr and exit code 1 tell it.
+        When the script ends, the current write is still finished. If it fails and neither `wait` nor `close` is called,
+        a line on stderr and exit code 1 report it.
 
         Args:
-          step: its number, which replaces an earlier checkpoint of that step.
-          state: tree of arrays, random keys and numbers. Arrays whose bytes are in another order than the
-            machine's are converted.
-          metadata: what else there is to say of the step, such as the run's options and versions, as JSON has it;
-            `metadata(step)` returns it.
+          step: its number; an earlier checkpoint of that step is replaced.
+          state: tree of arrays, random keys and numbers. Arrays in another byte order than the machine's are
+            converted.
+          metadata: JSON data about the step, such as the run's options and versions; `metadata(step)` returns
+            it.
 
         Raises:
           ValueError: `step` is negative or beyond int64, the store is closed or read-only, the state has no leaves, or
             a leaf was deleted or is an int beyond int64.
-          TypeError: `step` is not an integer, a leaf is neither an array of a dtype of jax's nor a number, or
-            `metadata` is not what JSON has.
-          OSError: the step before could not be written, or another store saves into the folder, see `lock`.
+          TypeError: `step` is not an integer, a leaf is neither an array of one of jax's dtypes nor a number, or
+            `metadata` is not JSON data.
+          OSError: the previous step could not be written, or another store saves into the folder, see `lock`.
         """
         number = _checked_step(step)
         if self._closed:
@@ -157,20 +157,20 @@ class CheckpointStore:
         check_values(state)
         described, note = leaves_of(state), _as_json(metadata)
         self.lock()
-        if self._writer is None:  # but what is divided between processes is gathered by all
+        if self._writer is None:  # but all processes gather arrays that are divided between them
             for _, x in described:
                 if is_divided(x):
                     to_host(x)
             return
         for _, x in described:
             if isinstance(x, jax.Array) and x.is_fully_addressable and not is_key(x):
-                x.copy_to_host_async()  # all at once, before the first is waited for
+                x.copy_to_host_async()  # all at once, before waiting for the first
         arrays = [to_host(x) for _, x in described]
         leaves = [leaf for leaf, _ in described]
         self._writer.start(number, lambda: self._write(number, leaves, arrays, note))
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """Returns the metadata that a step was saved with, verified; empty if there is none.
+        """Returns a step's verified metadata; empty if there are none.
 
         Args:
           step: its number, one of `steps()`.
@@ -192,14 +192,14 @@ class CheckpointStore:
         return json.loads(gather_texts(json.dumps(found))[0])
 
     def restore(self, state: State, *, step: int | None = None) -> tuple[int, State]:
-        """Returns the newest intact step's number and its state, or a given step's.
+        """Returns the number and state of the newest intact step, or of a given one.
 
-        A damaged step is passed over, with a warning that names it and the file or leaf.
+        A damaged step is skipped, with a warning that names the step and the file or leaf.
 
         Args:
-          state: of the same structure, shapes and dtypes as what was saved; arrays or, where no sharding is
-            wanted, `jax.ShapeDtypeStruct`. Its placement is that of the result, on any number of devices.
-          step: which, one of `steps()`; None for the newest intact one.
+          state: a state with the structure, shapes and dtypes of the saved one, of arrays or, if no sharding is
+            needed, `jax.ShapeDtypeStruct`. The result has the same placement, on any number of devices.
+          step: one of `steps()`; None for the newest intact one.
 
         Raises:
           FileNotFoundError: there is no checkpoint, or not that step.
@@ -214,10 +214,10 @@ class CheckpointStore:
         return found, _restored(state, arrays, damages)
 
     def restore_as(self, state_for: Callable[[int, dict[str, Any]], State]) -> tuple[int, State]:
-        """Returns the newest intact step's number and its state, where the state's shapes depend on the step.
+        """Returns the newest intact step's number and its state, if the state's shapes depend on the step.
 
         Args:
-          state_for: returns what `restore` takes for a step, given its number and its metadata; what it raises is
+          state_for: returns the state for `restore`, given a step's number and its metadata; its errors are
             raised.
 
         Raises:
@@ -242,7 +242,7 @@ class CheckpointStore:
             self._writer.wait()
 
     def close(self) -> None:
-        """Waits. Steps can still be read then, but no more be saved."""
+        """Waits. Afterwards steps can still be read, but not saved."""
         self._closed = True
         try:
             self.wait()
@@ -268,7 +268,7 @@ class CheckpointStore:
                 for leaf, name, array in zip(leaves, names, arrays, strict=True)
             ],
         }
-        # Of arrays without elements nothing is stored.
+        # Empty arrays have no data to store.
         named = {name: array for name, array in zip(names, arrays, strict=True) if array.size}
         writer = writer_name()
         commit(
@@ -277,13 +277,13 @@ class CheckpointStore:
             manifest,
             lambda folder: write_arrays(folder / ARRAYS, named),
         )
-        # Later steps, which a run that went back left behind, may be damaged: they do not count.
+        # Later steps, left behind by a run that went back, may be damaged: they do not count.
         until_now = [number for number in self.steps() if number <= step]
         for old in until_now[: -self.max_to_keep]:
             remove(step_folder(self.directory, old), writer)
 
     def _read(self, leaves_for: LeavesFor, step: int | None) -> tuple[int, dict[str, Any], list[np.ndarray], list[str]]:
-        """Returns what process 0 reads, or raises what it raises, in all processes."""
+        """Returns the data that process 0 reads, or raises its error, in all processes."""
         if jax.process_count() == 1:
             return read_state(self.directory, leaves_for, step)
         found, metadata, arrays, damages, failure = 0, {}, [], [], ""
@@ -308,7 +308,7 @@ def _leaves(state: PyTree) -> list[Leaf]:
 
 
 def _restored(state: State, arrays: list[np.ndarray], damages: list[str]) -> State:
-    """Returns what was read as `state` is, and warns of newer steps that are damaged."""
+    """Returns the arrays in the structure and placement of `state`, and warns of damaged newer steps."""
     for damage in damages:
         warnings.warn(damage, stacklevel=3)
     leaves, structure = jax.tree_util.tree_flatten(state)
@@ -331,7 +331,7 @@ def _checked_step(step: SupportsIndex) -> int:
 
 
 def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a copy; raises TypeError for what JSON does not have."""
+    """Returns a copy of the metadata; raises TypeError for values that are not JSON data."""
     if not isinstance(metadata, Mapping | None):
         raise TypeError(f"metadata must be a dict, got {type(metadata).__name__}")
     try:
@@ -346,7 +346,7 @@ def _as_text(error: Exception) -> str:
 
 
 def _raise_in_all(failure: str) -> None:
-    """Raises in all processes what `_as_text` made of an error of process 0; "" stands for no error."""
+    """Raises in all processes the error of process 0 that `_as_text` wrote; "" stands for no error."""
     name, _, text = gather_texts(failure)[0].partition(" ")
     for kind in _ERRORS:
         if name == kind.__name__:

@@ -1,8 +1,8 @@
-"""Weights as safetensors files, which other programs read too, and back.
+"""Writes weights to safetensors files, which other programs read too, and reads them back.
 
-A leaf's name in the file is the path that rules and errors give it, such as "encoder/0/kernel". The
-file's metadata says `format` and `format_version`, and in `dtypes`, as JSON, the dtype that each leaf
-had before it was cast for the file. Casts are made on the host, where subnormal numbers survive.
+A leaf's name in the file is its path as in rules and errors, such as "encoder/0/kernel". The
+file's metadata has `format`, `format_version` and, as JSON, `dtypes`: the dtype of each leaf before
+it was cast for the file. Casts are made on the host, where subnormal numbers survive.
 """
 
 import contextlib
@@ -49,23 +49,23 @@ _NAMES = {stored: name for name, stored in _STORED.items()}
 def save_weights(path: str | os.PathLike[str], params: PyTree, *, dtype: DTypeLike | None = None) -> None:
     """Writes the arrays of a pytree to a safetensors file.
 
-    The file is written atomically: under its name there is never half a file. With several
+    The file is written atomically, so a partial file never has its name. With several
     processes, let the main one save.
 
     Args:
-      path: the file; its folder exists. A file that is there is replaced.
+      path: the file, in a folder that exists. An existing file is replaced.
       params: pytree of arrays: linen's and haiku's dicts, an nnx state, an equinox module's arrays
         (`eqx.filter(model, eqx.is_array)`). Arrays may be on several devices of this process, or
-        be replicated over those of many.
-      dtype: float16, bfloat16 or float32 for all floating leaves; None keeps each as it is.
-        Integers, bools and complex numbers stay as they are. Small numbers become subnormal or
-        zero in float16; inf and NaN stay what they are.
+        replicated over those of many.
+      dtype: float16, bfloat16 or float32 for all floating leaves; None keeps their dtypes.
+        Integers, bools and complex numbers keep theirs. Small numbers become subnormal or
+        zero in float16; inf and NaN stay.
 
     Raises:
-      TypeError: leaves are not arrays, such as Python scalars and random keys, or of a dtype that
+      TypeError: leaves are not arrays, such as Python scalars and random keys, or have a dtype that
         the file cannot hold.
       ValueError: finite values overflow in `dtype`, two leaves have the same name, or an array is
-        not here: deleted, or in part on other processes. All messages list every leaf.
+        not here: deleted, or in part on other processes. The message lists every such leaf.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -102,22 +102,21 @@ def save_weights(path: str | os.PathLike[str], params: PyTree, *, dtype: DTypeLi
 def load_weights(path: str | os.PathLike[str], like: PyTree) -> Any:
     """Returns the arrays of a safetensors file as a pytree.
 
-    Floating leaves are cast to the dtypes of `like`: of a file in half precision and a `like` in
-    float32 come float32 leaves, of the values that the file has. All other leaves must have the
-    dtypes of `like` already. Files of other programs are read too, if their names are these.
+    Floating leaves are cast to the dtypes of `like`; all other leaves must already have them. Files of
+    other programs are read too if they use the same names.
 
     Args:
       path: the file.
-      like: pytree of arrays or `jax.ShapeDtypeStruct`, of which only structure, shapes, dtypes and
-        placement count.
+      like: pytree of arrays or `jax.ShapeDtypeStruct`; only its structure, shapes, dtypes and placement
+        are used.
 
     Returns:
-      A pytree like `like`: NumPy arrays where it has them, else jax arrays, on the devices of its
-      arrays where these are committed or of its structs where these have a sharding.
+      A pytree like `like`: NumPy arrays where it has NumPy arrays, otherwise jax arrays on the devices of
+      its committed arrays or of structs with a sharding.
 
     Raises:
       TypeError: leaves of `like` are not arrays.
-      ValueError: the file is damaged or of a later version; names are missing or too many, or
+      ValueError: the file is damaged or of a later version; names are missing or unknown;
         shapes or dtypes differ; values overflow in `like`'s dtype. The message names the file and
         lists every leaf.
       OSError: the file cannot be read.
@@ -156,14 +155,14 @@ def load_weights(path: str | os.PathLike[str], like: PyTree) -> Any:
 
 def _target(dtype: DTypeLike) -> np.dtype:
     for target in (jnp.float16, jnp.bfloat16, jnp.float32):
-        with contextlib.suppress(TypeError):  # which NumPy raises for what is not a dtype
+        with contextlib.suppress(TypeError):  # raised by NumPy if it is no dtype
             if jnp.dtype(dtype) == target:
                 return jnp.dtype(target)
     raise ValueError(f"dtype={dtype!r} must be float16, bfloat16, float32 or None")
 
 
 def _named(argument: str, tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves by their names in a file, in tree order; raises for what is not an array."""
+    """Returns the leaves by their names in a file, in tree order; raises an error if one is not an array."""
     leaves, paths = {}, {}
     wrong, collisions = [], []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -187,7 +186,7 @@ def _named(argument: str, tree: PyTree) -> dict[str, Any]:
 def _is_unicode(name: str) -> bool:
     try:
         name.encode()
-    except UnicodeEncodeError:  # half of a pair
+    except UnicodeEncodeError:  # half of a surrogate pair
         return False
     return True
 
@@ -221,7 +220,7 @@ def _check_present(leaves: Mapping[str, Any]) -> None:
 
 
 def _cast(name: str, x: np.ndarray, dtype: np.dtype, overflows: list[str]) -> np.ndarray:
-    """Returns a copy in another dtype, and notes the finite values that became infinite."""
+    """Returns a copy in another dtype, and records finite values that became infinite."""
     with np.errstate(all="ignore"):  # NumPy warns of overflows, and ml_dtypes of signaling NaNs
         y = x.astype(dtype)
         lost = np.isinf(y) & np.isfinite(x) if dtype != x.dtype else None

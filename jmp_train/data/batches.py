@@ -1,4 +1,4 @@
-"""Batches for training loops: shuffled, split, shared between processes, and on the devices before they are wanted."""
+"""Batches for training loops: shuffled, split, shared between processes, and moved to the devices ahead of time."""
 
 import itertools
 import operator
@@ -34,40 +34,40 @@ def array_batches(
     prefetch: int = 4,
     policy: Policy | PathPolicy | str | None = None,
 ) -> Any:
-    """Returns an iterator over batches of arrays in memory; threads prepare them, through grain.
+    """Returns an iterator over batches of arrays in memory, prepared by threads through grain.
 
-    The order is another one each epoch and the same on every run. A global batch has the same examples however
-    many processes there are: each reads a part of it, and the last, incomplete one of an epoch is left out,
-    so that all have the same number of batches.
+    The order changes each epoch and is the same on every run. A global batch has the same examples for any number of
+    processes, each of which reads a part of it. The last, incomplete batch of an epoch is left out, so that all
+    processes have the same number of batches.
 
     Args:
-      arrays: tree of numpy arrays [examples, ...], memory maps included; the examples of a `jmp_train.graphs.stack`
+      arrays: tree of NumPy arrays [examples, ...], memory maps included; the examples of a `jmp_train.graphs.stack`
         are its graphs.
-      batch_size: examples of the global batch, those of all processes together.
-      seed: of the order; below 2**32.
+      batch_size: examples per global batch, over all processes.
+      seed: seed of the order; below 2**32.
       epochs: passes over the examples; None for no end.
-      start: how many batches to leave out, those that a run which goes on has seen.
-      prepare: makes a batch of a tree of examples; on the host, in a thread.
-      augment: `augment(examples, seeds)` in place of `prepare`, for what is random: `seeds` are uint64 [examples],
-        which `seed`, the epoch and the example decide, whatever the threads, the processes and `start`.
-      process_index: which of the processes this is; None asks jax, and `sharding` for its examples.
-      process_count: how many share a batch, and at least one example is each one's; None asks jax.
-      sharding: of the global batch, for example `NamedSharding(mesh, PartitionSpec("data"))`, which makes
-        one array over all processes of their parts; None puts this process' examples on its first device.
-      num_threads: how many threads prepare.
-      prefetch: how many batches are made ahead of time.
-      policy: the step's, of whose casts the examples are to be checked once: a batch of them, spread over all.
+      start: number of batches to skip, for a run that continues.
+      prepare: returns a batch, given a tree of examples; runs on the host, in a thread.
+      augment: `augment(examples, seeds)` replaces `prepare` for random preparation: `seeds` are uint64 [examples], and
+        depend only on `seed`, the epoch and the example.
+      process_index: index of this process; None asks jax, or takes the examples of `sharding`.
+      process_count: number of processes that share a batch, at most one per example; None asks jax.
+      sharding: sharding of the global batch, for example `NamedSharding(mesh, PartitionSpec("data"))`, which combines
+        the parts of all processes into one array; None puts this process's examples on its first device.
+      num_threads: number of threads that prepare batches.
+      prefetch: number of batches made ahead of time.
+      policy: the step's policy, for a check of the casts on one batch of examples, spread over all.
 
     Returns:
       An iterator with grain's `get_state` and `set_state`; a state fits any number of processes.
 
     Raises:
       ValueError: leaves have different numbers of examples, or an argument is out of range; from the iterator, if
-        64-bit integers do not fit into the 32 bits that JAX keeps.
-      TypeError: there is a graph that is in no stack, a leaf is not an array, or an argument is of another type.
+        64-bit integers do not fit into JAX's 32 bits.
+      TypeError: there is a graph outside a stack, a leaf is not an array, or an argument is of another type.
 
     Warns:
-      CollapsedValuesWarning: values of floats that differ are one in the policy's compute dtype, or in float32.
+      CollapsedValuesWarning: different floats become equal in the policy's compute dtype, or in float32.
 
     Example:
       >>> examples = {"x": np.arange(10.0, dtype=np.float32), "y": np.arange(10)}
@@ -117,7 +117,7 @@ def array_batches(
     def place(batch: Batch) -> Any:
         check_narrowed(batch, "the batch", floats=next(seen) == 0)
         if sharding is None:
-            return jax.device_put(batch)  # uncommitted, as a new state is, or a step would be compiled twice
+            return jax.device_put(batch)  # uncommitted, like a new state; otherwise a step would be compiled twice
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
 
     batches = (
@@ -133,7 +133,7 @@ def array_batches(
 
 
 def _own_examples(sharding: Sharding, batch_size: int) -> slice:
-    """Returns the examples of a global batch that this process' devices have: others may have the same ones."""
+    """Returns the examples of a global batch on this process's devices; other devices may have the same ones."""
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     try:
@@ -148,12 +148,12 @@ def _own_examples(sharding: Sharding, batch_size: int) -> slice:
 
 
 def example_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
-    """Returns a seed for each example, uint64 [examples], another one each epoch.
+    """Returns a seed for each example, uint64 [examples], different in each epoch.
 
     Args:
-      seed: of the run, at least 0.
-      epoch: counted from 0.
-      indices: int [examples], which they are.
+      seed: seed of the run, at least 0.
+      epoch: number of the epoch, from 0.
+      indices: int [examples], the indices of the examples.
 
     Example:
       >>> example_seeds(0, 1, np.array([7, 5]))[1] == example_seeds(0, 1, np.array([5]))[0]
@@ -167,11 +167,11 @@ def check_integers(**numbers: Any) -> None:
     """Raises TypeError if an argument is not an integer.
 
     Args:
-      **numbers: by name.
+      **numbers: the arguments by name.
     """
     for name, number in numbers.items():
         try:
-            operator.index(number)  # a step of a state, which is a jax array, will do
+            operator.index(number)  # also accepts a jax array, such as the step of a state
         except TypeError:
             raise TypeError(f"{name}={number!r} must be an integer") from None
 
@@ -184,7 +184,7 @@ def check_seed(seed: int) -> None:
 
 
 def check_order(seed: int, epochs: int | None, process_index: int, process_count: int) -> None:
-    """Raises ValueError if a number that batches depend on is out of range, TypeError if it is not an integer."""
+    """Raises ValueError if an argument of the order is out of range, and TypeError if it is not an integer."""
     check_seed(seed)
     check_integers(epochs=1 if epochs is None else epochs, process_index=process_index, process_count=process_count)
     if epochs is not None and epochs < 1:
@@ -194,7 +194,7 @@ def check_order(seed: int, epochs: int | None, process_index: int, process_count
 
 
 def _count_examples(arrays: PyTree) -> int:
-    """Returns how many examples all leaves have."""
+    """Returns the number of examples, which all leaves must share."""
     check_no_graph(arrays, "array_batches")
     for path, array in named_leaves(arrays):
         if not hasattr(array, "shape"):

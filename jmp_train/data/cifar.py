@@ -1,4 +1,4 @@
-"""CIFAR-10's binary files: rows of a label's byte and an image's, one color after another."""
+"""CIFAR-10's binary files: each row has a label's byte and an image's bytes, one color after another."""
 
 import os
 from pathlib import Path
@@ -9,11 +9,11 @@ from jmp_train.data.regular_files import open_regular
 from jmp_train.graphs.datasets import describe_files, find_files
 
 CIFAR10_CLASSES = 10
-CIFAR10_SIZE = 32  # pixels, of both sides
-FOLDER = "cifar-10-batches-bin"  # what the archive unpacks to
+CIFAR10_SIZE = 32  # pixels per side
+FOLDER = "cifar-10-batches-bin"  # the folder in the archive
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILE = "test_batch.bin"
-MAX_BYTES = 2**30  # that a file may have
+MAX_BYTES = 2**30  # of a file
 
 _ROW_BYTES = 1 + 3 * CIFAR10_SIZE**2
 _FILE_BYTES = 10_000 * _ROW_BYTES  # of each published file
@@ -23,7 +23,7 @@ _PUBLIC = (
 )
 _NAMES = {name: (name, f"{FOLDER}/{name}") for name in (*TRAIN_FILES, TEST_FILE)}
 _FACTS = dict.fromkeys(_NAMES, f"{_FILE_BYTES} bytes")
-CIFAR10_FILES = f"; {_PUBLIC}:{describe_files(_NAMES, _FACTS)}"  # where they are, and a line for each
+CIFAR10_FILES = f"; {_PUBLIC}:{describe_files(_NAMES, _FACTS)}"  # the public address, and a line for each file
 
 Images = dict[str, np.ndarray]
 
@@ -32,14 +32,14 @@ def read_cifar10(data_dir: Path | str) -> tuple[Images, Images]:
     """Reads training and test data from CIFAR-10's six binary files.
 
     Args:
-      data_dir: the folder they are in, or the one above their folder `cifar-10-batches-bin`.
+      data_dir: their folder, or the folder that holds their folder `cifar-10-batches-bin`.
 
     Returns:
       Two dictionaries with `image`, uint8 [examples, 32, 32, 3], and `label`, uint8 [examples], in the files'
-      order. Files with fewer examples than the published ones are taken too.
+      order. The files may have fewer examples than the published ones.
 
     Raises:
-      FileNotFoundError: files are missing; the message names each, its size, and where they are public.
+      FileNotFoundError: files are missing; the message names each with its size, and the public address.
       ValueError: a file is empty, ends within a row or has a label above 9; the message names file and row.
 
     Reference: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version".
@@ -51,17 +51,17 @@ def read_cifar10(data_dir: Path | str) -> tuple[Images, Images]:
 
 
 def read_cifar10_batch(path: Path, *, max_bytes: int = MAX_BYTES) -> Images:
-    """Reads one of the files.
+    """Reads one file.
 
     Args:
       path: the file.
-      max_bytes: the largest file to take memory for.
+      max_bytes: the largest size to read.
 
     Returns:
       `image`, uint8 [examples, 32, 32, 3], and `label`, uint8 [examples].
 
     Raises:
-      ValueError: see `read_cifar10`; or the file is larger than `max_bytes`.
+      ValueError: the file is damaged, see `read_cifar10`, or larger than `max_bytes`.
       OSError: the file cannot be opened, or is not a regular one.
 
     Example:

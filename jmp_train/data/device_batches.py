@@ -1,4 +1,4 @@
-"""The end of every pipeline of graphs: how many come as one, and batches on the devices before they are wanted."""
+"""The end of every pipeline of graphs: checks stacks and moves batches to the devices ahead of time."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from jmp_train.types import Batch
 
 
 def stacked_count(stack: int | None) -> int:
-    """Returns how many graphs of this process come as one: 1 for those that are in no stack.
+    """Returns the number of graphs that this process stacks; 1 without a stack.
 
     Args:
-      stack: how many; None for no stack.
+      stack: number of graphs per stack; None for no stack.
 
     Raises:
       TypeError: it is not an integer.
@@ -49,15 +49,15 @@ def is_shared(device: Any) -> bool:
 
 
 def on_devices(batches: Any, device: Any) -> Iterator[Batch]:
-    """Returns an iterator that has two batches on the devices ahead of time.
+    """Returns an iterator that moves two batches to the devices ahead of time.
 
-    It refuses 64-bit integers that do not fit into the 32 bits that JAX keeps.
+    It raises an error for 64-bit integers that do not fit into JAX's 32 bits.
 
     Args:
       batches: grain's data set of batches, in the host's memory.
-      device: where they go, see `is_shared`; of a sharding over several processes, each has its own part. Arrays
-        are committed to a device that is given, and not to the first one: a step that gets an uncommitted state and
-        committed batches would be compiled twice, once more for the committed state that it returns.
+      device: the destination, see `is_shared`. Under a sharding over several processes, each passes its own part.
+        Arrays are committed to a given device, but not to the default one: a step with an uncommitted state and
+        committed batches would be compiled once more for the committed state that it returns.
     """
     with extra_packages():
         from grain.experimental import ThreadPrefetchIterDataset, device_put

@@ -1,4 +1,4 @@
-"""Batches of many small graphs for the training loop: shuffled, padded, and on the devices before they are wanted."""
+"""Batches of many small graphs for training loops: shuffled, padded, and moved to the devices ahead of time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,35 +35,35 @@ def graph_batches(
     device: Any = None,
     stack: int | None = None,
 ) -> Any:
-    """Returns an iterator over batches of a data set's graphs, padded to a few sizes; threads make them, through grain.
+    """Returns an iterator over batches of graphs, padded to a few sizes and made by threads through grain.
 
-    The batches are the same on every run, whatever the threads. A step's graphs are the same however many processes
-    and devices share them, and so is the size that they are padded to: a program is compiled once for each size.
+    The batches are the same on every run, whatever the threads. The graphs of a step and their padded size are the same
+    for any number of processes and devices that share them. A program is compiled once per size.
 
     Args:
       data: the graphs.
-      batch_size: how many of them are one padded graph.
-      places: int [some graphs], which to go over; None for all.
-      sizes: what batches are padded to, ascending: each to the first that holds it. None for `padded_sizes`.
-      prepare: changes a padded graph, on the host, in a thread.
-      seed: of the order, which is another one each epoch; below 2**32.
+      batch_size: graphs per padded graph.
+      places: int [some graphs], the graphs to use; None for all.
+      sizes: sizes to which batches are padded, ascending: each to the first that holds it. None for `padded_sizes`.
+      prepare: changes a padded graph; runs on the host, in a thread.
+      seed: seed of the order, which differs between epochs; below 2**32.
       epochs: passes over the graphs; None for no end.
-      start: how many batches to leave out, those that a run which goes on has seen.
-      shuffle: whether the order changes.
-      drop_remainder: whether the last, incomplete batch of an epoch is left out; else it has padding graphs. Several
-        processes and stacks leave it out.
+      start: number of batches to skip, for a run that continues.
+      shuffle: True to shuffle the graphs.
+      drop_remainder: True to leave out the last, incomplete batch of an epoch; otherwise it gets padding graphs.
+        Several processes and stacks always leave it out.
       formats: see `pad`.
-      process_index: which of the processes this is.
-      process_count: how many processes share a step's graphs.
-      num_threads: how many threads make batches.
-      prefetch: how many batches are made ahead of time.
-      device: where batches go, a device or a sharding; None for the first one of this process.
-      stack: how many padded graphs of this process come as one, as `jmp_train.graphs.stack`: one for each of its
-        devices and micro-batches. None for one that is in no stack.
+      process_index: index of this process.
+      process_count: number of processes that share the graphs of a step.
+      num_threads: number of threads that make batches.
+      prefetch: number of batches made ahead of time.
+      device: a device or a sharding for the batches; None for the first device of this process.
+      stack: number of padded graphs of this process in one `jmp_train.graphs.stack`: one for each of its
+        devices and micro-batches. None for one graph outside a stack.
 
     Returns:
-      An iterator over dictionaries of a "graph", its "label" [n_graph, ...], 0 for padding, and what else is known of
-      its graphs, by name; or over stacks of such dictionaries. It has grain's `get_state` and `set_state`.
+      An iterator over dictionaries of a "graph", its "label" [n_graph, ...], 0 for padding, and the other
+      features of its graphs, by name; or over stacks of such dictionaries. It has grain's `get_state` and `set_state`.
 
     Raises:
       ValueError: there are too few graphs for a step, no size holds a batch, or a number is out of range.

@@ -1,4 +1,4 @@
-"""Mini-batches of graphs for the training loop: shuffled, sampled, and on the device before they are wanted."""
+"""Mini-batches of graphs for training loops: shuffled, sampled, and moved to the device ahead of time."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -31,30 +31,30 @@ def neighbor_batches(
     device: Any = None,
     stack: int | None = None,
 ) -> Any:
-    """Returns an iterator over sampled mini-batches of seeds; threads sample and fetch, through grain.
+    """Returns an iterator over sampled mini-batches of seeds, made by threads through grain.
 
     The batches are the same on every run, whatever the threads. All processes have the same number of
-    them, of different seeds.
+    batches, with different seeds.
 
     Args:
-      sampler: which draws neighbors.
-      seeds: int [nodes], the nodes to train on; of an `EdgeSampler`, int [edges], the edges, by edge type where
-        batches have several: all of them are shuffled together.
-      fetch: makes what the step takes of a `MiniBatch`, or of an `EdgeMiniBatch`: it adds features and labels, by
-        `take_rows`. On the host, in a thread.
-      seed: of the order and of the neighbors, both of which are others each epoch; below 2**32.
+      sampler: draws neighbors.
+      seeds: int [nodes], the nodes to train on. For an `EdgeSampler`, int [edges], the edges, or edges by type if
+        batches have several types, which are shuffled together.
+      fetch: returns the input of the step, given a `MiniBatch` or an `EdgeMiniBatch`: it adds features and labels, by
+        `take_rows`. It runs on the host, in a thread.
+      seed: seed of the order and of the neighbors, both different in each epoch; below 2**32.
       epochs: passes over the seeds; None for no end.
-      shuffle: whether the order changes.
-      drop_remainder: whether the last, incomplete batch of an epoch is left out; else it is padded.
-      process_index: which of the processes this is.
-      process_count: how many processes share the seeds; fewer seeds than that remain unseen in an epoch.
-      num_threads: how many threads sample and fetch.
-      prefetch: how many batches are made ahead of time.
-      device: where batches go, a device or a sharding; None for the first one of this process. Over several
+      shuffle: True to shuffle the seeds.
+      drop_remainder: True to leave out the last, incomplete batch of an epoch; otherwise it is padded.
+      process_index: index of this process.
+      process_count: number of processes that share the seeds; fewer seeds than that are left out in an epoch.
+      num_threads: number of threads that sample and fetch.
+      prefetch: number of batches made ahead of time.
+      device: a device or a sharding for the batches; None for the first device of this process. Over several
         processes, mini-batches have the sampler's largest sizes, so that all processes have the same.
-      stack: how many mini-batches of this process come as one, as `jmp_train.graphs.stack` of what `fetch` makes
-        of each: one for each of its devices and micro-batch; the last, incomplete one of an epoch is left out.
-        None for one that is in no stack.
+      stack: number of mini-batches of this process in one `jmp_train.graphs.stack` of the results of `fetch`:
+        one for each of its devices and micro-batches. The last, incomplete batch of an epoch is left out.
+        None for one mini-batch outside a stack.
 
     Returns:
       An iterator, with grain's `get_state` and `set_state`.
@@ -110,7 +110,7 @@ def neighbor_batches(
 
 
 def _choice(seeds: Any) -> tuple[int, Callable[[np.ndarray], Any]]:
-    """Returns how many seeds there are, of all types together, and a function from places to seeds by type."""
+    """Returns the number of seeds over all types, and a function from places to seeds by type."""
     if not isinstance(seeds, Mapping):
         array = np.asarray(seeds)
         return len(array), lambda places: array[places]

@@ -14,23 +14,23 @@ MAX_BYTES = 2**30  # EMNIST's largest file has 547 MB
 
 _UNSIGNED_BYTES = 0x08  # the third byte of the magic number; the fourth is the number of axes
 _GZIP = b"\x1f\x8b"
-_PIECE = 2**20  # bytes that are decompressed at once
+_PIECE = 2**20  # bytes to decompress at once
 
 
 def read_idx(path: Path, axes: int, *, max_bytes: int = MAX_BYTES) -> np.ndarray:
     """Reads an IDX file of unsigned bytes.
 
     Args:
-      path: the file, gzipped or not; its content tells, not its name.
-      axes: how many axes the array must have: 3 for images, 1 for labels.
-      max_bytes: the largest array to take memory for. A megabyte of gzip can hold a gigabyte.
+      path: the file, gzipped or not, whatever its name.
+      axes: number of axes of the array: 3 for images, 1 for labels.
+      max_bytes: the largest array to read. A megabyte of gzip can hold a gigabyte.
 
     Returns:
       A uint8 array.
 
     Raises:
-      ValueError: the file is not such an IDX file, incomplete, or of more than `max_bytes` by its header; the
-        message names it and the fault.
+      ValueError: the file is not such an IDX file, is incomplete, or has more than `max_bytes` by its header; the
+        message names the file and the fault.
       OSError: the file cannot be opened, or is not a regular one.
 
     Example:
@@ -66,9 +66,9 @@ def _read_array(path: Path, content: BufferedIOBase, axes: int, max_bytes: int) 
         raise ValueError(f"{path} ends within its header, after {len(header)} bytes")
     shape = [int(n) for n in np.frombuffer(header, ">u4", axes, offset=4)]
     says, count = f"its header says {' x '.join(map(str, shape))}", math.prod(shape)
-    if math.prod(n for n in shape if n) > max_bytes:  # numpy, too, refuses 0 x 2**32 x 2**32
+    if math.prod(n for n in shape if n) > max_bytes:  # NumPy also refuses 0 x 2**32 x 2**32
         raise ValueError(f"{path} is too large: {says} bytes, more than max_bytes={max_bytes}")
-    array = np.empty(count, np.uint8)  # memory that is not there before it is written
+    array = np.empty(count, np.uint8)  # takes no physical memory before it is written
     size = _read_into(array, content)
     if size < count:
         raise ValueError(f"{path} has {size} bytes of data, where {says}")
@@ -78,7 +78,7 @@ def _read_array(path: Path, content: BufferedIOBase, axes: int, max_bytes: int) 
 
 
 def _read_into(array: np.ndarray, content: BufferedIOBase) -> int:
-    """Fills an array of bytes from a file, piece by piece; returns how many there were."""
+    """Fills an array of bytes from a file, piece by piece; returns the number of bytes read."""
     view, done = array.data, 0
     while size := content.readinto(view[done : done + _PIECE]):
         done += size

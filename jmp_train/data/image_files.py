@@ -1,7 +1,7 @@
-"""Image files of the formats that image folders hold, decoded to 8 bits of red, green and blue.
+"""Decodes image files of the formats in image folders to 8 bits of red, green and blue.
 
-What a file begins with decides who decodes it, and no other of pillow's decoders sees it: some, as that of
-PostScript, start programs.
+The first bytes of a file select the decoder, and no other of pillow's decoders gets the file, because some, such as
+that of PostScript, start programs.
 """
 
 import io
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
-MAX_PIXELS = 89_478_485  # where pillow begins to warn: 256 MiB of three bytes each
+MAX_PIXELS = 89_478_485  # pillow's limit for a warning: 256 MiB at three bytes per pixel
 
-# The most that a file has: text has 12 bytes a pixel, four channels of 16 bits have 8; profiles and notes come on top.
+# The largest size of a file: text takes 12 bytes per pixel, four channels of 16 bits 8; profiles and notes add to it.
 _BYTES_PER_PIXEL, _FURTHER_BYTES = 16, 2**24
 _SCANNED_PIXELS = 2**34  # of progressive JPEG, which has about ten scans: ten seconds
 _COMMENT = rb"#[^\r\n]*[\r\n]?"  # of a PPM file
 
 
 def read_image(path: str, *, max_pixels: int = MAX_PIXELS) -> "Image":
-    """Reads an image, without its transparency and unrotated, as torchvision does.
+    """Reads an image without transparency and unrotated, as torchvision does.
 
-    Gray of 16 bits is divided by 257 and rounded. Of colors of 16 bits each pillow takes the upper eight, which is
-    less than one away from that. Of several images in a file the first one is read.
+    Gray of 16 bits is divided by 257 and rounded. For colors of 16 bits, pillow takes the upper eight bits, a
+    difference below one. Only the first of several images in a file is read.
 
     Args:
-      path: of the file, whatever its name ends in.
-      max_pixels: the largest image to take memory for. A small file can hold a very large one.
+      path: the file, with any name.
+      max_pixels: the largest image to read. A small file can hold a very large one.
 
     Returns:
       An image of pillow's in mode RGB.
@@ -43,7 +43,7 @@ def read_image(path: str, *, max_pixels: int = MAX_PIXELS) -> "Image":
     Raises:
       ValueError: the file is not a JPEG, PNG, WebP, BMP, PPM or TIFF, is damaged, missing or not a regular file, has
         more than `max_pixels` by its header, has more than 2**34 pixels in all scans of a progressive JPEG, or
-        pixel values of no known range: of 32 bits, signed, or not whole. The message names it.
+        has pixel values without a known range: 32 bits, signed, or not integer. The message names it.
       MemoryError: the message names the file.
 
     Example:
@@ -59,7 +59,7 @@ def read_image(path: str, *, max_pixels: int = MAX_PIXELS) -> "Image":
             return _decoded(_content(file, max_pixels), max_pixels)
     except (MemoryError, ModuleNotFoundError):
         raise
-    except Exception as error:  # of any class: pillow's decoders meet damage in many places
+    except Exception as error:  # of any class, because pillow's decoders detect damage in many places
         fault = str(error) or repr(error)
         raise ValueError(f"{path} cannot be decoded as an image: {fault}") from error
 
@@ -75,13 +75,13 @@ def _decoded(content: bytes, max_pixels: int) -> "Image":
     image = _opened(content)
     _check_pixels(image, content, max_pixels)
     image.load()
-    # Transparency does not count here; pillow would look for a color that stands for it, and warn.
+    # Without transparency; otherwise pillow would look for a color that stands for it, and warn.
     image.info.pop("transparency", None)
     return _with_8_bits(image).convert("RGB")
 
 
 def _opened(content: bytes) -> "ImageFile":
-    """Returns an image of which the header is read."""
+    """Returns an image with only its header read."""
     with extra_packages():
         from PIL import (
             BmpImagePlugin,
@@ -92,7 +92,7 @@ def _opened(content: bytes) -> "ImageFile":
             WebPImagePlugin,
         )
 
-    # In memory, since of a real file as much memory is taken as a chunk says that it has bytes.
+    # In memory, because from a file pillow allocates the size that a chunk claims.
     file = io.BytesIO(content)
     if content.startswith(b"\xff\xd8\xff"):
         return JpegImagePlugin.JpegImageFile(file)
@@ -107,13 +107,13 @@ def _opened(content: bytes) -> "ImageFile":
     if content.startswith((b"P4", b"P5", b"P6")):
         return PpmImagePlugin.PpmImageFile(file)
     if content.startswith((b"P1", b"P2", b"P3")):
-        # These are text, of which pillow copies all that follows at each comment.
+        # These are text, and pillow copies the rest of it at each comment.
         return PpmImagePlugin.PpmImageFile(io.BytesIO(re.sub(_COMMENT, b"", content)))
     raise ValueError(f"it begins with {content[:16]!r}, as no JPEG, PNG, WebP, BMP, PPM or TIFF file does")
 
 
 class _ReadAFewTimes(io.BytesIO):
-    """A file's content that can be read a few times over; all tags of a TIFF may be the same megabyte."""
+    """A file's content that can be read only a few times over, because all tags of a TIFF may be the same megabyte."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)
@@ -128,7 +128,7 @@ class _ReadAFewTimes(io.BytesIO):
 
 
 def _check_pixels(image: "ImageFile", content: bytes, max_pixels: int) -> None:
-    """Raises ValueError if decoding took much memory or time, before it begins."""
+    """Raises ValueError before decoding if it would take too much memory or time."""
     with extra_packages():
         from PIL.TiffImagePlugin import TILELENGTH, TILEWIDTH, TiffImageFile
 
@@ -139,21 +139,21 @@ def _check_pixels(image: "ImageFile", content: bytes, max_pixels: int) -> None:
         tile_width, tile_height = image.tag_v2[TILEWIDTH], image.tag_v2[TILELENGTH]
         if tile_width * tile_height > max_pixels:
             raise ValueError(f"its tiles have {tile_width} x {tile_height} pixels, more than {max_pixels=}")
-    if image.info.get("progressive"):  # each scan goes over all pixels, whatever it brings
+    if image.info.get("progressive"):  # each scan visits all pixels
         scans = content.count(b"\xff\xda")
         if scans * width * height > _SCANNED_PIXELS:
             raise ValueError(f"it has {scans} scans of {width} x {height} pixels, far too many")
 
 
 def _with_8_bits(image: "ImageFile") -> "Image":
-    """Returns an image whose channels have 8 bits; pillow's conversion clips larger values."""
+    """Returns an image with channels of 8 bits; pillow's conversion would clip larger values."""
     if not image.mode.startswith(("I", "F")):
         return image
     with extra_packages():
         from PIL import Image
         from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
 
-    # Of PNG and PPM pillow's 32-bit integers are of 16 bits; of TIFF they are what they say.
+    # pillow's 32-bit integers hold 16 bits for PNG and PPM; for TIFF they hold 32.
     tiff = isinstance(image, TiffImageFile)
     if not image.mode.startswith("I;16") and (tiff or image.mode != "I"):
         raise ValueError(f"its pixel values ({image.mode} in pillow) have no known range, as bytes have")
@@ -163,6 +163,6 @@ def _with_8_bits(image: "ImageFile") -> "Image":
 
 @cache
 def _scaled_to_8_bits(bits: int) -> np.ndarray:
-    """Returns the 8 bits for each whole number of so many bits, uint8 [2**bits]."""
+    """Returns a table of 8-bit values for all integers of so many bits, uint8 [2**bits]."""
     largest = 2**bits - 1
     return np.rint(np.arange(largest + 1) * 255 / largest).astype(np.uint8)

@@ -1,6 +1,6 @@
-"""Folders of images, a folder a class, as torchvision's `ImageFolder` reads them, and the crops of its references.
+"""Folders of images, one folder per class, as in torchvision's `ImageFolder`, and the crops of its references.
 
-The way of the data: `read_image_folder` -> paths and labels -> `random_crops` or `center_crops` -> uint8 arrays.
+The data flow: `read_image_folder` -> paths and labels -> `random_crops` or `center_crops` -> uint8 arrays.
 """
 
 import math
@@ -14,8 +14,8 @@ from jmp_train.data.image_files import MAX_PIXELS, read_image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 
-_SCALE = (0.08, 1.0)  # of a random crop, its share of the area
-_RATIO = (3 / 4, 4 / 3)  # and its width by its height
+_SCALE = (0.08, 1.0)  # of a random crop: the range of its fraction of the area
+_RATIO = (3 / 4, 4 / 3)  # and of its width divided by its height
 _TRIES = 10
 _BILINEAR = 2  # PIL.Image.Resampling.BILINEAR; pillow is imported where an image is opened
 
@@ -25,20 +25,20 @@ Box = tuple[int, int, int, int]  # left, upper, right, lower
 def read_image_folder(
     data_dir: Path,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], tuple[str, ...]]:
-    """Finds the images of DIR/train/CLASS and DIR/val/CLASS; opens none of them.
+    """Finds the images of DIR/train/CLASS and DIR/val/CLASS, without opening them.
 
     Args:
       data_dir: the folder DIR.
 
     Returns:
       Training and validation data, each a dictionary with `path`, objects [images] that are strings, and `label`,
-      int32 [images]; and the names of the classes, sorted: a label is a place among them. Images come class by
-      class, by name.
+      int32 [images]; and the sorted names of the classes, which labels index. Images are sorted by class and
+      name.
 
     Raises:
       FileNotFoundError: a folder is missing.
-      ValueError: there are no classes, a class of training has no images, or validation has a class that training
-        has not, or no images at all.
+      ValueError: there are no classes, a training class has no images, validation has a class that training
+        does not have, or validation has no images.
     """
     folders = {part: _classes_in(data_dir / part) for part in ("train", "val")}
     classes = tuple(sorted(folders["train"]))
@@ -66,7 +66,7 @@ def _classes_in(folder: Path) -> dict[str, Path]:
 
 
 def _images_of(folders: dict[str, Path], classes: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns the images of the classes that have a folder."""
+    """Returns the images of the classes with a folder."""
     paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
@@ -80,7 +80,7 @@ def _images_of(folders: dict[str, Path], classes: Sequence[str]) -> dict[str, np
 
 def _images_in(folder: Path) -> list[str]:
     images = []
-    with os.scandir(folder) as entries:  # which says what is a file without a look at each
+    with os.scandir(folder) as entries:  # knows which entries are files without a further call for each
         for entry in entries:
             if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
                 continue
@@ -91,19 +91,19 @@ def _images_in(folder: Path) -> list[str]:
 
 
 def random_crops(paths: Iterable[str], seeds: Iterable[int], size: int, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Returns a random crop of each image, flipped or not, uint8 [images, size, size, 3].
+    """Returns a random crop of each image, randomly flipped, uint8 [images, size, size, 3].
 
-    torchvision's RandomResizedCrop(size) and RandomHorizontalFlip(): a share of 0.08 to 1 of the area, a ratio of 3/4
-    to 4/3, bilinear with antialiasing; half of them flipped.
+    It computes torchvision's RandomResizedCrop(size) and RandomHorizontalFlip(): 0.08 to 1 of the area, an aspect ratio
+    of 3/4 to 4/3, bilinear with antialiasing; half of the crops are flipped.
 
     Args:
-      paths: of the images, [images].
-      seeds: from 0 to below 2**64, [images]; each alone decides of its image.
+      paths: paths of the images, [images].
+      seeds: from 0 to below 2**64, [images]; each crop depends only on its own seed.
       size: the side in pixels.
       max_pixels: see `read_image`.
 
     Raises:
-      ValueError: an image cannot be read, see `read_image`; the message names it.
+      ValueError: an image cannot be read; the message names it. See `read_image`.
     """
     return np.stack([_random_crop(path, int(seed), size, max_pixels) for path, seed in zip(paths, seeds, strict=True)])
 
@@ -111,18 +111,18 @@ def random_crops(paths: Iterable[str], seeds: Iterable[int], size: int, *, max_p
 def _random_crop(path: str, seed: int, size: int, max_pixels: int) -> np.ndarray:
     random = np.random.default_rng(seed)
     image = read_image(path, max_pixels=max_pixels)
-    # Crop first: the filter must not look beyond the crop, which resize(box=...) does.
+    # Crop first: the filter must not look beyond the crop, as resize(box=...) does.
     crop = np.asarray(image.crop(random_box(random, *image.size)).resize((size, size), _BILINEAR))
     return crop[:, ::-1] if random.random() < 0.5 else crop
 
 
 def random_box(random: np.random.Generator, width: int, height: int) -> Box:
-    """Returns which part of an image RandomResizedCrop takes.
+    """Returns the part of an image that RandomResizedCrop takes.
 
     Args:
-      random: is drawn from.
-      width: of the image in pixels.
-      height: of the image in pixels.
+      random: the random number generator.
+      width: width of the image in pixels.
+      height: height of the image in pixels.
 
     Reference: torchvision.transforms.RandomResizedCrop.get_params.
     """
@@ -134,7 +134,7 @@ def random_box(random: np.random.Generator, width: int, height: int) -> Box:
             upper = int(random.integers(0, height - crop_height + 1))
             left = int(random.integers(0, width - crop_width + 1))
             return left, upper, left + crop_width, upper + crop_height
-    # All of it, but for the ends of a side that is too long.
+    # The whole image, except for the ends of a side that is too long.
     crop_width = min(width, round(height * _RATIO[1]))
     crop_height = min(height, round(width / _RATIO[0]))
     left, upper = (width - crop_width) // 2, (height - crop_height) // 2
@@ -144,13 +144,14 @@ def random_box(random: np.random.Generator, width: int, height: int) -> Box:
 def center_crops(paths: Iterable[str], size: int, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Returns the center of each image, uint8 [images, size, size, 3].
 
-    torchvision's Resize(256) and CenterCrop(224), bilinear with antialiasing, or both in proportion to `size`.
+    It computes torchvision's Resize(256) and CenterCrop(224), bilinear with antialiasing, or both in proportion to
+    `size`.
 
     Args:
-      paths: of the images.
+      paths: paths of the images.
       size: the side in pixels.
-      max_pixels: of an image, see `read_image`, and of one that is resized: of 1 x 40,000 pixels 256 x 10,240,000
-        would be made.
+      max_pixels: the largest image to read, see `read_image`, or to resize to: 1 x 40,000 pixels would become
+        256 x 10,240,000.
 
     Raises:
       ValueError: an image cannot be read, see `read_image`, or has too extreme an aspect ratio; the message names it.

@@ -1,4 +1,4 @@
-"""MNIST's four files, gzipped or not."""
+"""Reads MNIST's four files, gzipped or not."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ Arrays = dict[str, np.ndarray]
 _CLASSES = 10
 
 _ADDRESS = "https://storage.googleapis.com/cvdf-datasets/mnist/"
-# What is public there: the files' names, their sizes in bytes and their sha256.
+# The public files: their names, sizes in bytes and sha256.
 _FILES = {
     "train-images-idx3-ubyte.gz": (
         9912422,
@@ -40,13 +40,13 @@ def read_mnist(data_dir: Path | str) -> tuple[Arrays, Arrays]:
     """Reads training and test data from MNIST's four files, gzipped or not.
 
     Args:
-      data_dir: the folder they are in.
+      data_dir: their folder.
 
     Returns:
       Two dictionaries with `image`, uint8 [examples, 28, 28], and `label`, uint8 [examples].
 
     Raises:
-      FileNotFoundError: files are missing; the message says of each where it is public, its size and its sha256.
+      FileNotFoundError: files are missing; the message names each with its public address, size and sha256.
       ValueError: a file is damaged or does not fit the others; the message names it.
     """
     paths = find_files(Path(data_dir), _NAMES, f"MNIST's are public in {_ADDRESS}", _FACTS)

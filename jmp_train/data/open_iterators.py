@@ -1,4 +1,4 @@
-"""Iterators of grain that are still there when the interpreter ends, as those that a script holds by a global name."""
+"""Closes iterators of grain that still exist when the interpreter ends, such as those with a global name."""
 
 import atexit
 import weakref
@@ -8,10 +8,10 @@ _OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def closed_at_exit(iterator: Any) -> Any:
-    """Returns grain's iterator, which is closed when the interpreter ends, if not before.
+    """Returns grain's iterator after registering it to be closed when the interpreter ends.
 
-    Its own `__del__` closes it too late then: the names of grain's modules are gone, and Python prints "Exception
-    ignored". And its threads would still put arrays on devices while these are taken down.
+    Its own `__del__` would close it too late: the names of grain's modules are gone by then, and Python prints
+    "Exception ignored". Its threads would also still move arrays to devices that are being shut down.
 
     Args:
       iterator: a `grain.DatasetIterator`.
@@ -24,7 +24,7 @@ def closed_at_exit(iterator: Any) -> Any:
 def _close_all() -> None:
     for iterator in list(_OPEN):
         iterator.close()
-        vars(iterator).clear()  # the iterators that it reads from end now, too
+        vars(iterator).clear()  # also ends the iterators that it reads from
         iterator.close = _nothing  # for its `__del__`
 
 

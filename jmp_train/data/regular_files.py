@@ -1,4 +1,4 @@
-"""Opens data files: a pipe, a device or too little memory is an error that names the file."""
+"""Opens data files, with errors that name the file if it is a pipe or a device, or if memory runs out."""
 
 import os
 import stat
@@ -50,10 +50,10 @@ def read_bytes(path: Path, *, max_bytes: int = 2**30) -> bytes:
 
     Args:
       path: the file.
-      max_bytes: the largest file to take memory for.
+      max_bytes: the largest size to read.
 
     Raises:
-      ValueError: it is larger; the message names it.
+      ValueError: it is larger than `max_bytes`; the message names it.
       OSError: see `open_regular`.
     """
     with open_regular(path) as file:

@@ -1,7 +1,7 @@
-"""The order in which grain shuffles examples, of a whole epoch at once.
+"""The order in which grain shuffles examples, computed for a whole epoch at once.
 
-grain finds the place of one example by a cipher of at least 2**16 numbers, applied until the result is a place that
-exists: 350 times for 188 examples. Here the cipher is applied to all numbers at once.
+grain finds the place of one example by a cipher on at least 2**16 numbers, applied until the result is an existing
+place: 350 times for 188 examples. Here the cipher is applied to all numbers at once.
 """
 
 import functools
@@ -15,13 +15,13 @@ _LEAST_BITS = 16
 
 @functools.lru_cache(maxsize=4)
 def shuffled_order(count: int, seed: int) -> np.ndarray:
-    """Returns the order of one epoch, int64 [count], the one that grain's `MapDataset.shuffle` gives.
+    """Returns the order of one epoch, int64 [count], equal to that of grain's `MapDataset.shuffle`.
 
-    The memory that it takes is that of at most `4 * count`, or 2**16, numbers.
+    It takes the memory of at most `4 * count`, or 2**16, numbers.
 
     Args:
-      count: how many examples there are.
-      seed: of the epoch, below 2**32: grain adds the number of the epoch to the seed of the data set.
+      count: number of examples.
+      seed: seed of the epoch, below 2**32: grain adds the number of the epoch to the seed of the data set.
 
     Example:
       >>> shuffled_order(5, seed=0).tolist()
@@ -37,7 +37,7 @@ def shuffled_order(count: int, seed: int) -> np.ndarray:
     bits = max(bits + bits % 2, _LEAST_BITS)
     word = np.uint32 if bits <= 32 else np.uint64
     found = _simon(np.arange(2**bits, dtype=word), bits // 2, _round_keys(seed)).astype(np.int64)
-    for _ in range(bits - count.bit_length() - 2):  # each time twice as many steps as before
+    for _ in range(bits - count.bit_length() - 2):  # each pass doubles the number of cipher steps
         found = np.where(found < count, found, found[found])
     order = found[np.arange(count) % 2**bits]
     while (is_beyond := order >= count).any():
@@ -47,8 +47,8 @@ def shuffled_order(count: int, seed: int) -> np.ndarray:
 
 
 def _simon(values: np.ndarray, width: int, keys: list[int]) -> np.ndarray:
-    """Returns what the cipher makes of values of two words, each of `width` bits."""
-    mask = 2**width - 1  # a word's bits; arrays keep their dtype, of unsigned integers
+    """Returns the cipher's results for values of two words, each of `width` bits."""
+    mask = 2**width - 1  # a word's bits; the arrays keep their unsigned integer dtype
 
     def mixed(word: np.ndarray) -> np.ndarray:
         by_1, by_2, by_8 = ((word << shift | word >> width - shift) & mask for shift in (1, 2, 8))

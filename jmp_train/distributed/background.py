@@ -1,8 +1,8 @@
 """Threads that write checkpoints: the script's exit waits for them, and their failures are reported.
 
-Python joins threads when a script has ended, by an exception or not, so what is being written then is still finished.
-(It closes executors before, which is why orbax could not write any more.) A failure that `wait` has told nobody is
-told at the very end, on stderr and by exit code 1.
+Python joins threads when a script ends, with or without an exception, so the current write is still finished. (It
+closes executors before that, which is why orbax could not write any more.) A failure that `wait` has not raised is
+reported at the very end, on stderr and by exit code 1.
 """
 
 import atexit
@@ -18,7 +18,7 @@ import jax
 
 
 class _Write(threading.Thread):
-    """Writes a step, and keeps what became of it."""
+    """Writes a step, and keeps the error if it failed."""
 
     def __init__(self, step: int, directory: Path, write: Callable[[], None]) -> None:
         super().__init__(name=f"checkpoint {step}", daemon=False)
@@ -35,12 +35,12 @@ class _Write(threading.Thread):
             del self._write  # and the arrays
 
     def finish(self) -> None:
-        """Waits for the end."""
-        if self.ident is not None:  # it was started
+        """Waits until the step is written."""
+        if self.ident is not None:  # the thread was started
             self.join()
 
     def failure(self) -> str:
-        """Returns what is to be said of it if it has failed, else nothing."""
+        """Returns a description of the failure; an empty string if there was none."""
         if not self.is_alive() and self.error is None:
             return ""
         error = "it was interrupted" if self.is_alive() else self.error
@@ -49,7 +49,7 @@ class _Write(threading.Thread):
         )
 
 
-# The last of each store, while nobody was told how it ended. Of the whole process, as its end is.
+# The last write of each store while its outcome is unreported. It is global, as is the end of the process.
 _untold: list[_Write] = []
 
 
@@ -57,7 +57,7 @@ class BackgroundWriter:
     """Writes one step at a time in a thread.
 
     Args:
-      directory: where to, for messages.
+      directory: the destination, for messages.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -65,13 +65,13 @@ class BackgroundWriter:
         self._last: _Write | None = None
 
     def start(self, step: int, write: Callable[[], None]) -> None:
-        """Waits for the step before, and has `write` called by a thread; raises OSError as `wait` does."""
+        """Waits for the previous step, then calls `write` in a thread; raises OSError as `wait` does."""
         self.wait()
         self._last = _Write(step, self._directory, write)
         _untold.append(self._last)
         try:
             self._last.start()
-        except RuntimeError:  # Python starts none any more when it calls `atexit`'s functions
+        except RuntimeError:  # Python starts no more threads once it calls `atexit`'s functions
             self._last.run()
 
     def wait(self) -> None:
@@ -81,7 +81,7 @@ class BackgroundWriter:
             return
         last.finish()
         self._last = None
-        if last not in _untold:  # the end has told it
+        if last not in _untold:  # reported at the end
             return
         _untold.remove(last)
         if last.error is None:
@@ -94,20 +94,20 @@ class BackgroundWriter:
 
 
 def finish_writes() -> None:
-    """Waits until all that this process writes is written; for those who end it by `os._exit`."""
+    """Waits until all writes of this process are finished, for code that ends it by `os._exit`."""
     for write in _untold:
         write.finish()
 
 
 def tell_lost_steps() -> bool:
-    """Prints a line to stderr for each step that could not be written and of which nobody was told.
+    """Prints a line to stderr for each lost step that was not reported yet.
 
     Returns:
-      Whether there is one.
+      Whether there is a lost step.
     """
     lines = [line for write in _untold if (line := write.failure())]
     _untold.clear()
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed, or none
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed or None
         for line in lines:
             print(f"jmp_train: {line}", file=sys.stderr, flush=True)
     return bool(lines)
@@ -116,7 +116,7 @@ def tell_lost_steps() -> bool:
 def _leave_if_steps_are_lost() -> None:
     if not tell_lost_steps():
         return
-    # The other processes are at their end, and wait for this one.
+    # The other processes have ended their work, and wait for this one.
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
     logging.shutdown()

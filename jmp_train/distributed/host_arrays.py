@@ -1,4 +1,4 @@
-"""Moves arrays between devices and the host: a process's part of them, and their placement."""
+"""Moves arrays between devices and the host, and finds the placement of leaves and a process's part of them."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ _IMPLEMENTATIONS = {
 
 
 def is_divided(x: object) -> bool:
-    """Returns whether no process has all of a leaf."""
+    """Returns whether a leaf is divided between processes, so that none has all of it."""
     return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
 
 def local_data(x: ArrayLike) -> np.ndarray:
-    """Returns a leaf that is not divided between processes, of a key its data, as numpy has it."""
+    """Returns an undivided leaf as a NumPy array; for a random key, its data."""
     if is_key(x):
         x = jax.random.key_data(x)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -36,7 +36,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def placement(like: object) -> Sharding | None:
-    """Returns the sharding of a leaf, None if it is on no particular device."""
+    """Returns the sharding of a leaf; None if it is on no particular device."""
     fixed = isinstance(like, jax.ShapeDtypeStruct) or getattr(like, "committed", False)
     sharding = getattr(like, "sharding", None) if fixed else None
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
@@ -45,22 +45,22 @@ def placement(like: object) -> Sharding | None:
 
 
 def key_implementation(key: Any) -> str:
-    """Returns the name under which jax makes keys of the kind of `key`, or of the shape of one."""
+    """Returns jax's name for the implementation of a key, or of the shape of a key."""
     return _IMPLEMENTATIONS.get(str(key.dtype)) or str(jax.random.key_impl(key))
 
 
 def to_leaf(array: np.ndarray, like: Any, sharding: Sharding | None) -> Any:
-    """Returns an array as what another leaf is: an array on devices, a key, numpy's or a number.
+    """Returns an array converted to the kind of another leaf: a jax array, a key, a NumPy array or a number.
 
     Args:
-      array: of a key, its data.
+      array: the array; for a key, its data.
       like: the other leaf.
-      sharding: where to, of a key the key's; None for no particular device.
+      sharding: sharding of the result, or of the key; None for no particular device.
     """
     if not hasattr(like, "dtype"):
         return type(like)(array.item())
     if isinstance(like, np.ndarray | np.generic):
-        array = array.astype(like.dtype, copy=False)  # in its order of bytes
+        array = array.astype(like.dtype, copy=False)  # in its byte order
         return array if isinstance(like, np.ndarray) else array[()]
     if is_key(like):
         return jax.random.wrap_key_data(_placed(array, sharding), impl=key_implementation(like))

@@ -1,10 +1,10 @@
 """Several processes that train as one: how they start, agree before the first step, and share a state.
 
-    jt.distributed.initialize()                             # nothing to do for one process
+    jt.distributed.initialize()                             # no effect with one process
     jt.distributed.check_agreement(batch=batch, policy=policy, seed=seed)
     state = jt.broadcast_state(state, mesh)
 
-There is no recovery inside a process: when one dies, the others end too, and what started them starts
+There is no recovery inside a process: when one dies, the others end too, and their launcher starts
 them again.
 """
 
@@ -33,7 +33,7 @@ from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import named_leaves
 from jmp_train.types import Batch
 
-# What a launcher leaves in the environment of each process: how many there are, and who says so.
+# Environment variables by which launchers tell each process the number of processes.
 _LAUNCHERS = {
     "SLURM_NTASKS": "Slurm",
     "OMPI_COMM_WORLD_SIZE": "Open MPI",
@@ -41,11 +41,11 @@ _LAUNCHERS = {
     "WORLD_SIZE": "a launcher of torch's kind",
     "MEGASCALE_NUM_SLICES": "a TPU pod of several slices",
 }
-_TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")  # of Google's Kubernetes: those of a slice, by commas
-_INDEXED_JOB = "JOB_COMPLETION_INDEX"  # of Kubernetes; how many there are it does not say
+_TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")  # of Google's Kubernetes: a slice's, comma-separated
+_INDEXED_JOB = "JOB_COMPLETION_INDEX"  # of Kubernetes, which does not give the number of processes
 _SHOWN = 5  # differences that an error lists
-_SHUTDOWN_MARGIN = 15  # seconds that jax waits longer; then it aborts all processes, in many lines
-_READ_SECONDS = 0.5  # in which a launcher prints why, before what the others say of the loss
+_SHUTDOWN_MARGIN = 15  # further seconds that jax waits before it aborts all processes, in many lines
+_READ_SECONDS = 0.5  # time for a launcher to print the reason before the other processes report the loss
 
 
 def initialize(
@@ -59,35 +59,35 @@ def initialize(
     shutdown_timeout: int = 300,
     collective_timeout: int | None = None,
 ) -> None:
-    """Joins this process with the others of a training run; call it before anything else of jax.
+    """Joins this process with the others of a training run; call it before any other use of jax.
 
-    No argument is needed where the launcher sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as this
+    It needs no arguments if the launcher sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as this
     package's does, nor under Slurm, Open MPI 4, Kubernetes' indexed jobs and Google's Kubernetes with TPUs, which jax
-    detects. Otherwise give the first three. Where neither is there, this process is the only one and nothing happens.
+    detects. Otherwise pass the first three arguments. Without either, this process runs alone and nothing happens.
 
-    A process that ends with an uncaught exception leaves at once, so that the others notice; jax alone would
-    have it wait for them until `shutdown_timeout`, as it does after `sys.exit(1)`. One that has ended well, while
-    others still train, says so after that time and leaves with exit code 1.
+    A process that ends with an uncaught exception leaves at once, so that the others notice. By itself, jax would
+    make it wait for them until `shutdown_timeout`, as it does after `sys.exit(1)`. A process that ends well while
+    others still train waits for that time, then says so and exits with code 1.
 
     Args:
       coordinator_address: "host:port" on which process 0 listens and which all can reach.
-      num_processes: how many there are; 1 for no others, whatever the environment says.
-      process_id: which one this is, from 0.
-      local_device_ids: the GPUs of this machine that are this process'; None for all, or with Slurm and Open
+      num_processes: number of processes; 1 for no others, whatever the environment says.
+      process_id: index of this process, from 0.
+      local_device_ids: this process's GPUs on this machine; None for all, or under Slurm and Open
         MPI for the one of its local rank.
-      initialization_timeout: seconds that the processes wait for each other at the start; then they abort.
+      initialization_timeout: seconds that the processes wait for each other at the start before they abort.
       heartbeat_timeout: seconds without a heartbeat after which a process counts as dead.
-      shutdown_timeout: seconds that a process which is ready waits for the others to be.
-      collective_timeout: seconds that a reduction waits for a slow process; then it raises (on GPUs aborts)
-        in those that waited. None waits without end.
+      shutdown_timeout: seconds that a finished process waits for the others.
+      collective_timeout: seconds that a reduction waits for a slow process before the waiting processes raise an error
+        (on GPUs abort). None waits without end.
 
     Raises:
-      ValueError: a number is out of range, or there are several processes, and jax cannot tell how they meet.
+      ValueError: a number is out of range, or there are several processes and jax cannot tell how they meet.
       RuntimeError: jax was used before, or this is the second call.
 
     Warns:
-      UserWarning: this process has TPUs and nothing in its environment says whether others share them: the machine of
-        a TPU pod on Compute Engine is told so by a server alone, which `jax.distributed.initialize()` asks.
+      UserWarning: this process has TPUs, and its environment does not tell whether others share them. A machine of a
+        TPU pod on Compute Engine only learns this from a server, which `jax.distributed.initialize()` asks.
 
     Example:
       >>> from jmp_train import distributed
@@ -140,7 +140,7 @@ def initialize(
         timer.cancel()
     leaving = threading.Event()
     threading.Thread(target=_limit_shutdown, args=(leaving, shutdown_timeout, given["process_id"]), daemon=True).start()
-    atexit.register(_leave, leaving)  # before jax's own, which was registered earlier
+    atexit.register(_leave, leaving)  # runs before jax's own, which was registered earlier
 
 
 def is_main_process() -> bool:
@@ -155,17 +155,17 @@ def is_main_process() -> bool:
 
 
 def check_agreement(state: PyTree = None, batch: Batch = None, **values: object) -> None:
-    """Raises an error in all processes if they do not start from the same; all have to call it.
+    """Raises an error in all processes if their values differ; every process must call it.
 
     Args:
-      state: tree whose leaves must be equal to the last bit, a `TrainState` or parameters; of leaves that are
-        divided between processes only shapes and dtypes are compared.
-      batch: tree of arrays whose shapes and dtypes must be the same, not what they hold.
-      **values: whatever else must be the same, such as `policy` and `seed`: numbers, texts, policies; compared
-        by what they print.
+      state: tree whose leaves must be bitwise equal, such as a `TrainState` or parameters. For leaves that are
+        divided between processes, only shapes and dtypes are compared.
+      batch: tree of arrays whose shapes and dtypes must be equal; their values may differ.
+      **values: other values that must be equal, such as `policy` and `seed`: numbers, texts, policies. Their
+        printed forms are compared.
 
     Raises:
-      ValueError: processes differ; the message says in what, and names those in the minority.
+      ValueError: processes differ; the message lists the differences and the processes in the minority.
 
     Example:
       >>> import numpy as np
@@ -183,13 +183,13 @@ def check_agreement(state: PyTree = None, batch: Batch = None, **values: object)
 
 
 def broadcast_state(state: PyTree, mesh: Mesh | None = None, *, shardings: PyTree = None) -> Any:
-    """Returns the state of process 0, bit by bit, in all processes; all have to call it.
+    """Returns the state of process 0, bitwise, in all processes; every process must call it.
 
     Args:
-      state: tree of arrays and numbers, a `TrainState` for example, of the same shapes and dtypes everywhere.
-      mesh: where the result goes, a copy on each device of the mesh, as `data_parallel` and `sharded_step` want
-        it; None for the first device of each process, as `pmap_step` wants it. Numpy's arrays stay numpy's.
-      shardings: in place of a mesh, where each leaf goes, a tree like `state`, such as `fsdp_shardings` makes.
+      state: tree of arrays and numbers, such as a `TrainState`, with the same shapes and dtypes everywhere.
+      mesh: mesh on which every device gets a copy, as for `data_parallel` and `sharded_step`.
+        None puts the result on the first device of each process, as for `pmap_step`. NumPy arrays stay NumPy arrays.
+      shardings: shardings in place of a mesh, a tree like `state`, for example from `fsdp_shardings`.
 
     Raises:
       ValueError: `mesh` and `shardings` are both given, the processes' states differ in structure, shapes or
@@ -222,25 +222,25 @@ def broadcast_state(state: PyTree, mesh: Mesh | None = None, *, shardings: PyTre
 
 
 def broadcast_arrays(arrays: PyTree) -> Any:
-    """Returns process 0's numpy arrays, of the same shapes and dtypes everywhere, in all processes.
+    """Returns process 0's NumPy arrays in all processes, with the same shapes and dtypes everywhere.
 
     Args:
-      arrays: tree of numpy arrays.
+      arrays: tree of NumPy arrays.
     """
     if jax.process_count() == 1:
         return arrays
     from jax.experimental import multihost_utils
 
-    # As bytes: jax broadcasts by a sum with zeros, in which -0.0 loses its sign.
+    # As bytes, because jax broadcasts by a sum with zeros, in which -0.0 loses its sign.
     sent = multihost_utils.broadcast_one_to_all(jax.tree.map(as_bytes, arrays))
     return jax.tree.map(lambda x, data: data.view(x.dtype).reshape(x.shape), arrays, sent)
 
 
 def gather_texts(text: str) -> list[str]:
-    """Returns what each process says, in all of them.
+    """Returns the texts of all processes, in all processes.
 
     Args:
-      text: this one's.
+      text: the text of this process.
     """
     if jax.process_count() == 1:
         return [text]
@@ -264,7 +264,7 @@ def _number(variable: str) -> int | None:
 
 
 def _limit_collectives(seconds: int) -> None:
-    """Sets how long reductions wait for a slow process, which jax reads when it starts its devices."""
+    """Sets how long reductions wait for a slow process; jax reads it when it starts its devices."""
     flags = [
         os.environ.get("XLA_FLAGS", ""),
         f"--xla_cpu_collective_timeout_seconds={seconds}",
@@ -274,7 +274,7 @@ def _limit_collectives(seconds: int) -> None:
 
 
 def _report_lonely(given: dict[str, Any], seconds: int) -> None:
-    """Says what is about to happen: jax aborts the process without naming a reason."""
+    """Announces that jax is about to abort the process, which jax does without a reason."""
     print(
         f"process {given['process_id']} of {given['num_processes']} did not meet the others at "
         f"{given['coordinator_address']} within initialization_timeout={seconds} s",
@@ -284,7 +284,7 @@ def _report_lonely(given: dict[str, Any], seconds: int) -> None:
 
 
 def _launcher() -> str | None:
-    """Returns what in the environment says that this process is not the only one, if anything does."""
+    """Returns the environment variable that shows that this process is not the only one; None if there is none."""
     for variable, launcher in _LAUNCHERS.items():
         if (_number(variable) or 1) > 1:
             return f"{launcher} ({variable}={os.environ[variable]})"
@@ -296,9 +296,9 @@ def _launcher() -> str | None:
 
 
 def _warn_of_pod() -> None:
-    """Warns where this process may be one of a TPU pod's, of which its environment does not say anything."""
+    """Warns if this process may be one of a TPU pod's, which its environment does not tell."""
     platforms: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    has_tpus = (platforms or "").startswith("tpu")  # jax sets it where it finds TPUs and their library
+    has_tpus = (platforms or "").startswith("tpu")  # jax sets it if it finds TPUs and their library
     if has_tpus and not any(variable in os.environ for variable in _TPU_HOSTS):
         warnings.warn(
             "this process has TPUs, and trains alone: if the machine is one of a TPU pod's, call "
@@ -308,7 +308,7 @@ def _warn_of_pod() -> None:
 
 
 def _leave(leaving: threading.Event) -> None:
-    """Ends the process after an uncaught exception, without waiting for processes that wait for this one."""
+    """Ends the process after an uncaught exception, without waiting for other processes that wait for this one."""
     if getattr(sys, "last_value", None) is not None:
         tell_lost_steps()
         _end_at_once()
@@ -316,10 +316,10 @@ def _leave(leaving: threading.Event) -> None:
 
 
 def _limit_shutdown(leaving: threading.Event, seconds: int, process: int | None) -> None:
-    """Ends the process if it still waits for others so many seconds after it has begun to leave."""
+    """Ends the process if it still waits for others this many seconds after it began to leave."""
     leaving.wait()
     time.sleep(seconds)
-    if not jax.distributed.is_initialized():  # all have met, and what keeps it is something else
+    if not jax.distributed.is_initialized():  # all processes have met, so something else keeps this one
         return
     print(
         f"{'this process' if process is None else f'process {process}'} has ended its script, others have not "
@@ -333,7 +333,7 @@ def _limit_shutdown(leaving: threading.Event, seconds: int, process: int | None)
 
 def _end_at_once() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed
+        with suppress(OSError, ValueError, AttributeError):  # stderr is closed
             stream.flush()
     os._exit(1)
 
@@ -344,7 +344,7 @@ def _check_device_counts() -> None:
 
 
 def _printed(value: object) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # of functions, which differs
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # removes the addresses of functions, which differ
 
 
 def _kind(x: object) -> str:
@@ -355,12 +355,12 @@ def _kind(x: object) -> str:
 
 def _digest(x: ArrayLike) -> str:
     if is_divided(x):
-        return "divided"  # of which each process has another part
+        return "divided"  # each process has another part of it
     return hashlib.blake2b(as_bytes(local_data(x)).data, digest_size=8).hexdigest()
 
 
 def _gather(facts: dict[str, str]) -> list[dict[str, str]]:
-    """Returns the facts of all processes, or this one's alone if all are the same."""
+    """Returns the facts of all processes, or only this process's if all are equal."""
     from jax.experimental import multihost_utils
 
     text = json.dumps(facts)
@@ -371,7 +371,7 @@ def _gather(facts: dict[str, str]) -> list[dict[str, str]]:
 
 
 def _check_same(facts: list[dict[str, str]]) -> None:
-    """Raises ValueError if the facts of the processes are not the same."""
+    """Raises ValueError if the facts of the processes differ."""
     lines = _differences(facts)
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
@@ -380,7 +380,7 @@ def _check_same(facts: list[dict[str, str]]) -> None:
 
 
 def _differences(facts: list[dict[str, str]]) -> list[str]:
-    """Returns a line for each name whose value is not the same for all processes."""
+    """Returns a line for each name with different values in different processes."""
     names = dict.fromkeys(name for those in facts for name in those)
     lines = []
     for name in names:

@@ -1,9 +1,9 @@
 """Child processes that never outlive this one.
 
-Each command runs below a supervisor, a small process that ends the command and all that it started when it is
-told to, or when this process has ended: after SIGKILL, out of memory, in any way. What is ended gets SIGTERM, and
-after a grace time SIGKILL. On Linux that reaches even what has left the command's session; on macOS what is in the
-command's process group; on Windows, where there is no supervisor, the command itself.
+Each command runs below a supervisor, a small process. It ends the command and everything that the command started
+when it is asked to, or when this process has ended in any way, even by SIGKILL or out of memory. Processes get SIGTERM
+and, after a grace time, SIGKILL. On Linux that also reaches processes that have left the command's session; on macOS,
+those in the command's process group; on Windows, without a supervisor, the command itself.
 """
 
 import signal
@@ -18,22 +18,17 @@ from types import FrameType
 from typing import IO, Any, Self
 
 _SUPERVISOR = Path(__file__).with_name("child_supervisor.py")
-_KILL_SECONDS = 30.0  # for what SIGKILL does not end at once: it waits for a disk
+_KILL_SECONDS = 30.0  # for processes that SIGKILL does not end at once because they wait for a disk
 
 
 class ChildProcess:
-    """A command that runs in a session of its own; as a context manager, it is ended on leaving.
+    """A command that runs in its own session; as a context manager, it is ended on leaving.
 
     Args:
       command: the program and its arguments.
       environment: its environment variables; None for those of this process.
-      stdout: where its standard output goes, as for `subprocess.Popen`.
-      stderr: where its standard error goes, as for `subprocess.Popen`.
-      grace: seconds between SIGTERM and SIGKILL.
-      pass_files: file descriptors that the command inherits, under the same numbers (not on Windows).
-
-    Attributes:
-      stdout: its standard output, as bytes, if `stdout` was `subprocess.PIPE`.
+      stdout: destination of its standard output, as for `subprocess.Popen`.
+      stderr: destination of its standard error, as for `subprocess.Popen`.
       stderr: its standard error, as bytes, if `stderr` was `subprocess.PIPE`.
 
     Example:
@@ -72,14 +67,15 @@ class ChildProcess:
             self._channel, other = _socket_pair()
             with other:
                 self._process = subprocess.Popen(
-                    # Isolated (-I) from the current folder and the environment, without site (-S): at once there.
+                    # Isolated (-I) from the current folder and the environment, without site (-S), so that it starts
+                    # fast.
                     [
                         *(sys.executable, "-I", "-S", str(_SUPERVISOR)),
                         *(str(other.fileno()), str(grace)),
                         *command,
                     ],
                     pass_fds=[other.fileno(), *pass_files],
-                    start_new_session=True,  # so that the terminal's Ctrl-C is for this process
+                    start_new_session=True,  # so that only this process gets the terminal's Ctrl-C
                     **options,
                 )
         self.stdout: IO[bytes] | None = self._process.stdout
@@ -99,7 +95,7 @@ class ChildProcess:
         return self._look(0.0)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Returns the exit code when the command has ended, or None after that many seconds."""
+        """Returns the exit code once the command has ended, or None after that many seconds."""
         return self._look(timeout)
 
     def _look(self, timeout: float | None) -> int | None:
@@ -116,7 +112,7 @@ class ChildProcess:
             return None
         except OSError:
             text = b""
-        # SIGKILL if it was the supervisor that was killed, which ends the command.
+        # SIGKILL if the supervisor itself was killed, which ends the command.
         self._code = int(text) if text else -signal.SIGKILL
         return self._code
 
@@ -124,7 +120,7 @@ class ChildProcess:
         if self._channel is None:
             self._process.kill()
             return
-        with suppress(OSError):  # all has ended
+        with suppress(OSError):  # everything has ended
             self._channel.send(letter)
 
     def _wait_for_all(self, seconds: float) -> None:
@@ -140,13 +136,13 @@ class ChildProcess:
 
 
 def end(children: Sequence[ChildProcess]) -> None:
-    """Ends the processes and all that they have started, and returns when nothing of it is left.
+    """Ends the processes and everything that they started, and returns when none of it is left.
 
-    They get SIGTERM, and after their grace SIGKILL. An exception meanwhile, such as the one that a second Ctrl-C
-    makes, kills all at once and goes on.
+    They get SIGTERM, and after their grace time SIGKILL. An exception meanwhile, such as that of a second Ctrl-C,
+    kills all processes at once and propagates.
 
     Args:
-      children: those to end; what has ended before is left alone, but not what it has started.
+      children: the processes to end. For those that have ended, it ends what they started.
     """
     try:
         for child in children:
@@ -166,10 +162,10 @@ def end(children: Sequence[ChildProcess]) -> None:
 
 @contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Has SIGTERM, SIGHUP and SIGQUIT leave by SystemExit, each time, as SIGINT does by KeyboardInterrupt.
+    """Turns SIGTERM, SIGHUP and SIGQUIT into SystemExit, as Python turns SIGINT into KeyboardInterrupt.
 
-    So children are ended before this process ends. A signal that is ignored (`nohup`) stays so, and outside the main
-    thread nothing changes: signals cannot be handled there.
+    So children are ended before this process ends. An ignored signal (`nohup`) stays ignored, and outside the main
+    thread nothing changes, because signals cannot be handled there.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -178,7 +174,7 @@ def signals_as_exceptions() -> Iterator[None]:
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
-            number = getattr(signal, name, None)  # Windows has not all
+            number = getattr(signal, name, None)  # Windows does not have all of them
             if number is not None and signal.getsignal(number) == signal.SIG_DFL:
                 previous[number] = signal.signal(number, leave)
     try:
@@ -189,7 +185,7 @@ def signals_as_exceptions() -> Iterator[None]:
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Returns a pair of sockets, neither of which takes the number of a standard stream that is closed."""
+    """Returns a pair of sockets whose descriptors are not those of closed standard streams."""
     pairs = []
     while not pairs or min(end.fileno() for end in pairs[-1]) < 3:
         pairs.append(socket.socketpair())

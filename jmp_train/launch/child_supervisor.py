@@ -1,15 +1,15 @@
-"""Runs one command for `jmp_train.launch.child_processes`, and ends it and all that it started.
+"""Runs one command for `jmp_train.launch.child_processes`, and ends it with everything that it started.
 
     python -I -S child_supervisor.py CHANNEL GRACE COMMAND ...
 
-CHANNEL is the number of an open socket to the process that wants the command. Through it goes the command's exit code
-as soon as it has ended; through it comes `e`, to end what still runs, with SIGTERM and after GRACE seconds with
-SIGKILL, or `k`, SIGKILL at once. Its end says that the other process has ended, however it died, and means the same as
-`e`.
+CHANNEL is the descriptor of an open socket to the process that requested the command. The supervisor sends the
+command's exit code through it as soon as the command has ended. It receives `e`, to end what still runs, with SIGTERM
+and after GRACE seconds with SIGKILL, or `k`, for SIGKILL at once. The end of the channel shows that the other process
+has ended, however it died, and means the same as `e`.
 
-The command leads a session and group of its own. On Linux this process also becomes the parent of whatever below it
-loses its own (a subreaper, as an init process is), so that a daemon that has left the group is found too; elsewhere
-such a daemon stays. It imports only what Python itself has, and nothing of this package.
+The command leads its own session and group. On Linux, the supervisor also becomes the parent of orphans below it
+(a subreaper, like an init process), so that it finds daemons that have left the group; elsewhere
+such daemons survive. It imports only Python's standard library, and nothing of this package.
 """
 
 import os
@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-_POLL_MILLISECONDS = 20  # between looks at what still runs, while all is being ended
-_KILL_SECONDS = 30.0  # in which SIGKILL has effect, but for what waits for a disk: that is left
+_POLL_MILLISECONDS = 20  # between checks for running processes while all are being ended
+_KILL_SECONDS = 30.0  # time for SIGKILL to take effect; processes that still wait for a disk are left
 _SEES_CHILDREN = sys.platform == "linux" and os.path.exists("/proc/self/stat")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 
 
 def _main(channel: int, grace: float, command: list[str]) -> None:
@@ -46,7 +46,7 @@ def _main(channel: int, grace: float, command: list[str]) -> None:
         if channel in ready:
             order = _order(channel)
             if order in ("", "k"):
-                poll.unregister(channel)  # nothing more can come, or matter
+                poll.unregister(channel)  # no more orders can come
             now = time.monotonic()
             deadline = now if order == "k" else min(now + grace, deadline or float("inf"))
         running = _reap(leader) or code is None
@@ -59,15 +59,15 @@ def _main(channel: int, grace: float, command: list[str]) -> None:
 
 
 def _wake_at_signals() -> int:
-    """Returns a pipe to wait at that can be read after a signal; of signals only SIGKILL ends this process."""
+    """Returns a pipe that becomes readable after a signal, so that only SIGKILL ends this process."""
     wake, write = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # What is meant for all processes of a job reaches the command and the other process as well.
+    # Signals to all processes of a job also reach the command and the other process.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # which the command is to inherit
+        if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits ignored signals
             signal.signal(number, lambda *_: None)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) == signal.SIG_DFL:
@@ -87,10 +87,10 @@ def _start(command: list[str]) -> int:
         os.setsid()
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != supervisor:  # it died before
+            if os.getppid() != supervisor:  # it died before the call
                 os._exit(1)
         for number in (signal.SIGPIPE, getattr(signal, "SIGXFSZ", signal.SIGPIPE)):
-            signal.signal(number, signal.SIG_DFL)  # Python ignores them; that is inherited
+            signal.signal(number, signal.SIG_DFL)  # Python ignores them, and the command would inherit that
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
@@ -99,7 +99,7 @@ def _start(command: list[str]) -> int:
 
 
 def _prctl() -> Callable[..., int] | None:
-    """Returns Linux' prctl, None where there is none."""
+    """Returns Linux's prctl; None on other systems."""
     if sys.platform != "linux":
         return None
     try:
@@ -111,7 +111,7 @@ def _prctl() -> Callable[..., int] | None:
 
 
 def _let_go_of_streams() -> None:
-    """Leaves standard streams to the command: a pipe has to end when the command ends."""
+    """Closes the standard streams of this process, so that a pipe ends when the command ends."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
@@ -120,7 +120,7 @@ def _let_go_of_streams() -> None:
 def _exit_code(leader: int) -> int | None:
     """Returns the command's exit code, negative for a signal, or None while it runs.
 
-    On Linux it stays a zombie: as long as it is there, no other process can get its number.
+    On Linux the command stays a zombie, so that no other process can get its id.
     """
     if not _SEES_CHILDREN:
         pid, status = os.waitpid(leader, os.WNOHANG)
@@ -132,12 +132,12 @@ def _exit_code(leader: int) -> int | None:
 
 
 def _tell(channel: int, code: int) -> None:
-    with suppress(OSError):  # no one is there any more
+    with suppress(OSError):  # the other process has ended
         os.write(channel, f"{code}\n".encode())
 
 
 def _order(channel: int) -> str:
-    """Returns `e`, `k`, or nothing if there is nobody any more who could give an order."""
+    """Returns the order `e` or `k`, or an empty string if the other process has ended."""
     try:
         data = os.read(channel, 64)
     except OSError:
@@ -146,7 +146,7 @@ def _order(channel: int) -> str:
 
 
 def _reap(leader: int) -> bool:
-    """Clears away what has ended, but for the leader, and returns whether anything beside it still runs."""
+    """Reaps ended processes except the leader, and returns whether any other process still runs."""
     if not _SEES_CHILDREN:
         return _group_has_members(leader)
     running = False
@@ -154,7 +154,7 @@ def _reap(leader: int) -> bool:
         if child != leader:
             with suppress(ChildProcessError):
                 running |= os.waitpid(child, os.WNOHANG)[0] == 0
-    # One that has just ended may have left children of its own.
+    # A process that has just ended may have left children.
     return running or any(child != leader for child in _children())
 
 
@@ -169,13 +169,13 @@ def _group_has_members(leader: int) -> bool:
 def _signal_all(leader: int, kill: bool, asked: set[int]) -> None:
     """Kills the group and the orphans, or asks each once to end.
 
-    Only children of this process and their group are signaled: their process ids cannot have become another's.
-    What is below a child that has left the group comes here when that child has ended.
+    It signals only children of this process and their group, whose ids cannot belong to other processes.
+    Descendants of a child that has left the group become children of this process when that child ends.
     """
     with suppress(ProcessLookupError, PermissionError):
         if kill or leader not in asked:
             os.killpg(leader, signal.SIGKILL if kill else signal.SIGTERM)
-            asked.add(leader)  # now; it may have been too young to lead a group
+            asked.add(leader)  # only now, because it may have been too young to lead a group
     for child in _children():
         with suppress(ProcessLookupError, PermissionError):
             if os.getpgid(child) != leader and (kill or child not in asked):
@@ -184,7 +184,7 @@ def _signal_all(leader: int, kill: bool, asked: set[int]) -> None:
 
 
 def _children() -> Iterator[int]:
-    """Yields the children of this process; where they cannot be seen, none."""
+    """Yields the children of this process; none if they cannot be listed."""
     if not _SEES_CHILDREN:
         return
     own = str(os.getpid())

@@ -1,4 +1,4 @@
-"""`jmp-train launch`: one script as several processes on this machine, that start and end together."""
+"""`jmp-train launch`: one script as several processes on this machine that start and end together."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ from jmp_train.launch.rank_output import RankOutput, log_path, say
 
 _RUNNER = Path(__file__).with_name("rank.py")
 _COMMAND = "jmp-train"
-_READER_SECONDS = 5.0  # for the last lines; longer only if something that got away holds a pipe
+_READER_SECONDS = 5.0  # for the last lines; a process that escaped may hold a pipe longer
 
 
 def launch(
@@ -31,27 +31,27 @@ def launch(
 ) -> None:
     """Runs a Python script as several processes that `jmp_train.distributed.initialize` connects.
 
-    Each line that they print is printed with the number of its process in front; lines of more than 65,536
-    characters are truncated there. When one fails, the others are stopped, and if there are restarts left, all are
-    restarted: a script that saves checkpoints goes on from the last.
+    Each line that they print is printed with the number of its process in front; longer lines are split after 65,536
+    characters. When one process fails, the others are stopped. If restarts are left, all are
+    restarted, and a script that saves checkpoints continues from the last one.
 
-    The processes and what they start end with this one, however it ends (see `jmp_train.launch.child_processes`):
-    SIGTERM, SIGHUP, SIGQUIT and Ctrl-C ask them to, and a second of these kills them. What cannot be printed or written
-    to the logs is dropped, and a warning says so: training goes on.
+    The processes and what they start end with this one, however it ends (see `jmp_train.launch.child_processes`).
+    SIGTERM, SIGHUP, SIGQUIT and Ctrl-C ask them to end, and a second one kills them. Output that cannot be printed or
+    logged is dropped with a warning, and training goes on.
 
     Args:
       command: a script and its arguments, or `-m`, a module and its arguments; the script may be `jmp-train`.
-      count: how many processes.
-      devices_per_process: how many GPUs each gets, counted through, or on a CPU virtual devices.
-      logdir: where to write what each prints, as `rank_0.log` and so on; None for nowhere.
-      restarts: how many times to restart all after a failure.
+      count: number of processes.
+      devices_per_process: GPUs per process, numbered through, or on a CPU virtual devices.
+      logdir: folder for the output of each process, as `rank_0.log` and so on; None for no logs.
+      restarts: how many times to restart all processes after a failure.
       grace: seconds between asking a process to end and killing it.
       exit_timeout: seconds that processes may run on after the first has ended well; then they are stopped, which
-        counts as a failure. None for any time: `initialize` has time-outs of its own.
+        counts as a failure. None for no limit: `initialize` has its own time-outs.
 
     Raises:
       ValueError: a number is too small, or there is no script.
-      ChildProcessError: a process failed; the message says which ones.
+      ChildProcessError: a process failed; the message names the failed processes.
     """
     check_launch(command, count, devices_per_process, restarts, exit_timeout)
     command = [script_of(command[0]) or command[0], *command[1:]]
@@ -76,7 +76,7 @@ def _run(
     grace: float,
     exit_timeout: float | None,
 ) -> str | None:
-    """Runs the processes once; returns who failed, None if all is well."""
+    """Runs the processes once; returns a description of a failure, or None."""
     address = f"127.0.0.1:{_free_port()}"
     children: list[ChildProcess] = []
     readers: list[threading.Thread] = []
@@ -85,7 +85,7 @@ def _run(
         messages, write = stack.enter_context(_pipe())
         stack.enter_context(signals_as_exceptions())
         stack.callback(_join, readers)
-        stack.callback(end, children)  # the first to be called
+        stack.callback(end, children)  # runs first
         for rank in range(count):
             child = ChildProcess(
                 [sys.executable, str(_RUNNER), str(write), str(rank), *command],
@@ -112,7 +112,7 @@ def check_launch(
     restarts: int = 0,
     exit_timeout: float | None = None,
 ) -> None:
-    """Raises ValueError if `launch` cannot start that; see there."""
+    """Raises ValueError if the arguments of `launch` are invalid."""
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
     if devices_per_process < 1:
@@ -128,10 +128,10 @@ def check_launch(
 
 
 def script_of(name: str) -> str | None:
-    """Returns the file of a script, or of the command `jmp-train`, which need not be on the path; None if it has none.
+    """Returns the file of a script, or of the command `jmp-train`, even if not on the path; None if there is none.
 
     Args:
-      name: the script, as it is named.
+      name: the name of the script on the command line.
     """
     if Path(name).is_file():
         return name
@@ -163,13 +163,13 @@ def _environment(address: str, count: int, rank: int, devices: int) -> dict[str,
 
 
 def threads_for(devices: int) -> int:
-    """Returns NPROC for a CPU's virtual devices: with few threads they wait for each other for ever."""
+    """Returns NPROC for a CPU's virtual devices, which would wait for each other forever with too few threads."""
     return max(32, 2 * devices, os.cpu_count() or 1)
 
 
 @contextmanager
 def _pipe() -> Iterator[tuple[int, int]]:
-    """Gives a pipe, whose reading does not block; on Windows, which passes none on, -1 for both ends."""
+    """Yields a pipe with non-blocking reads; on Windows, which cannot pass pipes on, -1 for both ends."""
     if sys.platform == "win32":
         yield -1, -1
         return

@@ -1,4 +1,4 @@
-"""Standard output and error that do not stop a run: what cannot be written is dropped, with one warning."""
+"""Standard output and error that do not stop a run: output that cannot be written is dropped, with one warning."""
 
 import contextlib
 import io
@@ -10,16 +10,16 @@ from typing import IO
 
 
 class Output(io.TextIOBase):
-    """A text stream on top of another that raises nothing: a run outlives the disk or terminal it prints to.
+    """A text stream on top of another that raises no errors, so that a run outlives the disk or terminal it prints to.
 
-    Characters that the stream cannot encode become `?`. After the first write that fails all is dropped.
+    Characters that the stream cannot encode become `?`. After the first failed write, all output is dropped.
 
     Args:
-      stream: where to write; None, as Python has it for a closed standard stream, for nowhere.
-      on_failure: called with the error of the first write that fails; not if the reader has left (`| head`).
+      stream: the stream to write to; None, Python's value for a closed standard stream, drops everything.
+      on_failure: called with the error of the first failed write, unless the reader has left (`| head`).
 
     Attributes:
-      lost: the error that kept something from being written; None if there was none, or the reader left.
+      lost: the error of the first failed write; None if there was none, or the reader left.
 
     Example:
       >>> file = io.BytesIO()
@@ -33,7 +33,7 @@ class Output(io.TextIOBase):
         self._stream = stream
         self._on_failure = on_failure
         self._failed = False
-        self._lock = threading.RLock()  # a live display writes from a thread of its own
+        self._lock = threading.RLock()  # a live display writes from its own thread
         self.lost: Exception | None = None
 
     def write(self, text: str, /) -> int:
@@ -49,7 +49,7 @@ class Output(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is waiting, or drops it."""
+        """Writes buffered text, or drops it."""
         with self._lock:
             if self._stream is None or self._failed:
                 return
@@ -59,7 +59,7 @@ class Output(io.TextIOBase):
                 self._fail(error)
 
     def close(self) -> None:
-        """Does nothing: the stream is its owner's."""
+        """Does nothing, because the stream belongs to its owner."""
 
     def isatty(self) -> bool:
         """Returns whether the stream is a terminal."""
@@ -100,7 +100,7 @@ class Output(io.TextIOBase):
 
 
 def _drop_what_waits(stream: Output) -> None:
-    """Sends what a stream still holds nowhere, else Python tries again at its end, and fails for it."""
+    """Sends buffered text to nowhere; otherwise Python tries to write it again at exit, and fails."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -109,9 +109,9 @@ def _drop_what_waits(stream: Output) -> None:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Makes standard output and error an `Output` each; the first one's failure is a line on the second.
+    """Replaces standard output and error by `Output`s; a failure of the first is reported on the second.
 
-    As a context, or as a decorator of a command line's `main`.
+    Use it as a context, or as a decorator of a command line's `main`.
     """
     _prepare_descriptors()
     error = Output(sys.stderr)
@@ -126,9 +126,9 @@ def lasting_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_output() -> Iterator[Output]:
-    """Gives a command standard output for itself: what libraries print there goes to standard error meanwhile.
+    """Reserves standard output for a command: libraries that print there write to standard error meanwhile.
 
-    That holds for what they print from C, too. To be used within `lasting_output`.
+    This includes output from C. Use it within `lasting_output`.
     """
     error = sys.stderr
     output = sys.stdout
@@ -136,7 +136,7 @@ def own_output() -> Iterator[Output]:
     output.flush()
     try:
         number = output.fileno()
-    except (OSError, ValueError):  # no file, as in a notebook, or a closed one
+    except (OSError, ValueError):  # not a file, as in a notebook, or closed
         with contextlib.redirect_stdout(error):
             yield output
         output.flush()
@@ -153,11 +153,11 @@ def own_output() -> Iterator[Output]:
 
 
 def warn_of_loss(error: IO[str] | Output, why: Exception) -> None:
-    """Says that standard output cannot be written any more.
+    """Reports that standard output can no longer be written.
 
     Args:
-      error: where to say it.
-      why: what its `Output` was told.
+      error: the stream for the report.
+      why: the error of the failed write.
     """
     reason = why.strerror if isinstance(why, OSError) and why.strerror else why
     text = f"jmp-train: warning: standard output: {reason}; the rest is not printed"
@@ -165,18 +165,18 @@ def warn_of_loss(error: IO[str] | Output, why: Exception) -> None:
 
 
 def _prepare_descriptors() -> None:
-    """Opens those of 0, 1 and 2 that are closed to nowhere, and has writes wait for a slow reader.
+    """Opens closed descriptors among 0, 1 and 2 to nowhere, and makes writes wait for a slow reader.
 
-    Else a run's next file would get one of these descriptors, and what a library prints from C would land in a
-    checkpoint; and a pipe that some other program has set not to block would look like a full disk.
+    Otherwise the next file of a run would get one of these descriptors, and output of a library from C would land in a
+    checkpoint. A pipe that another program has set to non-blocking would look like a full disk.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
             os.set_inheritable(number, True)
     for number in (1, 2):
-        # Windows has it for pipes, from Python 3.12.
+        # Windows supports it for pipes from Python 3.12.
         with contextlib.suppress(OSError, AttributeError):
             os.set_blocking(number, True)

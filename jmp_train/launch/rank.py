@@ -1,19 +1,19 @@
-"""Runs a script as one process of `jmp-train launch`, as Python does but for its exit.
+"""Runs a script as one process of `jmp-train launch`, as Python does except for its exit.
 
     python rank.py PIPE RANK script arguments
     python rank.py PIPE RANK -m module arguments
 
-When the script fails, its process ends at once: jax would keep it until the others are ready to end, and they wait
-for it. When the script has ended well, RANK is written to PIPE, the number of an open file, before jax waits.
+When the script fails, its process ends at once. By itself, jax would keep it until the others are ready to end,
+while they wait for it. When the script has ended well, RANK is written to the open descriptor PIPE, before jax waits.
 
-It imports nothing but Python's own, so that the script may still choose jax's environment, and nothing from the
-script's folder or the current one. What it imports, the script may find imported.
+This module imports only Python's standard library, so that the script can still choose jax's environment, and nothing
+from the script's folder or the current one. The script may find these modules imported.
 """
 
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # the folder of this file, of which scripts see nothing
+    del sys.path[0]  # the folder of this file, which scripts should not see
 
 import atexit
 import os
@@ -24,11 +24,11 @@ from importlib.machinery import SourceFileLoader
 
 def _main(pipe: int, rank: str, command: list[str]) -> None:
     identity = None
-    with suppress(OSError):  # there is no such file on Windows
+    with suppress(OSError):  # the file does not exist on Windows
         os.set_inheritable(pipe, False)
         identity = os.fstat(pipe)
     for stream in (sys.stdout, sys.stderr):
-        if stream.errors == "strict":  # a character that the encoding lacks must not end the run
+        if stream.errors == "strict":  # characters outside the encoding must not end the run
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     process = os.getpid()
     try:
@@ -38,7 +38,7 @@ def _main(pipe: int, rank: str, command: list[str]) -> None:
             _leave(end.code)
         _tell_at_exit(process, pipe, identity, rank)
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the others must not wait
+    except BaseException as error:  # noqa: BLE001 - of any kind, because the others must not wait
         error.__traceback__ = _own_part(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(1)
@@ -46,7 +46,7 @@ def _main(pipe: int, rank: str, command: list[str]) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Runs `script arguments` or `-m module arguments`, with the path that Python gives it."""
+    """Runs `script arguments` or `-m module arguments`, with the `sys.path` that Python would set."""
     if command[0] == "-m":
         import runpy
 
@@ -62,32 +62,32 @@ def _run(command: list[str]) -> None:
     main = types.ModuleType("__main__")
     attributes = {"__file__": script, "__loader__": loader, "__cached__": None}
     main.__dict__.update(attributes, __builtins__=__builtins__)
-    sys.modules["__main__"] = main  # for as long as the process is there
+    sys.modules["__main__"] = main  # until the process ends
     exec(code, main.__dict__)  # noqa: S102 - the script
 
 
 def _put_first(folder: str) -> None:
-    if not sys.flags.safe_path:  # PYTHONSAFEPATH is the user's
+    if not sys.flags.safe_path:  # set by the user's PYTHONSAFEPATH
         sys.path.insert(0, folder)
 
 
 def _own_part(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """Returns a traceback without the frames of this file and of runpy, with which it begins."""
+    """Returns a traceback without its first frames, which are those of this file and of runpy."""
     while traceback and traceback.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         traceback = traceback.tb_next
     return traceback
 
 
 def _tell_at_exit(process: int, pipe: int, identity: os.stat_result | None, rank: str) -> None:
-    """Has the launcher know that the script has ended, when its threads have, before jax waits for others."""
+    """Notifies the launcher when the script and its threads have ended, before jax waits for others."""
 
     def tell() -> None:
         with suppress(OSError):  # the launcher has ended, or the script has closed all files
-            # Not a file of the script's that came after.
+            # Checked because the script may have opened another file under this number.
             if identity and os.path.samestat(os.fstat(pipe), identity):
                 os.write(pipe, f"{rank}\n".encode())
 
-    if os.getpid() == process:  # not a copy of it that the script has forked
+    if os.getpid() == process:  # not in a fork of the script
         atexit.register(tell)
 
 
@@ -97,11 +97,11 @@ def _leave(code: object) -> None:
         print(code, file=sys.stderr)
         code = 1
     writer = sys.modules.get("jmp_train.distributed.background")
-    if writer is not None:  # the script may have a checkpoint on its way
+    if writer is not None:  # the script may be writing a checkpoint
         writer.finish_writes()
         writer.tell_lost_steps()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # the script has closed it
+        with suppress(OSError, ValueError, AttributeError):  # the script has closed the stream
             stream.flush()
     os._exit(code & 0xFF)
 

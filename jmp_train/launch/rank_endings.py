@@ -10,20 +10,20 @@ from jmp_train.launch.child_processes import ChildProcess
 from jmp_train.launch.rank_output import say
 
 _POLL_SECONDS = 0.05
-_SETTLE_SECONDS = 1.0  # after a failure, in which others may fail of the same cause
-_NOTICE_SECONDS = 10.0  # after the first script's end, when the others are waited for aloud
+_SETTLE_SECONDS = 1.0  # after a failure, because others may fail for the same reason
+_NOTICE_SECONDS = 10.0  # after the end of the first script, before a message names the others
 
 
 @dataclass
 class Endings:
-    """Which processes have ended, and how.
+    """The processes that have ended, with exit codes and times.
 
     Attributes:
-      failed: the exit codes of those that failed, by their number, in the order in which they did.
-      ended: for those whose script has ended well, or that have ended so, since when (`time.monotonic`).
-      running: those that had not ended when they were last looked at.
-      late: whether those were given up whose script had not ended.
-      first_failure: when the first failed (`time.monotonic`); None if none did.
+      failed: the exit codes of failed processes, by their number, in the order of failure.
+      ended: the times (`time.monotonic`) at which scripts or processes ended well, by number.
+      running: the processes that had not ended at the last check.
+      late: True if the processes whose scripts had not ended were given up.
+      first_failure: time of the first failure (`time.monotonic`); None if there was none.
     """
 
     failed: dict[int, int] = field(default_factory=dict)
@@ -34,12 +34,12 @@ class Endings:
 
 
 def wait_for(children: Sequence[ChildProcess], messages: int, exit_timeout: float | None) -> Endings:
-    """Waits until all have ended, some have failed, or some run on for too long after others have ended.
+    """Waits until all have ended, some have failed, or some still run too long after the first has ended.
 
     Args:
       children: the processes, by their number.
-      messages: a pipe that does not block, in which those stand whose script has ended, a line for each.
-      exit_timeout: seconds that the others may run on after the first has ended well; None for any time.
+      messages: a non-blocking pipe with a line per process whose script has ended.
+      exit_timeout: seconds that the others may run on after the first has ended well; None for no limit.
     """
     endings = Endings()
     noticed = False
@@ -72,11 +72,11 @@ def wait_for(children: Sequence[ChildProcess], messages: int, exit_timeout: floa
 
 
 def reason(endings: Endings, exit_timeout: float | None) -> str | None:
-    """Returns who failed, in order, and who was stopped for that; None if all is well.
+    """Returns the failed processes, in order, and the ones stopped because of them, as a text; None if all is well.
 
     Args:
-      endings: what `wait_for` has returned.
-      exit_timeout: what it was given.
+      endings: from `wait_for`.
+      exit_timeout: the argument of `wait_for`.
     """
     if endings.late:
         return (
@@ -98,15 +98,15 @@ def reason(endings: Endings, exit_timeout: float | None) -> str | None:
 
 
 def _ended_before_others(endings: Endings) -> list[int]:
-    """Returns whose scripts had ended before the first failure, if not all had."""
+    """Returns the processes whose scripts had ended before the first failure, unless all had."""
     failure = endings.first_failure or 0.0
     before = [rank for rank, since in endings.ended.items() if since < failure]
     return before if set(before) < {*endings.failed, *endings.running, *endings.ended} else []
 
 
 def _told(messages: int) -> list[int]:
-    """Returns whose scripts have ended since the last look."""
-    with suppress(OSError):  # nothing is there
+    """Returns the processes whose scripts have ended since the last check."""
+    with suppress(OSError):  # the pipe is empty
         return [int(line) for line in os.read(messages, 65536).split()]
     return []
 

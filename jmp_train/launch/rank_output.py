@@ -1,6 +1,6 @@
 """Output of the processes of `jmp-train launch`: on standard output and in their logs.
 
-Each is read to its end whatever happens to where it goes: a process whose output nobody reads stops.
+Each is read to its end, even if it cannot be written, because a process whose output is not read stops.
 """
 
 import codecs
@@ -16,7 +16,7 @@ from typing import IO, Self
 
 from jmp_train.launch.output import Output, warn_of_loss
 
-LONGEST_LINE = 65536  # characters; what is longer is printed in pieces
+LONGEST_LINE = 65536  # characters; longer lines are printed in pieces
 
 _LINE_END = re.compile(r"\r\n|\n|\r(?!\Z)")  # a \r at the end may be half of a \r\n
 _CHUNK = 65536
@@ -26,21 +26,21 @@ class RankOutput:
     """Prints the lines of several processes, each with the number of its process in front.
 
     Args:
-      logdir: an existing folder in which what process 0 prints goes to `rank_0.log`, byte by byte, and so on; None
-        for nowhere.
+      logdir: an existing folder for logs, where process 0 is written to `rank_0.log`, byte by byte, and so on; None
+        for no logs.
     """
 
     def __init__(self, logdir: Path | None) -> None:
         self._logdir = logdir
         self._lock = threading.Lock()  # keeps lines apart
-        own = isinstance(sys.stdout, Output)  # which says itself what it cannot write
+        own = isinstance(sys.stdout, Output)  # which reports its own failures
         self._screen = sys.stdout if own else Output(sys.stdout, _warn_of_loss)
 
     def copy(self, pipe: IO[bytes], rank: int) -> None:
-        """Copies what a process prints until it prints no more.
+        """Copies the output of a process until its end.
 
         Args:
-          pipe: the process' output.
+          pipe: the process's output.
           rank: its number.
         """
         with pipe, _Log(self._logdir, rank) as log:
@@ -52,7 +52,7 @@ class RankOutput:
 
 
 class _Log:
-    """A file that is added to; where that fails, a warning says so, once."""
+    """A file to append to; the first failed write causes a warning."""
 
     def __init__(self, logdir: Path | None, rank: int) -> None:
         self._path = None if logdir is None else log_path(logdir, rank)
@@ -67,7 +67,7 @@ class _Log:
             self._file.close()
 
     def write(self, data: bytes) -> None:
-        """Writes the bytes, or as many as there is room for."""
+        """Writes the bytes, or as many as fit."""
         if self._path is None:
             return
         try:
@@ -81,7 +81,7 @@ class _Log:
 
 
 def log_path(logdir: Path, rank: int) -> Path:
-    """Returns where the log of a process is."""
+    """Returns the path of a process's log."""
     return logdir / f"rank_{rank}.log"
 
 
@@ -95,8 +95,8 @@ def _warn_of_loss(why: Exception) -> None:
 
 
 def _decoded(pipe: IO[bytes], log: _Log) -> Iterator[list[str]]:
-    """Yields the lines that a pipe brings, as many at a time as have come; the log gets the bytes."""
-    # As the processes encode.
+    """Yields the lines from a pipe, as many at a time as have arrived; the log gets the bytes."""
+    # The encoding of the processes.
     named, _, _ = os.environ.get("PYTHONIOENCODING", "").partition(":")
     encoding = named or locale.getpreferredencoding(False)
     decoder = codecs.getincrementaldecoder(encoding)("replace")

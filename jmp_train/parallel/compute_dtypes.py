@@ -1,7 +1,6 @@
-"""The all-gather dtype of a program's inputs: float16 for those that are only ever cast to float16.
+"""Dtypes in which a program's inputs can be gathered: float16 for inputs that are only ever cast to float16.
 
-A policy, a mode of AMP or autocast casts parameters where they are used, each in its own way. What is common to them
-is the traced program, and that is where it is looked up.
+Policies, AMP modes and autocast all cast parameters in their own way, so the casts are read from the traced program.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jmp_train.policies.autocasting import scan_counts
 
-# Hand their first operand's values on as they are, in another order or in part.
+# Pass on the values of their first operand, reordered or in part.
 _MOVE = frozenset(
     [
         "reshape",
@@ -35,14 +34,14 @@ _CALLS = frozenset(["jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "c
 
 
 def all_gather_dtypes(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Any]:
-    """Returns the dtype that all of a program's uses of each input cast it to; without such a dtype, the input's own.
+    """Returns for each input the one dtype to which all of its uses cast it; otherwise the input's own dtype.
 
     Args:
       jaxpr: the program.
-      variables: those of its inputs that are asked for.
+      variables: some of its inputs.
 
     Returns:
-      A dtype for each variable. Cast to it, and back, an input changes nothing of what the program computes.
+      A dtype per variable. Casting an input to it and back does not change the results of the program.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -63,7 +62,7 @@ def _lowest_precision(own: np.dtype, used: set[Any]) -> Any:
 
 
 def _uses(jaxpr: Jaxpr, variable: Any) -> Iterator[Any]:
-    """Yields the dtype of each use of a variable, its own where that is not a cast."""
+    """Yields the dtype to which each use of a variable casts it, or its own if the use is no cast."""
     if any(x is variable for x in jaxpr.outvars):
         yield variable.aval.dtype
     for equation in jaxpr.eqns:
@@ -88,7 +87,7 @@ def _use(program: Jaxpr, equation: Any, position: int) -> Iterator[Any]:
 
 
 def _bodies(equation: JaxprEqn, position: int) -> list[tuple[Any, int]]:
-    """Returns the programs in an equation that take one of its operands as it is, each with the input's number."""
+    """Returns the programs in an equation that take an operand unchanged, each with the number of that input."""
     params, name = equation.params, equation.primitive.name
     if name == "cond":
         return [(_open(branch), position - 1) for branch in params["branches"] if position]

@@ -1,4 +1,4 @@
-"""Checks that integers and flags of the model state are the same on all devices: they have no mean."""
+"""Checks that integers and flags of the model state are the same on all devices, because they have no mean."""
 
 import dataclasses
 
@@ -16,21 +16,21 @@ from jmp_train.types import Batch, ModelState
 
 
 def has_integers(model_state: ModelState) -> bool:
-    """Says whether a model state has whole numbers or flags, random keys aside."""
+    """Returns whether a model state has integers or flags other than random keys."""
     return any(_is_whole(x) for x in jax.tree.leaves(model_state))
 
 
 def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: Batch) -> None:
-    """Raises ValueError if whole numbers or flags of the next model state depend on a device's examples; names them.
+    """Raises ValueError with the names of integers or flags of the next model state that depend on a device's examples.
 
-    jax finds out in a trace of its own, where it can follow all of the loss function; where it cannot, nothing is
-    said. Random keys may differ, typed ones and raw ones (uint32 [..., 2]).
+    jax determines this in a separate trace. If that trace fails, nothing is raised. Random keys may differ, both
+    typed and raw ones (uint32 [..., 2]).
 
     Args:
       parallel: the step with its axes.
       mesh: the devices.
-      state: arrays, traced ones or their shapes, as is `batch`, which is whole.
-      batch: see `state`.
+      state: arrays, traced arrays or shapes.
+      batch: the whole batch, likewise.
     """
     if not has_integers(state.model_state):
         return
@@ -48,7 +48,7 @@ def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: 
     mapped = jax.shard_map(look, mesh=automatic(mesh), in_specs=(P(), P(axis)), out_specs=P(), axis_names={axis})
     try:
         jax.eval_shape(mapped, state, batch)
-    except Exception:  # noqa: BLE001  # of any kind: the step itself is traced without this book-keeping
+    except Exception:  # noqa: BLE001  # of any kind: the step itself is traced without these checks
         return
     if differing:
         raise ValueError(

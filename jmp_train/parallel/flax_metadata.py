@@ -18,19 +18,19 @@ from jmp_train.steps import TrainStep
 
 
 def is_box(x: object) -> bool:
-    """Says whether `x` is a linen module's array with metadata, as `nn.with_partitioning` makes them."""
+    """Returns whether `x` is a linen array with metadata, as created by `nn.with_partitioning`."""
     return isinstance(x, AxisMetadata)
 
 
 def specs_of_metadata(params: Params) -> Any:
-    """Returns a `PartitionSpec` for each parameter, those of its metadata; a prefix of the parameters' tree.
+    """Returns a tree prefix of `PartitionSpec`s from the metadata of the parameters.
 
-    Logical names are translated by flax's rules, those of the box or of `nn.logical_axis_rules`.
+    Logical names are translated by flax's rules: the box's own, or those of `nn.logical_axis_rules`.
 
     Args:
       params: pytree of arrays, or of their shapes.
     """
-    nnx: Any = sys.modules.get("flax.nnx")  # who has variables has loaded it
+    nnx: Any = sys.modules.get("flax.nnx")  # users with variables have imported it
 
     def spec_of(x: Any) -> Any:
         if is_box(x) and hasattr(x, "get_partition_spec"):
@@ -52,12 +52,12 @@ def _of_logical(names: Sequence[str | None] | None, rules: LogicalRules | None) 
 
 
 def with_inert_boxes(step: TrainStep, params: Params, axis: str) -> TrainStep:
-    """Returns a step whose boxed parameters may be unboxed within a `shard_map` over an axis.
+    """Returns a step whose boxed parameters can be unboxed within a `shard_map` over an axis.
 
-    There jax has a mesh in mind, and flax constrains what it unboxes: by names that are not axes of this mesh, by
-    the one that is manual or, in DenseGeneral's initializers, by those of other dimensions. Under plain jit there is
-    no mesh and the names do nothing. So it is here, too; where the caller has set a mesh, it is the manual axis alone
-    that is taken out.
+    Inside a `shard_map`, flax constrains the arrays that it unboxes by names that may be invalid there: unknown to this
+    mesh, the manual axis, or, in DenseGeneral's initializers, those of other dimensions. Under plain jit without a mesh
+    the names have no effect, and this step restores that. If the caller has set a mesh, only the manual axis is removed
+    from the names.
     """
     if not any(is_box(x) for x in jax.tree.leaves(params, is_leaf=is_box)):
         return step
@@ -68,7 +68,7 @@ def with_inert_boxes(step: TrainStep, params: Params, axis: str) -> TrainStep:
             return x
         return dataclasses.replace(x, names=tuple(without_axis(axis, name) for name in x.names))
 
-    @functools.wraps(step.loss_fn)  # with what an AMP mode says of it
+    @functools.wraps(step.loss_fn)  # keeps the attributes of an AMP mode
     def loss_fn(params: Params, *rest: PyTree) -> Any:
         if not outside.empty:
             return step.loss_fn(jax.tree.map(with_whole, params, is_leaf=is_box), *rest)

@@ -21,15 +21,15 @@ from jmp_train.policies import PyTree
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """Returns the mesh with axes that jax shards over by itself; explicit ones want inputs to be placed."""
+    """Returns the mesh with automatic axes; explicit ones require placed inputs."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
-    if isinstance(mesh, AbstractMesh):  # of devices that need not be there, see `jmp_train.planning`
+    if isinstance(mesh, AbstractMesh):  # a mesh without devices, see `jmp_train.planning`
         return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)  # pyright: ignore[reportReturnType]
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
-    """Returns how many devices are along a mesh axis; raises TypeError or ValueError if there is no such."""
+    """Returns the number of devices along a mesh axis; raises TypeError or ValueError if there is no such axis."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if axis not in mesh.shape:
@@ -39,11 +39,11 @@ def axis_size(mesh: Mesh, axis: str) -> int:
 
 
 def dimension_over(axis: str, sharding: NamedSharding) -> int:
-    """Returns which dimension of an array is sharded over a mesh axis; -1 if none is.
+    """Returns the dimension of an array that is sharded over a mesh axis; -1 if there is none.
 
     Args:
       axis: the mesh axis.
-      sharding: the array's.
+      sharding: the sharding of the array.
     """
     for dimension, entry in enumerate(sharding.spec):
         if entry == axis or (isinstance(entry, tuple) and axis in entry):
@@ -52,7 +52,7 @@ def dimension_over(axis: str, sharding: NamedSharding) -> int:
 
 
 def on_same_devices(sharding: Sharding, wanted: NamedSharding) -> bool:
-    """Says whether a sharding is over a mesh of the same devices, however it shards; explicit axes do not count."""
+    """Returns whether a sharding is over the same devices as another, whatever its spec; explicit axes do not count."""
     return (
         isinstance(sharding, NamedSharding)
         and sharding.device_set == wanted.device_set
@@ -65,15 +65,15 @@ def placed(
     shardings: PyTree,
     suffices: Callable[[Sharding, NamedSharding], bool] = operator.eq,
 ) -> Any:
-    """Returns a tree with its arrays on a mesh, so that one compiled program takes what comes from elsewhere, too.
+    """Returns a tree with its arrays moved to a mesh, so that one compiled program also takes arrays from elsewhere.
 
-    Where a mesh has devices of several processes nothing is done: jit takes an array of one process for the same
-    in all of them.
+    On a mesh over several processes nothing is moved, because jit takes an array of one process as equal in all of
+    them.
 
     Args:
-      tree: arrays of jax, not traced, or NumPy; other leaves are left alone.
-      shardings: a `NamedSharding` for all of them, or a tree or prefix tree of such.
-      suffices: `suffices(sharding, wanted)` says of a jax array whether it may stay where it is.
+      tree: jax arrays that are not traced, or NumPy arrays; other leaves stay.
+      shardings: a `NamedSharding` for all leaves, or a tree or prefix tree of them.
+      suffices: `suffices(sharding, wanted)` returns whether a jax array may stay where it is.
     """
     leaves, structure = jax.tree.flatten(tree)
     where = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
@@ -101,12 +101,12 @@ def without_axis(axis: str, entry: str | tuple[str, ...] | None) -> Any:
 
 @contextlib.contextmanager
 def over(mesh: Mesh) -> Iterator[None]:
-    """A context in which jax shards over a mesh by itself, whichever `jax.set_mesh` has set.
+    """A context in which jax shards over this mesh with automatic axes, whatever mesh `jax.set_mesh` has set.
 
-    It changes nothing where no mesh is set, nor within a `shard_map`.
+    It has no effect if no mesh is set, nor within a `shard_map`.
 
     Raises:
-      ValueError: a mesh of another number of devices is set, which jax does not let go of.
+      ValueError: `jax.set_mesh` has set a mesh with another number of devices, which jax cannot replace.
     """
     context, wanted = get_abstract_mesh(), automatic(mesh).abstract_mesh
     if context.empty or context.manual_axes or context == wanted:
@@ -122,7 +122,7 @@ def over(mesh: Mesh) -> Iterator[None]:
 
 
 def on_automatic_axes(tree: PyTree, mesh: Mesh) -> Any:
-    """Returns traced arrays whose types name explicit axes as ones whose sharding is jax's; nothing is moved.
+    """Returns traced arrays of explicitly sharded types as arrays on automatic axes; nothing is moved.
 
     Args:
       tree: any pytree.

@@ -1,8 +1,7 @@
-"""Pipeline parallelism: a model in stages, one on each device along a mesh axis.
+"""Pipeline parallelism: a model in stages, one per device along a mesh axis.
 
-A batch is split into micro-batches that follow each other from stage to stage, as in GPipe. A pipeline is a
-function of the model, not of the step: it stands inside the loss, and gradients, norm and overflow check are those of
-the whole model wherever its parts are.
+A batch is split into micro-batches that follow each other from stage to stage, as in GPipe. A pipeline is part of
+the model, inside the loss function. Gradients, norm and overflow check are therefore those of the whole model.
 """
 
 from collections.abc import Callable
@@ -25,27 +24,27 @@ Stage = Callable[[Any, Any, Any], Any]
 
 
 def pipeline(stage: Stage, mesh: Mesh, axis: str = "pipe", *, micro_batches: int = 1) -> Callable[..., Any]:
-    """Returns a function that sends a batch through as many stages as a mesh axis has devices.
+    """Returns a function that passes a batch through one stage per device of a mesh axis.
 
-    Of S stages and M micro-batches each device waits for S - 1 of M + S - 1 ticks. What a backward pass needs of all
-    micro-batches is kept; `jax.checkpoint(stage)` keeps their inputs alone.
+    With S stages and M micro-batches, each device waits for S - 1 of M + S - 1 ticks. The activations of all
+    micro-batches are stored for the backward pass; with `jax.checkpoint(stage)`, only the inputs of the stages.
 
     Args:
       stage: `stage(params, x, rng) -> y`, one stage; y has the shapes and dtypes of x. It must not reduce over `axis`.
       mesh: the devices.
       axis: the mesh axis along which the stages are placed.
-      micro_batches: into how many parts a batch is split along its first axis.
+      micro_batches: number of parts into which a batch is split along its first axis.
 
     Returns:
-      `run(params, x, rng=None) -> y`, a function compiled by jit. Leaves of `params` are [stages, ...], sharded as
-      `PartitionSpec("pipe")` says if each device is to store its own stage alone. `x` is an array or a tree of arrays
-      [examples, ...], and y one like it. `rng` is a random key, of which every stage gets one of its own for each
-      micro-batch, or None.
+      `run(params, x, rng=None) -> y`, compiled by jit. Leaves of `params` are [stages, ...]; shard them by
+      `PartitionSpec("pipe")` so that each device stores only its own stage. `x` is an array or a tree of arrays
+      [examples, ...], and y has the same structure. `rng` is None or a random key, from which every stage gets
+      its own key per micro-batch.
 
     Raises:
       TypeError: `mesh` is not a Mesh.
-      ValueError: the mesh has no such axis, or `micro_batches` is below 1. When called: a parameter has not one row
-        for each stage, `micro_batches` does not divide the batch, or a stage changes shapes or dtypes.
+      ValueError: the mesh has no such axis, or `micro_batches` is below 1. When called: a parameter does not have one
+        row per stage, `micro_batches` does not divide the batch, or a stage changes shapes or dtypes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -69,13 +68,13 @@ def pipeline_of_indexed(
     micro_batches: int,
     check: Callable[[Any, Any, Any], None] = lambda params, parts, rng: None,
 ) -> Callable[..., Any]:
-    """Returns a pipeline whose stages are told which one they are.
+    """Returns a pipeline whose stages get their own index.
 
     Args:
-      stage: `stage(index, params, x, rng)`; else see `pipeline`, as for the others.
+      stage: `stage(index, params, x, rng)`; otherwise as in `pipeline`.
       mesh: the devices.
       axis: the mesh axis along which the stages are placed.
-      micro_batches: into how many parts a batch is split.
+      micro_batches: number of parts into which a batch is split.
       check: `check(params, parts, rng)` is called before anything runs; `parts` are [micro_batches, examples, ...].
     """
     count = axis_size(mesh, axis)
@@ -94,7 +93,7 @@ def pipeline_of_indexed(
         check(params, parts, rng)
         in_ticks = partial(_in_ticks, stage, axis, count)
         outputs = _over_devices(in_ticks, mesh, axis)(params, parts, rng)
-        # Rows are [stages * micro_batches, ...], and those of the last stage are the model's.
+        # Rows are [stages * micro_batches, ...], and those of the last stage are the model's output.
         return jax.tree.map(lambda y: y[-micro_batches:].reshape(-1, *y.shape[2:]), outputs)
 
     return jax.jit(run)
@@ -116,22 +115,22 @@ def _over_devices(in_ticks: Callable[..., Any], mesh: Mesh, axis: str) -> Any:
 def _in_ticks(
     stage: Callable[..., Any], axis: str, count: int, params: Params, parts: Batch, rng: jax.Array | None
 ) -> Any:
-    """Returns what one device's stage makes of each micro-batch, one tick after another."""
+    """Returns the outputs of one device's stage for each micro-batch, computed one tick after another."""
     params = jax.tree.map(lambda x: x[0], params)
     index = lax.axis_index(axis) if count > 1 else jnp.int32(0)
     micro_batches = len(jax.tree.leaves(parts)[0])
     to_next = [(i, i + 1) for i in range(count - 1)]
 
     def tick(received: Batch, number: jax.Array) -> tuple[Any, Any]:
-        own = jnp.clip(number - index, 0, micro_batches - 1)  # of the tick's micro-batches
+        own = jnp.clip(number - index, 0, micro_batches - 1)  # the micro-batch of this tick
         first = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, own, keepdims=False), parts)
         x = jax.tree.map(lambda a, b: jnp.where(index == 0, a, b), first, received)
         key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, index), own)
         y = stage(index, params, x, key)
         return (jax.tree.map(lambda x: lax.ppermute(x, axis, to_next), y) if to_next else y), y
 
-    # Before their first tick stages run on a micro-batch that is not theirs, whose result nobody takes: on zeros a
-    # norm could have infinite derivatives, and zero times these is NaN.
+    # Before their first tick, stages run on a micro-batch that is not theirs, and the result is dropped. Zeros would
+    # not do: a norm could have infinite derivatives there, and zero times these is NaN.
     start = jax.tree.map(lambda x: x[0], parts)
     _, outputs = lax.scan(tick, start, jnp.arange(micro_batches + count - 1))
     return jax.tree.map(lambda y: y[count - 1 :], outputs)
@@ -151,6 +150,6 @@ def _check_stage(stage: Stage, params: Params, parts: Batch, rng: jax.Array | No
 
 
 def _surrounding(mesh: Mesh) -> Any:
-    """Returns the mesh of the `shard_map` that this is called in, if it is in one: jax takes no other there."""
+    """Returns the mesh of the surrounding `shard_map`, if any, because jax accepts no other mesh there."""
     context = jax.sharding.get_abstract_mesh()
     return context if context.manual_axes else automatic(mesh)

@@ -1,7 +1,7 @@
 """Shardings of a train state over a mesh: replicated, by the paths of parameters, or by shapes (ZeRO-1, FSDP).
 
-What the optimizer keeps of a parameter, moments and float32 master weights, also as codes and scales, is sharded as the
-parameter is, unless a form says otherwise: ZeRO-1 shards these alone, FSDP the parameters too.
+The optimizer's arrays for a parameter (moments and float32 master weights, also as codes and scales) are sharded as
+the parameter is. ZeRO-1 shards these arrays over more axes, and FSDP the parameters too.
 """
 
 import dataclasses
@@ -22,23 +22,23 @@ from jmp_train.policies.quantizing import BlockQuantized
 from jmp_train.steps import TrainState
 
 P = PartitionSpec
-MIN_SIZE = 2**12  # elements; less is not worth a message
+MIN_SIZE = 2**12  # elements; fewer are not worth a message
 
 
 def specs_by_path(params: Params, rules: Mapping[str, PartitionSpec | tuple[Any, ...]]) -> Any:
-    """Returns a `PartitionSpec` for each parameter, that of the first rule whose regular expression its path finds.
+    """Returns a `PartitionSpec` for each parameter, from the first rule whose regular expression matches its path.
 
     Args:
       params: pytree of arrays, or of their shapes.
-      rules: from a regular expression, searched for in a path such as "layers/0/kernel", to a spec, or a tuple of a
-        spec's entries. Parameters that no rule finds are replicated on every device.
+      rules: maps regular expressions, searched for in paths such as "layers/0/kernel", to specs, or tuples of
+        spec entries. Parameters that match no rule are replicated on every device.
 
     Returns:
       A tree like `params`.
 
     Raises:
       TypeError: `rules` is not a mapping, a key not a string, or a value not a spec.
-      ValueError: a rule is not a regular expression, finds no parameter, or has more entries than the parameter has
+      ValueError: a rule is not a regular expression, matches no parameter, or has more entries than the parameter has
         dimensions.
 
     Example:
@@ -74,23 +74,24 @@ def _as_spec(regex: str, spec: object) -> PartitionSpec:
 
 
 def state_shardings(state: TrainState, mesh: Mesh, *, params: PyTree = None) -> TrainState:
-    """Returns the shardings of a state whose parameters are sharded by given specs, as for tensor parallelism.
+    """Returns the shardings of a state from the specs of its parameters, as for tensor parallelism.
 
     Args:
-      state: a train state, or the shapes of one, as `jax.eval_shape` makes them.
+      state: a train state, or its shapes from `jax.eval_shape`.
       mesh: the devices.
-      params: tree or prefix tree like `state.params` of `PartitionSpec`s, such as `specs_by_path` or flax's
-        `nn.get_partition_spec` makes; None for what the parameters' own metadata say (`nn.with_partitioning`,
-        `nnx.with_partitioning`), and those without are replicated on every device.
+      params: tree or prefix tree of `PartitionSpec`s for `state.params`, for example from `specs_by_path` or flax's
+        `nn.get_partition_spec`. None takes the specs from the parameters' own metadata (`nn.with_partitioning`,
+        `nnx.with_partitioning`), and replicates parameters without.
 
     Returns:
       A tree like `state` of `NamedSharding`s, for `jax.device_put(state, shardings)` and
-      `sharded_step(step, mesh, shardings=shardings)`. What the optimizer keeps for a parameter, in its shape, is
+      `sharded_step(step, mesh, shardings=shardings)`. Optimizer arrays with the shape of their parameter are sharded
+      as the parameter is; everything else is replicated.
       sharded as the parameter is; all else is replicated.
 
     Raises:
       TypeError: `state` is not a `TrainState`.
-      ValueError: a spec names an axis that the mesh lacks, or does not divide its parameter; the message names it.
+      ValueError: a spec names an unknown axis, or does not divide its parameter; the message names the parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -115,22 +116,22 @@ def zero1_shardings(
 ) -> TrainState:
     """Returns the shardings of a state whose optimizer state is sharded over the devices that share a batch.
 
-    Each device keeps and updates its part of moments and master weights; parameters are replicated on all of them.
+    Each device stores and updates its part of the moments and master weights; parameters are replicated on all devices.
 
     Args:
-      state: see `state_shardings`, as are `mesh` and `params`.
+      state: see `state_shardings`.
       mesh: the devices.
-      axis: the mesh axis to shard over. An array is sharded along the longest of its dimensions that the axis divides
-        and that `params` has not sharded.
-      params: how parameters are sharded already.
-      min_size: arrays with fewer elements are left alone.
+      axis: the mesh axis to shard over. An array is sharded along the longest of the dimensions that the axis divides
+        and that `params` does not shard.
+      params: specs of the parameters; see `state_shardings`.
+      min_size: arrays with fewer elements are not sharded over `axis`.
 
     Returns:
       See `state_shardings`.
 
     Raises:
       TypeError: see `state_shardings`.
-      ValueError: the mesh has no such axis, or see `state_shardings`.
+      ValueError: the mesh has no such axis; also see `state_shardings`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -157,17 +158,17 @@ def fsdp_shardings(
     params: PyTree = None,
     min_size: int = MIN_SIZE,
 ) -> TrainState:
-    """Returns the shardings of a state whose parameters are sharded, too, over the devices that share a batch.
+    """Returns the shardings of a state whose parameters are also sharded over the devices that share a batch.
 
-    `sharded_step` gathers them for the step, in the compute dtype, and adds gradients up in float32, each device
+    `sharded_step` gathers the parameters in the compute dtype, and sums the gradients in float32, each device
     its own part of them.
 
     Args:
-      state: see `zero1_shardings`, as are the others.
+      state: see `state_shardings`.
       mesh: the devices.
-      axis: the mesh axis to shard over.
-      params: how parameters are sharded already.
-      min_size: arrays with fewer elements are left alone.
+      axis: the mesh axis to shard over; see `zero1_shardings`.
+      params: specs of the parameters; see `state_shardings`.
+      min_size: arrays with fewer elements are not sharded over `axis`.
 
     Returns:
       See `state_shardings`.
@@ -194,12 +195,13 @@ def full_shardings(state: TrainState, shardings: object, mesh: Mesh) -> TrainSta
     """Returns a sharding for each array of a state.
 
     Args:
-      state: a train state, or the shapes of one.
+      state: a train state, or its shapes.
       shardings: a tree or a prefix tree of `NamedSharding`s or `PartitionSpec`s.
       mesh: the devices.
 
     Raises:
-      ValueError: a part of the tree is another state's, or a sharding does not fit its array; the message names it.
+      ValueError: a part of the tree belongs to another state, or a sharding does not fit its array; the message names
+        it.
     """
     specs = _broadcast(shardings, state, "shardings must have a sharding for each array of the state")
 
@@ -211,13 +213,13 @@ def full_shardings(state: TrainState, shardings: object, mesh: Mesh) -> TrainSta
 
 
 def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> Any:
-    """Returns along which dimension the gradient of each parameter is best sharded over an axis; -1 for none.
+    """Returns the dimension along which the gradient of each parameter is best sharded over an axis; -1 for none.
 
-    Where the optimizer has its part of a parameter alone, it needs that part of the gradient.
+    A device with only a part of a parameter in its optimizer state needs only that part of the gradient.
 
     Args:
-      state: a train state, or the shapes of one.
-      shardings: those of its arrays.
+      state: a train state, or its shapes.
+      shardings: the shardings of its arrays.
       axis: the mesh axis.
     """
     found = {
@@ -233,7 +235,7 @@ def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> 
 
 @dataclasses.dataclass(frozen=True)
 class _ShapeRule:
-    """The rule on shapes: along the longest dimension that can be divided and is whole."""
+    """The rule on shapes: shards the longest dimension that the axis divides and that is not sharded yet."""
 
     axis: str
     count: int
@@ -289,10 +291,10 @@ def _placed(
 
 
 def _owners(state: TrainState) -> dict[KeyPath, KeyPath]:
-    """Returns, by their paths, to which parameter the arrays of the optimizer's state belong.
+    """Returns the path of the parameter to which each array of the optimizer state belongs, by the array's path.
 
-    optax keeps such arrays in trees like the parameters, so their paths end in the parameter's; the longest such
-    end counts, and the shape has to be the same.
+    optax keeps such arrays in trees like the parameters, so their paths end in the parameter's path. The longest such
+    end counts, and the shapes must be equal.
     """
     shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
     owners = {}
@@ -306,9 +308,9 @@ def _owners(state: TrainState) -> dict[KeyPath, KeyPath]:
 
 
 def _spec_of_scales(x: BlockQuantized, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """Returns how scales are sharded: as their codes, but not along blocks that these cut."""
+    """Returns the spec of scales: that of their codes, except along an axis where it would cut blocks."""
     entries = [*spec, *(None,) * (x.codes.ndim - len(spec))]
-    first = x.scales.ndim - 1  # of the axes that blocks lie in
+    first = x.scales.ndim - 1  # the first axis along which blocks lie
     along = entries[first] if first < len(entries) and not any(entries[first + 1 :]) else None
     axes = along if isinstance(along, tuple) else () if along is None else (along,)
     count = math.prod(axis_size(mesh, axis) for axis in axes)
@@ -332,7 +334,7 @@ def _checked_specs(params: Params, specs: object, mesh: Mesh) -> Any:
 
 
 def _broadcast(prefix: object, tree: PyTree, message: str) -> Any:
-    """Returns a tree like another of what a prefix tree has for its parts."""
+    """Returns a prefix tree broadcast to the structure of another tree."""
     try:
         return jax.tree.broadcast(prefix, tree, is_leaf=_is_spec)
     except ValueError as error:
@@ -341,7 +343,7 @@ def _broadcast(prefix: object, tree: PyTree, message: str) -> Any:
 
 
 def _checked_spec(what: str, x: jax.Array, spec: object, mesh: Mesh) -> PartitionSpec:
-    """Returns a spec, or that of a sharding, if it fits an array; else raises ValueError."""
+    """Returns a spec, or the spec of a sharding, if it fits an array; otherwise raises ValueError."""
     if isinstance(spec, NamedSharding):
         spec = spec.spec
     if not _is_spec(spec):

@@ -1,7 +1,7 @@
-"""Pipeline stages of any shapes: their parameters packed into one array with a row for each device.
+"""Pipeline stages of any shapes, with parameters packed into one array with a row per device.
 
-One program runs on all devices, and an array has equal parts on them. So a device's parameters are one row, as
-long as the longest, and what a stage passes on has the width of the largest activation.
+One program runs on all devices, and an array has equal parts on them. So each device's parameters are one row, as
+long as the longest one, and a stage's output is padded to the width of the largest activation.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ from jmp_train.policies.pytrees import is_float_array, named_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A model's stages, one for each device along a mesh axis, that need not be alike.
+    """A model's stages of any shapes, one per device along a mesh axis.
 
-    The packed parameters are one leaf: a policy casts them all alike, rules on paths do not see what is in it, and
-    optimizers that look at whole layers (LAMB, Adafactor) take a stage for a layer.
+    The packed parameters are one leaf. So a policy casts them all alike, rules on paths do not see single parameters,
+    and optimizers that look at whole layers (LAMB, Adafactor) treat a stage as one layer.
 
     Args:
-      functions: `function(params, x, rng) -> y` of each stage. `x` and `y` are arrays [examples, ...] of one dtype, and
-        each stage takes what the one before it returns.
-      params: the parameters of each stage, trees of arrays of one floating dtype; their shapes are kept.
+      functions: `function(params, x, rng) -> y` for each stage. `x` and `y` are arrays [examples, ...] of one dtype,
+        and each stage takes the output of the previous one.
+      params: the parameters of each stage, trees of arrays of one floating dtype. The class keeps their shapes.
 
     Raises:
       ValueError: functions and parameters differ in number, or a parameter has another dtype than the first one;
@@ -72,8 +72,8 @@ class Stages:
         """Returns the parameters as one array [stages, elements of the largest stage], padded with zeros.
 
         Args:
-          params: the parameters of each stage, of the shapes that they were made with; or anything like them, such
-            as gradients.
+          params: the parameters of each stage, with the shapes passed to the class; or trees like them, such as
+            gradients.
 
         Raises:
           ValueError: a stage has another structure, or a leaf another shape.
@@ -89,7 +89,7 @@ class Stages:
         """Returns the parameters of each stage.
 
         Args:
-          packed: what `pack` returned, in any dtype.
+          packed: the result of `pack`, in any dtype.
         """
         return [self._unpack_row(number, row) for number, row in enumerate(packed)]
 
@@ -102,19 +102,19 @@ class Stages:
         return jax.tree.unflatten(structure, arrays)
 
     def pipeline(self, mesh: Mesh, axis: str = "pipe", *, micro_batches: int = 1) -> Callable[..., jax.Array]:
-        """Returns a function that sends a batch through the stages; see `pipeline`.
+        """Returns a function that passes a batch through the stages; see `pipeline`.
 
         Args:
           mesh: the devices.
-          axis: the mesh axis along which the stages are placed. They must not reduce over it, nor over another axis
-            that jax shards over by itself.
-          micro_batches: into how many parts a batch is split along its first axis.
+          axis: the mesh axis along which the stages are placed. They must not reduce over it, nor over another
+            automatic axis.
+          micro_batches: number of parts into which a batch is split along its first axis.
 
         Returns:
-          `run(packed, x, rng=None) -> y`; y is what the last stage returns.
+          `run(packed, x, rng=None) -> y`, where y is the output of the last stage.
 
         Raises:
-          ValueError: the axis has not one device for each stage, or `micro_batches` is below 1. When called:
+          ValueError: the axis does not have one device per stage, or `micro_batches` is below 1. When called:
             `micro_batches` does not divide the batch, or a stage returns another dtype than it takes.
         """
         count = axis_size(mesh, axis)
@@ -142,7 +142,7 @@ class Stages:
         return jax.jit(run)
 
     def _activations(self, packed: jax.Array, x: jax.Array, rng: jax.Array | None) -> list[tuple[int, ...]]:
-        """Returns the shape of an example of what each stage takes, and of what the last returns."""
+        """Returns the shape of one example of each stage's input, and of the last output."""
         shapes = [x.shape[1:]]
         value: Any = x
         for number, (function, tree) in enumerate(zip(self.functions, self._shapes, strict=True)):

@@ -1,9 +1,8 @@
 """Data-parallel train steps by `shard_map`, `pmap` or `jit`, each with the signature of the step.
 
-The batch is split along its first axis, a `jmp_train.graphs.stack` between its graphs; the state is the same
-everywhere. Gradients stay local until they are averaged in the policy's `reduce_dtype`; loss, floating and
-complex aux and model state are averaged; the
-step is taken or skipped by all devices together, and each draws from a key of its own.
+The batch is split along its first axis (a `jmp_train.graphs.stack` between its graphs), and the state is replicated.
+Gradients stay local until they are averaged in the policy's `reduce_dtype`. Loss, model state, and floating and complex
+aux are averaged too. All devices take or skip the step together, and each draws from its own random key.
 """
 
 import functools
@@ -66,27 +65,27 @@ def data_parallel(
     *,
     donate_argnums: int | Sequence[int] = (),
 ) -> Step:
-    """Returns a step that runs on all devices along an axis of a mesh, by `shard_map`; it is compiled already.
+    """Returns a compiled step that runs on all devices along a mesh axis, by `shard_map`.
 
-    Within `jax.jit`, `jax.lax.scan` and other transformations it is a part of their program. Other axes of the
+    Within `jax.jit`, `jax.lax.scan` and other transformations it becomes part of their program. Other axes of the
     mesh are left to jax. Several processes run it with a mesh of all their devices and a batch that is one array
     over these.
 
     Args:
-      step: what `train_step` returned.
+      step: from `train_step`.
       mesh: the devices, for example `jax.make_mesh((8,), ("data",))`.
       axis: the mesh axis along which the batch is split.
-      donate_argnums: as for jit; 0 lets the next state take the memory of the last. An outer jit has its own.
+      donate_argnums: as for jit; 0 lets the next state reuse the memory of the last one. An outer jit has its own.
 
     Returns:
       A pure function `(state, batch) -> (state, metrics)`. Metrics are those of the whole batch; aux that is neither
-      floating nor complex is the first device's. What is not on the mesh's devices yet, such as NumPy's
-      arrays, is put there first.
+      floating nor complex is the first device's. Arrays that are not on the mesh's devices yet, such as NumPy
+      arrays, are moved there first.
 
     Raises:
-      TypeError: `step` is not a `TrainStep`; when called, the batch has a graph that is in no stack.
+      TypeError: `step` is not a `TrainStep`; when called, the batch has a graph outside a stack.
       ValueError: the mesh has no such axis; when called, the number of its devices does not divide the batch, or
-        whole numbers or flags of the model state depend on a device's own examples.
+        integers or flags of the model state depend on a device's own examples.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -105,7 +104,7 @@ def data_parallel(
 
     def on_traced(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_same_state(parallel, mesh, state, batch)
-        # The step names its reductions, and so does not need jax to find out what varies.
+        # The step names its reductions, so jax need not find out which values vary.
         mapped = jax.shard_map(
             with_inert_boxes(parallel, state.params, axis),
             mesh=automatic(mesh),
@@ -129,17 +128,17 @@ def pmap_step(
     devices: Sequence[Any] | None = None,
     donate_argnums: int | Sequence[int] = (),
 ) -> Step:
-    """Returns a step that runs on several devices of this process, by `pmap`; it is compiled already.
+    """Returns a compiled step that runs on several devices of this process, by `pmap`.
 
     Args:
-      step: what `train_step` returned.
+      step: from `train_step`.
       axis: a name for the devices.
-      devices: which; None for all local ones.
-      donate_argnums: as for jit; 0 lets the next state take the memory of the last.
+      devices: the devices; None for all local ones.
+      donate_argnums: as for jit; 0 lets the next state reuse the memory of the last one.
 
     Returns:
-      A function `(state, batch) -> (state, metrics)` that wants no jit. The state goes in and comes out as on
-      one device, and the batch whole. Of several processes each brings the batch of its own devices.
+      A function `(state, batch) -> (state, metrics)` that needs no jit. It takes and returns the state as
+      on one device, and takes the whole batch. Each of several processes passes the batch of its own devices.
 
     Raises:
       TypeError: see `data_parallel`.
@@ -196,30 +195,30 @@ def sharded_step(
     shardings: PyTree = None,
     donate_argnums: int | Sequence[int] = (),
 ) -> Step:
-    """Returns a step by plain `jit`, with arrays that are sharded over a mesh; it is compiled already.
+    """Returns a compiled step by plain `jit`, with arrays that are sharded over a mesh.
 
-    What jit makes of a whole batch by itself adds gradients over the devices in the compute dtype. Here each
-    device's gradients are apart until they are averaged, as in `data_parallel`; all else is jit's. With `shardings`
-    the state may be sharded over the mesh in any way: parameters over other axes (tensor parallelism), the optimizer's
-    state over `axis` (ZeRO-1), parameters too (FSDP). Norm, overflow check and clipping see all of it.
+    Plain jit sums the gradients of a batch over the devices in the compute dtype. Here, each device's gradients stay
+    apart until they are averaged, as in `data_parallel`; jit does everything else. With `shardings`, the state may be
+    sharded over the mesh in any way: parameters over other axes (tensor parallelism), optimizer state over `axis`
+    (ZeRO-1), or parameters too (FSDP). Norm, overflow check and clipping see the whole state.
 
     Args:
       step: see `data_parallel`.
       mesh: see `data_parallel`.
       axis: see `data_parallel`.
-      shardings: of the state's arrays, as `state_shardings`, `zero1_shardings` or `fsdp_shardings` returns them, or
+      shardings: the shardings of the state's arrays, from `state_shardings`, `zero1_shardings` or `fsdp_shardings`, or
         any tree or prefix tree of shardings or `PartitionSpec`s, such as flax's `nn.get_sharding(state, mesh)`; the
-        next state has the same. None for replicated ones. Parameters that are sharded over `axis` are gathered in the
-        dtype that all of their uses cast them to; gradients are added up in the policy's `reduce_dtype`, and where the
-        parameter or its optimizer state is sharded over `axis`, each device gets its part of the sum alone.
+        next state has the same. None replicates the state. Parameters that are sharded over `axis` are gathered in the
+        dtype to which all of their uses cast them. Gradients are summed in the policy's `reduce_dtype`. If the
+        parameter or its optimizer state is sharded over `axis`, each device gets only its own part of the sum.
       donate_argnums: see `data_parallel`.
 
     Returns:
-      See `data_parallel`; aux that is neither floating nor complex has one row for each device.
+      See `data_parallel`; aux that is neither floating nor complex has one row per device.
 
     Raises:
       TypeError: see `data_parallel`.
-      ValueError: see `data_parallel`; when called, `shardings` are those of another state
+      ValueError: see `data_parallel`; when called, `shardings` belong to another state
         or do not fit its arrays.
 
     Example:
@@ -279,7 +278,7 @@ def sharded_step(
 
 
 def _replicated_and_split(mesh: Mesh, axis: str) -> tuple[NamedSharding, NamedSharding]:
-    """Returns the shardings of what each device has all of, and of a batch along a mesh axis, which must be there."""
+    """Returns the shardings of a replicated array and of a batch along a mesh axis; raises if there is no such axis."""
     axis_size(mesh, axis)
     return NamedSharding(automatic(mesh), P()), NamedSharding(automatic(mesh), P(axis))
 
@@ -291,7 +290,7 @@ def _on_mesh(
     put: Callable[[TrainState, Batch], tuple[TrainState, Batch]],
     run: Step,
 ) -> Step:
-    """Returns a step that checks what it is given before it runs, and puts it on the mesh where it is not traced."""
+    """Returns a step that first checks its arguments and, unless they are traced, moves them to the mesh."""
     count = axis_size(mesh, axis)
 
     def on_all(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -308,7 +307,7 @@ def _on_mesh(
 
 
 def _grad_dimensions(state: TrainState, shardings: TrainState | None, axis: str) -> Any:
-    """Returns along which dimension each parameter's gradient is sharded over the batch's axis; -1 for whole ones."""
+    """Returns the dimension along which each parameter's gradient is sharded over the batch axis; -1 for whole ones."""
     if shardings is None:
         dimensions = jax.tree.map(lambda x: -1, state.params)
     else:
@@ -318,7 +317,7 @@ def _grad_dimensions(state: TrainState, shardings: TrainState | None, axis: str)
 
 
 def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, dimensions: PyTree) -> GradientFunction:
-    """Returns the gradient function over the devices along an axis, each of which gets its part of the gradients."""
+    """Returns the gradient function over the devices along an axis; each device gets its part of the gradients."""
     local = parallel.local_gradients
 
     def of_device(
@@ -354,10 +353,10 @@ def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, dimensions: P
 
 
 def _with_whole_params(run: Callable[..., Any], shardings: PyTree, axis: str) -> Any:
-    """Returns a function of parameters that may be sharded over an axis, which are gathered for `run`.
+    """Returns a function that gathers parameters which may be sharded over an axis, and passes them to `run`.
 
-    Those that all of its uses cast to a lower-precision dtype are gathered in that. XLA does not do so by itself. Nor
-    does an `all_gather` within the `shard_map` do: what scatters into its result is wrong there in jaxlib 0.10, where
+    Parameters that all uses cast to a lower-precision dtype are gathered in that dtype. XLA does not do so by itself.
+    An `all_gather` within the `shard_map` does not either: in jaxlib 0.10, scattering into its result is wrong if
     another dimension is sharded too.
     """
     is_sharded = jax.tree.map(lambda sharding: dimension_over(axis, sharding) >= 0, shardings)
@@ -367,7 +366,7 @@ def _with_whole_params(run: Callable[..., Any], shardings: PyTree, axis: str) ->
     def gather(x: jax.Array, dtype: DTypeLike, sharding: NamedSharding) -> Any:
         entries = (without_axis(axis, entry) for entry in sharding.spec)
         whole = NamedSharding(sharding.mesh, P(*entries))
-        # Sharded as before, or it would be gathered before it is cast.
+        # Sharded as before; otherwise it would be gathered before it is cast.
         low_precision = lax.with_sharding_constraint(x.astype(dtype), sharding)
         return lax.with_sharding_constraint(low_precision, whole).astype(x.dtype)
 

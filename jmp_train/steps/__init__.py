@@ -1,4 +1,4 @@
-"""The train step and what it is made of: state, scaled gradients, micro-batches."""
+"""The train step and its parts: state, scaled gradients, micro-batches."""
 
 from jmp_train.steps.accumulation import accumulated as accumulated
 from jmp_train.steps.batch_parts import check_divides as check_divides

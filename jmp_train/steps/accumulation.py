@@ -1,4 +1,4 @@
-"""`accumulated`: gradients of a batch as the mean over its micro-batches."""
+"""`accumulated`: computes the gradients of a batch as the mean over its micro-batches."""
 
 import dataclasses
 from typing import Any
@@ -18,20 +18,20 @@ from jmp_train.types import Batch, ModelState
 def accumulated(gradients: GradientFunction, count: int) -> GradientFunction:
     """Returns a gradient function that splits its batch into micro-batches and averages their gradients.
 
-    The micro-batches run one after another, share one loss scale, and hand the model state on. Each scales its
+    The micro-batches run one after another, share one loss scale, and pass the model state on. Each scales its
     fraction of the loss, so that half-precision gradients are as small as those of the whole batch.
 
     Args:
-      gradients: of one micro-batch.
+      gradients: gradient function of one micro-batch.
       count: number of micro-batches; 1 returns `gradients`.
 
     Returns:
-      A gradient function whose `aux` is stacked, [count, ...]. The first axis of every array of the batch is split.
-      Each micro-batch gets one graph of a `jmp_train.graphs.stack`, and all of `ShardedFeatures`.
+      A gradient function with stacked `aux`, [count, ...]. It splits the first axis of every array of the batch. Each
+      micro-batch gets one graph of a `jmp_train.graphs.stack`, and all `ShardedFeatures`.
 
     Raises:
       ValueError: when called, `count` does not divide the batch.
-      TypeError: when called, the batch has a graph that is in no stack.
+      TypeError: when called, the batch has a graph outside a stack.
 
     Example:
       >>> import jmp_train as jt

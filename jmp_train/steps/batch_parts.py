@@ -1,4 +1,4 @@
-"""Batches split into equal parts along their first axis: micro-batches, or what each device gets."""
+"""Splits batches into equal parts along their first axis: micro-batches, or parts of devices."""
 
 import contextlib
 import sys
@@ -14,12 +14,12 @@ from jmp_train.types import Batch
 
 
 def check_divides(batch: Batch, count: int, what: str) -> None:
-    """Raises ValueError where a batch does not fall into equal parts, and TypeError where that splits a graph.
+    """Raises ValueError if a batch cannot be split into equal parts, and TypeError if that would split a graph.
 
     Args:
       batch: arrays [examples, ...], and stacks of graphs.
-      count: how many parts there are to be.
-      what: the beginning of the message, what gives that number.
+      count: number of parts.
+      what: beginning of the message, names the source of that number.
     """
     check_no_graph(batch, what)
     for path, stack in find_nodes(batch, _stacks()):
@@ -38,10 +38,10 @@ def check_divides(batch: Batch, count: int, what: str) -> None:
 
 
 def check_has_examples(batch: Batch) -> None:
-    """Raises ValueError for a batch without examples: its mean loss is NaN, and its gradients are finite zeros.
+    """Raises ValueError for a batch without examples, because its loss would be NaN and its gradients finite zeros.
 
     Args:
-      batch: arrays [examples, ...] and scalars; an array of several may be empty, as a graph's edges are.
+      batch: arrays [examples, ...] and scalars. One of several arrays may be empty, such as the edges of a graph.
     """
     shapes = [(path, jnp.shape(x)) for path, x in named_leaves(batch) if jnp.ndim(x) > 0]
     if shapes and all(shape[0] == 0 for _, shape in shapes):
@@ -51,11 +51,11 @@ def check_has_examples(batch: Batch) -> None:
 
 @contextlib.contextmanager
 def hint_of_split(batch: Batch, count: int) -> Iterator[None]:
-    """Adds a note to errors that may come of a batch that was split over the devices already.
+    """Adds a note to an error if the batch looks as if it was already split over the devices.
 
     Args:
-      batch: as it was given.
-      count: how many devices there are.
+      batch: the batch as the user passed it.
+      count: number of devices.
     """
     try:
         yield
@@ -66,13 +66,13 @@ def hint_of_split(batch: Batch, count: int) -> Iterator[None]:
 
 
 def warn_of_split(batch: Batch, count: int) -> None:
-    """Warns of a batch that looks split over the devices already, and would be run as one example on each.
+    """Warns if a batch looks as if it was already split over the devices: each would take its part as one example.
 
-    Of arrays with the same numbers of axes that would be sequences as well, and nothing is said.
+    There is no warning if all arrays have the same rank, because they may be sequences.
 
     Args:
       batch: arrays [examples, ...] that divide, as passed to the function that calls this one.
-      count: how many devices there are.
+      count: number of devices.
     """
     ranks = {jnp.ndim(x) for x in jax.tree.leaves(batch)}
     if len(ranks) > 1 and may_be_split(batch, count):
@@ -80,7 +80,7 @@ def warn_of_split(batch: Batch, count: int) -> None:
 
 
 def may_be_split(batch: Batch, count: int) -> bool:
-    """Says whether all arrays of a batch are [count, several, ...]."""
+    """Returns whether all arrays of a batch have the shape [count, several, ...]."""
     shapes = {jnp.shape(x)[:2] for x in jax.tree.leaves(batch)}
     if count == 1 or len(shapes) != 1 or find_nodes(batch, _stacks()):
         return False
@@ -98,12 +98,12 @@ def _split_text(batch: Batch, count: int) -> str:
 
 
 def in_parts(batch: Batch, count: int) -> Any:
-    """Returns arrays [count, examples / count, ...] of a batch that `check_divides` let pass."""
+    """Returns arrays [count, examples / count, ...] of a batch that passed `check_divides`."""
     return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
 
 
 def without_shares(batch: Batch) -> Any:
-    """Returns what of a batch is split into micro-batches: all but `ShardedFeatures`, in whose place is None.
+    """Returns the part of a batch that is split into micro-batches, with None in place of `ShardedFeatures`.
 
     Args:
       batch: any tree.
@@ -116,7 +116,7 @@ def with_shares(part: Batch, batch: Batch) -> Any:
 
     Args:
       part: a part of `without_shares(batch)`.
-      batch: of which it is.
+      batch: the whole batch.
     """
 
     def is_shares(node: object) -> bool:
@@ -126,11 +126,11 @@ def with_shares(part: Batch, batch: Batch) -> Any:
 
 
 def check_no_graph(batch: Batch, what: str) -> None:
-    """Raises TypeError where examples are split, or drawn, and a graph among them is not in a stack.
+    """Raises TypeError if a batch has a graph outside a stack, for callers that split or draw examples.
 
     Args:
       batch: any tree.
-      what: the beginning of the message, what splits it.
+      what: beginning of the message, names the caller.
     """
     kinds = _stacks()
 
@@ -147,14 +147,14 @@ def check_no_graph(batch: Batch, what: str) -> None:
 
 
 def unstacked(batch: Batch, accumulate_steps: int) -> Any:
-    """Returns a micro-batch with the one graph of each stack in place of the stack.
+    """Returns a micro-batch with each stack replaced by its one graph.
 
     Args:
       batch: one micro-batch of one device.
       accumulate_steps: for the message.
 
     Raises:
-      ValueError: a stack has another number of graphs than one.
+      ValueError: a stack does not have exactly one graph.
     """
     for path, stack in find_nodes(batch, _stacks()):
         if len(stack) != 1:
@@ -165,7 +165,7 @@ def unstacked(batch: Batch, accumulate_steps: int) -> Any:
     return change_nodes(batch, _stacks(), lambda stack: stack[0])
 
 
-# Who has a graph has loaded its module; `import jmp_train` does not wait for that, nor for the layers.
+# A user with a graph has loaded its module already; `import jmp_train` waits neither for it nor for the layers.
 def _stacks() -> Any:
     graphs = sys.modules.get("jmp_train.graphs")
     return () if graphs is None else (graphs.GraphStack,)
@@ -177,7 +177,7 @@ def _shares() -> Any:
 
 
 def _is_graph(node: Any) -> bool:
-    """Whether it is one graph, ours or jraph's: of several that are stacked by hand ids have a further axis."""
+    """Returns whether a node is one graph, ours or jraph's. The ids of graphs stacked by hand have one more axis."""
     if {"senders", "receivers", "n_node"} <= {*getattr(node, "_fields", ())}:
         return getattr(node.senders, "ndim", 0) < 2
     graphs = sys.modules.get("jmp_train.graphs")

@@ -1,6 +1,6 @@
-"""Checks of what a train step is called with, made once per trace before anything is computed.
+"""Checks of the arguments of a train step, made once per trace before anything is computed.
 
-Each check is a function of a `Call` in the list `CHECKS`. A new check is one more function there.
+Each check is a function of a `Call` in the list `CHECKS`. Add new checks there.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from jmp_train.types import Batch
 
 
 class Checked(Protocol):
-    """What the checks read of a `TrainStep`; see there."""
+    """The attributes of a `TrainStep` that the checks read."""
 
     @property
     def policy(self) -> Policy | PathPolicy | None:
-        """The dtypes."""
+        """The policy."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class Call(NamedTuple):
     """A call of a train step.
 
     Attributes:
-      step: what is called.
+      step: the step.
       state: its first argument, a `TrainState`.
       batch: its second argument.
     """
@@ -59,12 +59,12 @@ class Call(NamedTuple):
 
 
 def check_call(step: Checked, state: TrainState, batch: Batch) -> None:
-    """Raises or warns if a step cannot compute what its user expects of a state and a batch.
+    """Raises or warns if a step would compute something else than its user expects.
 
     Args:
-      step: what is called.
-      state: anything else than a `TrainState` is a TypeError.
-      batch: of the call.
+      step: the step.
+      state: a `TrainState`; other types raise TypeError.
+      batch: the batch.
     """
     check_is_train_state(state)
     for check in CHECKS:
@@ -72,12 +72,12 @@ def check_call(step: Checked, state: TrainState, batch: Batch) -> None:
 
 
 def warn_of_collapsed_values(call: Call) -> None:
-    """Warns if values of the batch become one when they are cast; those of traced arrays are not known."""
+    """Warns if different values of the batch become equal when cast. Traced arrays are not checked."""
     call.step.first_trace.look_at_values({"batch": call.batch}, call.step.policy)
 
 
 def refuse_low_precision_params(call: Call) -> None:
-    """Raises ValueError if parameters are stored in a lower precision than their policy's, and names them."""
+    """Raises ValueError with the names of parameters stored in a lower precision than their policy's."""
     policy = call.step.policy
     if policy is None:
         return
@@ -94,12 +94,12 @@ def refuse_low_precision_params(call: Call) -> None:
 
 
 def refuse_other_optimizer(call: Call) -> None:
-    """Raises ValueError if the optimizer's state is another optimizer's."""
+    """Raises ValueError if the optimizer state belongs to another optimizer."""
     check_same_optimizer(call.step.optimizer, call.state.opt_state, trained(call.state.params))
 
 
 def refuse_wrong_nesting(call: Call) -> None:
-    """Raises ValueError if the optimizer's wrappers are nested so that they compute something else."""
+    """Raises ValueError if the optimizer's wrappers are nested in an order that changes the result."""
     step, state = call.step, call.state
     params = trained(state.params)
     grads = jax.tree.map(lambda x: _zeros(x.shape, at_least_float32(x.dtype)), params)
@@ -128,5 +128,5 @@ CHECKS: tuple[Callable[[Call], None], ...] = (
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns an array that stands for a gradient where only its shape and dtype count, and takes no memory."""
+    """Returns an array that stands for a gradient of this shape and dtype, and takes no memory."""
     return np.broadcast_to(np.zeros((), dtype), shape)

@@ -1,8 +1,8 @@
-"""Costs of a train step on any device, read from the program that jax has traced of it.
+"""Costs of a train step on any device, computed from its traced jax program.
 
-Figures that do not depend on how a compiler fuses or how a device rounds: the share of the floating-point
-operations that run in half precision, the bytes that the forward pass leaves for the backward pass, the bytes
-of the state, and those that devices exchange. Nothing is traced again and nothing is run.
+The figures do not depend on how a compiler fuses or how a device rounds: the fraction of the floating-point
+operations in half precision, the bytes that the forward pass stores for the backward pass, the bytes of the
+state, and the bytes that devices exchange. Nothing is traced again and nothing is run.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ from jmp_train.policies.autocasting import half_share, held_jaxprs, variables_re
 from jmp_train.policies.dtype_policies import traced_operations
 from jmp_train.steps.train_state import TrainState
 
-# jax names the scopes of an equation by the transformations that made it, the outermost first: "jvp(Dense_0)" in
-# the forward pass of a gradient and "transpose(jvp(Dense_0))" in its backward pass.
+# jax names the scopes of an equation by its transformations, the outermost first: "jvp(Dense_0)" in the forward
+# pass of a gradient and "transpose(jvp(Dense_0))" in its backward pass.
 _TRANSFORMATION = re.compile(r"\b(jvp|transpose)\(")
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """What `step_costs` returns.
+    """The costs of a train step, from `step_costs`.
 
     Attributes:
-      half_flops_share: the share of the floating-point operations of the whole step, forward, backward and
-        optimizer, whose operands are float16 or bfloat16; from 0 to 1. A device without half-precision
-        arithmetic, such as most CPUs, may compute some of them in float32 all the same.
-      residual_bytes: of what the forward pass makes and the backward pass reads, beside the parameters and the
-        batch: activations, masks, casts of parameters. Under `shard_map` those of one device, under
-        `accumulate_steps` those of one micro-batch. None if the step has no backward pass.
-      params_bytes: of the parameters as they are stored.
-      opt_state_bytes: of the optimizer's state, with master weights and the loss scale.
-      model_state_bytes: of the model's state, such as batch statistics.
-      exchanged_bytes: what a device sends to others by `all_to_all` in a step, forward and backward, such as the halo
-        rows of a graph that is cut over devices, their padding included. Averages of gradients are not in it.
+      half_flops_share: the fraction of the floating-point operations of the whole step (forward, backward and
+        optimizer) whose operands are float16 or bfloat16, from 0 to 1. A device without half-precision
+        arithmetic, such as most CPUs, may still compute some of them in float32.
+      residual_bytes: bytes that the forward pass stores for the backward pass, without the parameters and the
+        batch: activations, masks, casts of parameters. Under `shard_map` for one device, under
+        `accumulate_steps` for one micro-batch. None if the step has no backward pass.
+      params_bytes: bytes of the stored parameters.
+      opt_state_bytes: bytes of the optimizer state, with master weights and loss scale.
+      model_state_bytes: bytes of the model state, such as batch statistics.
+      exchanged_bytes: bytes that a device sends to others by `all_to_all` in a step, forward and backward, such as
+        the halo rows of a partitioned graph, with padding. Averages of gradients are not counted.
 
     Example:
       >>> costs = StepCosts(0.99, 2_000_000, params_bytes=200, opt_state_bytes=400, model_state_bytes=0)
@@ -57,19 +57,16 @@ class StepCosts:
 
     @property
     def state_bytes(self) -> int:
-        """Of parameters, optimizer's state and model's state together."""
+        """Bytes of parameters, optimizer state and model state together."""
         return self.params_bytes + self.opt_state_bytes + self.model_state_bytes
 
 
 def step_costs(traced: jax.stages.Traced, state: TrainState) -> StepCosts:
-    """Returns what a traced train step costs on any device.
+    """Returns the costs of a traced train step.
 
     Args:
       traced: `jax.jit(step).trace(state, batch)`, whose `lower().compile()` is the step to run.
-      state: the `TrainState`; `jax.ShapeDtypeStruct` will do for its arrays.
-
-    Returns:
-      The figures.
+      state: the `TrainState`; `jax.ShapeDtypeStruct` works in place of its arrays.
 
     Raises:
       TypeError: the state is no `TrainState`.
@@ -111,7 +108,7 @@ def _bytes_of(tree: PyTree) -> int:
 
 
 def _residual_bytes(jaxpr: Jaxpr) -> int | None:
-    """Returns the bytes that pass from forward to backward equations; None if there are no backward ones."""
+    """Returns the bytes that forward equations pass to backward equations; None if there are no backward equations."""
     equations = _needed(jaxpr)
     forward = [equation for equation in equations if not _is_backward(equation)]
     within = [_residual_bytes(inner) for equation in forward for inner in held_jaxprs(equation)]
@@ -129,7 +126,7 @@ def _exchanged_bytes(jaxpr: Jaxpr, axes: Mapping[str, int]) -> int:
 
     Args:
       jaxpr: a program.
-      axes: the sizes of the mesh axes that it runs over.
+      axes: the sizes of its mesh axes.
     """
     total = 0
     for equation in _needed(jaxpr):
@@ -146,7 +143,7 @@ def _exchanged_bytes(jaxpr: Jaxpr, axes: Mapping[str, int]) -> int:
 
 
 def _needed(jaxpr: Jaxpr) -> list[Any]:
-    """Returns the equations that its results depend on, as a compiler drops the others."""
+    """Returns the equations that the results depend on, because a compiler drops the others."""
     wanted = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
     needed = []
     for equation in reversed(jaxpr.eqns):
@@ -157,11 +154,11 @@ def _needed(jaxpr: Jaxpr) -> list[Any]:
 
 
 def _constants(equations: Sequence[Any], known: set[Any]) -> set[Any]:
-    """Returns the variables that depend on no argument, such as the zeros of a mask: no device stores them.
+    """Returns the variables that depend on no argument, such as the zeros of a mask, which no device stores.
 
     Args:
-      equations: of a jaxpr.
-      known: those of its arguments that are constant.
+      equations: equations of a jaxpr.
+      known: its constant arguments.
     """
     constants = set(known)
     for equation in equations:
@@ -178,6 +175,6 @@ def _constants(equations: Sequence[Any], known: set[Any]) -> set[Any]:
 
 
 def _is_backward(equation: JaxprEqn) -> bool:
-    """Whether it belongs to the backward pass of the outermost gradient that it is in."""
+    """Returns whether an equation belongs to the backward pass of its outermost gradient."""
     outermost = _TRANSFORMATION.search(str(equation.source_info.name_stack))
     return outermost is not None and outermost[1] == "transpose"

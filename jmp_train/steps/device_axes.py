@@ -1,4 +1,4 @@
-"""`over_axes`: gradients of a batch that is split over mesh axes."""
+"""`over_axes`: averages the gradients of a batch that is split over mesh axes."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ from jmp_train.types import Batch, ModelState
 def over_axes(
     gradients: GradientFunction, axis_names: Sequence[str], reduce_dtype: DTypeLike = jnp.float32
 ) -> GradientFunction:
-    """Returns a gradient function for use inside a `shard_map` or `pmap`, which averages over all devices.
+    """Returns a gradient function that averages over all devices, for use inside a `shard_map` or `pmap`.
 
     Args:
-      gradients: of the examples of one device.
+      gradients: gradient function of the examples of one device.
       axis_names: mesh axes over which the batch is split; none returns `gradients`.
       reduce_dtype: dtype of the reduction of gradients; see `reduce_gradients`. Loss, model state and `aux` are
         averaged in float32. Arrays that are neither floating nor complex stay those of each device.
@@ -39,10 +39,10 @@ def over_axes(
 
 
 def on_device(gradients: GradientFunction, axis_names: Sequence[str]) -> GradientFunction:
-    """Returns a gradient function whose random keys differ between devices, and whose gradients are local.
+    """Returns a gradient function with different random keys on each device and local gradients.
 
     Args:
-      gradients: of the examples of one device.
+      gradients: gradient function of the examples of one device.
       axis_names: mesh axes over which the batch is split; none returns `gradients`.
     """
     if not axis_names:
@@ -55,7 +55,7 @@ def on_device(gradients: GradientFunction, axis_names: Sequence[str]) -> Gradien
         if rng is not None:
             rng = jax.random.fold_in(rng, lax.axis_index(names))
         params = pvary(params, names)
-        # Marked as this device's own, because the loss function may set them anew from its examples.
+        # Marked as varying over devices, because the loss function may compute them from its examples.
         own = jax.tree.map(lambda x: pvary(x, names) if is_inexact_array(x) or is_key(x) else x, model_state)
         result = gradients(loss_scale, params, keys_of_device(own, names), batch, rng)
         check_local_loss(result.loss, params, names)
@@ -68,7 +68,7 @@ def averaged(gradients: GradientFunction, axis_names: Sequence[str], reduce_dtyp
     """Returns a gradient function whose results are averaged over devices.
 
     Args:
-      gradients: with local gradients, as `on_device` returns it.
+      gradients: gradient function with local gradients, from `on_device`.
       axis_names: mesh axes; none returns `gradients`.
       reduce_dtype: see `over_axes`.
     """

@@ -1,4 +1,4 @@
-"""Random keys of the model state, as nnx's dropout has: on many devices each draws from a key of its own."""
+"""Random keys in the model state, such as those of nnx's dropout: each device draws from its own key."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from jmp_train.types import ModelState
 
 
 def keys_of_device(model_state: ModelState, axis_names: Sequence[str]) -> Any:
-    """Returns the model state with other random keys on each device; the first device keeps its own.
+    """Returns the model state with different random keys on each device; the first device keeps its own.
 
     Args:
-      model_state: the same on all devices. Keys that are not typed, which nothing tells from counts, stay.
+      model_state: the same on all devices. Untyped keys stay, because they cannot be told from counts.
       axis_names: mesh axes over which the batch is split; none changes nothing.
     """
     if not axis_names:
@@ -34,8 +34,9 @@ def keys_of_first(model_state: ModelState, axis_names: Sequence[str]) -> Any:
     """Returns the model state with the first device's random keys on all devices.
 
     Args:
-      model_state: after a step that began with `keys_of_device`. Keys that the model only reads are what they were.
-      axis_names: likewise.
+      model_state: the state after a step that began with `keys_of_device`. Keys that the model only reads are
+        unchanged.
+      axis_names: mesh axes over which the batch is split; none changes nothing.
     """
     if not axis_names or not any(map(is_key, jax.tree.leaves(model_state))):
         return model_state

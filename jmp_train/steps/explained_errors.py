@@ -1,4 +1,4 @@
-"""Errors of loss functions about mesh axes and random keys, with what the step has of them."""
+"""Explains errors of loss functions about mesh axes and random keys."""
 
 import contextlib
 import re
@@ -22,11 +22,11 @@ _ASKS_FOR_A_KEY = re.compile(r"rng|requires a key", re.IGNORECASE)
 
 
 def explained(gradients: GradientFunction, axis_names: Sequence[str]) -> GradientFunction:
-    """Returns a gradient function whose errors about axes and random keys say what the step has.
+    """Returns a gradient function whose errors about axes and random keys name those of the step.
 
     Args:
-      gradients: calls the loss function.
-      axis_names: the step's.
+      gradients: gradient function that calls the loss function.
+      axis_names: mesh axes of the step.
     """
 
     def run(
@@ -40,13 +40,13 @@ def explained(gradients: GradientFunction, axis_names: Sequence[str]) -> Gradien
 
 @contextlib.contextmanager
 def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
-    """Says which axes there are where a loss function reduces over one that is not among them.
+    """Names the mesh axes of the step if a loss function reduces over another one.
 
     Args:
-      axis_names: the step's.
+      axis_names: mesh axes of the step.
 
     Raises:
-      NameError: instead of jax's.
+      NameError: in place of jax's error.
     """
     try:
         yield
@@ -65,10 +65,10 @@ def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def missing_key_explained(why: str | None) -> Iterator[None]:
-    """Adds why there is no random key to an error of a model that asks for one, of flax, haiku, equinox or jax.
+    """Adds a reason to the error of a flax, haiku, equinox or jax model that asks for a random key.
 
     Args:
-      why: a sentence; None where there is a key.
+      why: a sentence; None if there is a key.
     """
     try:
         yield
@@ -79,10 +79,10 @@ def missing_key_explained(why: str | None) -> Iterator[None]:
 
 
 def why_no_key(fn: Callable[..., Any], args: Sequence[Any]) -> str | None:
-    """Returns why a function has no random key, for `missing_key_explained`; None if all its keys are there.
+    """Returns the reason why a function has no random key, for `missing_key_explained`; None if it has all its keys.
 
     Args:
-      fn: a function, whose arguments named after keys are looked at, or a step.
+      fn: a step, or a function with arguments named after keys.
       args: its arguments.
     """
     for name, x in zip(argument_names(fn, len(args)), args, strict=True):

@@ -13,15 +13,14 @@ from jmp_train.policies.pytrees import is_key_or_data, trained, trained_gradient
 
 
 class FlaxTrainState(train_state.TrainState):
-    """flax's `TrainState`, whose `apply_gradients` takes scaled gradients and skips as a whole.
+    """flax's `TrainState` whose `apply_gradients` takes scaled gradients and skips non-finite steps as a whole.
 
-    It is created and subclassed as flax's is, with `tx` a `with_loss_scale`. Where that skips the
-    step, everything passed to `apply_gradients` beside the gradients, batch statistics above all,
-    stays as it was, as parameters and optimizer state do. `step` goes on, and so do random keys.
+    Create and subclass it as flax's, with a `with_loss_scale` as `tx`. In a skipped step, parameters, optimizer
+    state and everything else passed to `apply_gradients`, such as batch statistics, stay unchanged. `step` and
+    random keys go on.
 
     Attributes:
-      loss_scale: what the next loss is to be multiplied with, for `scaled_value_and_grad`; a
-        `NoOpLossScale` where `tx` has none.
+      loss_scale: the scale of the next loss, for `scaled_value_and_grad`; a `NoOpLossScale` if `tx` has none.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -35,13 +34,12 @@ class FlaxTrainState(train_state.TrainState):
       >>> float(state.params["w"]), float(state.batch_stats), float(state.loss_scale.loss_scale)
       (1.0, 0.0, 1.0)
 
-    Reference: `flax.training.train_state.TrainState`; `flax.training.dynamic_scale` for the
-    selection that it replaces.
+    Reference: `flax.training.train_state.TrainState`; `flax.training.dynamic_scale` for the selection that it replaces.
     """
 
     @classmethod
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
-        """Returns a new state, as flax's `create` does; refuses an optimizer whose wrappers are out of order.
+        """Returns a new state, as flax's `create` does.
 
         Args:
           apply_fn: see flax.
@@ -50,8 +48,9 @@ class FlaxTrainState(train_state.TrainState):
           **kwargs: the state's other fields.
 
         Raises:
-          ValueError: what comes before `with_loss_scale` in a chain is not linear in the scaled gradients, as clipping
-            is not, or another order that `train_step` refuses; the message has the right one.
+          ValueError: the optimizer's wrappers are in an order that `train_step` refuses, for example a chain with
+            clipping, which is not linear in the scaled gradients, before `with_loss_scale`. The message has the right
+            order.
         """
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         if has_nested_scale(state.opt_state):
@@ -65,13 +64,13 @@ class FlaxTrainState(train_state.TrainState):
         return loss_scale_of(self.opt_state)
 
     def apply_gradients(self, *, grads: Grads, **kwargs: object) -> Self:
-        """Returns the state after a step that was taken or skipped.
+        """Returns the next state, with the step taken or skipped.
 
         Args:
-          grads: scaled gradients, as `scaled_value_and_grad` gives them; over many devices their mean.
-          **kwargs: other fields, as the step has made them.
+          grads: scaled gradients from `scaled_value_and_grad`; on many devices their mean.
+          **kwargs: new values of other fields.
         """
-        grads = with_overwritten(trained_gradients(grads), grads)  # fp8's scales may be bad alone
+        grads = with_overwritten(trained_gradients(grads), grads)  # only fp8's scales may be non-finite
         new = super().apply_gradients(grads=grads, **kwargs)
         if not scaled_states(new.opt_state):
             return new
@@ -82,5 +81,5 @@ class FlaxTrainState(train_state.TrainState):
 
 
 def _but_keys(new: PyTree, old: PyTree) -> Any:
-    """Returns what a skipped step leaves of an array: the old one, but of a random key the next."""
+    """Returns an array after a skipped step: the new random key, or the old value of another array."""
     return new if is_key_or_data(new) else old

@@ -1,4 +1,4 @@
-"""Delayed scaling of fp8 products by transforms of gradient functions, which keep an `Fp8State` as the model state."""
+"""Delayed scaling of fp8 products, by transforms of gradient functions that keep an `Fp8State` as model state."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ from jmp_train.types import Batch, ModelState
 
 
 def delayed_scaling(policy: Policy | PathPolicy | None) -> DelayedScaling | None:
-    """Returns the recipe of a policy whose fp8 products use delayed scaling; otherwise None."""
+    """Returns a policy's recipe of delayed scaling; None if its fp8 products have no delayed scaling."""
     default = None if policy is None else policy.default
     recipe = default.fp8 if isinstance(default, AutocastPolicy) else None
     return recipe if isinstance(recipe, DelayedScaling) else None
@@ -41,13 +41,13 @@ def scaled_products(
     """Returns a gradient function whose fp8 products take their scales from the model state.
 
     Args:
-      gradients: from `loss_gradients`; its loss function gets the model's own state.
-      recipe: None if the policy has no delayed scaling: an `Fp8State` then only passes through.
-      axis_names: mesh axes over which the batch is split: each device differentiates the mean of its own part.
+      gradients: gradient function from `loss_gradients`; its loss function gets the model's own state.
+      recipe: None if the policy has no delayed scaling; an `Fp8State` is then passed on unchanged.
+      axis_names: mesh axes over which the batch is split: each device differentiates the mean over its own part.
 
     Raises:
-      ValueError: when called, the model state has no scales of these products; see `with_fp8_state`.
-      TypeError: when called with a `PerLossScale`: a product has one history for its gradients.
+      ValueError: when called, the model state has no scales for these products; see `with_fp8_state`.
+      TypeError: when called with a `PerLossScale`, because a product has only one history for its gradients.
     """
 
     def with_scales(
@@ -79,7 +79,7 @@ def with_next_scales(gradients: GradientFunction, recipe: DelayedScaling | None)
     """Returns a gradient function whose model state has the scales of the next step.
 
     Args:
-      gradients: of all micro-batches and devices.
+      gradients: gradient function of all micro-batches and devices.
       recipe: see `scaled_products`.
     """
     if recipe is None:
@@ -111,7 +111,7 @@ def product_extents(
 
 
 def _gradient_factor(loss_scale: LossScales, axis_names: Sequence[str]) -> jax.Array:
-    """Returns the ratio of the cotangents to those of the mean loss of the whole batch."""
+    """Returns the factor between the cotangents and those of the mean loss of the whole batch."""
     if isinstance(loss_scale, PerLossScale):
         raise TypeError("DelayedScaling has one history for the gradients of a product, and takes no PerLossScale")
     count = lax.axis_size(tuple(axis_names)) if axis_names else 1

@@ -1,4 +1,4 @@
-"""`with_fp8_state`: the train state before the first step with delayed scaling."""
+"""`with_fp8_state`: adds the scales of delayed scaling to a train state before the first step."""
 
 import dataclasses
 
@@ -17,20 +17,20 @@ from jmp_train.types import Batch
 
 
 def with_fp8_state(step: TrainStep, state: TrainState, batch: Batch) -> TrainState:
-    """Returns a train state with the scales and histories of delayed scaling beside the model's own state.
+    """Returns a train state with the scales and histories of delayed scaling next to the model's own state.
 
     Args:
-      step: what `train_step` returned, whose policy has `DelayedScaling` as `fp8`.
-      state: the train state, with a model state or without.
-      batch: as the step takes it; `jax.ShapeDtypeStruct` will do for its arrays. Nothing is computed.
+      step: from `train_step`, with a policy whose `fp8` is `DelayedScaling`.
+      state: the train state, with or without a model state.
+      batch: a batch of the step. Nothing is computed, so `jax.ShapeDtypeStruct` works in place of its arrays.
 
     Returns:
-      The state with an `Fp8State` as `model_state`: `state.model_state.model_state` is the model's own. The loss
-      function goes on taking and returning that alone.
+      The state with an `Fp8State` as `model_state`. Its `model_state.model_state` is the model's own, which the loss
+      function takes and returns as before.
 
     Raises:
       TypeError: `step` is not a `TrainStep`, or `state` no `TrainState`.
-      ValueError: the policy has another recipe, or its rules have no product in 8 bits.
+      ValueError: the policy has another recipe, or the step has no fp8 product.
 
     Example:
       >>> import dataclasses, jax.numpy as jnp, optax
@@ -57,7 +57,7 @@ def with_fp8_state(step: TrainStep, state: TrainState, batch: Batch) -> TrainSta
 
 
 def _places(step: TrainStep, state: TrainState, batch: Batch) -> list[str]:
-    """Returns the places of a step's products in 8 bits; nothing is computed."""
+    """Returns the places of a step's fp8 products, without computing them."""
     gradients = loss_gradients(step.loss_fn, step.policy, first_trace=FirstTrace.past())
     gradients, found = accumulated(gradients, step.accumulate_steps), {}
 

@@ -1,7 +1,7 @@
-"""Gradient functions: what a train step computes before the optimizer, and what transforms of it replace.
+"""Gradient functions: the part of a train step before the optimizer.
 
-A gradient function has one signature, `(loss_scale, params, model_state, batch, rng) -> StepGradients`. A transform
-takes one and returns another, so that a step is a chain of them:
+A gradient function has the signature `(loss_scale, params, model_state, batch, rng) -> StepGradients`. A transform
+takes one and returns another, and a step chains them:
 
     gradients = loss_gradients(loss_fn, policy)
     gradients = accumulated(gradients, 4)
@@ -27,7 +27,7 @@ class StepGradients(NamedTuple):
     Attributes:
       loss: scalar, unscaled.
       model_state: the next model state.
-      aux: what the loss function returned for the metrics.
+      aux: further results of the loss function, for the metrics.
       grads: scaled gradients, in float32 or higher precision; a tuple of them under a `PerLossScale`.
 
     Example:

@@ -46,30 +46,30 @@ def scaled_value_and_grad(
 
     The new function takes the loss scale first: `fn(loss_scale, params, *args, **kwargs)`. It casts
     the parameters and the other arguments to the compute dtype, multiplies the loss by the scale in
-    float32 and differentiates. Its gradients are float32 and still scaled, as `with_loss_scale`
-    takes them; `loss_scale.unscale(grads)` is for everybody else. It is the piece to build steps
-    of two optimizers or several losses from; `train_step` is built of it too.
+    float32 and differentiates. The gradients are float32 and still scaled: pass them to `with_loss_scale`, or
+    compute `loss_scale.unscale(grads)`. Use it for steps with two optimizers or several losses.
+    `train_step` is built on it.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, a floating scalar, or `(loss, aux)`.
-      policy: the dtypes, or the name of a policy; None leaves all arguments as they are. Everything that is an
-        argument is cast, targets of a regression included: what must stay float32 comes in by closure.
-      has_aux: whether `loss_fn` returns `(loss, aux)`. Floating arrays in `aux` of lower precision than the
-        policy's output dtype come back in it; higher-precision ones, such as batch statistics, stay as they are.
+      policy: the dtypes, or the name of a policy; None casts nothing. All arguments are cast, even regression
+        targets; pass arrays that must stay float32 by closure.
+      has_aux: True if `loss_fn` returns `(loss, aux)`. Floating arrays in `aux` of lower precision than the
+        policy's output dtype are cast to it; others, such as batch statistics, keep their dtypes.
 
     Returns:
       A function that returns `(loss, grads)` or `((loss, aux), grads)`; the loss is unscaled, in
-      float32 or higher precision. Under a `PerLossScale` the loss is a tuple, and so are the gradients. Of an
-      equinox module, or another tree with leaves that are not arrays, the floating and complex arrays
-      are differentiated; the gradients have None in the place of the rest, as `eqx.filter_grad`'s.
+      float32 or higher precision. Under a `PerLossScale`, loss and gradients are tuples. In an equinox module or
+      another tree with leaves that are not arrays, the floating and complex arrays are differentiated; as in
+      `eqx.filter_grad`, the gradients of the others are None.
 
     Raises:
-      TypeError: when called, the first argument is not a loss scale, the loss not a floating scalar, or a
-        tree of arrays alone has one without a gradient; the message names it.
+      TypeError: when called, the first argument is not a loss scale, the loss is not a floating scalar, or a
+        tree of arrays has one without a gradient; the message names it.
       ValueError: when called, a static loss scale is not finite and above 0.
 
     Warns:
-      Float32ProductsWarning: when it is first called or traced, for which `loss_fn` is traced once more.
+      Float32ProductsWarning: on the first call or trace, which traces `loss_fn` once more.
       CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
 
     Example:
@@ -99,11 +99,11 @@ def scaled_value_and_grad(
 
 
 class ScaledProducts(NamedTuple):
-    """Parameters together with the scales of fp8 products, both of which are differentiated.
+    """Parameters together with the scales of fp8 products; both are differentiated.
 
     Attributes:
       params: the parameters.
-      scales: by the place of each product; their "gradients" are the magnitudes that the products have seen.
+      scales: by the place of each product; their "gradients" are the largest magnitudes in the products.
     """
 
     params: Any
@@ -113,9 +113,9 @@ class ScaledProducts(NamedTuple):
 def unwatched_value_and_grad(
     loss_fn: Callable[..., Any], policy: Policy | PathPolicy | None, has_aux: bool
 ) -> Callable[..., Any]:
-    """Returns what `scaled_value_and_grad` returns, without the warnings of the first trace.
+    """Returns the function of `scaled_value_and_grad`, without the warnings of the first trace.
 
-    Its `params` may be `ScaledProducts`, and so are the gradients then.
+    Its `params` may be `ScaledProducts`; the gradients are then `ScaledProducts` too.
     """
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
 
@@ -149,12 +149,12 @@ def unwatched_value_and_grad(
 
 
 def check_loss_scale(loss_scale: object) -> None:
-    """Raises unless gradients can be scaled with it."""
+    """Raises TypeError or ValueError if an object is no usable loss scale."""
     check_loss_scales(loss_scale, "get_loss_scale(opt_state) finds an optimizer's")
 
 
 def _partition(params: Params) -> tuple[Any, Any]:
-    """Returns the arrays to differentiate, and what else there is or None: one tree in two, with None for gaps."""
+    """Splits a tree into two of the same structure, the arrays to differentiate and the rest, with None for gaps."""
     modules = filter(is_nnx_object, jax.tree.leaves(params, is_leaf=is_nnx_object))
     if (module := next(modules, None)) is not None:
         raise TypeError(
@@ -191,7 +191,7 @@ def _combine(differentiated: PyTree, rest: object) -> Any:
 
 
 def at_least(dtype: DTypeLike, tree: PyTree) -> Any:
-    """Returns a tree whose floating arrays have a dtype, or the higher-precision one that they have."""
+    """Returns a tree whose floating arrays have the given dtype, or keep their own higher precision."""
 
     def upcast(x: object) -> Any:
         if is_float_array(x) and jnp.finfo(x.dtype).bits < jnp.finfo(dtype).bits:
@@ -202,9 +202,9 @@ def at_least(dtype: DTypeLike, tree: PyTree) -> Any:
 
 
 def _grads_of_each(losses_fn: Callable[..., Any], params: Params, count: int) -> tuple[Any, Any]:
-    """Returns the gradients of each of several losses, and what else the function returns.
+    """Returns the gradients of each of several losses, and the other results of the function.
 
-    Each has a backward pass of its own: where another loss is not finite, its zero times that is NaN.
+    Each loss has its own backward pass, because zero times another, non-finite loss is NaN.
     """
 
     def only(chosen: int) -> Callable[[Any], Any]:
@@ -219,7 +219,7 @@ def _grads_of_each(losses_fn: Callable[..., Any], params: Params, count: int) ->
 
 
 def float32_loss(loss_scale: LossScales, loss: object) -> Any:
-    """Returns what a loss scale scales, in float32 or higher precision: of a `PerLossScale` a tuple of losses."""
+    """Returns a loss in float32 or higher precision; under a `PerLossScale` a tuple of losses."""
     if not isinstance(loss_scale, PerLossScale):
         return float32_scalar(loss)
     return tuple(map(float32_scalar, loss)) if isinstance(loss, tuple | list) else loss

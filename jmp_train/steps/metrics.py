@@ -22,10 +22,10 @@ def step_metrics(step: Watching, state: TrainState, result: StepGradients, updat
     """Returns the metrics of a step; `train_step` lists them.
 
     Args:
-      step: of which they are.
-      state: before the step.
-      result: of the gradient function.
-      update: of `apply_gradients`.
+      step: the step.
+      state: the state before the step.
+      result: the result of the gradient function.
+      update: the result of `apply_gradients`.
     """
     opt_state = update.state.opt_state
     skipped = [scaled.skipped_steps for _, scaled in scaled_states(opt_state)]

@@ -1,4 +1,4 @@
-"""Scaled gradients of flax nnx modules, by nnx's own `value_and_grad`; a skipped step keeps their state."""
+"""Scaled gradients of flax nnx modules by nnx's own `value_and_grad`; a skipped step keeps their state."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -48,29 +48,30 @@ def nnx_value_and_grad(
     """Returns a function like `nnx.value_and_grad(loss_fn)` that runs in mixed precision.
 
     The new function takes the loss scale first: `fn(loss_scale, model, *args, **kwargs)`. Its gradients are
-    float32 and still scaled, as an `nnx.Optimizer` of a `with_loss_scale` takes them. Where they are not
-    finite, so that this optimizer skips the step, all else that `loss_fn` changes, such as batch
-    statistics, is as it was before; random counts go on.
+    float32 and still scaled: pass them to an `nnx.Optimizer` of a `with_loss_scale`. If they are not finite,
+    that optimizer skips the step, and everything else that `loss_fn` changed, such as batch statistics, is
+    restored, except random counts.
 
     Args:
-      loss_fn: `loss_fn(model, *args, **kwargs) -> loss`, a floating scalar, or `(loss, aux)`. What it does to
-        its modules is done to the caller's.
-      policy: the dtypes, or the name of a policy; None casts nothing. The variables that are differentiated
-        and all `nnx.Param`s are cast to the compute dtype, and the other arguments; no other state is.
+      loss_fn: `loss_fn(model, *args, **kwargs) -> loss`, a floating scalar, or `(loss, aux)`. Its changes to
+        modules are made to the caller's modules.
+      policy: the dtypes, or the name of a policy; None casts nothing. The differentiated variables, all
+        `nnx.Param`s and the other arguments are cast to the compute dtype; other state is not.
       argnums: as in `nnx.value_and_grad`: positions of the arguments to differentiate, or `nnx.DiffState`s.
-      has_aux: whether `loss_fn` returns `(loss, aux)`. `aux` comes back in the policy's output dtype at least.
-      axis_names: mesh axes over which the optimizer decides, if it is given these too.
+      has_aux: True if `loss_fn` returns `(loss, aux)`. `aux` is returned in the policy's output dtype or a higher
+        precision.
+      axis_names: the mesh axes passed to the optimizer, whose devices take or skip the step together.
       **options: `graph` and `graph_updates`, as in `nnx.value_and_grad`.
 
     Returns:
       A function that returns `(loss, grads)` or `((loss, aux), grads)`; the loss is unscaled, in float32 or
-      higher precision. Under a `PerLossScale` the loss is a tuple, and so are the gradients.
+      higher precision. Under a `PerLossScale`, loss and gradients are tuples.
 
     Raises:
       TypeError: when called, the first argument is not a loss scale, or the loss not a floating scalar.
 
     Warns:
-      Float32ProductsWarning: when it is first called or traced, for which `loss_fn` is traced once more.
+      Float32ProductsWarning: on the first call or trace, which traces `loss_fn` once more.
 
     Example:
       >>> import jax.numpy as jnp
@@ -83,7 +84,7 @@ def nnx_value_and_grad(
       >>> grads["bias"][...]
       Array([16.], dtype=float32)
     """
-    from flax import nnx  # whoever has no nnx modules does not wait for it
+    from flax import nnx  # imported here, so that users without nnx modules do not wait for it
 
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
@@ -124,7 +125,7 @@ def nnx_value_and_grad(
         several = isinstance(loss_scale, PerLossScale)
         pairs = []
         for number in range(len(loss_scale.loss_scales) if several else 1):
-            before.restore()  # each loss has a forward pass of its own, and all are the same
+            before.restore()  # each loss has its own forward pass, and all start alike
             differentiate = nnx.value_and_grad(scaled(loss_scale, number), argnums=argnums, has_aux=True, **options)
             ((_, result), grads) = differentiate(*args, **kwargs)
             pairs.append((result, at_least("float32", grads)))
@@ -139,7 +140,7 @@ def nnx_value_and_grad(
 
 
 def _selected(args: tuple[Any, ...], states: Sequence[Any]) -> frozenset[int]:
-    """Returns the ids of the variables that `nnx.DiffState`s select."""
+    """Returns the ids of the variables selected by `nnx.DiffState`s."""
     from flax import nnx
 
     found = set()
@@ -152,7 +153,7 @@ def _selected(args: tuple[Any, ...], states: Sequence[Any]) -> frozenset[int]:
 
 
 class _State:
-    """What the nnx objects that a function reaches hold before it is called.
+    """A record of the values in all nnx objects that a function can reach, made before it is called.
 
     Args:
       tree: the function's arguments.
@@ -172,7 +173,7 @@ class _State:
         ]
 
     def restore(self) -> None:
-        """Puts back all of it."""
+        """Restores all values."""
         for x, name, held, value in self._before:
             if _is_ref(held):
                 held[...] = value
@@ -180,7 +181,7 @@ class _State:
                 _hold(x, name, held)
 
     def restore_unless(self, finite: jax.Array) -> None:
-        """Puts back all but random state where the gradients were not finite."""
+        """Restores all values except random state if the gradients were not finite."""
         for x, name, held, old in self._before:
             new = _held(x, name)
             if _is_ref(held):
@@ -205,7 +206,7 @@ def _hold(x: Any, name: str, value: Any) -> None:
 
 
 def _chosen(finite: jax.Array, new: PyTree, old: PyTree) -> Any:
-    """Returns the new value or the old one, where they are alike; else, as of a list that grew, the new one."""
+    """Returns the new value if `finite`, otherwise the old one; always the new one if their structures differ."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         return new
 

@@ -1,4 +1,4 @@
-"""Checks of parameters, before a train state is made of them."""
+"""Checks of parameters before a train state is created from them."""
 
 from collections.abc import Mapping
 
@@ -17,11 +17,11 @@ from jmp_train.policies.pytrees import (
     trained,
 )
 
-_STATE_OF_FLAX = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))  # collections of its layers
+_STATE_OF_FLAX = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))  # collections of flax's layers
 
 
 def check_params(params: PyTree) -> None:
-    """Raises TypeError if a tree is not one of parameters that all have a gradient, ValueError if it has no leaves.
+    """Raises TypeError if a tree has leaves without gradients, and ValueError if it has no leaves.
 
     Args:
       params: for `TrainState.create`.
@@ -55,7 +55,7 @@ def check_params(params: PyTree) -> None:
 
 
 def _refuse_collections(params: PyTree, path: str = "") -> None:
-    """Raises TypeError if a tree of dictionaries has collections of flax's variables that are no parameters."""
+    """Raises TypeError if a tree of dictionaries has flax collections that are not parameters."""
     if not isinstance(params, Mapping):
         return
     for name, value in params.items():

@@ -1,4 +1,4 @@
-"""`stateless`: a plain loss function as a train step takes it."""
+"""`stateless`: adapts a plain loss function to a train step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,20 +17,20 @@ _STATELESS = (
 
 
 def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossFn:
-    """Adapts a plain loss function to what `train_step` takes.
+    """Adapts a plain loss function to `train_step`.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, or `-> (loss, aux)`. `loss` may be a tuple of losses.
-      has_aux: whether `loss_fn` returns `(loss, aux)`. Where it returns two scalars and the optimizer has no
-        `PerLossScale`, it has to be said: False if both are losses.
+      has_aux: True if `loss_fn` returns `(loss, aux)`. Required if it returns two scalars and the optimizer has no
+        `PerLossScale`: False if both are losses.
 
     Returns:
-      `fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`, which passes the model
-      state on and draws nothing.
+      `fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`, which returns the model state unchanged
+      and draws nothing.
 
     Raises:
-      TypeError: `loss_fn` cannot take two arguments; when called, a part of what it returned is not a loss, and
-        `has_aux` is not set.
+      TypeError: `loss_fn` cannot take two arguments; when called, a part of its result is not a loss, and `has_aux` is
+        not set.
 
     Example:
       >>> import jax.numpy as jnp

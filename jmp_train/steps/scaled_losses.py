@@ -1,4 +1,4 @@
-"""`loss_gradients`: from a loss function to its scaled gradients under a policy."""
+"""`loss_gradients`: computes the scaled gradients of a loss function under a policy."""
 
 import functools
 from typing import Any
@@ -28,7 +28,7 @@ def loss_gradients(
         `PerLossScale`.
       policy: the dtypes, or the name of a policy; None casts nothing. Parameters and batch are cast, the model state
         is not.
-      first_trace: warns on the first trace; None for a new one.
+      first_trace: warns on the first trace; None creates a new one.
 
     Returns:
       `gradients(loss_scale, params, model_state, batch, rng) -> StepGradients`. The batch may hold a

@@ -78,8 +78,8 @@ def train_step(
       Float32ProductsWarning: when the step is first traced, for which `loss_fn` is traced once more.
       MissingLossScaleWarning: `policy` computes in float16, and the optimizer is no `with_loss_scale`.
       CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
-      CollapsedValuesWarning: called without `jax.jit`, values of the batch become one when cast, by the policy or by
-        JAX, from float64 to float32.
+      CollapsedValuesWarning: when called without `jax.jit`, if different values of the batch become equal when cast, by
+        the policy or by JAX, from float64 to float32.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -107,7 +107,7 @@ def train_step(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainStep:
-    """What `train_step` returns: its arguments and the mesh axes, as a callable value.
+    """A train step, from `train_step`: its arguments and the mesh axes, as a callable value.
 
     Args:
       loss_fn: see `train_step`.
@@ -150,8 +150,8 @@ class TrainStep:
         Args:
           *names: axes over which the batch is split.
           model: axes over which the parameters are split, by tensor or pipeline parallelism. Nothing is averaged over
-            them, but their devices take or skip the step together. Norm and count of zeros in the metrics are those of
-            a device's own part.
+            them, but their devices take or skip the step together. The metrics `grad_norm` and `num_zeros_in_grad`
+            count only a device's own part.
         """
         return dataclasses.replace(self, axis_names=names, model_axis_names=tuple(model))
 

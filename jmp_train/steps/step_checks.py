@@ -33,10 +33,10 @@ _WRAPPERS = {
 
 
 def check_not_replicated(state: Any) -> None:
-    """Raises ValueError for a state that was copied along a first axis, as pmap wants it.
+    """Raises ValueError for a state that was replicated along a first axis, as for pmap.
 
     Args:
-      state: a `TrainState`; anything else is a TypeError.
+      state: a `TrainState`; other types raise TypeError.
     """
     check_is_train_state(state)
     if shape := jnp.shape(state.step):
@@ -48,13 +48,13 @@ def check_not_replicated(state: Any) -> None:
 
 
 def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str]) -> None:
-    """Raises ValueError if a loss is an average over devices already, where that makes its gradients too small.
+    """Raises ValueError if a loss is already averaged over devices and its gradients would be too small.
 
-    So it is in a `shard_map` that checks what varies: of the mean over N devices each has an Nth of its gradients.
+    Inside a `shard_map` that checks varying types, each of N devices gets an Nth of the gradient of such a loss.
 
     Args:
-      loss: this device's.
-      params: marked as varying over the axes; where they do not, jax does not check.
+      loss: the loss of this device.
+      params: marked as varying over the axes; otherwise jax does not check.
       axis_names: the axes over which gradients are averaged.
     """
     varies = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(params)]
@@ -69,12 +69,12 @@ def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str])
 
 
 def check_same_optimizer(optimizer: optax.GradientTransformation, opt_state: OptState, params: Params) -> None:
-    """Raises ValueError if an optimizer's state is another optimizer's, and says what differs.
+    """Raises ValueError with the difference if an optimizer state belongs to another optimizer.
 
     Args:
-      optimizer: of the step.
-      opt_state: of the state that it is given. Its loss scale may be of another kind: it says the rule.
-      params: as they are stored, arrays or tracers.
+      optimizer: the optimizer of the step.
+      opt_state: the state passed to the step. Its loss scale may be of another kind, because the state has the rule.
+      params: the stored parameters, arrays or tracers.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -83,7 +83,7 @@ def check_same_optimizer(optimizer: optax.GradientTransformation, opt_state: Opt
     """
     try:
         wanted = jax.eval_shape(optimizer.init, params)
-    except jax.errors.JAXTypeError:  # looks at values, and so cannot be traced
+    except jax.errors.JAXTypeError:  # it reads values, so it cannot be traced
         return
     for text, kind in _WRAPPERS.items():
         has, wants = bool(find_nodes(opt_state, kind)), bool(find_nodes(wanted, kind))
@@ -106,7 +106,7 @@ def check_same_optimizer(optimizer: optax.GradientTransformation, opt_state: Opt
 
 
 def check_is_train_state(state: object) -> None:
-    """Raises TypeError if what a step is given is not a `TrainState`, and says how to get one."""
+    """Raises TypeError with a remedy if the state passed to a step is not a `TrainState`."""
     if not hasattr(state, "model_state") or not hasattr(state, "opt_state"):
         kind = f"{type(state).__module__}.{type(state).__qualname__}"
         raise TypeError(

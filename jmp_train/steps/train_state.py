@@ -1,4 +1,4 @@
-"""The train state: all that a training run carries from step to step, as one pytree."""
+"""The train state: everything that a training run carries from step to step, as one pytree."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,12 +22,11 @@ class TrainState:
     """Parameters, optimizer state, model state, random key and step count; a frozen pytree.
 
     Args:
-      params: pytree of parameters, float32 as a rule.
-      opt_state: the optimizer's state, with the loss scale in it.
-      model_state: pytree of what the model changes by itself, such as batch statistics; None for
-        a model without.
-      rng: a jax random key, or None for a loss that draws nothing.
-      step: int32 scalar, how many steps were made, skipped ones included.
+      params: pytree of parameters, usually float32.
+      opt_state: the optimizer state, with the loss scale in it.
+      model_state: pytree of values that the model itself updates, such as batch statistics; None if there are none.
+      rng: a jax random key, or None for a loss without random numbers.
+      step: int32 scalar, the number of steps so far, including skipped ones.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -55,20 +54,20 @@ class TrainState:
         """Returns the state before the first step.
 
         Args:
-          params: pytree of parameters, in the dtypes in which they are to be stored. The optimizer does not get
+          params: pytree of parameters, in the dtypes in which they are stored. The optimizer does not get
             flax's collection `_overwrite_with_gradient` of fp8 scales; `train_step` sets these to their gradients.
-          optimizer: the optimizer that the train step has; `init` is called on `params`.
+          optimizer: the optimizer of the train step; `init` is called on `params`.
           model_state: pytree of the model's own state, or None.
           rng: a jax random key, typed or of uint32, or None.
-          cast_params: gives the parameters the dtypes in which they are to be stored, after the optimizer has
-            seen them whole: its float32 master weights lose nothing then. None leaves them as they are.
+          cast_params: casts the parameters to their storage dtypes after the optimizer has seen them, so that its
+            float32 master weights lose nothing. None casts nothing.
 
         Returns:
           A state whose arrays keep their dtypes through all steps, so that jit traces once.
 
         Raises:
           TypeError: `params` has a leaf that is not a floating or complex array, is an nnx module or has its
-            statistics, or has flax's `batch_stats`; `optimizer` is not one, or `rng` is not a key.
+            statistics, or has flax's `batch_stats`; `optimizer` is not an optimizer, or `rng` is not a key.
           ValueError: `params` has no leaves.
 
         Example:
@@ -91,13 +90,13 @@ class TrainState:
             params=params,
             opt_state=opt_state,
             model_state=model_state,
-            rng=None if rng is None else jnp.copy(rng),  # the caller's key survives donation
+            rng=None if rng is None else jnp.copy(rng),  # so that the caller's key survives donation
             step=jnp.zeros((), jnp.int32),
         )
 
 
 def _settle(tree: PyTree) -> Any:
-    """Returns arrays as jax arrays of a strong dtype: what a step returns, so that none retraces."""
+    """Returns arrays as jax arrays with strong dtypes, as a step returns them, so that no step retraces."""
 
     def settle(x: object) -> Any:
         if isinstance(x, np.ndarray | np.generic):
@@ -110,7 +109,7 @@ def _settle(tree: PyTree) -> Any:
 
 
 def _own_buffers(tree: PyTree) -> Any:
-    """Copies arrays that appear twice: an optimizer may keep the parameters, which donation refuses."""
+    """Copies arrays that appear twice, because donation refuses them and an optimizer may keep the parameters."""
     seen = set()
 
     def own(x: object) -> Any:

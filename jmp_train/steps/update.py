@@ -1,4 +1,4 @@
-"""`apply_gradients`: the update of a train step, taken or skipped."""
+"""`apply_gradients`: updates the train state, or skips the step."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,14 +24,14 @@ from jmp_train.types import Batch
 
 
 class Update(NamedTuple):
-    """What `apply_gradients` returns.
+    """The result of `apply_gradients`.
 
     Attributes:
       state: the next train state.
-      grads: unscaled gradients; of several losses their sum.
+      grads: unscaled gradients; the sum over several losses.
       finite: bool scalar, True if all gradients are finite, on all devices.
       taken: bool scalar, True if the optimizer took the step.
-      additions: one `Addition` that the optimizer made to the parameters, if it was asked for.
+      additions: one `Addition` of the optimizer to the parameters, if requested; otherwise empty.
     """
 
     state: TrainState
@@ -51,19 +51,19 @@ def apply_gradients(
     evaluate: Evaluate | None = None,
     with_additions: bool = False,
 ) -> Update:
-    """Returns the next train state: gradients are unscaled and checked, and the step is taken or skipped.
+    """Returns the next train state: unscales and checks the gradients, then takes or skips the step.
 
     If the optimizer is a `with_loss_scale`, a step with non-finite gradients leaves parameters, inner optimizer state
     and model state bitwise unchanged.
 
     Args:
-      optimizer: that of `state.opt_state`.
-      state: the state whose gradients these are.
-      result: from a gradient function, averaged over devices.
+      optimizer: the optimizer of `state.opt_state`.
+      state: the state in which the gradients were computed.
+      result: the result of a gradient function, averaged over devices.
       rng: the random key of the next state, or None.
       axis_names: mesh axes whose devices take or skip the step together.
-      evaluate: see `evaluation`; for optimizers that evaluate the loss again.
-      with_additions: True to return what the optimizer added.
+      evaluate: from `evaluation`, for optimizers that evaluate the loss again.
+      with_additions: True to return the optimizer's addition to the parameters.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -75,7 +75,7 @@ def apply_gradients(
       0.0
     """
     loss, model_state, _, grads = result
-    # with_loss_scale computes both of these too, and XLA computes them once.
+    # with_loss_scale computes both of these too, but XLA computes them only once.
     unscaled, finite, _ = unscale_and_check(loss_scale_of(state.opt_state), grads, axis_names)
     extra = extra_arguments(state.opt_state, loss, trained(unscaled), evaluate)
     if axis_names:
@@ -95,13 +95,13 @@ def apply_gradients(
 
 
 def evaluation(gradients: GradientFunction, state: TrainState, batch: Batch, rng: jax.Array | None) -> Evaluate:
-    """Returns loss and unscaled gradients of a batch as a function of the parameters.
+    """Returns a function from parameters to the loss and unscaled gradients of a batch.
 
     Args:
-      gradients: of the step.
-      state: with the loss scale and the model state.
-      batch: of the step.
-      rng: of the step.
+      gradients: the gradient function of the step.
+      state: has the loss scale and the model state.
+      batch: the batch of the step.
+      rng: the random key of the step.
     """
     loss_scale = loss_scale_of(state.opt_state)
 

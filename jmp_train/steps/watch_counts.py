@@ -1,4 +1,4 @@
-"""Counts of a step's watches: updates that change nothing, and gradients that vanish in a half type."""
+"""Counts lost updates, which change nothing, and gradients that underflow in a half type."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,10 +21,10 @@ _MOST_COUNTED = 2**_HALF - 1
 
 
 class Count(NamedTuple):
-    """How many elements of one array are lost, of those that count; whole-number scalars.
+    """The number of lost elements of one array, as whole-number scalars.
 
     Attributes:
-      lost: how many of `whole`.
+      lost: how many elements of `whole` are lost.
       whole: how many elements are not zero.
     """
 
@@ -33,15 +33,15 @@ class Count(NamedTuple):
 
 
 def half_type_of(policy: Policy | PathPolicy | None, loss_fn: object) -> Callable[[str, DTypeLike], np.dtype]:
-    """Returns a function that says in which dtype the gradient of a parameter was computed.
+    """Returns a function that finds the dtype in which the gradient of a parameter was computed.
 
     Args:
-      policy: the step's. Without one it is what an AMP mode autocasts to, or else the parameter's own dtype; casts
-        within a loss function are not seen.
-      loss_fn: the step's.
+      policy: the policy of the step. Without one, the dtype is that to which an AMP mode autocasts, or the parameter's
+        own; casts within a loss function are not seen.
+      loss_fn: the loss function of the step.
 
     Returns:
-      A function of a parameter's path and stored dtype.
+      A function from a parameter's path and stored dtype to a dtype.
 
     Example:
       >>> from jmp_train.policies import get_policy
@@ -63,10 +63,10 @@ def half_type_of(policy: Policy | PathPolicy | None, loss_fn: object) -> Callabl
 
 
 def count_lost_updates(addition: Addition) -> list[Count]:
-    """Returns for each array how many of its updates that are not zero leave the parameter what it was.
+    """Returns for each array how many of its nonzero updates leave the parameter unchanged.
 
     Args:
-      addition: what the optimizer adds to what.
+      addition: an optimizer's addition to the parameters.
 
     Example:
       >>> ones = jnp.ones(2, jnp.bfloat16)  # the next lower number is 2**-8 away
@@ -87,13 +87,13 @@ def count_lost_updates(addition: Addition) -> list[Count]:
 def count_underflows(
     grads: Grads, params: Params, dtype_of: Callable[[str, DTypeLike], np.dtype], parts: int = 1
 ) -> list[Count]:
-    """Returns for each array how many of its gradients that are not zero are subnormal numbers of a half type.
+    """Returns for each array how many of its nonzero gradients are subnormal numbers of a half type.
 
     Args:
       grads: scaled, in float32 or higher precision.
       params: arrays in the same tree.
-      dtype_of: see `half_type_of`. Where it says no half type nothing is counted.
-      parts: of how many micro-batches the gradients are the sum; their mean is what counts.
+      dtype_of: from `half_type_of`. Gradients in other dtypes are not counted.
+      parts: number of micro-batches that the gradients sum; their mean is counted.
 
     Example:
       >>> w = jnp.ones(3)
@@ -105,7 +105,7 @@ def count_underflows(
     def count(path: KeyPath, grad: jax.Array, param: jax.Array) -> Count:
         if not is_float_array(grad) or not is_half(half := dtype_of(path_name(path), param.dtype)):
             return Count(jnp.uint32(0), jnp.uint32(0))
-        # Whole numbers are compared: as floats a device may take subnormal ones for zeros.
+        # Compares integers, because a device may flush subnormal floats to zero.
         magnitude = _magnitude_bits(grad)
         bound = np.asarray(float(jnp.finfo(half).smallest_normal) * parts, grad.dtype).view(magnitude.dtype)
         is_some = magnitude != 0
@@ -116,10 +116,10 @@ def count_underflows(
 
 
 def _counted(lost: jax.Array, whole: jax.Array) -> Count:
-    """Returns how many flags are set in two arrays.
+    """Returns how many flags are set in each of two arrays.
 
-    Both are counted in one reduction, in the halves of a number, of as many elements as a half can count. A sum of one
-    array takes it in any order in memory; one of two arrays does not, and XLA transposes a convolution's gradients.
+    Both are counted in one reduction, in the two halves of a number, over as many elements as a half can count. XLA can
+    reduce one array in its order in memory. For two arrays it cannot, and transposes a convolution's gradients.
     """
     both = whole.astype(jnp.uint32) | lost.astype(jnp.uint32) << _HALF
     partial = both.sum(_countable_dimensions(both.shape), dtype=jnp.uint32)
@@ -131,7 +131,7 @@ def _total(x: jax.Array) -> jax.Array:
 
 
 def _countable_dimensions(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns dimensions, the last ones first, that have no more elements than half a number counts."""
+    """Returns dimensions, the last ones first, with no more elements than half a number can count."""
     size, chosen = 1, []
     for dimension in reversed(range(len(shape))):
         if size * shape[dimension] <= _MOST_COUNTED:
@@ -141,7 +141,7 @@ def _countable_dimensions(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    # Bits, because XLA may compare what was not rounded to half yet, and take subnormal numbers for zeros.
+    # Bits, because XLA may compare values before they are rounded to half, and may flush subnormal numbers to zero.
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
@@ -155,7 +155,7 @@ def _is_nonzero(x: jax.Array) -> jax.Array:
 
 
 def _is_same(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Says of which elements the values are the same; zeros may differ in their signs."""
+    """Returns which elements are equal; zeros may differ in their signs."""
     if jnp.iscomplexobj(x):
         return x == y
     bits = _bits(x), _bits(y)

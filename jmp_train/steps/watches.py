@@ -1,4 +1,4 @@
-"""Numeric watches of a train step: shares of lost updates and of vanishing gradients, for groups of parameters."""
+"""Numeric watches of a train step: fractions of lost updates and underflowing gradients per group of parameters."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ _ROOT, _OTHERS = "params", "others"
 
 
 class Watching(Protocol):
-    """What has to be known of a `TrainStep`; see there."""
+    """The attributes of a `TrainStep` that the watches read."""
 
     @property
     def watch(self) -> tuple[str, ...]:
-        """What to watch."""
+        """The names of the watches."""
         ...
 
     @property
@@ -38,12 +38,12 @@ class Watching(Protocol):
 
     @property
     def policy(self) -> Policy | PathPolicy | None:
-        """The dtypes."""
+        """The policy."""
         ...
 
     @property
     def accumulate_steps(self) -> int:
-        """How many micro-batches there are."""
+        """The number of micro-batches."""
         ...
 
     @property
@@ -59,8 +59,8 @@ def checked_watches(watch: object) -> tuple[str, ...]:
       watch: the argument of `train_step`.
 
     Raises:
-      TypeError: it is a string or not iterable.
-      ValueError: there is no such watch.
+      TypeError: `watch` is a string or not iterable.
+      ValueError: a name is unknown.
 
     Example:
       >>> checked_watches(["underflow"])
@@ -77,13 +77,13 @@ def checked_watches(watch: object) -> tuple[str, ...]:
 
 
 def group_names(params: Params) -> list[str]:
-    """Returns the group of each leaf, in tree order: the module right under the root that it is in.
+    """Returns the group of each leaf, in tree order: its module right under the root.
 
-    One wrapper around all modules, as linen's "params", is left out. The groups of more than eight modules are their
-    names without the number at the end, and if there are still more, the first seven and "others".
+    A single wrapper around all modules, as linen's "params", is left out. More than eight modules are grouped by their
+    names without the number at the end; if more than eight groups are left, they are the first seven and "others".
 
     Args:
-      params: pytree of arrays; of a single array the group is "params".
+      params: pytree of arrays; the group of a single array is "params".
 
     Example:
       >>> group_names({"params": {"Dense_0": {"bias": 0, "kernel": 0}, "Dense_1": {"kernel": 0}}})
@@ -110,14 +110,14 @@ def _without_value(path: KeyPath) -> KeyPath:
 def watch_metrics(
     step: Watching, state: TrainState, grads: Any, additions: Sequence[Addition], taken: jax.Array
 ) -> Metrics:
-    """Returns the metric "watch" of a step; nothing if nothing is watched.
+    """Returns the metric "watch" of a step; nothing if `watch` is empty.
 
     Args:
-      step: which says what to watch, and where.
-      state: from which the step is made.
-      grads: scaled, averaged over the devices that share a batch; of a `PerLossScale` a tuple of them.
-      additions: what the optimizer added to what: one if lost updates are watched, or none.
-      taken: whether the step was. One that is skipped loses no updates.
+      step: the step.
+      state: the state before the step.
+      grads: scaled gradients, averaged over the devices that share a batch; a tuple under a `PerLossScale`.
+      additions: the optimizer's addition, if lost updates are watched; otherwise empty.
+      taken: whether the step was taken. A skipped step loses no updates.
     """
     if not step.watch:
         return {}
@@ -138,7 +138,7 @@ def watch_metrics(
 
 
 def _by_group(names: Sequence[str], counts: Sequence[Count]) -> dict[str, Count]:
-    """Returns the sums of counts by group, in float32, in which they do not overflow."""
+    """Returns the sums of counts by group, in float32, which does not overflow."""
     totals = {name: Count(jnp.float32(0), jnp.float32(0)) for name in names}
     for name, count in zip(names, counts, strict=True):
         totals[name] = Count(*(total + x.astype(jnp.float32) for total, x in zip(totals[name], count, strict=True)))
@@ -150,4 +150,4 @@ def _if_taken(taken: ArrayLike, count: Count) -> Count:
 
 
 def _share(count: Count) -> jax.Array:
-    return count.lost / jnp.maximum(count.whole, 1)  # 0 where nothing counts
+    return count.lost / jnp.maximum(count.whole, 1)  # 0 if nothing counts

@@ -36,16 +36,12 @@ from jmp_train.policies.autocasting.operations import half_share as half_share
 from jmp_train.policies.autocasting.operations import held_jaxprs as held_jaxprs
 from jmp_train.policies.autocasting.operations import is_float32 as is_float32
 from jmp_train.policies.autocasting.operations import table as table
+from jmp_train.policies.autocasting.primitive_kinds import LAYOUT as LAYOUT
+from jmp_train.policies.autocasting.primitive_kinds import PRODUCTS as PRODUCTS
 from jmp_train.policies.autocasting.region import DECIDED as DECIDED
-from jmp_train.policies.autocasting.region import HALVES as HALVES
 from jmp_train.policies.autocasting.region import INNER_REGION as INNER_REGION
-from jmp_train.policies.autocasting.region import LAYOUT as LAYOUT
-from jmp_train.policies.autocasting.region import PRODUCTS as PRODUCTS
 from jmp_train.policies.autocasting.region import BannedOperationError as BannedOperationError
-from jmp_train.policies.autocasting.region import chosen as chosen
 from jmp_train.policies.autocasting.region import join as join
-from jmp_train.policies.autocasting.region import traced_dtype as traced_dtype
-from jmp_train.policies.autocasting.region import variables_read as variables_read
 from jmp_train.policies.autocasting.rules import APEX_O1 as APEX_O1
 from jmp_train.policies.autocasting.rules import MOSTLY_HALF as MOSTLY_HALF
 from jmp_train.policies.autocasting.rules import TORCH_CPU as TORCH_CPU
@@ -74,3 +70,7 @@ from jmp_train.policies.autocasting.unreached_products import (
 from jmp_train.policies.autocasting.unreached_products import is_exact as is_exact
 from jmp_train.policies.autocasting.unreached_products import product_text as product_text
 from jmp_train.policies.autocasting.unreached_products import share_text as share_text
+from jmp_train.policies.autocasting.values import HALVES as HALVES
+from jmp_train.policies.autocasting.values import chosen as chosen
+from jmp_train.policies.autocasting.values import traced_dtype as traced_dtype
+from jmp_train.policies.autocasting.values import variables_read as variables_read

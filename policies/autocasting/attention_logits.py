@@ -10,19 +10,14 @@ logits of a classifier, which contract no batches, stay half: a loss saves them.
 from typing import Any
 
 import jax.extend.core as jex
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmp_train.policies.autocasting.operand_dtypes import wanted
-from jmp_train.policies.autocasting.region import (
-    ARITHMETIC,
-    FLOAT32,
-    LAYOUT,
-    Region,
-    variables_read,
-)
+from jmp_train.policies.autocasting.primitive_kinds import ARITHMETIC, CALLS, LAYOUT
+from jmp_train.policies.autocasting.readers import wanted
+from jmp_train.policies.autocasting.region import Region
+from jmp_train.policies.autocasting.values import FLOAT32, variables_read
 
 _ONTO = ARITHMETIC | LAYOUT | {"select_n", "max"}  # what scales, masks and shifts logits
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
 def logits_of(region: Region, jaxpr: Jaxpr) -> frozenset[Any]:
@@ -38,7 +33,7 @@ def logits_of(region: Region, jaxpr: Jaxpr) -> frozenset[Any]:
 
 
 def _asks_for_float32(equation: JaxprEqn) -> bool:
-    """Whether a product of batches, as attention's is and no layer's, names float32 as its result's type."""
+    """Returns whether a product of batches, as attention's is and no layer's, names float32 as its result's type."""
     if equation.primitive.name != "dot_general":
         return False
     _, (batch, _) = equation.params["dimension_numbers"]
@@ -47,26 +42,21 @@ def _asks_for_float32(equation: JaxprEqn) -> bool:
 
 def _read_by_maximum(region: Region, jaxpr: Jaxpr, results: frozenset[Any]) -> frozenset[Any]:
     """Returns the variables of which a maximum is taken, as every softmax begins, given such results."""
-    key = ("read by a maximum", results)
-    return region.remembered(key, jaxpr, lambda: frozenset(_found(region, jaxpr, results)))
 
+    def find() -> frozenset[Any]:
+        found = set(results)
+        for equation in reversed(jaxpr.eqns):
+            name = equation.primitive.name
+            if name in CALLS:
+                body = equation.params[CALLS[name]]
+                body = getattr(body, "jaxpr", body)
+                pairs = zip(body.outvars, equation.outvars, strict=True)
+                outs = [x for x, out in pairs if out in found and not isinstance(x, jex.Literal)]
+                inside = _read_by_maximum(region, body, frozenset(outs))
+                pairs = zip(equation.invars, body.invars, strict=True)
+                found.update(x for x, inner in pairs if inner in inside and not isinstance(x, jex.Literal))
+            elif name == "reduce_max" or (name in _ONTO and any(out in found for out in equation.outvars)):
+                found.update(variables_read(equation))
+        return frozenset(found)
 
-def _found(region: Region, jaxpr: Jaxpr, results: frozenset[Any]) -> set[Any]:
-    found = set(results)
-    for equation in reversed(jaxpr.eqns):
-        name = equation.primitive.name
-        if name in _CALLS:
-            body = equation.params[_CALLS[name]]
-            body = getattr(body, "jaxpr", body)
-            pairs = zip(body.outvars, equation.outvars, strict=True)
-            outs = frozenset(x for x, out in pairs if out in found and not _is_literal(x))
-            inside = _read_by_maximum(region, body, outs)
-            pairs = zip(equation.invars, body.invars, strict=True)
-            found.update(x for x, inner in pairs if inner in inside and not _is_literal(x))
-        elif name == "reduce_max" or (name in _ONTO and any(out in found for out in equation.outvars)):
-            found.update(variables_read(equation))
-    return found
-
-
-def _is_literal(atom: Var | Literal) -> bool:
-    return isinstance(atom, jex.Literal)
+    return region.remembered(("read by a maximum", results), jaxpr, find)

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.operations import held_jaxprs
-from jmp_train.policies.autocasting.region import traced_dtype
+from jmp_train.policies.autocasting.values import traced_dtype
 from jmp_train.policies.user_warnings import warn_user
 
 FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="

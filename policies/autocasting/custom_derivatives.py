@@ -12,25 +12,12 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
-from jmp_train.policies.autocasting.interpreter import (
-    as_traced,
-    inlined,
-    interpret,
-    on_arrays,
-    on_device,
-    values_of,
-)
+from jmp_train.policies.autocasting.binding import as_traced
+from jmp_train.policies.autocasting.interpreter import inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.literal_bounds import fits
-from jmp_train.policies.autocasting.region import (
-    PRODUCTS,
-    Decision,
-    Region,
-    Value,
-    chosen,
-    eligible,
-    replaced,
-    traced_dtype,
-)
+from jmp_train.policies.autocasting.primitive_kinds import PRODUCTS
+from jmp_train.policies.autocasting.region import Decision, Region
+from jmp_train.policies.autocasting.values import Value, chosen, eligible, on_device, replaced, traced_dtype, values_of
 
 
 def custom_jvp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:

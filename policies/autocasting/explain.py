@@ -16,10 +16,11 @@ from jmp_train.policies.autocasting.operations import (
     flops_of,
     table,
 )
-from jmp_train.policies.autocasting.region import Decision, Region, chosen, replaced
+from jmp_train.policies.autocasting.region import Decision, Region
 from jmp_train.policies.autocasting.source_lines import source_of
 from jmp_train.policies.autocasting.transform import autocast, float32_aval, mark_of, run_region
 from jmp_train.policies.autocasting.unmet_rules import unmet_entries, unmet_lines
+from jmp_train.policies.autocasting.values import chosen, replaced
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jmp_train.policies.autocasting.python_values import python_values_explained
-from jmp_train.policies.autocasting.region import chosen, replaced
+from jmp_train.policies.autocasting.values import chosen, replaced
 from jmp_train.policies.pytrees import Carried
 
 

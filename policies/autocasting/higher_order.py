@@ -17,25 +17,19 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting.custom_derivatives import custom_jvp, custom_vjp
 from jmp_train.policies.autocasting.fp8 import fp8_dot
-from jmp_train.policies.autocasting.interpreter import (
-    inlined,
-    interpret,
-    on_arrays,
-    on_device,
-    values_of,
-)
+from jmp_train.policies.autocasting.interpreter import inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.opaque import OpaqueCall
 from jmp_train.policies.autocasting.product_gradients import Contract
-from jmp_train.policies.autocasting.region import (
+from jmp_train.policies.autocasting.region import Handler, Region
+from jmp_train.policies.autocasting.values import (
     FLOAT32,
     HALVES,
-    Decision,
-    Handler,
-    Region,
     Value,
     argument,
     eligible,
+    on_device,
     traced_dtype,
+    values_of,
 )
 from jmp_train.policies.types import PyTree
 
@@ -79,21 +73,9 @@ def _opaque(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
             lhs, rhs = arrays
             scales = region.delayed.of(region.place) if region.delayed else None
             result = fp8_dot(lhs, rhs, call.contract, region.recipe, equation.outvars[0].aval.dtype, scales)
-            if region.log is not None:
-                dtypes_in = (str(region.recipe.forward_dtype),) * 2
-                region.log.append(
-                    Decision(
-                        region.path,
-                        rule,
-                        reason,
-                        product,
-                        region.callers,
-                        region.repeats,
-                        dtypes_in,
-                        (str(result.dtype),),
-                    )
-                )
-            return [Value(result, product=True)]
+            outputs = [Value(result, product=True)]
+            region.note(product, "", rule, reason, (region.recipe.forward_dtype,) * 2, outputs)
+            return outputs
     return values_of(jax.tree.leaves(call.run(*arrays)))
 
 

@@ -1,4 +1,4 @@
-"""Autocast regions: the values and rules of a program under autocast, and what was decided for it."""
+"""Autocast regions: the rules of a program under autocast, and what was decided for it."""
 
 import dataclasses
 import functools
@@ -8,21 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.extend.core as jex
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
-from jax.typing import DTypeLike
+from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, Recipe
-from jmp_train.policies.autocasting.integers import Integers
-from jmp_train.policies.autocasting.jitted_primitives import cast
-from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, Bounds, literal_bounds
-from jmp_train.policies.autocasting.rules import PRODUCTS as _PRODUCTS
-from jmp_train.policies.autocasting.rules import TRANSCENDENTAL as _TRANSCENDENTAL
+from jmp_train.policies.autocasting.primitive_kinds import CALLS, PRODUCTS
 from jmp_train.policies.autocasting.rules import AutocastRules, Rule
 from jmp_train.policies.autocasting.source_lines import address_of
+from jmp_train.policies.autocasting.values import Value, argument
 
 Found = TypeVar("Found")
 
@@ -30,27 +23,6 @@ Found = TypeVar("Found")
 DECIDED = "jmp_train.autocast"
 INNER_REGION = "decided by an inner region"  # a reason
 _FIXED = re.compile(rf"{re.escape(DECIDED)}:(\w+)")  # by `autocast_as`
-
-_WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
-HALVES, FLOAT32 = _WIDTHS[:2], _WIDTHS[2]
-
-
-def names(text: str) -> frozenset[str]:
-    """Returns the words of a text."""
-    return frozenset(text.split())
-
-
-# What only says where values are, what they are called, or in which order they are computed.
-PLACEMENT = names(
-    "name sharding_constraint reshard layout_constraint relayout with_memory_space_constraint "
-    "device_put optimization_barrier"
-)
-LAYOUT = PLACEMENT | names(
-    "reshape transpose broadcast_in_dim squeeze expand_dims rev slice copy copy_p stop_gradient pvary pcast"
-)
-ADDITIONS = names("add sub neg add_any")  # their gradients need neither inputs nor result
-ARITHMETIC = ADDITIONS | {"mul", "div"}
-TRANSCENDENTAL, PRODUCTS = names(_TRANSCENDENTAL), names(_PRODUCTS)
 
 
 class BannedOperationError(TypeError):
@@ -64,65 +36,6 @@ class BannedOperationError(TypeError):
       Traceback (most recent call last):
       jmp_train.policies.autocasting.region.BannedOperationError: autocast bans fft: take it outside
     """
-
-
-@dataclasses.dataclass(slots=True)
-class Value:
-    """A value of the program that runs.
-
-    Attributes:
-      array: an array or tracer in the dtype that the rules gave it.
-      weak: whether it is made of literals only.
-      bounds: of weak values, their least and greatest magnitude.
-      origin: of arguments and constants that were only moved about, their first size, else None.
-      product: whether it is the result of a matrix product or convolution, perhaps moved about.
-      scaled: whether it is the product, or quotient, of a half value.
-      casts: the array in other dtypes, of values that the program computed.
-      integers: those that it is made of, if it is.
-      addends: of a float32 sum that takes more memory than what is added, that, with the addition.
-    """
-
-    array: Any
-    weak: bool = False
-    bounds: Bounds = UNKNOWN
-    origin: int | None = None
-    product: bool = False
-    scaled: bool = False
-    casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    integers: Integers | None = None
-    addends: jax.tree_util.Partial | None = None
-
-    @property
-    def dtype(self) -> Any:
-        """The array's dtype."""
-        return self.array.dtype
-
-    def to(self, dtype: DTypeLike) -> Any:
-        """Returns the array in a dtype.
-
-        Arguments are cast for each use: XLA makes one cast of these, and gradients of all uses are
-        added in the dtype of the argument, not in half, where the 257th would be lost.
-        """
-        if self.dtype == dtype:
-            return self.array
-        if isinstance(self.array, np.ndarray | np.generic):
-            with np.errstate(over="ignore", invalid="ignore"):
-                return np.asarray(self.array).astype(dtype)
-        if self.origin is not None:
-            return cast(self.array, dtype)
-        if dtype not in self.casts:
-            self.casts[dtype] = cast(self.array, dtype)
-        return self.casts[dtype]
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What decides, beside the program, which dtypes a program makes of it."""
-        made = (self.product, self.scaled, self.integers)
-        return self.dtype, self.weak, self.bounds, self.origin, *made
-
-    def inside(self) -> "Value":
-        """Returns it for the body of a loop or branch, which casts for itself."""
-        return dataclasses.replace(self, casts={}, addends=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,9 +116,31 @@ class Region:
         callers = (*self.callers, equation)
         return dataclasses.replace(self, path=join(self.path, scope), callers=callers, place=place)
 
+    def note(
+        self,
+        equation: JaxprEqn,
+        scope: str,
+        rule: str,
+        reason: str,
+        dtypes_in: Sequence[Any],
+        outputs: Sequence[Value],
+    ) -> None:
+        """Notes what was decided for an equation in that scope, if decisions are noted."""
+        if self.log is not None:
+            dtypes = tuple(map(str, dtypes_in)), tuple(str(x.dtype) for x in outputs)
+            path = join(self.path, scope)
+            self.log.append(Decision(path, rule, reason, equation, self.callers, self.repeats, *dtypes))
+
     def unlogged(self) -> "Region":
         """Returns the region for a trial run."""
         return dataclasses.replace(self, log=None, delayed=None)
+
+    def rule_of(self, equation: JaxprEqn) -> tuple[Rule | None, str]:
+        """Returns the rule of an equation of the program that is interpreted now; see `decide`, which is asked once."""
+        scope = str(equation.source_info.name_stack)
+        if DECIDED in scope.replace(f"{DECIDED}:", ""):
+            return "keep", INNER_REGION
+        return self.remembered(("rule", self.settings), equation, lambda: self.decide(equation, scope))
 
     def decide(self, equation: JaxprEqn, scope: str) -> tuple[Rule | None, str]:
         """Returns the rule of an equation, None where no table names it, and where it is from."""
@@ -283,12 +218,11 @@ def _compiled(pairs: tuple[tuple[str, Rule], ...]) -> tuple[tuple[re.Pattern[str
 
 def jax_modules(equation: Any) -> tuple[str, ...]:
     """Returns in which of jax's modules a called function is, ("jax.numpy.linalg", "jax.numpy", "jax")."""
-    body = equation.params.get(_BODIES.get(equation.primitive.name))
+    body = equation.params.get(CALLS.get(equation.primitive.name))
     info = getattr(getattr(body, "jaxpr", body), "debug_info", None)
     return _modules_of(getattr(info, "func_src_info", None) or "")
 
 
-_BODIES = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 _FILE = re.compile(rf" at {re.escape(os.path.dirname(jax.__file__))}\W(?:_src\W)?(.+)\.py:\d+$")
 
 
@@ -328,49 +262,3 @@ def join(path: str, scope: str) -> str:
     """Returns a path and a scope in it as one path, without the names of transformations."""
     scope = re.sub(r"\b(?:jvp|transpose|vmap|rematted_computation|checkpoint)\(|\)", "", scope)
     return f"{path}/{scope}" if path and scope else path or scope
-
-
-def eligible(dtype: DTypeLike) -> bool:
-    """Whether autocast touches values of that dtype: float16, bfloat16 and float32."""
-    return dtype in _WIDTHS
-
-
-def traced_dtype(atom: Var | Literal) -> Any:
-    """Returns the dtype that a variable or literal has in the traced program."""
-    return getattr(atom.aval, "dtype", None)
-
-
-def argument(array: jax.Array) -> Value:
-    """Returns an argument or constant as a value."""
-    array = _as_array(array)
-    return Value(array, origin=getattr(array, "size", None))
-
-
-def literal(atom: Any) -> Value:
-    """Returns a literal as a value."""
-    dtype = traced_dtype(atom)
-    array = np.asarray(atom.val, dtype) if eligible(dtype) else _as_array(atom.val)
-    is_number = jnp.issubdtype(dtype, jnp.number)
-    return Value(array, weak=True, bounds=literal_bounds(atom.val) if is_number else UNKNOWN)
-
-
-def _as_array(value: object) -> Any:
-    """Returns Python's scalars, which a `while` may have among its operands, as arrays of jax's."""
-    return jnp.asarray(value) if isinstance(value, bool | int | float | complex) else value
-
-
-def variables_read(equation: JaxprEqn) -> list[Any]:
-    """Returns the variables that an equation reads."""
-    return [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
-
-
-def chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    """Returns the items that a mask chooses."""
-    return [item for item, is_chosen in zip(items, mask, strict=True) if is_chosen]
-
-
-def replaced(items: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
-    """Returns the items with new ones in place of those that a mask chooses."""
-    rest = iter(new)
-    pairs = zip(items, mask, strict=True)
-    return [next(rest) if is_chosen else item for item, is_chosen in pairs]

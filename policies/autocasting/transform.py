@@ -15,19 +15,12 @@ from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScaling, R
 from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.interpreter import interpret
 from jmp_train.policies.autocasting.python_values import python_values_explained
-from jmp_train.policies.autocasting.region import (
-    DECIDED,
-    FLOAT32,
-    Region,
-    argument,
-    chosen,
-    eligible,
-    replaced,
-)
+from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import TORCH_CUDA, AutocastRules, Rule
 from jmp_train.policies.autocasting.rules_trial import tried_rules
 from jmp_train.policies.autocasting.unmet_rules import warn_of_unmet
 from jmp_train.policies.autocasting.unreached_products import warn_of_unreached
+from jmp_train.policies.autocasting.values import FLOAT32, argument, chosen, eligible, replaced
 from jmp_train.policies.pytrees import Carried, check_half, is_array, is_nnx, states_at_home
 
 Args = ParamSpec("Args")

@@ -11,7 +11,8 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.operations import flops_of, is_float32
-from jmp_train.policies.autocasting.region import DECIDED, PRODUCTS, Decision
+from jmp_train.policies.autocasting.primitive_kinds import PRODUCTS
+from jmp_train.policies.autocasting.region import DECIDED, Decision
 from jmp_train.policies.autocasting.source_lines import user_line_of
 from jmp_train.policies.user_warnings import warn_user
 

@@ -88,7 +88,7 @@ def test_both_sides_of_a_page_run_and_find_the_same(page: str, tmp_path: Path) -
     missing = [library for library in libraries if not PYTHONS[library].exists()]
     if missing:
         run(HERE, blocks(page), tmp_path)
-        pytest.skip(f"no environment with {missing[0]} is there: CONTRIBUTING.md says what makes one")
+        pytest.skip(f"no environment with {missing[0]} is there: docs/contributing/pages.md says what makes one")
     compared = blocks(page, "both")
     given = []
     for library in libraries:

@@ -1,4 +1,4 @@
-"""The jobs of `examples/tasks`, and the equinox job of docs/your_own_job.md, under `jmp-train train` and `compare`."""
+"""The jobs of `examples/tasks`, and the one that README.md shows, under `jmp-train train` and `compare`."""
 
 import json
 import re
@@ -41,8 +41,8 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
             del sys.modules[name]
 
 
-def page_job() -> str:
-    found = re.findall(r"```python\n(# my_job.py\n.*?)```", (ROOT / "docs/your_own_job.md").read_text(), re.DOTALL)
+def readme_job() -> str:
+    found = re.findall(r"```python\n(# my_job.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(found) == 1
     return found[0]
 
@@ -68,7 +68,7 @@ def test_a_job_is_short_and_has_its_row_in_the_list() -> None:
     for name in NAMES:
         assert len((FOLDER / f"{name}.py").read_text().splitlines()) < 70
         assert f"| [tasks/{name}.py](tasks/{name}.py) |" in rows
-    assert sum(1 for line in page_job().splitlines() if line) <= 25
+    assert sum(1 for line in readme_job().splitlines() if line) <= 25
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_job_runs_on_two_devices_and_in_parts(name: str, capsys: pytest.Captur
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_the_job_of_the_page_reaches_what_it_prints() -> None:
-    Path("my_job.py").write_text(page_job())
+def test_the_job_of_the_readme_reaches_what_it_prints() -> None:
+    Path("my_job.py").write_text(readme_job())
     for run in compared("my_job.py:task"):
         assert run["metrics"]["accuracy"] > 0.93

@@ -17,42 +17,36 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.attention_logits import logits_of
+from jmp_train.policies.autocasting.binding import as_traced
 from jmp_train.policies.autocasting.custom_derivatives import multiplies
 from jmp_train.policies.autocasting.emulating.rounding import Bit, both, either, rounded, rounded_operation
 from jmp_train.policies.autocasting.higher_order import ENTERED, scan_counts
-from jmp_train.policies.autocasting.integers import integers_in_result, operand
-from jmp_train.policies.autocasting.interpreter import as_traced, on_device
-from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, result_bounds
+from jmp_train.policies.autocasting.literal_bounds import result_bounds
 from jmp_train.policies.autocasting.opaque import OpaqueCall
-from jmp_train.policies.autocasting.operand_dtypes import integers_fit, literals_fit, settle, wanted
-from jmp_train.policies.autocasting.region import (
-    ARITHMETIC,
-    DECIDED,
+from jmp_train.policies.autocasting.operand_dtypes import integers_fit, literals_fit, settle
+from jmp_train.policies.autocasting.primitive_kinds import ARITHMETIC, PLACEMENT, TRANSCENDENTAL
+from jmp_train.policies.autocasting.region import Region, join
+from jmp_train.policies.autocasting.rules import MOSTLY_HALF, AutocastRules
+from jmp_train.policies.autocasting.source_lines import address_of
+from jmp_train.policies.autocasting.steps import Step, steps_of
+from jmp_train.policies.autocasting.transform import run_traced
+from jmp_train.policies.autocasting.values import (
     FLOAT32,
     HALVES,
-    INNER_REGION,
-    LAYOUT,
-    PLACEMENT,
-    PRODUCTS,
-    TRANSCENDENTAL,
-    Region,
     Value,
     argument,
     eligible,
-    join,
+    facts_of,
     literal,
+    note_integers,
+    on_device,
     traced_dtype,
 )
-from jmp_train.policies.autocasting.rules import MOSTLY_HALF, AutocastRules
-from jmp_train.policies.autocasting.source_lines import address_of
-from jmp_train.policies.autocasting.transform import run_traced
 from jmp_train.policies.pytrees import check_half
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-_PICKS = frozenset(("gather", "dynamic_slice"))
 _COMPUTE = ("lower", "demote")
 
 
@@ -144,54 +138,34 @@ def emulate(emulation: Emulation, jaxpr: Any, inputs: Sequence[Emulated]) -> lis
     def read(atom: Any) -> Emulated:
         return Emulated(literal(atom)) if isinstance(atom, jex.Literal) else environment[atom]
 
-    in_float32 = wanted(region, opened, "float32", ARITHMETIC | _PICKS | {"stop_gradient"})
-    logits = logits_of(region, opened)
-    for equation in opened.eqns:
-        outputs = _equation(emulation, equation, [read(atom) for atom in equation.invars], in_float32, logits)
-        environment.update(zip(equation.outvars, outputs, strict=True))
+    for step in steps_of(region, opened):
+        outputs = _results(emulation, step, [read(atom) for atom in step.equation.invars])
+        environment.update(zip(step.equation.outvars, outputs, strict=True))
     return [read(atom) for atom in opened.outvars]
 
 
-def _equation(
-    emulation: Emulation,
-    equation: JaxprEqn,
-    inputs: list[Emulated],
-    in_float32: frozenset[Any],
-    logits: frozenset[Any],
-) -> list[Emulated]:
-    region, name, scope = emulation.region, equation.primitive.name, str(equation.source_info.name_stack)
-    rule, reason = (
-        ("keep", INNER_REGION) if DECIDED in scope.replace(f"{DECIDED}:", "") else region.decide(equation, scope)
-    )
-    if rule != "keep" and name in _PROGRAMS:
-        outputs = _PROGRAMS[name](emulation.within(equation, scope, rule), equation, inputs)
+def _results(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[Emulated]:
+    equation, name = step.equation, step.equation.primitive.name
+    if step.rule != "keep" and name in _PROGRAMS:
+        outputs = _PROGRAMS[name](emulation.within(equation, step.scope, step.rule), equation, inputs)
         if outputs is not None:
             return outputs
     if name in ENTERED:
         return _kept(equation, inputs)
     values = [x.value for x in inputs]
-    dtypes, rule, _ = settle(region, equation, values, rule, reason, in_float32)
-    active = _active(emulation, equation, scope, inputs, rule, in_float32)
-    if rule == "keep" or name == "convert_element_type":
+    step = settle(emulation.region, step, values)
+    if step.rule == "keep" or name == "convert_element_type":
         outputs = _kept(equation, inputs)
     else:
-        touched = [d is not None or eligible(traced_dtype(a)) for d, a in zip(dtypes, equation.invars, strict=True)]
-        wide = rule == "lower" and equation.outvars[0] in logits
-        outputs = _computed(emulation, equation, scope, inputs, touched, active, rule in _COMPUTE, wide)
-    _note_integers(equation, values, [x.value for x in outputs])
+        outputs = _computed(emulation, step, inputs)
+    note_integers(equation, values, [x.value for x in outputs])
     return outputs
 
 
-def _active(
-    emulation: Emulation,
-    equation: Any,
-    scope: str,
-    inputs: list[Emulated],
-    rule: str,
-    in_float32: frozenset[Any],
-) -> Bit:
+def _active(emulation: Emulation, step: Step, inputs: list[Emulated]) -> Bit:
     """Returns whether an operation runs in half precision, as far as its own flag goes."""
-    region, name = emulation.region, equation.primitive.name
+    equation: Any = step.equation
+    region, name, rule = emulation.region, equation.primitive.name, step.rule
     floats = [x for x, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
     strong = [x for x in floats if not x.value.weak]
     if rule not in ("lower", "demote", "promote") or not strong:
@@ -199,55 +173,45 @@ def _active(
     values = [x.value for x in floats]
     if rule != "lower" and not literals_fit(region, equation, values):
         return False
-    is_scalar = equation.outvars[0].aval.shape == ()
+    is_scalar, halves = equation.outvars[0].aval.shape == (), [x.half for x in strong]
     if rule == "promote" or (rule == "demote" and is_scalar):
-        met: Bit = True
-        for x in strong:
-            met = both(met, x.half)
+        met = functools.reduce(both, halves, True)
     else:
-        met = rule == "lower"
-        for x in strong:
-            met = either(met, x.half)
+        met = functools.reduce(either, halves, rule == "lower")
     if rule == "promote":
         return met
-    if rule == "demote":
-        if name in TRANSCENDENTAL | ARITHMETIC and all(out in in_float32 for out in equation.outvars):
-            return False
-        if not integers_fit(region, values):
-            return False
+    if rule == "demote" and (
+        (name in TRANSCENDENTAL | ARITHMETIC and step.in_float32) or not integers_fit(region, values)
+    ):
+        return False
     if met is False:
         return False
-    addresses = (address_of((*region.callers, equation), join(region.path, scope)),)
-    return both(emulation.flags(addresses, (*region.callers, equation)), met)
+    callers = (*region.callers, equation)
+    return both(emulation.flags((address_of(callers, join(region.path, step.scope)),), callers), met)
 
 
-def _computed(
-    emulation: Emulation,
-    equation: Any,
-    scope: str,
-    inputs: list[Emulated],
-    touched: Sequence[bool],
-    active: Bit,
-    is_choice: bool,
-    wide: bool,
-) -> list[Emulated]:
+def _computed(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[Emulated]:
     """Runs an operation on float32 operands; one whose precision can be chosen rounds where it is active."""
-    primitive = equation.primitive
+    equation, primitive = step.equation, step.equation.primitive
+    active = _active(emulation, step, inputs)
+    wide = step.rule == "lower" and step.is_logits
+    pairs = zip(step.dtypes, equation.invars, strict=True)
+    touched = [dtype is not None or eligible(traced_dtype(atom)) for dtype, atom in pairs]
     arrays = [x.value.to(FLOAT32) if touch else x.array for x, touch in zip(inputs, touched, strict=True)]
     params = _in_float32(equation)
-    if not is_choice or active is False:  # what is promoted moves or picks numbers that are rounded
+    if step.rule not in _COMPUTE or active is False:  # what is promoted moves or picks numbers that are rounded
         results = primitive.bind(*arrays, **params)
         results = list(results) if primitive.multiple_results else [results]
     else:
-        address = (address_of((*emulation.region.callers, equation), join(emulation.region.path, scope)),)
+        region = emulation.region
+        address = (address_of((*region.callers, equation), join(region.path, step.scope)),)
         arrays = [on_device(x) for x in arrays]
         results = emulation.run(lambda *x: primitive.bind(*x, **params), arrays, active, address, wide=wide)
-    about = [_about(equation, [x.value for x in inputs]) for _ in results]
     if primitive.name in PLACEMENT:
         pairs = zip(inputs, results, strict=True)
         return [Emulated(dataclasses.replace(x.value, array=array, casts={}), x.half) for x, array in pairs]
-    half = False if wide else active
-    return [emulated(x, half, **more) for x, more in zip(results, about, strict=True)]
+    about = facts_of(equation, [x.value for x in inputs])
+    return [emulated(x, False if wide else active, **about) for x in results]
 
 
 def _in_float32(equation: Any) -> dict[str, Any]:
@@ -255,18 +219,6 @@ def _in_float32(equation: Any) -> dict[str, Any]:
     return {
         name: FLOAT32 if name == "preferred_element_type" and value is not None and eligible(value) else value
         for name, value in equation.params.items()
-    }
-
-
-def _about(equation: JaxprEqn, inputs: list[Value]) -> dict[str, Any]:
-    floats = [v for v, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
-    weak = bool(inputs) and all(value.weak for value in floats or inputs)
-    layout, name = equation.primitive.name in LAYOUT, equation.primitive.name
-    return {
-        "weak": weak,
-        "bounds": result_bounds(equation, [v.bounds for v in inputs]) if weak else UNKNOWN,
-        "origin": inputs[0].origin if layout else None,
-        "product": inputs[0].product if layout else name in PRODUCTS,
     }
 
 
@@ -280,7 +232,7 @@ def _kept(equation: Any, inputs: list[Emulated]) -> list[Emulated]:
         for x, a in zip(inputs, equation.invars, strict=True)
     ]
     results = as_traced(equation, *arrays)
-    about = {} if name in ENTERED else _about(equation, [x.value for x in inputs])
+    about = {} if name in ENTERED else facts_of(equation, [x.value for x in inputs])
     results = list(results) if primitive.multiple_results else [results]
     return [emulated(x, **about) for x in results]
 
@@ -295,18 +247,6 @@ def _converted(equation: Any, x: Emulated) -> Emulated:
     if source == jnp.bool_:
         return emulated(result, weak=True, bounds=(0.0, 1.0))
     return emulated(result, weak=x.value.weak, bounds=result_bounds(equation, [x.value.bounds]))
-
-
-def _note_integers(equation: JaxprEqn, inputs: list[Value], outputs: list[Value]) -> None:
-    if equation.primitive.name in PLACEMENT:
-        return
-    operands = [
-        operand(atom, x.integers, weak=x.weak, given=x.origin is not None)
-        for atom, x in zip(equation.invars, inputs, strict=True)
-    ]
-    found = integers_in_result(equation, operands)
-    for output in outputs if found is not None else ():
-        output.integers = found
 
 
 def _inlined(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated]:
@@ -449,9 +389,7 @@ def _opaque(
     emulation: Emulation, policy: OpaqueCall, inputs: Sequence[Emulated], arrays: Sequence[Any]
 ) -> list[Emulated]:
     """Runs a function that stores by the dtypes of its arguments, and accumulates in float32."""
-    met: Bit = False
-    for x in inputs:
-        met = either(met, x.half)
+    met = functools.reduce(either, [x.half for x in inputs], False)
     results = jax.tree.leaves(policy.run(*arrays))
     return [emulated(rounded(x, emulation.region.half, met), met) for x in results]
 

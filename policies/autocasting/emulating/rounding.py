@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.region import FLOAT32, LAYOUT, chosen, names, replaced
+from jmp_train.policies.autocasting.primitive_kinds import LAYOUT, names
+from jmp_train.policies.autocasting.values import FLOAT32, chosen, replaced
 
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 

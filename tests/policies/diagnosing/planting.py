@@ -11,7 +11,8 @@ import optax
 import jmp_train as jt
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
-Action = Literal["rules", "loss scale", "epsilon", "mask", "state"]
+Action = Literal["rules", "argument", "loss scale", "epsilon", "mask", "state", "mathematics"]
+Standing = Literal["first", "nearly", "wrong", "quiet"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,9 @@ class Fault:
       applied: what of the remedy the test takes, "rules" or its "value"; of a "state" remedy its dtype.
       steps: how many are diagnosed.
       tolerance: of the mended results, relative to those in float32.
+      autocast: it is planted in a function under autocast; otherwise all of it is half.
+      named: "first", "nearly": another line is named before it; "wrong": only others are; "quiet": nothing is.
+      mended: whether one report mends it: no problem is left, and the results are right.
       quick: whether it is in the quick ring.
     """
 
@@ -104,12 +108,20 @@ class Fault:
     applied: Literal["rules", "value", "state"] = "rules"
     steps: int = 1
     tolerance: float = 0.02
+    autocast: bool = False
+    named: Standing = "first"
+    mended: bool = True
     quick: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}-{self.library}-{self.where}-{self.dtype}".replace(" ", "_")
 
-    def mended(self, report: jt.NumericsReport) -> Way:
+    @property
+    def planted(self) -> Way:
+        """The way in which it is found."""
+        return Way(self.dtype, rules=jt.TORCH_CUDA if self.autocast else None)
+
+    def by_remedy(self, report: jt.NumericsReport) -> Way:
         """Returns the way with the remedy of the report's first problem applied as it is."""
         match self.applied:
             case "rules":

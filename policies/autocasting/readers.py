@@ -1,0 +1,171 @@
+"""In which precision all that reads a variable computes with it, and what of it a gradient needs."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jmp_train.policies.autocasting.primitive_kinds import (
+    ADDITIONS,
+    ARITHMETIC,
+    CALLS,
+    LAYOUT,
+    PICKS,
+    PLACEMENT,
+    names,
+)
+from jmp_train.policies.autocasting.region import DECIDED, Region
+from jmp_train.policies.autocasting.rules import Rule
+from jmp_train.policies.autocasting.values import chosen, variables_read
+
+_SHAPES = names("reshape squeeze")
+_INTO_FLOAT32 = ARITHMETIC | PICKS | {"stop_gradient"}
+_INTO_HALF = LAYOUT | ARITHMETIC | {"max", "tanh", "logistic"}
+
+
+class Readers(NamedTuple):
+    """Variables of a program, by what reads them.
+
+    Attributes:
+      in_float32: those that are only computed with in float32.
+      in_half: those that are only computed with in half, and not only added.
+      only_add: those of which there are only sums, whose gradients do not need them.
+    """
+
+    in_float32: frozenset[Any]
+    in_half: frozenset[Any]
+    only_add: frozenset[Any]
+
+
+def readers_of(region: Region, jaxpr: Jaxpr) -> Readers:
+    """Returns the variables of a program by what reads them."""
+
+    def find() -> Readers:
+        in_float32 = wanted(region, jaxpr, "float32", _INTO_FLOAT32)
+        others = (e for e in jaxpr.eqns if e.primitive.name not in ADDITIONS)
+        needed = frozenset(itertools.chain.from_iterable(map(variables_read, others)))
+        return Readers(in_float32, needed & wanted(region, jaxpr, "lower", _INTO_HALF), _only_added(region, jaxpr))
+
+    return region.remembered(("readers", region.settings), jaxpr, find)
+
+
+def wanted(
+    region: Region,
+    jaxpr: Jaxpr,
+    rule: Rule,
+    through: frozenset[str],
+    results: frozenset[Any] = frozenset(),
+) -> frozenset[Any]:
+    """Returns the variables whose every reader computes by a rule, however they get there.
+
+    Args:
+      region: the region, which remembers the answer.
+      jaxpr: the program.
+      rule: "float32" or "lower".
+      through: the primitives whose inputs are wanted as their results are.
+      results: those of the program's results that are wanted so.
+    """
+
+    def find() -> frozenset[Any]:
+        found, read = set(results), set()
+        if through >= PICKS:
+            found |= _logarithms(region, jaxpr)
+        added = _only_added(region, jaxpr)
+        refused = {atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal)} - results
+        for equation in reversed(jaxpr.eqns):
+            found.update(out for out in equation.outvars if out in read and out not in refused)
+            variables = set(variables_read(equation))
+            read |= variables
+            follows = _follows(equation, through, added)
+            refused |= variables - _wanted_by(region, equation, variables, found, rule, through, follows=follows)
+        found.update(variable for variable in jaxpr.invars if variable in read - refused)
+        return frozenset(found)
+
+    return region.remembered(("wanted", rule, through, results, region.settings), jaxpr, find)
+
+
+def _wanted_by(
+    region: Region,
+    reader: JaxprEqn,
+    variables: set[Any],
+    found: set[Any],
+    rule: Rule,
+    through: frozenset[str],
+    *,
+    follows: bool,
+) -> set[Any]:
+    """Returns those of the variables that an equation reads which it wants by a rule."""
+    name, scope = reader.primitive.name, str(reader.source_info.name_stack)
+    if DECIDED in scope:
+        return set()
+    decided, _ = region.rule_of(reader)
+    if decided is not None:
+        return variables if decided == rule or (decided, rule) == ("fp8", "lower") else set()
+    if name in CALLS:
+        body = reader.params[CALLS[name]]
+        body = getattr(body, "jaxpr", body)
+        outs = frozenset(
+            inner
+            for inner, outer in zip(body.outvars, reader.outvars, strict=True)
+            if outer in found and not isinstance(inner, jex.Literal)
+        )
+        inside = wanted(region.within(reader, scope), body, rule, through, outs)
+        return _except_for(variables, reader, [inner not in inside for inner in body.invars])
+    if name in PLACEMENT & through:
+        return _except_for(variables, reader, [result not in found for result in reader.outvars])
+    return variables if follows and all(x in found for x in reader.outvars) else set()
+
+
+def _except_for(variables: set[Any], reader: JaxprEqn, refused: Sequence[bool]) -> set[Any]:
+    """Returns the variables but for those that stand at a place where an equation refuses them."""
+    atoms = chosen(reader.invars, refused)
+    return variables.difference(atom for atom in atoms if not isinstance(atom, jex.Literal))
+
+
+def _follows(reader: JaxprEqn, through: frozenset[str], added: frozenset[Any]) -> bool:
+    """Returns whether an equation's inputs are wanted as its results are, of which some are only added."""
+    name = reader.primitive.name
+    if name in PICKS:
+        return name in through and not _repeats(reader)
+    return name in through or (name in _SHAPES and through >= PICKS and reader.outvars[0] in added)
+
+
+def _repeats(pick: Any) -> bool:
+    """Returns whether more values may be picked than there are, which would take more memory in float32."""
+    try:
+        return pick.outvars[0].aval.size > pick.invars[0].aval.size
+    except jax.errors.InconclusiveDimensionOperation:  # of symbolic shapes
+        return True
+
+
+def _only_added(region: Region, jaxpr: Jaxpr) -> frozenset[Any]:
+    """Returns the variables of which there are only sums, whose gradients do not need them."""
+
+    def find() -> frozenset[Any]:
+        readers = [e for e in jaxpr.eqns if e.primitive.name not in ADDITIONS | {"reduce_sum"}]
+        read = itertools.chain.from_iterable(e.invars for e in readers)
+        needed = {atom for atom in (*read, *jaxpr.outvars) if not isinstance(atom, jex.Literal)}
+        return frozenset(out for e in jaxpr.eqns for out in e.outvars).difference(needed)
+
+    return region.remembered("only added", jaxpr, find)
+
+
+def _logarithms(region: Region, jaxpr: Jaxpr) -> set[Any]:
+    """Returns the logarithms that a rule makes float32, and sums with these, which thereby are, too.
+
+    What a loss subtracts from a logarithm of a sum of exponentials is as large as that.
+    """
+    found: set[Any] = set()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        follows = name in ADDITIONS and not found.isdisjoint(variables_read(equation))
+        is_logarithm = name == "log" and bool(variables_read(equation))
+        if not (follows or is_logarithm) or DECIDED in str(equation.source_info.name_stack):
+            continue
+        rule, _ = region.rule_of(equation)
+        if rule == ("float32" if is_logarithm else None):
+            found.update(equation.outvars)
+    return found

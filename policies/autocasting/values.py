@@ -1,0 +1,172 @@
+"""Values of a program under autocast: arrays, with what is known of what they were computed from."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.typing import DTypeLike
+
+from jmp_train.policies.autocasting.integers import Integers, integers_in_result, operand
+from jmp_train.policies.autocasting.jitted_primitives import cast
+from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, Bounds, literal_bounds, result_bounds
+from jmp_train.policies.autocasting.primitive_kinds import LAYOUT, PLACEMENT, PRODUCTS
+
+_WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
+HALVES, FLOAT32 = _WIDTHS[:2], _WIDTHS[2]
+
+
+@dataclasses.dataclass(slots=True)
+class Value:
+    """A value of the program that runs.
+
+    Attributes:
+      array: an array or tracer in the dtype that the rules gave it.
+      weak: True for values computed from literals only.
+      bounds: of weak values, their least and greatest magnitude.
+      origin: of arguments and constants that were only moved about, their first size, else None.
+      product: True for results of a matrix product or convolution, perhaps moved about.
+      scaled: True for products and quotients of a half value.
+      casts: the array in other dtypes, of values that the program computed.
+      integers: the integers that it was computed from, if there are any.
+      addends: of a float32 sum that takes more memory than its addends: these, with the addition.
+    """
+
+    array: Any
+    weak: bool = False
+    bounds: Bounds = UNKNOWN
+    origin: int | None = None
+    product: bool = False
+    scaled: bool = False
+    casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    integers: Integers | None = None
+    addends: jax.tree_util.Partial | None = None
+
+    @property
+    def dtype(self) -> Any:
+        """The array's dtype."""
+        return self.array.dtype
+
+    def to(self, dtype: DTypeLike) -> Any:
+        """Returns the array in a dtype.
+
+        Arguments are cast for each use: XLA makes one cast of these, and gradients of all uses are
+        added in the dtype of the argument, not in half, where the 257th would be lost.
+        """
+        if self.dtype == dtype:
+            return self.array
+        if isinstance(self.array, np.ndarray | np.generic):
+            with np.errstate(over="ignore", invalid="ignore"):
+                return np.asarray(self.array).astype(dtype)
+        if self.origin is not None:
+            return cast(self.array, dtype)
+        if dtype not in self.casts:
+            self.casts[dtype] = cast(self.array, dtype)
+        return self.casts[dtype]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What decides, beside the program, which dtypes a program makes of it."""
+        made = (self.product, self.scaled, self.integers)
+        return self.dtype, self.weak, self.bounds, self.origin, *made
+
+    def inside(self) -> "Value":
+        """Returns it for the body of a loop or branch, which casts for itself."""
+        return dataclasses.replace(self, casts={}, addends=None)
+
+
+def argument(array: jax.Array) -> Value:
+    """Returns an argument or constant as a value."""
+    array = _as_array(array)
+    return Value(array, origin=getattr(array, "size", None))
+
+
+def literal(atom: Any) -> Value:
+    """Returns a literal as a value."""
+    dtype = traced_dtype(atom)
+    array = np.asarray(atom.val, dtype) if eligible(dtype) else _as_array(atom.val)
+    is_number = jnp.issubdtype(dtype, jnp.number)
+    return Value(array, weak=True, bounds=literal_bounds(atom.val) if is_number else UNKNOWN)
+
+
+def values_of(arrays: Sequence[Any]) -> list[Value]:
+    """Returns what another program has computed as values."""
+    return [Value(array) for array in arrays]
+
+
+def results_of(equation: JaxprEqn, arrays: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
+    """Returns the results of an equation as values, with what its inputs say about them."""
+    name = equation.primitive.name
+    if name in PLACEMENT:
+        return [dataclasses.replace(x, array=array, casts={}) for x, array in zip(inputs, arrays, strict=True)]
+    about = facts_of(equation, inputs)
+    return [Value(array, **about) for array in arrays]
+
+
+def facts_of(equation: JaxprEqn, inputs: Sequence[Value]) -> dict[str, Any]:
+    """Returns what the inputs of an equation say about its results, as fields of `Value`."""
+    is_moved = equation.primitive.name in LAYOUT
+    floats = [v for v, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
+    weak = bool(inputs) and all(value.weak for value in floats or inputs)
+    return {
+        "weak": weak,
+        "bounds": result_bounds(equation, [v.bounds for v in inputs]) if weak else UNKNOWN,
+        "origin": inputs[0].origin if is_moved else None,
+        "product": inputs[0].product if is_moved else equation.primitive.name in PRODUCTS,
+    }
+
+
+def note_integers(equation: JaxprEqn, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
+    """Records which integers the results of an equation were computed from."""
+    name = equation.primitive.name
+    begins = name in ("iota", "convert_element_type")
+    if name in PLACEMENT or not (begins or any(x.integers is not None for x in inputs)):
+        return  # results of a placement have those of their inputs
+    operands = [
+        operand(atom, x.integers, weak=x.weak, given=x.origin is not None)
+        for atom, x in zip(equation.invars, inputs, strict=True)
+    ]
+    found = integers_in_result(equation, operands)
+    for output in outputs if found is not None else ():
+        output.integers = found
+
+
+def eligible(dtype: DTypeLike) -> bool:
+    """Returns whether autocast touches values of that dtype: float16, bfloat16 and float32."""
+    return dtype in _WIDTHS
+
+
+def traced_dtype(atom: Var | Literal) -> Any:
+    """Returns the dtype that a variable or literal has in the traced program."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def on_device(array: jax.Array) -> Any:
+    """Returns an array of NumPy as one of jax's, anything else, such as a reference, as it is."""
+    return jnp.asarray(array) if isinstance(array, np.ndarray | np.generic) else array
+
+
+def _as_array(value: object) -> Any:
+    """Returns Python's scalars, which a `while` may have among its operands, as arrays of jax's."""
+    return jnp.asarray(value) if isinstance(value, bool | int | float | complex) else value
+
+
+def variables_read(equation: JaxprEqn) -> list[Any]:
+    """Returns the variables that an equation reads."""
+    return [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
+
+
+def chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    """Returns the items that a mask chooses."""
+    return [item for item, is_chosen in zip(items, mask, strict=True) if is_chosen]
+
+
+def replaced(items: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
+    """Returns the items with new ones in place of those that a mask chooses."""
+    rest = iter(new)
+    pairs = zip(items, mask, strict=True)
+    return [next(rest) if is_chosen else item for item, is_chosen in pairs]
