@@ -1,6 +1,5 @@
 """The files that commands write: reports, diagnoses, plans and rules, each whole or not at all."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +61,7 @@ def _run_report(run: Run) -> dict[str, Any]:
     return {
         "policy": run.policy,
         **({"rules": run.rules} if run.rules else {}),
-        **({"phases": [dataclasses.asdict(phase) for phase in run.phases]} if run.phases else {}),
+        **({"phases": run.phases} if run.phases else {}),
         "device": run.device,
         "metrics": run.metrics,
         "higher_is_better": run.higher_is_better,
@@ -71,7 +70,7 @@ def _run_report(run: Run) -> dict[str, Any]:
         "memory_of": run.memory_of,
         "iterations_per_second": run.iterations_per_second,
         "samples_per_second": run.samples_per_second,
-        "costs": dataclasses.asdict(run.costs),
+        "costs": run.costs,
         **({"watch": run.watch} if run.watch else {}),
         "epochs": [{name: epoch[name] for name in _REPORTED} for epoch in epochs],
     }

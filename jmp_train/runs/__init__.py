@@ -11,7 +11,6 @@ from jmp_train.runs.events import Progress as Progress
 from jmp_train.runs.events import Run as Run
 from jmp_train.runs.events import event_from_json as event_from_json
 from jmp_train.runs.events import event_to_json as event_to_json
-from jmp_train.runs.events import finite_or_none as finite_or_none
 from jmp_train.runs.events import metrics_of_0_1 as metrics_of_0_1
 from jmp_train.runs.few_bits import PARAMETERS as PARAMETERS
 from jmp_train.runs.few_bits import RECIPES as RECIPES

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from jmp_train.policies.documents import as_json
 from jmp_train.steps import StepCosts
 
 
@@ -221,7 +222,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
     """
     fields = {k: v for k, v in dataclasses.asdict(event).items() if v or k not in _LEFT_OUT}
     fields |= metrics_of_0_1(event) if isinstance(event, Run) else {}
-    return {"event": type(event).__name__.lower(), **finite_or_none(fields)}
+    return {"event": type(event).__name__.lower(), **as_json(fields)}
 
 
 def metrics_of_0_1(run: Run) -> dict[str, float]:
@@ -236,17 +237,6 @@ def metrics_of_0_1(run: Run) -> dict[str, float]:
 def event_from_json(fields: dict[str, Any]) -> Event:
     """Returns the event that `event_to_json` made `fields` of; null becomes NaN."""
     return _revive(_KINDS[fields["event"]], {k: v for k, v in fields.items() if k not in ("event", *_OF_0_1)})
-
-
-def finite_or_none(value: Any) -> Any:
-    """Returns JSON content with None in place of numbers that are not finite."""
-    if isinstance(value, dict):
-        return {name: finite_or_none(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_or_none(x) for x in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def _revive(kind: Callable[..., Any], fields: dict[str, Any]) -> Any:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from jmp_train.extras import extra_packages
+from jmp_train.policies.documents import as_json
 from jmp_train.runs.evaluation import NONFINITE
-from jmp_train.runs.events import Compiled, Epoch, Event, Phase, Progress, Run, finite_or_none
+from jmp_train.runs.events import Compiled, Epoch, Event, Phase, Progress, Run
 
 JSON_LINES = "metrics.jsonl"
 
@@ -157,7 +158,7 @@ def _flat(shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _line(fields: Mapping[str, float | str]) -> bytes:
-    return json.dumps(finite_or_none(dict(fields))).encode() + b"\n"
+    return json.dumps(as_json(dict(fields))).encode() + b"\n"
 
 
 def _scalar_record(tag: str, value: float, step: int) -> bytes:
