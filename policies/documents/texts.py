@@ -36,7 +36,7 @@ def _lines(block: Block, width: int, indent: str) -> list[str]:
             cells = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in rows]
             return [indent + line for line in aligned([heads, *cells])]
         case Section(title, blocks):
-            return [*_lines(Text(title), width, indent), text(blocks, width, f"{indent}  ")]
+            return [*_lines(Text(title), width, indent), *text(blocks, width, f"{indent}  ").splitlines()]
         case Items(texts):
             return [line for said in texts for line in _lines(said, width, f"{indent}  ")]
         case _:
