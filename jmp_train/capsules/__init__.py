@@ -1,4 +1,4 @@
-"""Capsules: files from which a skipped step's bad gradients are rebuilt, bit for bit."""
+"""Capsules: files from which the bad gradients of a skipped step are rebuilt bitwise."""
 
 from jmp_train.capsules.capsule_files import capsule_step as capsule_step
 from jmp_train.capsules.loading import load_capsule as load_capsule

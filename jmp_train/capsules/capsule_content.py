@@ -1,4 +1,4 @@
-"""What a capsule holds: batch, the changed part of the state before the step, fingerprints of the rest, or the rest."""
+"""The content of a capsule: the batch, the changed part of the state, and the rest or only its fingerprints."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,9 +22,9 @@ class Group(NamedTuple):
     """Leaves of a capsule that belong together: "batch", "changed" or "kept".
 
     Attributes:
-      paths: of each leaf.
-      leaves: what is said of each.
-      parts: this process's arrays of each.
+      paths: the path of each leaf.
+      leaves: the description of each leaf.
+      parts: this process's arrays of each leaf.
     """
 
     paths: list[str]
@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 
 def group_of(paths: Sequence[str], leaves: Sequence[Any]) -> Group:
-    """Returns leaves as what is stored of them; raises an error that names the one that cannot be."""
+    """Returns leaves in their stored form; raises an error with the name of a leaf that cannot be stored."""
     found = []
     for path, x in zip(paths, leaves, strict=True):
         try:
@@ -58,11 +58,11 @@ def capsule_content(
     """Returns the step's number and the content of a capsule's file.
 
     Args:
-      batch: the step's.
-      parts: of the state.
-      before: of the state before the step.
-      kept: the leaves that the skip has not changed, if the capsule is to hold them.
-      later: how many steps were dispatched after this one before it was seen to be skipped.
+      batch: the batch of the step.
+      parts: the parts of the state.
+      before: the snapshot of the state before the step.
+      kept: the leaves that the skip left unchanged, if the capsule stores them.
+      later: number of later steps dispatched before the skip was seen.
     """
     changed_paths, kept_paths = ([parts.paths[i] for i in positions] for positions in (parts.changed, parts.kept))
     groups = {
@@ -92,7 +92,7 @@ def capsule_content(
 
 
 def groups_in(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> dict[str, Group | None]:
-    """Returns the groups that a file holds, by name."""
+    """Returns the groups in a file by name."""
     groups, rest = {}, iter(arrays)
     for name, group in header["groups"].items():
         if group is None:

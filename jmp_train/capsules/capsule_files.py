@@ -1,6 +1,6 @@
 """A capsule's file: a JSON header, the bytes of arrays, and a sha256 of both at the end.
 
-It is called `step_00000042.capsule`; each of several processes writes its own, `step_00000042.process_0_of_2.capsule`.
+Its name is `step_00000042.capsule`; each of several processes writes its own, `step_00000042.process_0_of_2.capsule`.
 """
 
 import hashlib
@@ -18,18 +18,18 @@ from jmp_train.distributed import as_bytes
 
 _MAGIC = b"jmp_train capsule 1\n"
 _SUM = hashlib.sha256().digest_size
-_LENGTH = 8  # bytes that say how long the header is
+_LENGTH = 8  # bytes of the header's length
 _NAME = re.compile(r"step_(?P<step>\d{8,})(\.process_(?P<process>\d+)_of_(?P<processes>\d+))?\.capsule")
 
 
 def capsule_path(directory: Path, step: int, process: int, processes: int) -> Path:
-    """Returns where a process writes the capsule of a step."""
+    """Returns the path of the capsule that a process writes for a step."""
     own = f".process_{process}_of_{processes}" if processes > 1 else ""
     return directory / f"step_{step:08d}{own}.capsule"
 
 
 def capsules_in(directory: Path, process: int, processes: int) -> list[Path]:
-    """Returns the capsules that a process has written into a folder, in the order of their steps."""
+    """Returns the capsules of a process in a folder, in the order of their steps."""
     found = {}
     for path in directory.iterdir():
         match = _NAME.fullmatch(path.name)
@@ -39,7 +39,7 @@ def capsules_in(directory: Path, process: int, processes: int) -> list[Path]:
 
 
 def capsule_step(path: Path) -> int:
-    """Returns how many steps a run had done before the one that a capsule is of.
+    """Returns the number of steps that a run had done before the step of a capsule.
 
     Args:
       path: see `capsule_files`.
@@ -54,13 +54,13 @@ def capsule_step(path: Path) -> int:
 
 
 def capsule_files(path: Path) -> list[Path]:
-    """Returns the files of all processes that belong to a capsule, in the order of the processes.
+    """Returns the files of all processes for a capsule, in the order of the processes.
 
     Args:
-      path: the file of any of them, or `step_00000042.capsule` for those of all.
+      path: the file of any process, or `step_00000042.capsule` for the files of all.
 
     Raises:
-      FileNotFoundError: the capsule, or the file of a process, is not there.
+      FileNotFoundError: the capsule, or the file of a process, does not exist.
       ValueError: it does not have a capsule's name.
     """
     match = _NAME.fullmatch(path.name)
@@ -82,8 +82,8 @@ def pack(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
     """Returns the content of a file.
 
     Args:
-      header: what JSON has.
-      arrays: of any dtypes of numpy and jax.
+      header: JSON data.
+      arrays: arrays of any NumPy or jax dtypes.
     """
     native = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in arrays]
     about = [{"dtype": x.dtype.name, "shape": list(x.shape)} for x in native]

@@ -1,4 +1,4 @@
-"""`load_capsule`: the state and the batch with which a skipped step's gradients come out again."""
+"""`load_capsule`: restores the state and the batch that reproduce a skipped step's gradients."""
 
 import os
 from collections.abc import Sequence
@@ -25,28 +25,28 @@ def load_capsule(
 ) -> tuple[TrainState, Any]:
     """Returns the state and the batch of a skipped step, as they were before it.
 
-    `step(*load_capsule(path, state))` makes the very gradients that were skipped, bit for bit, if the step is compiled
-    as it was and runs on as many devices of the same kind. Of the optimizer's moments the gradients do not depend; they
-    are those of `state`.
+    `step(*load_capsule(path, state))` computes the skipped gradients again, bitwise, if the step is compiled
+    as before and runs on as many devices of the same kind. The gradients do not depend on the optimizer's moments,
+    which come from `state`.
 
     Args:
-      path: a capsule's file; of several processes' any one, or `step_00000042.capsule` for those of all. They are in
-        one folder, and if several processes load them, all do.
-      state: has the parameters and the model state that the step had: the state before the skip, the one after it, or
-        a checkpoint of either. If the capsule holds the state, any of the run's. It is not changed.
-      like: a batch, or the shapes of one, with the structure that the capsule's is to have. It is wanted where this
-        has containers that are known by neither jax nor this program.
+      path: a capsule's file. With several processes, pass any of their files, or `step_00000042.capsule` for all of
+        them. The files are in one folder, and if several processes load them, all do.
+      state: a state with the parameters and the model state of the step: the state before the skip, the one after it,
+        or a checkpoint of either. If the capsule stores the state, any state of the run fits. It is not changed.
+      like: a batch, or its shapes, with the structure of the capsule's batch. Required if the batch
+        has containers that neither jax nor this program knows.
 
     Returns:
-      `state` with key, step number, loss scale and counters of before the step, and the batch. All else are the arrays
-      of the given state, which a step that is donated the returned one takes. The batch's arrays that were on a mesh
-      are so again if the same devices are there, others are on the default device.
+      `state` with the key, step number, loss scale and counters from before the step, and the batch. All other arrays
+      are those of the given state, so a donated step also takes their memory. Arrays of the batch that were on a mesh
+      return to it if the same devices exist; others are on the default device.
 
     Raises:
       DamagedError: a file is not as it was written; the message names it. It is a ValueError.
-      FileNotFoundError: there is no such capsule, or not that of each process.
-      ValueError: the state has other parameters or another model state, or other leaves: the message names both steps
-        and the leaves. Or `like` has another structure, or is wanted.
+      FileNotFoundError: the capsule, or a process's file of it, does not exist.
+      ValueError: the state has other parameters, model state or leaves: the message names both steps
+        and the leaves. Or `like` has another structure, or is missing.
       TypeError: `state` is no `TrainState`.
 
     Example:
@@ -63,7 +63,7 @@ def load_capsule(
       (False, True)
     """
     check_is_train_state(state)
-    gather_texts("")  # when each process is here, each has written
+    gather_texts("")  # waits until each process has arrived, and so has written its file
     parts = parts_of(state)
     headers, groups = _read(Path(path))
     header, own = headers[0], _own(len(headers))
@@ -94,7 +94,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Group | None
 
 
 def _own(processes: int) -> int | None:
-    """Returns which of the files is this process's, if there are as many processes as there were."""
+    """Returns the index of this process's file, if there are as many processes as at the time of writing."""
     return jax.process_index() if jax.process_count() == processes else None
 
 
@@ -117,7 +117,7 @@ def _put(
     group: Group | None,
     arrays: Sequence[np.ndarray],
 ) -> None:
-    """Replaces leaves of a state by those of a capsule; raises ValueError if they are others."""
+    """Replaces leaves of a state by those of a capsule; raises ValueError if their types differ."""
     assert group is not None
     stored_arrays = dict(zip(group.paths, arrays, strict=True))
     types = [f"{leaf.key or leaf.dtype}{leaf.shape}" for leaf in group.leaves]
@@ -137,7 +137,7 @@ def _put(
 def _check_fingerprints(
     path: object, header: dict[str, Any], leaves: Sequence[Any], parts: StateParts, state: TrainState
 ) -> None:
-    """Raises ValueError if a state has not the parameters and model state that the step had."""
+    """Raises ValueError if a state does not have the parameters and model state of the step."""
     prints = local_data(snapshot(leaves, kept=parts.kept).fingerprints).tolist()
     found = {parts.paths[i]: number for i, number in zip(parts.kept, prints, strict=True)}
     wanted = header["fingerprints"]

@@ -1,4 +1,4 @@
-"""`SkipRecorder`: watches a train step from outside, and writes a capsule for each step that was skipped."""
+"""`SkipRecorder`: watches a train step from outside, and writes a capsule for each skipped step."""
 
 import functools
 import os
@@ -21,44 +21,44 @@ from jmp_train.types import Batch, Metrics
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
-_MOST_PENDING = 4  # steps whose batches are held on to until it is known whether they were skipped
+_MOST_PENDING = 4  # steps whose batches are held until the device reports whether they were skipped
 
 
 class _Pending(NamedTuple):
-    """A step of which it is not known yet whether it was skipped."""
+    """A step whose outcome, taken or skipped, is not known yet."""
 
-    flag: jax.Array  # whether its gradients were finite; of an optimizer with a skip rule the reason of the skip
+    flag: jax.Array  # whether its gradients were finite; with a skip rule, the reason of the skip
     batch: Batch
     parts: StateParts
     before: Snapshot
-    after: TrainState | None  # of a step that is waited for
+    after: TrainState | None  # the next state, if the recorder waits for each step
 
 
 class SkipRecorder:
-    """Writes a capsule for each step that was skipped, from which `load_capsule` rebuilds its gradients.
+    """Writes a capsule for each skipped step, from which `load_capsule` rebuilds its gradients.
 
-    A skipped step changes neither parameters nor model state, so a capsule holds the batch and what the step did
-    change, as it was before: the random key, the step's number, loss scales, their counters, a skip rule's state. Of
-    parameters and model state it holds fingerprints, so that another state is refused. The recorder is outside of the
-    compiled step, which stays the program that it was.
+    A skipped step changes neither parameters nor model state. So a capsule stores the batch and, from before the step,
+    the part of the state that a skip changes: random key, step number, loss scales, their counters, and the state of a
+    skip rule. It stores fingerprints of parameters and model state, so that another state is refused. The compiled step
+    stays unchanged.
 
-    A good step leaves a reference to its batch and small arrays on the device for a while: at most four steps wait
-    until the device has told whether they were skipped, and then the oldest one is waited for. So a skip is seen a few
-    steps late, and if one of these was taken, the capsule fits the state of before it alone: that of a checkpoint, for
-    example. `load_capsule` says so. `wait` and `save_state` are for those who have no such state. A batch of NumPy
-    arrays must not be overwritten in place meanwhile, unless `wait` is set. `close`, or the end of a `with`, writes
-    what the last steps leave.
+    At most four steps wait until the device reports whether they were skipped; then the recorder waits for the oldest
+    one. Each keeps a reference to its batch and small arrays on the device. So a skip is seen a few steps late. If a
+    later step was taken meanwhile, the capsule only fits the state before that step, such as one from a checkpoint;
+    `load_capsule` says so. Use `wait` or `save_state` if there is no such state. Without `wait`, NumPy arrays of a
+    batch must not be overwritten in place meanwhile. `close`, or the end of a `with`, writes the capsules of the last
+    steps.
 
     Args:
-      directory: is made if it is not there. Each of several processes writes files of its own there.
-      keep: how many capsules stay, at least 1; older ones are deleted, those of earlier runs first.
-      wait: whether each step is waited for. The state that the step returned then fits its capsule.
-      save_state: whether a capsule holds parameters and model state, too, so that it fits any state of the run. It
-        waits for each step, too.
+      directory: the folder of the capsules, created if needed. Each of several processes writes its own files there.
+      keep: number of capsules to keep, at least 1; older ones are deleted, those of earlier runs first.
+      wait: True to wait for each step. The state that the step returned then fits its capsule.
+      save_state: True to store parameters and model state in a capsule, so that it fits any state of the run. It also
+        waits for each step.
 
     Raises:
       ValueError: `keep` is below 1.
-      OSError: the directory cannot be made.
+      OSError: the directory cannot be created.
 
     Warns:
       RuntimeWarning: a capsule could not be written; training goes on.
@@ -100,18 +100,19 @@ class SkipRecorder:
         self._written: list[Path] = []
 
     def watch(self, step: Step) -> Step:
-        """Returns the step with its skips recorded, to be called in its place, outside of `jax.jit`.
+        """Returns a step that records its skips. Call it in place of the given step, outside of `jax.jit`.
 
         Args:
-          step: `(state, batch) -> (state, metrics)` of a `TrainState`, compiled: `jax.jit(step, donate_argnums=0)`,
+          step: a compiled `(state, batch) -> (state, metrics)` of a `TrainState`: `jax.jit(step, donate_argnums=0)`,
+            or the result of `data_parallel`, `sharded_step` or `pmap_step`. The optimizer has a loss scale.
             or what `data_parallel`, `sharded_step` or `pmap_step` returned. The optimizer has a loss scale.
 
         Returns:
-          A function of the same arguments and results.
+          A function with the same arguments and results.
 
         Raises:
-          TypeError: when called, it is traced, the state is no `TrainState`, or `metrics["grads_finite"]` is not one
-            flag.
+          TypeError: when called, it is traced, the state is no `TrainState`, or `metrics["grads_finite"]` is not a
+            single flag.
           ValueError: when called, the optimizer has no loss scale, or the state is replicated along a first axis.
         """
         parts: dict[Any, StateParts] = {}
@@ -136,16 +137,16 @@ class SkipRecorder:
         return watched
 
     def flush(self) -> None:
-        """Waits for the steps that were made, and writes the capsules of those that were skipped."""
+        """Waits for the steps so far, and writes the capsules of the skipped ones."""
         while self._pending:
             self._finish()
 
     def close(self) -> None:
-        """Does what `flush` does; the end of a `with` does so, too."""
+        """Does the same as `flush`, as does the end of a `with`."""
         self.flush()
 
     def last_capsule(self) -> Path | None:
-        """Returns the file of the newest capsule that this recorder has written, after a `flush`; None without any."""
+        """Returns the file of this recorder's newest capsule, after a `flush`; None if there is none."""
         self.flush()
         return self._written[-1] if self._written else None
 
@@ -156,7 +157,7 @@ class SkipRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Writes what is to be written."""
+        """Writes the remaining capsules."""
         self.close()
 
     def _is_known(self) -> bool:
@@ -178,7 +179,7 @@ class SkipRecorder:
 
     def _content(self, made: _Pending) -> tuple[int, bytes]:
         before, kept = made.before, None
-        if made.after is not None:  # its parameters and model state are those of before
+        if made.after is not None:  # its parameters and model state are unchanged by the skip
             leaves = jax.tree.leaves(made.after)
             before = before._replace(fingerprints=snapshot(leaves, kept=made.parts.kept).fingerprints)
             kept = [leaves[i] for i in made.parts.kept] if self._save_state else None
@@ -195,7 +196,7 @@ class SkipRecorder:
 
 
 def _flag(metrics: Metrics) -> jax.Array:
-    """Returns this process's copy of what says whether the step was taken, on its way to the host."""
+    """Returns this process's copy of the flag of whether the step was taken, on its way to the host."""
     finite = metrics.get("grads_finite") if isinstance(metrics, dict) else None
     if not isinstance(finite, jax.Array) or finite.ndim:
         raise TypeError('metrics["grads_finite"] must be one flag, that of a step that is called once a batch')

@@ -1,7 +1,7 @@
-"""Which parts of a state a skipped step changes, their copies, and fingerprints of the parts that it does not change.
+"""The parts of a state that a skipped step changes, their copies, and fingerprints of the unchanged parts.
 
 A skip changes the random key, the step, the loss scales, their counters, and the state of a skip rule. Parameters and
-model state stay, and are too large to keep: a fingerprint tells whether a state has the same ones.
+model state stay, and are too large to copy; a fingerprint shows whether a state has the same ones.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ class StateParts(NamedTuple):
     """Positions of a state's leaves, and the paths of all leaves.
 
     Attributes:
-      changed: what a skip changes, or may change: key, step, loss scales, counters, a skip rule's state.
-      kept: parameters and model state.
-      paths: of all leaves, as `keystr` writes them.
+      changed: leaves that a skip may change: key, step, loss scales, counters, a skip rule's state.
+      kept: leaves of parameters and model state.
+      paths: paths of all leaves, as `keystr` writes them.
     """
 
     changed: list[int]
@@ -39,11 +39,11 @@ class StateParts(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What is kept of a state before a step: on its devices, and nobody waits for it.
+    """A record of a state before a step, on its devices; nothing waits for it.
 
     Attributes:
       changed: copies of the leaves that a skip changes.
-      fingerprints: of the leaves that it does not change, uint32 [leaves].
+      fingerprints: fingerprints of the other leaves, uint32 [leaves].
     """
 
     changed: list[jax.Array]
@@ -51,10 +51,10 @@ class Snapshot(NamedTuple):
 
 
 def parts_of(state: TrainState) -> StateParts:
-    """Returns which of a state's leaves a skipped step changes.
+    """Returns the parts of a state that a skipped step changes and keeps.
 
     Raises:
-      ValueError: the optimizer has no loss scale, so that no step is skipped.
+      ValueError: the optimizer has no loss scale, so no step is skipped.
     """
     if not scaled_states(state.opt_state):
         raise ValueError(
@@ -86,17 +86,17 @@ def _of_rule(node: SkipRuleState) -> Any:
 
 
 def snapshot(leaves: Sequence[Any], changed: Sequence[int] = (), kept: Sequence[int] = ()) -> Snapshot:
-    """Returns copies and fingerprints of a state's leaves, which are computed before a step is donated the state.
+    """Returns copies and fingerprints of a state's leaves, computed before the state is donated to a step.
 
     Args:
-      leaves: of the state.
-      changed: positions of those to copy.
-      kept: positions of those to take fingerprints of.
+      leaves: the leaves of the state.
+      changed: positions of the leaves to copy.
+      kept: positions of the leaves to take fingerprints of.
     """
     copied, printed = [leaves[i] for i in changed], [leaves[i] for i in kept]
     try:
         return _snapshot(copied, printed)
-    except ValueError:  # a state that is not on its mesh yet may be on several devices, which jit does not take
+    except ValueError:  # a state that is not on its mesh yet may be on several devices, which jit refuses
         copies = [_snapshot([x], []).changed[0] for x in copied]
         prints = [local_data(_snapshot([], [x]).fingerprints) for x in printed]
         return Snapshot(copies, jnp.concatenate([np.zeros(0, np.uint32), *prints]))
@@ -138,7 +138,7 @@ def _words(x: ArrayLike) -> list[jax.Array]:
 
 
 def _positions(x: jax.Array) -> jax.Array:
-    """Returns the number of each element, uint32 like `x`, without a reshape, which would gather what is sharded."""
+    """Returns the number of each element, uint32 like `x`, without a reshape, which would gather a sharded array."""
     where = jax.typeof(x).sharding
     explicit = where if AxisType.Explicit in where.mesh.axis_types else None
     position, stride = jnp.zeros_like(x), 1
@@ -150,7 +150,7 @@ def _positions(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Returns uint32 numbers whose every bit depends on every bit of `x`: the end of MurmurHash3, a bijection."""
+    """Returns uint32 numbers with every bit dependent on every bit of `x`: the end of MurmurHash3, a bijection."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
     return x ^ (x >> jnp.uint32(16))

@@ -17,14 +17,14 @@ _NUMBERS = {kind.__name__: kind for kind in (bool, int, float, complex)}
 
 
 class StoredLeaf(NamedTuple):
-    """What a capsule says of a leaf beside its values.
+    """The metadata of a leaf in a capsule.
 
     Attributes:
       kind: "array" of jax, "weak" for one of a weak type, "numpy", "key", or the Python type of a number.
-      key: the implementation of a random key; of others "".
-      dtype: numpy's name, of the key's data if it is a key.
-      shape: likewise, of the whole array.
-      sharding: over which mesh it is sharded and how; None if that is not known.
+      key: the implementation of a random key; otherwise "".
+      dtype: NumPy's name of the dtype; for a random key, that of its data.
+      shape: the shape of the whole array, or of the key's data.
+      sharding: its mesh and partition spec; None if that is not known.
       parts: for each stored part its [start, stop] along each axis.
     """
 
@@ -37,7 +37,7 @@ class StoredLeaf(NamedTuple):
 
 
 def stored(x: Any) -> tuple[StoredLeaf, list[np.ndarray]]:
-    """Returns what a capsule says of a leaf, and its parts that this process has.
+    """Returns a leaf's metadata, and the parts of it that this process has.
 
     Raises:
       TypeError: it is neither an array nor a number.
@@ -78,7 +78,7 @@ def restored(leaf: StoredLeaf, array: np.ndarray) -> Any:
     """Returns a leaf of the kind that was stored, on the devices of its mesh if these are there.
 
     Raises:
-      ValueError: it has 64 bits, and jax has not been told to.
+      ValueError: it has 64 bits, and jax has them disabled.
     """
     if leaf.kind in _NUMBERS:
         return _NUMBERS[leaf.kind](array.item())
@@ -88,13 +88,13 @@ def restored(leaf: StoredLeaf, array: np.ndarray) -> Any:
     x = to_leaf(array, like, _sharding(leaf.sharding))
     if not leaf.key and x.dtype.name != leaf.dtype:
         raise ValueError(f"a leaf is {leaf.dtype}, which needs JAX_ENABLE_X64=1")
-    if leaf.kind == "weak":  # an update of a weak array is weak
+    if leaf.kind == "weak":  # an update of a weak array stays weak
         return jnp.broadcast_to(jnp.asarray(x.dtype.type(0).item()), x.shape).at[...].set(x)
     return x
 
 
 def short_type(x: Any) -> str:
-    """Returns for example "float32[3, 4]", of a key with its implementation and the shape of its data."""
+    """Returns dtype and shape, for example "float32[3, 4]"; for a key, its implementation and the shape of its data."""
     if is_key(x):
         shape = jax.eval_shape(jax.random.key_data, x).shape
         return f"{key_implementation(x)}{list(shape)}"
@@ -102,15 +102,15 @@ def short_type(x: Any) -> str:
 
 
 def whole(leaves: Sequence[StoredLeaf], parts: Sequence[Sequence[np.ndarray]], own: int | None) -> np.ndarray:
-    """Returns all of a leaf, put together from what each process has stored.
+    """Returns a whole leaf, assembled from the parts of all processes.
 
     Args:
-      leaves: of each process.
-      parts: likewise.
-      own: which process this one is, if it is one of as many; else None.
+      leaves: the leaf's metadata in each process.
+      parts: the leaf's parts in each process.
+      own: index of this process if the number of processes is the same; otherwise None.
 
     Raises:
-      ValueError: parts are missing, or each process had a leaf of its own.
+      ValueError: parts are missing, or each process had a different leaf.
     """
     first = leaves[0]
     if all(math.prod(stop - start for start, stop in leaf.parts[0]) == math.prod(leaf.shape) for leaf in leaves):
@@ -144,7 +144,7 @@ def _described(sharding: Sharding) -> dict[str, Any] | None:
 
 
 def _sharding(described: dict[str, Any] | None) -> Sharding | None:
-    """Returns the sharding over the devices of the same ids; None if one of them is not there."""
+    """Returns the sharding over the devices with the same ids; None if one of them does not exist."""
     devices = {device.id: device for device in jax.devices()}
     if described is None or not devices.keys() >= set(described["devices"]):
         return None

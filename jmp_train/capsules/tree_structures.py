@@ -1,7 +1,7 @@
-"""Structures of pytrees as JSON and back, without pickle: a node is the name of its class, literals and children.
+"""Stores structures of pytrees as JSON without pickle: each node as the name of its class, literals and children.
 
-A class is looked up among those that are loaded, or in the packages whose containers batches are often made of; it
-has to be one that jax knows as a node. Nothing else is imported and no code of the file runs.
+A class is looked up among the loaded ones, or in packages with common containers of batches. jax must know it as a
+pytree node. Nothing else is imported, and no code of the file runs.
 """
 
 import ast
@@ -16,7 +16,7 @@ _LEAF = "*"
 
 
 def structure_to_json(structure: Any) -> Any:
-    """Returns a structure as what JSON has; None if it has a node whose fields are not literals.
+    """Returns a structure as JSON data; None if it has a node whose fields are not literals.
 
     Example:
       >>> import jax
@@ -34,10 +34,10 @@ def structure_to_json(structure: Any) -> Any:
 
 
 def structure_from_json(described: Any) -> Any:
-    """Returns the structure that `structure_to_json` has described.
+    """Returns the structure described by `structure_to_json`.
 
     Raises:
-      ValueError: a class is not loaded, or is no node of pytrees.
+      ValueError: a class is not loaded, or is no pytree node.
     """
     make = PyTreeDef.from_node_data_and_children  # pyright: ignore[reportAttributeAccessIssue]
     if described == _LEAF:

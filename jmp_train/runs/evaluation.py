@@ -26,11 +26,11 @@ def evaluated(prepared: PreparedRun, state: TrainState) -> dict[str, float]:
 
     Args:
       prepared: the run.
-      state: after its last step.
+      state: the state after the last step.
 
     Raises:
       TypeError: a metric is not a number.
-      FloatingPointError: none of the outputs that a metric counts is finite.
+      FloatingPointError: a metric counts outputs, and none of them is finite.
     """
     task, setup = prepared.task, prepared.phases[-1].setup
     if task.evaluate is not None:
@@ -43,7 +43,7 @@ def evaluated(prepared: PreparedRun, state: TrainState) -> dict[str, float]:
 
 
 def _evaluated_by(evaluate: Callable[[Any, Any], Any], params: Any, model_state: Any) -> Any:
-    """Returns what `evaluate` does; an error of dtypes has a note if the parameters are in half precision."""
+    """Returns the result of `evaluate`; for half-precision parameters, adds a note to errors about dtypes."""
     try:
         return evaluate(params, model_state)
     except TypeError as error:
@@ -58,7 +58,7 @@ def _over_batches(prepared: PreparedRun, state: TrainState, metrics: Callable[..
 
     def listed(params: Any, model_state: Any, batch: Any) -> list[Any]:
         found = metrics(params, model_state, batch)
-        names[:] = _checked_names(found)  # jax would sort them
+        names[:] = _checked_names(found)  # in this order; jax would sort them
         return list(found.values())
 
     values_of = prepared.phases[-1].setup.forward(listed)
@@ -94,7 +94,7 @@ class _Total:
         self.is_count = False
 
     def add(self, value: Any, rows: int | None) -> None:
-        """Adds a batch's value: a pair (sum, count), a whole number, or a mean over its examples."""
+        """Adds a batch's value: a pair (sum, count), an integer count, or a mean over its examples."""
         if isinstance(value, tuple | list):
             amount, count = value
         elif np.issubdtype(value.dtype, np.integer) or value.dtype == bool:
@@ -158,7 +158,7 @@ def _local(tree: Any) -> Any:
 
 
 def _on_parts(values_of: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:
-    """Returns what sums the metrics of the devices' parts of an example, such as a graph that is cut."""
+    """Returns a function that sums metrics over the devices' parts of an example, such as a partitioned graph."""
 
     def of_part(params: Any, model_state: Any, batch: dict[str, Any]) -> Any:
         batch = change_nodes(batch, GraphStack, operator.itemgetter(0))

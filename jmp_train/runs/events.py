@@ -19,8 +19,8 @@ class Step:
       step: from 1.
       loss: the training loss.
       grad_norm: the norm of the unscaled gradients.
-      loss_scale: the scale that the step left to the next one.
-      finite: whether the step was taken; else it was skipped.
+      loss_scale: the scale after the step, for the next one.
+      finite: True if the step was taken, False if it was skipped.
     """
 
     step: int
@@ -32,11 +32,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What `train_step(watch=...)` found in one step.
+    """The results of `train_step(watch=...)` in one step.
 
     Attributes:
       step: from 1.
-      shares: `{watch: {group: share}}`, as the step's metric "watch".
+      shares: `{watch: {group: fraction}}`, as in the step's metric "watch".
     """
 
     step: int
@@ -45,11 +45,11 @@ class Watched:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The data is there and the call fits it.
+    """The data are loaded, and the settings fit them.
 
     Attributes:
       epochs: passes over the data; 0 if only the number of steps is known.
-      total: how many steps there will be; None if the batches have no length.
+      total: total number of steps; None if the batches have no length.
     """
 
     epochs: int
@@ -58,7 +58,7 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """A line for the user about a run that goes well.
+    """A line for the user about a run without errors.
 
     Attributes:
       text: the line.
@@ -72,9 +72,9 @@ class Compiled:
     """The step is compiled.
 
     Attributes:
-      seconds: what that took, tracing included.
+      seconds: time of the compilation, tracing included.
       memory_of: see `Run`.
-      costs: what the step costs on any device; see `Run`.
+      costs: costs of the step on any device; see `Run`.
     """
 
     seconds: float
@@ -84,13 +84,13 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a run with a precision of its own, which begins or goes on.
+    """A part of a run with its own precision, which begins or continues.
 
     Attributes:
       policy: the name of its policy or AMP mode.
-      start: how many steps are done before the first of it.
-      stop: how many are done after the last of it.
-      costs: what a step of it costs on any device.
+      start: number of steps before it.
+      stop: number of steps by its end.
+      costs: costs of its step on any device.
     """
 
     policy: str
@@ -101,13 +101,13 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a run is now.
+    """The current state of a run.
 
     Attributes:
-      total: how many steps there will be; None if the batches have no length.
-      skipped_steps: since the start of the run.
-      recent: the steps since the last look; at least one.
-      watched: the shares of the same steps, if the run watches.
+      total: total number of steps; None if the batches have no length.
+      skipped_steps: number of skipped steps since the start of the run.
+      recent: the steps since the last report; at least one.
+      watched: the fractions of the same steps, if the run has watches.
     """
 
     total: int | None
@@ -118,16 +118,16 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """What is reported after an epoch.
+    """The report after an epoch.
 
     Attributes:
       epoch: from 1.
-      loss: the mean training loss of the steps that were taken; NaN if none was.
-      learning_rate: that of the next step; NaN if the task does not say it.
-      seconds: of training, without compilation and evaluation.
+      loss: the mean training loss of the steps taken; NaN if none was.
+      learning_rate: learning rate of the next step; NaN if the task does not define it.
+      seconds: training time, without compilation and evaluation.
       memory_mb: peak memory so far, see `peak_memory`.
-      loss_scale: that of the next step.
-      skipped_steps: since the start of the run.
+      loss_scale: loss scale of the next step.
+      skipped_steps: number of skipped steps since the start of the run.
     """
 
     epoch: int
@@ -145,19 +145,19 @@ class Run:
 
     Attributes:
       policy: the name of its policy or AMP mode, or of a schedule of them.
-      device: what it ran on, such as "cpu", "NVIDIA H200" or, of several, "8 x cpu".
-      metrics: of the evaluation, by name; the first one is the headline. Empty if the task has none.
-      compile_seconds: what compiling the step took.
-      memory_of: whose peak memory the epochs report, "device" or "process".
-      batch_size: examples per step; None if the batches do not say it.
-      epochs: all of them.
-      steps: all of them.
-      costs: what a step costs on any device; of a schedule the mean share of flops in half, and the largest numbers of
-        bytes.
+      device: its devices, such as "cpu", "NVIDIA H200" or "8 x cpu".
+      metrics: metrics of the evaluation, by name; the first one is the headline. Empty if the task has none.
+      compile_seconds: time to compile the step.
+      memory_of: "device" or "process", whose peak memory the epochs report.
+      batch_size: examples per step; None if the batches do not tell.
+      epochs: the reports of all epochs.
+      steps: the records of all steps.
+      costs: costs of a step on any device; for a schedule, the mean fraction of flops in half precision, and the
+        largest numbers of bytes.
       higher_is_better: True if a larger headline metric is better.
-      watch: `{watch: {group: share}}`, the mean over the steps that this process took; empty if it watched nothing.
-      rules: the file of the rules by which it autocast; None for its policy's or mode's own.
-      phases: those of its schedule; empty if it has none.
+      watch: `{watch: {group: fraction}}`, the mean over the steps that this process took; empty without watches.
+      rules: the file with its autocast rules; None if it used those of its policy or mode.
+      phases: the phases of its schedule; empty if it has none.
     """
 
     policy: str
@@ -176,17 +176,17 @@ class Run:
 
     @property
     def epoch_seconds(self) -> float:
-        """The median epoch's."""
+        """Seconds of the median epoch."""
         return statistics.median(epoch.seconds for epoch in self.epochs)
 
     @property
     def iterations_per_second(self) -> float:
-        """The median epoch's steps a second."""
+        """Steps per second of the median epoch."""
         return len(self.steps) / len(self.epochs) / self.epoch_seconds
 
     @property
     def samples_per_second(self) -> float | None:
-        """The median epoch's examples a second; None if the batches do not say how many they have."""
+        """Examples per second of the median epoch; None if the number of examples per batch is unknown."""
         return None if self.batch_size is None else self.batch_size * self.iterations_per_second
 
     @property
@@ -201,7 +201,7 @@ class Run:
 
     @property
     def skipped(self) -> tuple[Step, ...]:
-        """The steps that were skipped."""
+        """The skipped steps."""
         return tuple(step for step in self.steps if not step.finite)
 
 
@@ -209,12 +209,12 @@ Event = Planned | Note | Compiled | Phase | Progress | Epoch | Run
 
 _KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 _PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched, "phases": Phase}
-_LEFT_OUT = ("watch", "watched", "rules", "phases")  # of runs that have none
+_LEFT_OUT = ("watch", "watched", "rules", "phases")  # left out of the JSON of runs that have none
 _OF_0_1 = ("test_accuracy", "nonfinite_outputs", "bits_per_byte")  # metrics that were fields of a run in version 0.1
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Returns an event as JSON has it; numbers that are not finite become null.
+    """Returns an event as JSON data, with null for numbers that are not finite.
 
     Example:
       >>> event_to_json(Progress(total=330, skipped_steps=0, recent=()))
@@ -226,7 +226,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def metrics_of_0_1(run: Run) -> dict[str, float]:
-    """Returns the metrics that have keys of their own in JSON since version 0.1.
+    """Returns the metrics that have had their own JSON keys since version 0.1.
 
     Args:
       run: the run.
@@ -235,7 +235,7 @@ def metrics_of_0_1(run: Run) -> dict[str, float]:
 
 
 def event_from_json(fields: dict[str, Any]) -> Event:
-    """Returns the event that `event_to_json` made `fields` of; null becomes NaN."""
+    """Returns the event that `event_to_json` converted to `fields`; null becomes NaN."""
     return _revive(_KINDS[fields["event"]], {k: v for k, v in fields.items() if k not in ("event", *_OF_0_1)})
 
 

@@ -1,4 +1,4 @@
-"""What a run is told of few bits: the optimizer's state, half-precision parameters, products in 8 bits."""
+"""A run's options for few bits: the optimizer's state, half-precision parameters, products in 8 bits."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,12 +30,12 @@ PARAMETERS: dict[str, Callable[[Any], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class FewBits:
-    """What of a run is kept or computed in few bits, beside its policy or mode.
+    """The options of a run that store or compute in few bits, in addition to its policy or mode.
 
     Attributes:
-      state_dtypes: how arrays of the optimizer's state are kept, as "nu=bfloat16"; see `with_state_dtypes`.
-      parameters: how updates below the precision of half parameters are kept, one of `PARAMETERS`; None for not at all.
-      fp8: by which of `RECIPES` an autocast policy multiplies dense layers in 8 bits; None for not at all.
+      state_dtypes: dtypes of the optimizer's arrays, such as "nu=bfloat16"; see `with_state_dtypes`.
+      parameters: method for updates below the precision of half parameters, one of `PARAMETERS`; None for none.
+      fp8: the one of `RECIPES` by which an autocast policy multiplies dense layers in 8 bits; None for none.
 
     Example:
       >>> FewBits(("nu=bfloat16",), fp8="Float8CurrentScaling").metadata()
@@ -48,16 +48,16 @@ class FewBits:
 
     @property
     def has_fp8_state(self) -> bool:
-        """Whether the recipe of 8 bits has a state."""
+        """Whether the fp8 recipe has a state."""
         return self.fp8 == DelayedScaling.__name__
 
     def metadata(self) -> dict[str, Any]:
-        """Returns what is said, as JSON has it, without what is not."""
+        """Returns the options that are set, as JSON data."""
         said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: list(x) if isinstance(x, tuple) else x for name, x in said.items() if x}
 
     def for_precision(self, precision: Policy | Amp) -> "FewBits":
-        """Returns what of it a policy or mode can have.
+        """Returns the options that apply to a policy or mode.
 
         Args:
           precision: see `precision_of`.
@@ -68,19 +68,19 @@ class FewBits:
         )
 
     def outer_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Returns an optimizer that keeps the parameters so.
+        """Returns an optimizer with the method for half parameters around it.
 
         Args:
-          optimizer: with its loss scale.
+          optimizer: the optimizer with its loss scale.
         """
         return optimizer if self.parameters is None else PARAMETERS[self.parameters](optimizer)
 
     def policy(self, policy: Policy, *, has_rules: bool) -> Policy:
-        """Returns a policy with products in 8 bits.
+        """Returns a policy with products in 8 bits, if a recipe is set.
 
         Args:
-          policy: one that autocasts, if there is a recipe.
-          has_rules: whether it was given rules, which say what is in 8 bits; else all dense layers are.
+          policy: the policy; only one that autocasts is changed.
+          has_rules: True if it got rules, which choose the fp8 products; otherwise all dense layers are fp8 products.
         """
         if self.fp8 is None or not isinstance(policy, AutocastPolicy):
             return policy
@@ -92,7 +92,7 @@ DEFAULT_FEW_BITS = FewBits()
 
 
 def stores_in_half(precision: Policy | Amp) -> bool:
-    """Returns whether a precision is a policy whose parameters are stored in half; modes see to theirs themselves.
+    """Returns whether a precision is a policy that stores parameters in half precision; modes handle theirs themselves.
 
     Args:
       precision: see `precision_of`.

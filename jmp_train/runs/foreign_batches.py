@@ -1,4 +1,4 @@
-"""Batches of other libraries' loaders as arrays: torch tensors, grain iterators, and checks of what arrives."""
+"""Converts batches of other libraries' loaders (torch tensors, grain iterators) to arrays, and checks them."""
 
 import base64
 import json
@@ -16,10 +16,10 @@ _BYTES = "base64"  # the key of bytes in JSON
 
 
 class Signature(NamedTuple):
-    """What all batches of a run have in common.
+    """The common properties of all batches of a run.
 
     Attributes:
-      structure: of the tree.
+      structure: the tree structure.
       leaves: path, dtype and number of axes of each array.
     """
 
@@ -34,7 +34,7 @@ class Signature(NamedTuple):
         """Returns the first signature; raises ValueError if this one differs.
 
         Args:
-          first: the first batch's; None if this is the first batch.
+          first: the signature of the first batch; None if this is the first batch.
           where: name of this batch.
         """
         if first is None:
@@ -64,7 +64,7 @@ def signature_of(batch: Any) -> Signature:
 
 
 def as_arrays(batch: Any, where: str) -> Any:
-    """Returns a batch with tensors of other libraries as arrays, without a copy where they are in the host's memory.
+    """Returns a batch with tensors of other libraries as arrays, without a copy if they are in the host's memory.
 
     Args:
       batch: tree of arrays or tensors.
@@ -89,7 +89,7 @@ def _as_array(leaf: Any, path: str, where: str) -> Any:
         raise TypeError(f"{wanted}, got a {type(leaf).__name__}{hint}")
     try:
         array = np.asarray(leaf)
-    except TypeError:  # torch's bfloat16, which NumPy lacks
+    except TypeError:  # for torch's bfloat16, which NumPy lacks
         return jax.numpy.from_dlpack(leaf)
     if array.dtype.kind in "OSUmM":
         raise TypeError(f"{wanted}, got an array of dtype {array.dtype}")
@@ -104,15 +104,15 @@ def placed(batch: Any, sharding: NamedSharding | None, where: str) -> Any:
     """Returns a batch on the devices.
 
     Args:
-      batch: tree of arrays; of several processes each has all of it.
-      sharding: over the first axis; None for the first device.
+      batch: tree of arrays; each of several processes has the whole batch.
+      sharding: sharding of the first axis; None for the first device.
       where: name of the batch.
 
     Raises:
       ValueError: an axis cannot be divided over the devices.
     """
     if sharding is None:
-        return jax.device_put(batch)  # uncommitted, as a new state is, or a step would be compiled twice
+        return jax.device_put(batch)  # uncommitted, like a new state; otherwise a step would be compiled twice
     count = sharding.mesh.size
     for path, leaf in named_leaves(batch):
         if not leaf.ndim or leaf.shape[0] % count:
@@ -126,7 +126,7 @@ def placed(batch: Any, sharding: NamedSharding | None, where: str) -> Any:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Returns the length of the first axis that all arrays of a batch have; None if they differ, or are of graphs.
+    """Returns the common length of the first axes of a batch; None if they differ, or the batch has graphs.
 
     Example:
       >>> rows_of({"x": np.ones((8, 3)), "y": np.ones(8)}), rows_of({"x": np.ones(8), "y": np.ones(7)})
@@ -140,7 +140,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def length_of(batches: Any) -> int | None:
-    """Returns the number of batches of an iterable; None if it does not say."""
+    """Returns the number of batches of an iterable; None if it has no length."""
     try:
         return len(batches)
     except TypeError:
@@ -148,7 +148,7 @@ def length_of(batches: Any) -> int | None:
 
 
 def iterator_state(iterator: Iterator[Any]) -> Any:
-    """Returns the state of a grain iterator as JSON has it; None for iterators without one."""
+    """Returns the state of a grain iterator as JSON data; None for iterators without one."""
     get_state = getattr(iterator, "get_state", None)
     if get_state is None or not hasattr(iterator, "set_state"):
         return None
@@ -162,11 +162,11 @@ def iterator_state(iterator: Iterator[Any]) -> Any:
 
 
 def restore_iterator(iterator: Iterator[Any], state: Any) -> bool:
-    """Sets an iterator's state; returns False if there is none, so that it has to be run forward.
+    """Sets an iterator's state; returns False if there is none, so that the caller must skip batches.
 
     Args:
-      iterator: a new one.
-      state: what `iterator_state` returned.
+      iterator: a new iterator.
+      state: from `iterator_state`.
     """
     if state is None or not hasattr(iterator, "set_state"):
         return False

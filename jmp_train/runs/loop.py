@@ -34,34 +34,34 @@ def train(
     recorder: SkipRecorder | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Run:
-    """Trains a task in one policy or AMP mode, or in several one after another, and evaluates it in the last.
+    """Trains a task in one policy or AMP mode, or in several in sequence, and evaluates it in the last.
 
-    With several devices each batch is sharded over them by `data_parallel`; the evaluation runs on the first of them.
-    What the devices share, such as a graph that is cut, is so in the evaluation too.
+    With several devices, each batch is sharded over them by `data_parallel`, and the evaluation runs on the first of
+    them. Examples that the devices share, such as a partitioned graph, are also shared in the evaluation.
 
     Args:
-      task: what to train.
-      name: of the policy or mode, or of a schedule of them; see `phases_named`.
-      settings: of the run.
+      task: the task.
+      name: a policy, a mode, or a schedule of them; see `phases_named`.
+      settings: the settings of the run.
       watch: see `train_step`.
-      saving: where to save checkpoints, and whether to go on from the last; None for nowhere.
-      recorder: writes capsules of steps that are skipped; who made it closes it. None for none.
-      on_event: called with each `Note`, with a `Compiled`, of a schedule with each `Phase` that begins or goes on, with
-        a `Progress` now and then, with each `Epoch` and with the `Run`.
+      saving: where to save checkpoints, and whether to resume; None for no checkpoints.
+      recorder: writes capsules of skipped steps; its creator closes it. None for none.
+      on_event: called with each `Note`, with a `Compiled`, with each `Phase` of a schedule that begins or continues,
+        with a `Progress` now and then, with each `Epoch` and with the `Run`.
 
     Returns:
       The run.
 
     Raises:
-      ValueError: an unknown policy or mode, phases that do not have one state or have no step, rules for what does not
-        autocast, a seed out of range, fewer than one epoch, a batch larger than the data or not to be sharded evenly,
-        fewer devices than wanted, batches that change or run out, or checkpoints of another run.
+      ValueError: an unknown policy or mode, phases with different states or without steps, rules for a precision that
+        does not autocast, a seed out of range, fewer than one epoch, a batch larger than the data or that cannot be
+        sharded evenly, too few devices, batches that change or run out, or checkpoints of another run.
       TypeError: the task's functions return other things than `Task` says.
       OSError: another run saves its checkpoints there.
-      Stopped: `saving` said so.
-      StalledTrainingError: non-finite gradients made the loop skip every step.
+      Stopped: `saving` requested a stop.
+      StalledTrainingError: non-finite gradients caused every step to be skipped.
       FloatingPointError: the first batch has NaN and so has its loss; or none of the trained model's outputs for the
-        test data is finite. Some may be otherwise, they count as wrong.
+        test data is finite. If only some are not finite, they count as wrong.
     """
     prepared, state = prepare_run(task, name, settings, watch=watch, with_metadata=saving is not None)
     return train_prepared(prepared, state, saving=saving, recorder=recorder, on_event=on_event)
@@ -75,11 +75,11 @@ def train_prepared(
     recorder: SkipRecorder | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Run:
-    """Trains a run that is prepared; see `train`.
+    """Trains a prepared run; see `train`.
 
     Args:
-      prepared: the run, which has metadata if it saves.
-      state: its first, which is taken over.
+      prepared: the run, with metadata if it saves.
+      state: its first state, which is donated.
       saving: see `train`.
       recorder: see `train`.
       on_event: see `train`.
@@ -90,7 +90,7 @@ def train_prepared(
         on_event(Note(text))
     items = prepared.items(saved.done, saved.place)
     first = next(items)
-    # Here, so that epochs time training only.
+    # Compiled here, so that epochs only time training.
     compiled, programs = compile_phases(prepared, saved.state, first.batch, saved.done, recorder)
     on_event(compiled)
     if saver is not None:
@@ -116,7 +116,7 @@ def _train_steps(
     records: StepRecords,
     saver: Saver | None,
 ) -> TrainState:
-    """Trains on all batches that are left, and returns the state after the last."""
+    """Trains on all remaining batches, and returns the state after the last."""
     length, current = prepared.length, None
     for item in items:
         program = program_at(programs, records.count)
@@ -169,11 +169,11 @@ def _run_of(
 
 
 def _check_first_loss(step: Step, nans: Sequence[str]) -> None:
-    """Raises FloatingPointError if the first step's loss is not finite, nor is its batch."""
+    """Raises FloatingPointError if neither the first step's loss nor its batch is finite."""
     if not math.isfinite(step.loss):
         raise FloatingPointError(f"the loss of step {step.step} is {step.loss}: {'; '.join(nans)}")
 
 
 def _rate(prepared: PreparedRun, taken: int) -> float:
-    """Returns the learning rate after so many steps were taken; NaN if the task does not say it."""
+    """Returns the learning rate after a number of steps; NaN if the task does not define it."""
     return math.nan if prepared.schedule is None else float(np.asarray(prepared.schedule(taken)))

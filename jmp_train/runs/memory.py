@@ -1,4 +1,4 @@
-"""Peak memory: of the device where it is counted, else of the process."""
+"""Peak memory: of the device if it is counted, otherwise of the process."""
 
 import sys
 
@@ -6,10 +6,10 @@ import jax
 
 
 def peak_memory() -> tuple[float, str]:
-    """Returns the peak memory in MB (10**6 bytes) so far, and whose it is: "device" or "process".
+    """Returns the peak memory in MB (10**6 bytes) so far, and "device" or "process".
 
-    CPUs report no device memory; what counts there is the largest resident size that the process
-    had, data and compiler included. Of several devices the one that needed most counts.
+    CPUs report no device memory; there, the largest resident size of the process counts, data and
+    compiler included. With several devices, the largest peak counts.
 
     Example:
       >>> megabytes, whose = peak_memory()
@@ -24,7 +24,7 @@ def peak_memory() -> tuple[float, str]:
 
 
 def _peak_resident_bytes() -> int:
-    import resource  # not on Windows, where jax has no GPU anyway
+    import resource  # not available on Windows, where jax has no GPU anyway
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

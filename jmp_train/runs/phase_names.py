@@ -1,4 +1,4 @@
-"""Names of precisions, and of schedules: `mixed_float16,0.9:float32` is float32 from 0.9 of the run on."""
+"""Names of precisions and schedules: `mixed_float16,0.9:float32` is float32 for the last tenth of the run."""
 
 import itertools
 import re
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jmp_train.policies.dtype_policies import check_shares, first_steps
 
 SCHEDULE_FORM = "NAME,SHARE:NAME"
-_BETWEEN = re.compile(r",(?=[^,:]*:)")  # policies have commas, too, but no colons
+_BETWEEN = re.compile(r",(?=[^,:]*:)")  # policies have commas too, but no colons
 _SHARE = re.compile(r"(\d+\.?\d*|\.\d+)(e-\d+)?", re.ASCII)
 
 
@@ -15,8 +15,8 @@ class NamedPhase(NamedTuple):
     """The precision of a part of a run.
 
     Attributes:
-      share: of the run's steps that is done when it begins.
-      name: of a policy or AMP mode, see `precision_of`.
+      share: fraction of the run's steps before it begins.
+      name: a policy or AMP mode, see `precision_of`.
     """
 
     share: float
@@ -24,14 +24,14 @@ class NamedPhase(NamedTuple):
 
 
 def phases_named(name: str) -> tuple[NamedPhase, ...]:
-    """Returns the phases that a name stands for: one, if it is that of a policy or AMP mode.
+    """Returns the phases of a name; only one if it names a policy or AMP mode.
 
     Args:
-      name: of a precision, or several with the shares of the run from which on they hold; the first share, 0, may be
+      name: a precision, or several with the fractions of the run at which they begin; the first fraction, 0, may be
         left out.
 
     Raises:
-      ValueError: a share is none, or they do not rise from 0.
+      ValueError: a fraction is invalid, or the fractions do not increase from 0.
 
     Example:
       >>> phases_named("params=float32,compute=float16,0.9:float32")
@@ -53,14 +53,14 @@ def phases_named(name: str) -> tuple[NamedPhase, ...]:
 
 
 def phase_bounds(name: str, total: int) -> tuple[tuple[int, int], ...]:
-    """Returns of each phase how many steps are done before its first and after its last one.
+    """Returns for each phase the number of steps before it and by its end.
 
     Args:
       name: see `phases_named`.
-      total: how many steps the run has.
+      total: number of steps of the run.
 
     Raises:
-      ValueError: a phase has no step in so short a run.
+      ValueError: the run is so short that a phase has no steps.
 
     Example:
       >>> phase_bounds("mixed_float16,0.9:float32", 330)
@@ -74,7 +74,7 @@ def phase_bounds(name: str, total: int) -> tuple[tuple[int, int], ...]:
 
 
 def schedule_name(name: str) -> str:
-    """Returns a name as checkpoints and reports have it: each schedule has one.
+    """Returns a name in the form used by checkpoints and reports, which is unique for each schedule.
 
     Args:
       name: see `phases_named`.
@@ -88,7 +88,7 @@ def schedule_name(name: str) -> str:
 
 
 def is_schedule(name: str) -> bool:
-    """Returns whether a name is that of several precisions, one after another.
+    """Returns whether a name is that of a schedule of several precisions.
 
     Args:
       name: see `phases_named`.

@@ -19,8 +19,8 @@ class PhasePrecision(NamedTuple):
     """A phase of a schedule.
 
     Attributes:
-      share: of the run's steps that is done when it begins.
-      name: of its policy or mode.
+      share: fraction of the run's steps before it begins.
+      name: the name of its policy or mode.
       precision: the policy or the mode.
     """
 
@@ -30,13 +30,13 @@ class PhasePrecision(NamedTuple):
 
 
 def phase_precisions(name: str) -> tuple[PhasePrecision, ...]:
-    """Returns the phases of a schedule; of a policy or mode one.
+    """Returns the phases of a schedule; only one for a policy or mode.
 
     Args:
       name: see `phases_named`.
 
     Raises:
-      ValueError: it is no name, or two phases do not have one state; the message names them, and says what differs.
+      ValueError: the name is invalid, or two phases have different states; the message names them and the difference.
 
     Example:
       >>> [(share, str(policy)) for share, _, policy in phase_precisions("mixed_float16,0.9:float32")]
@@ -58,7 +58,7 @@ def phase_precisions(name: str) -> tuple[PhasePrecision, ...]:
 
 
 def _kept(precision: Policy | Amp) -> str:
-    """Returns what decides of a state's dtypes and its structure, but for the loss scale."""
+    """Returns the properties that decide a state's dtypes and structure, except for the loss scale."""
     if isinstance(precision, Policy):
         return f"parameters in {jnp.dtype(precision.param_dtype)}"
     kept = precision.precision
@@ -78,15 +78,16 @@ def _loss_scale(precision: Policy | Amp) -> LossScales:
 def make_setups(
     task: Task, name: str, made: RunOptimizer, settings: RunSettings = DEFAULT_SETTINGS, watch: Sequence[str] = ()
 ) -> tuple[Setup, ...]:
-    """Returns the setup of each phase of a schedule; of a policy or mode one.
+    """Returns the setup of each phase of a schedule; only one for a policy or mode.
 
-    All of them create the same state, whose loss scale is that of the phases that need one; the others go on with it.
+    All setups create the same state. Its loss scale is that of the phases that need one; the others keep it.
 
     Args:
-      task: what to train.
+      task: the task.
       name: see `phases_named`.
-      made: what `run_optimizer` returned.
-      settings: of the run; rules are for the phases that autocast, and each phase has the few bits that it can have.
+      made: from `run_optimizer`.
+      settings: the settings of the run. Rules apply to phases that autocast, and each phase takes the few bits that it
+        can have.
       watch: see `train_step`.
 
     Raises:
@@ -95,7 +96,7 @@ def make_setups(
     phases = phase_precisions(name)
     by_rules = [autocasts(phase.precision) for phase in phases]
     if settings.rules is not None and not any(by_rules):
-        precision_of(phases[0].name, settings.rules.rules)  # says so
+        precision_of(phases[0].name, settings.rules.rules)  # raises the error
     setups = [
         make_setup(
             task,
@@ -110,7 +111,7 @@ def make_setups(
         )
         for phase, takes_rules in zip(phases, by_rules, strict=True)
     ]
-    # Their optimizers differ in the loss scale that a state begins with, and in a step that of its state counts.
+    # Their optimizers differ only in the initial loss scale; a step uses that of its state.
     scaling = next((setup for setup in setups if not isinstance(setup.loss_scale, NoOpLossScale)), setups[0])
     return tuple(
         dataclasses.replace(setup, loss_scale=scaling.loss_scale, create_state=scaling.create_state) for setup in setups

@@ -1,4 +1,4 @@
-"""A task's step as shapes alone, for plans: nothing is on a device, and no parameter is made."""
+"""A task's step as shapes only, for plans: it creates no parameters and uses no device."""
 
 import functools
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def planned_step(
 
     Args:
       task: the task.
-      name: of the policy or mode, see `precision_of`.
-      settings: of the run; the number of parts counts.
+      name: a policy or mode, see `precision_of`.
+      settings: the settings of the run; only the number of parts is used.
 
     Raises:
       ValueError: there is no such policy or mode.
@@ -31,7 +31,7 @@ def planned_step(
     state = jax.eval_shape(setup.create_state, *shapes_of_init(task), jax.eval_shape(jax.random.key, 0))
     shared = jax.eval_shape(setup.cast_shared, task.shared())
 
-    @functools.cache  # a user's loader may take its time
+    @functools.cache  # because a user's loader may be slow
     def batches(size: int | None) -> Any:
         return with_shared(batch_shapes(task, size), shared)
 

@@ -1,4 +1,4 @@
-"""A run that is ready to train: its steps, its batches and its first state, on its devices."""
+"""A run ready to train: its steps, its batches and its first state, on its devices."""
 
 import dataclasses
 import functools
@@ -23,20 +23,20 @@ from jmp_train.steps import TrainState, with_fp8_state
 from jmp_train.task import DATA_AXIS, Task
 from jmp_train.types import Batch
 
-_ENDLESS = 2**31  # of the last phase of a run whose batches have no length
+_ENDLESS = 2**31  # end of the last phase if the batches have no length
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunPhase:
-    """Steps of a run that have the same precision.
+    """Consecutive steps of a run with the same precision.
 
     Attributes:
-      name: of the policy or mode.
-      start: how many steps are done before the first of them.
-      stop: how many are done after the last.
-      setup: its pieces.
+      name: the policy or mode.
+      start: number of steps before it.
+      stop: number of steps by its end.
+      setup: its setup.
       step: the train step, on all devices.
-      shared_shapes: the shapes of what all batches share, as it casts it.
+      shared_shapes: the shapes of the shared entries of all batches, as it casts them.
     """
 
     name: str
@@ -49,21 +49,21 @@ class RunPhase:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedRun:
-    """A run before its first step, whose state is apart, as steps take it over.
+    """A run before its first step. Its state is separate, because steps donate it.
 
     Attributes:
-      task: what is trained.
-      name: of its policy or mode, or of a schedule of them.
-      settings: of the run.
-      length: of the run.
+      task: the task.
+      name: its policy or AMP mode, or a schedule of them.
+      settings: its settings.
+      length: its length.
       data: its training batches.
-      devices: those it runs on.
-      schedule: the learning rate; None if the task does not say it.
+      devices: its devices.
+      schedule: the learning rate; None if the task does not define it.
       phases: one, or those of its precision schedule.
-      shared: `shared(phase)` returns what all batches share, on the device, as the phase casts it; the last phase's
-        is kept.
-      sharding: of a batch, and of what all batches share if it is sharded; None on one device.
-      metadata: what its checkpoints say of it, see `run_metadata`; empty where it has none.
+      shared: `shared(phase)` returns the shared entries of all batches, on the device, as the phase casts them; the
+        result for the last phase is cached.
+      sharding: sharding of a batch, and of the shared entries if they are sharded; None on one device.
+      metadata: its metadata in checkpoints, see `run_metadata`; empty if it saves none.
     """
 
     task: Task
@@ -79,27 +79,27 @@ class PreparedRun:
     metadata: dict[str, Any]
 
     def phase_at(self, done: int) -> RunPhase:
-        """Returns the phase of the next step; of a run that is ready the last one.
+        """Returns the phase of the next step; after the end of the run, the last phase.
 
         Args:
-          done: how many steps are done.
+          done: number of steps done.
         """
         return next((phase for phase in self.phases if done < phase.stop), self.phases[-1])
 
     def place_of(self, done: int) -> Place:
-        """Returns the place of the next batch of a run whose number of batches per epoch is known.
+        """Returns the place of the next batch of a run with a known number of batches per epoch.
 
         Args:
-          done: how many steps are done.
+          done: number of steps done.
         """
         return Place(*divmod(done, self.length.steps_per_epoch)) if self.length.steps_per_epoch else Place()
 
     def items(self, done: int, place: Place | None = None) -> Iterator[Item]:
-        """Yields the batches of the steps that are left, or one of the last epoch if none is left.
+        """Yields the batches of the remaining steps, or one of the last epoch if none remains.
 
         Args:
-          done: how many steps are done.
-          place: of the next batch; None to compute it.
+          done: number of steps done.
+          place: place of the next batch; None to compute it.
         """
         place = self.place_of(done) if place is None else place
         if place.epoch >= self.length.epochs:
@@ -111,17 +111,17 @@ class PreparedRun:
             yield item._replace(batch=with_shared(item.batch, self.shared(self.phase_at(number))))
 
     def batches(self, done: int, place: Place | None = None) -> Iterator[Batch]:
-        """Yields the batches of the steps that are left, of a run that is ready the last one; see `items`."""
+        """Yields the batches of the remaining steps, or the last batch after the end of the run; see `items`."""
         return (item.batch for item in self.items(done, place))
 
     def advance(self, state: TrainState, done: int, steps: int, place: Place | None = None) -> tuple[TrainState, Batch]:
-        """Trains some steps, and returns the state after them and the next batch; at a run's end that is the last one.
+        """Trains some steps, and returns the state after them and the next batch, or the last one at the end of a run.
 
         Args:
-          state: is taken over.
-          done: how many steps are done.
-          steps: how many to train, no more than are left.
-          place: of the next batch; None to compute it.
+          state: the state, which is donated.
+          done: number of steps done.
+          steps: number of steps to train, at most those that remain.
+          place: place of the next batch; None to compute it.
         """
         batches = self.batches(done, place)
         batch = next(batches)
@@ -157,11 +157,11 @@ def prepare_run(
     """Returns a run before its first step, and its first state.
 
     Args:
-      task: what to train.
-      name: of the policy or mode, or of a schedule of them; see `phases_named`.
-      settings: of the run.
+      task: the task.
+      name: a policy, a mode, or a schedule of them; see `phases_named`.
+      settings: the settings of the run.
       watch: see `train_step`.
-      with_metadata: True if it has checkpoints, which say whose they are.
+      with_metadata: True if it saves checkpoints, which need metadata.
 
     Raises:
       ValueError: see `train`.
@@ -197,7 +197,7 @@ def prepare_run(
 
 
 def _replicated(state: TrainState, mesh: Mesh) -> TrainState:
-    """Returns a state that each device has; in several processes it is the first one's."""
+    """Returns a replicated state; with several processes, that of process 0."""
     if jax.process_count() > 1:
         return broadcast_state(state, mesh)
     return jax.device_put(state, NamedSharding(mesh, P()))
@@ -224,7 +224,7 @@ def _phases(
 
 
 def _bounds(name: str, total: int | None) -> tuple[list[str], list[tuple[int, int]]]:
-    """Returns the names of the phases, and how many steps are done before the first and after the last of each."""
+    """Returns the names of the phases, and for each the number of steps before it and by its end."""
     if total is not None:
         return [phase.name for phase in phases_named(name)], list(phase_bounds(name, total))
     if is_schedule(name):
@@ -247,9 +247,10 @@ def _with_fp8_state(task: Task, settings: RunSettings, setup: Setup, state: Trai
 
 
 def _placed(shared: dict[str, Any], phases: Sequence[RunPhase], where: Any) -> Callable[[RunPhase], dict[str, Any]]:
-    """Returns what puts what all batches share on its device, or devices, as a phase casts it.
+    """Returns a function that moves the shared entries of batches to the device or devices, as a phase casts them.
 
-    It is cast on the host, so that it is there once only. Of several phases one's is there at a time.
+    They are cast on the host, so that the device holds only one copy. With several phases, it holds one phase's at a
+    time.
     """
 
     def place(phase: RunPhase) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The compiled steps of a run: one program for each of its phases, and for each size that batches have."""
+"""The compiled steps of a run: one program per phase, and per size of batches."""
 
 import dataclasses
 import operator
@@ -22,8 +22,8 @@ class Program(NamedTuple):
     """The compiled step of a phase.
 
     Attributes:
-      phase: what is said of it.
-      step: takes over a state; of a phase that is over it is not compiled, and None.
+      phase: the description of the phase.
+      step: the step, which donates its state; None for a completed phase, which is not compiled.
     """
 
     phase: Phase
@@ -33,16 +33,16 @@ class Program(NamedTuple):
 def compile_phases(
     prepared: PreparedRun, state: TrainState, batch: Batch, done: int, recorder: SkipRecorder | None
 ) -> tuple[Compiled, list[Program]]:
-    """Compiles the steps of the phases that are left, and returns what that took, and the programs.
+    """Compiles the steps of the remaining phases, and returns the report and the programs.
 
-    Phases that are over are traced, too, as what they cost belongs to the report of a run that goes on.
+    Completed phases are traced too, because the report of a resumed run includes their costs.
 
     Args:
       prepared: the run.
-      state: where it begins or goes on; all phases have its structure, shapes and dtypes.
-      batch: the next one.
-      done: how many steps are done.
-      recorder: records the programs' skips; None for none.
+      state: the state to start from; all phases have its structure, shapes and dtypes.
+      batch: the next batch.
+      done: number of steps done.
+      recorder: records skipped steps; None for none.
     """
     start = time.perf_counter()
     programs = [
@@ -64,7 +64,7 @@ def _compiled(phase: RunPhase, state: TrainState, batch: Batch, done: int, recor
 
 
 def _of_any_size(jitted: _Step, compiled: _Step, batch: Batch) -> _Step:
-    """Returns the step: what was compiled for this batch, for those of its size; others are compiled as they come."""
+    """Returns a step that runs the compiled program for batches of this size, and compiles others as they come."""
     size = _size(batch)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -79,7 +79,7 @@ def _size(batch: Batch) -> tuple[Any, ...]:
 
 
 def _costs_of_run(phases: Sequence[Phase]) -> StepCosts:
-    """Returns the mean of the phases' shares of flops in half precision over the steps, and the most bytes."""
+    """Returns the mean fraction of flops in half precision over the steps of all phases, and the largest bytes."""
     steps = [phase.stop - phase.start for phase in phases]
     shares = [phase.costs.half_flops_share for phase in phases]
     return dataclasses.replace(
@@ -92,7 +92,7 @@ def program_at(programs: Sequence[Program], done: int) -> Program:
     """Returns the program of the next step.
 
     Args:
-      programs: of all phases.
-      done: how many steps are done, fewer than the run has.
+      programs: the programs of all phases.
+      done: number of steps done, below the length of the run.
     """
     return next(program for program in programs if done < program.phase.stop)

@@ -25,7 +25,7 @@ class Stopped(Exception):
     """A run was asked to stop, and has saved.
 
     Attributes:
-      step: how many steps are done.
+      step: number of steps done.
     """
 
     def __init__(self, step: int) -> None:
@@ -34,18 +34,18 @@ class Stopped(Exception):
 
 
 class ResumeError(ValueError):
-    """A run can neither begin nor go on with the checkpoints that are there; nothing was trained."""
+    """A run can neither begin nor resume with the existing checkpoints; nothing was trained."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """Where a run saves, and when.
+    """Where and when a run saves.
 
     Attributes:
-      store: the run's own.
-      every: steps between two checkpoints; None for one an epoch. The last step is always saved.
-      resume: whether to go on from what the store has; else it has to be empty.
-      should_stop: asked after each step whether to save and stop.
+      store: the run's own store.
+      every: steps between two checkpoints; None for one per epoch. The last step is always saved.
+      resume: True to resume from the newest checkpoint; otherwise the store must be empty.
+      should_stop: called after each step; returns whether to save and stop.
     """
 
     store: CheckpointStore
@@ -55,15 +55,15 @@ class Saving:
 
 
 class Saved(NamedTuple):
-    """Where a run goes on.
+    """The saved position of a run.
 
     Attributes:
-      done: how many steps are done.
-      state: after them.
+      done: number of steps done.
+      state: the state after them.
       steps: their records.
-      epochs: the records of the epochs that are over.
-      place: of the next batch; None to compute it from the number of steps.
-      notes: lines that name what has changed in the task's file since.
+      epochs: the records of the completed epochs.
+      place: place of the next batch; None to compute it from the number of steps.
+      notes: lines that name changes in the task's file since.
     """
 
     done: int
@@ -75,17 +75,17 @@ class Saved(NamedTuple):
 
 
 class Saver:
-    """Saves one run: its state, its steps' and epochs' records, its place in the data, and whose they are.
+    """Saves one run: its state, the records of its steps and epochs, its place in the data, and its identity.
 
-    It has the store's lock from the beginning, so that no other run saves there.
+    It holds the store's lock from the beginning, so that no other run saves there.
 
     Args:
-      saving: see there.
-      length: of the run.
+      saving: where and when to save.
+      length: the length of the run.
 
     Raises:
-      ResumeError: the store is not empty and the run is not to go on.
-      OSError: another run saves there; the message says which.
+      ResumeError: the store is not empty and the run does not resume.
+      OSError: another run saves there; the message names it.
     """
 
     def __init__(self, saving: Saving, length: RunLength) -> None:
@@ -98,14 +98,14 @@ class Saver:
             raise ResumeError(f"{self._store.directory} has checkpoints already: go on with --resume, or take another")
 
     def begin(self, state: TrainState, metadata: dict[str, Any]) -> Saved:
-        """Returns where the run goes on: after the newest intact step, or at its first step.
+        """Returns the position at which the run starts: after the newest intact step, or at its first step.
 
         Args:
-          state: the run's first.
-          metadata: what `run_metadata` returns.
+          state: the first state of the run.
+          metadata: from `run_metadata`.
 
         Raises:
-          ResumeError: the checkpoints are of a run with other options, or do not say of which, or none is intact.
+          ResumeError: the checkpoints are of a run with other options, have no options, or none is intact.
         """
         self._metadata = metadata
         found = newest_saved(self._store, state, metadata, self._length)
@@ -114,16 +114,16 @@ class Saver:
         return found
 
     def write_run_file(self) -> None:
-        """Writes `run.json`, which says to people what every checkpoint says as well."""
+        """Writes `run.json`, a readable copy of the metadata in every checkpoint."""
         if is_main_process():
             text = json.dumps(self._metadata, indent=1)
             write_atomically(self._store.directory / _RUN_FILE, text.encode())
 
     def is_due(self, step: int, *, ends_epoch: bool, is_last: bool) -> bool:
-        """Returns True if the run is to be saved after a step.
+        """Returns True if the run must save after a step.
 
         Args:
-          step: how many steps are done.
+          step: number of steps done.
           ends_epoch: True if the step is the last one of its epoch, or of the run.
           is_last: True if it is the last one of the run.
         """
@@ -137,10 +137,10 @@ class Saver:
         """Saves; raises Stopped if the run was asked to stop and is not at its end.
 
         Args:
-          state: after the last step.
+          state: the state after the last step.
           steps: the records of all steps.
-          epochs: of the epochs that are over.
-          place: of the next batch.
+          epochs: the records of the completed epochs.
+          place: place of the next batch.
           is_last: True at the end of the run.
         """
         step = len(steps)
@@ -152,23 +152,23 @@ class Saver:
 
 
 def newest_saved(store: CheckpointStore, state: TrainState, metadata: dict[str, Any], length: RunLength) -> Saved:
-    """Returns where a run goes on: after the newest intact step of a store.
+    """Returns the position at which a run starts: after the newest intact step of a store.
 
     Args:
-      store: the run's.
-      state: its first, which is returned where nothing is saved.
-      metadata: what `run_metadata` returns.
-      length: of the run.
+      store: the run's store.
+      state: its first state, which is returned if nothing is saved.
+      metadata: from `run_metadata`.
+      length: the length of the run.
 
     Raises:
-      ResumeError: the checkpoints are of a run with other options, or do not say of which, or none is intact.
+      ResumeError: the checkpoints are of a run with other options, have no options, or none is intact.
     """
     if not store.steps():
         return Saved(0, state, [], [])
 
     def state_for(step: int, saved: dict[str, Any]) -> dict[str, Any]:
         _check_run(store.directory, step, saved.get("run"), metadata["run"])
-        # As many records as there were then.
+        # As many records as at that step.
         return _everything(state, _blank(Step, step), _blank(Epoch, _epochs_over(step, saved, length)))
 
     try:
@@ -184,7 +184,7 @@ def newest_saved(store: CheckpointStore, state: TrainState, metadata: dict[str, 
 def _epochs_over(step: int, saved: dict[str, Any], length: RunLength) -> int:
     if "place" in saved:
         return saved["place"]["epoch"]
-    assert length.steps_per_epoch is not None  # as in version 0.1, which knew it of all runs
+    assert length.steps_per_epoch is not None  # as in version 0.1, which always knew it
     return step // length.steps_per_epoch
 
 
@@ -211,7 +211,7 @@ def _columns(kind: type[Any], records: Sequence[Any]) -> dict[str, np.ndarray]:
 
 
 def _blank(kind: type[Any], count: int) -> dict[str, np.ndarray]:
-    """Returns what `_columns` returns of so many records, but for their values."""
+    """Returns the result of `_columns` for this many records, with arbitrary values."""
     return {field.name: np.zeros(count, field.type) for field in dataclasses.fields(kind)}
 
 
@@ -221,7 +221,7 @@ def _records(kind: type[Any], columns: dict[str, np.ndarray]) -> list[Any]:
 
 
 def _check_run_file(file: Path, metadata: dict[str, Any]) -> None:
-    """Warns if the file of a run that goes on does not say what its checkpoints say, which count."""
+    """Warns if the file of a resumed run differs from its checkpoints, which take precedence."""
     try:
         saved = json.loads(file.read_bytes())
         lines = differences(saved["run"], metadata["run"])

@@ -1,4 +1,4 @@
-"""The identity of a run, kept in its checkpoints: task, options that results depend on, digest of the data."""
+"""The identity of a run in its checkpoints: task, options that affect results, digest of the data."""
 
 import hashlib
 import importlib.metadata
@@ -17,7 +17,7 @@ from jmp_train.runs.run_settings import RunSettings
 from jmp_train.task import Task, count_examples
 
 _PACKAGES = ("jmp_train", "jax", "jaxlib", "flax", "optax", "numpy")
-_FILES = 1000  # of those that the data names, of how many the sizes count
+_FILES = 1000  # number of the data's files whose sizes count
 
 
 def run_metadata(
@@ -28,20 +28,20 @@ def run_metadata(
     settings: RunSettings,
     shared: PyTree,
 ) -> dict[str, Any]:
-    """Returns what a run's checkpoints say of it, as JSON has it.
+    """Returns the metadata of a run in its checkpoints, as JSON data.
 
-    `run` has all that its results depend on, by the names of the command line's options, of which None is the default,
-    and digests of the data and of rules from a file. The rest is for people: where data and rules are (they may move),
-    the device and the versions. `definitions` has digests of what a user's file defines, which may change.
+    `run` has all options that affect its results, by the names of the command line, with None for defaults,
+    and digests of the data and of rules from a file. The rest is for people: the paths of data and rules, which may
+    move, the device and the versions. `definitions` has digests of the definitions in a user's file, which may change.
 
     Args:
-      task: what is trained.
-      policy: the policy's or the mode's name, or the schedule's.
+      task: the task.
+      policy: the name of the policy, mode or schedule.
       batch_size: examples per step; None if the batches decide.
       epochs: passes over the data.
-      settings: of the run. `identity` has the task's name as "task", its options as "options", of which the results
-        depend, the paths among them as "files", and of a user's file "definitions".
-      shared: what `task.shared` made, a tree of arrays.
+      settings: the settings of the run. `identity` has the task's name as "task", its options that affect results as
+        "options", the paths among them as "files", and the "definitions" of a user's file.
+      shared: the result of `task.shared`, a tree of arrays.
     """
     said = settings.identity
     train = None if callable(task.train) else task.train
@@ -78,11 +78,11 @@ def run_metadata(
 
 
 def differences(saved: Mapping[str, Any], this: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each option of two runs that is not the same in both.
+    """Returns a line for each option that differs between two runs.
 
     Args:
       saved: `run` of a checkpoint's metadata.
-      this: that of this call.
+      this: `run` of the current metadata.
 
     Example:
       >>> differences({"epochs": 3, "model": "gat", "seed": 0}, {"epochs": 5, "model": None, "seed": 0})
@@ -90,7 +90,7 @@ def differences(saved: Mapping[str, Any], this: Mapping[str, Any]) -> list[str]:
     """
     others = [name for name in dict.fromkeys([*saved, *this]) if _said(saved, name) != _said(this, name)]
     if not set(others) <= _NOT_OF_THE_DATA:
-        others = [name for name in others if name != "data"]  # it is what these lines say
+        others = [name for name in others if name != "data"]  # the options listed explain the difference
     return [f"{name}: the run has {_said(saved, name)}, this call {_said(this, name)}" for name in others]
 
 
@@ -101,17 +101,17 @@ _NOT_OF_THE_DATA = {
 
 
 def _said(options: Mapping[str, Any], name: str) -> str:
-    value = options.get(name)  # a run of before there was the option has its default
+    value = options.get(name)  # older runs without this option used its default
     return "the default" if value is None or value is False else str(value)
 
 
 def changed_definitions(saved: Mapping[str, Any], this: Mapping[str, Any], step: int) -> tuple[str, ...]:
-    """Returns a line that names the definitions of a user's file that have changed since a checkpoint; or none.
+    """Returns a line with the definitions of a user's file that changed since a checkpoint, if any.
 
     Args:
       saved: metadata of the checkpoint.
-      this: that of this call.
-      step: of the checkpoint.
+      this: metadata of the current run.
+      step: step of the checkpoint.
 
     Example:
       >>> before = {"definitions": {"file": "my.py", "loss_fn": "3f", "Net": "9a"}}
@@ -129,7 +129,7 @@ def changed_definitions(saved: Mapping[str, Any], this: Mapping[str, Any], step:
 
 
 class _BothDirections(NamedTuple):
-    """A graph's sorted edges, the same whether both directions share arrays or not."""
+    """A graph's sorted edges, in a form that does not depend on whether both directions share arrays."""
 
     by_source: CSR
     by_target: CSR
@@ -138,8 +138,8 @@ class _BothDirections(NamedTuple):
 def data_digest(train: PyTree, test: PyTree, shared: PyTree = None) -> str:
     """Returns 16 hexadecimal digits of the sha256 of the data: its arrays' bytes, shapes and dtypes.
 
-    Of files that the data names, it is their names below the folder that they share, and the sizes of up to 1,000 of
-    them, so that a copy elsewhere is the same data.
+    For files that the data name, the digest covers their names below their common folder, and the sizes of up to 1,000
+    of them, so that a copy elsewhere has the same digest.
 
     Args:
       train: tree of arrays, or of objects that are paths.
@@ -168,5 +168,5 @@ def _facts_of_files(paths: Sequence[str]) -> bytes:
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # it is imported from a folder
+    except importlib.metadata.PackageNotFoundError:  # imported from a folder
         return "unknown"

@@ -1,4 +1,4 @@
-"""Logs of a run, written as it goes: TensorBoard event files and JSON lines."""
+"""Logs of a run, written while it runs: TensorBoard event files and JSON lines."""
 
 import contextlib
 import dataclasses
@@ -24,20 +24,20 @@ JSON_LINES = "metrics.jsonl"
 class RunLog:
     """Writes a run's events to a folder, as a context manager.
 
-    TensorBoard gets the scalars `step/loss`, `step/grad_norm`, `step/loss_scale`, `step/finite`, of a run that watches
-    `step/WATCH/GROUP`, those of `Epoch` as `epoch/...`, and the metrics of the evaluation;
-    metrics.jsonl has them too, a line a step, an epoch and the end, and one where a phase of a schedule begins or goes
-    on. A killed run leaves its log.
+    TensorBoard gets the scalars `step/loss`, `step/grad_norm`, `step/loss_scale`, `step/finite`, with watches also
+    `step/WATCH/GROUP`, those of `Epoch` as `epoch/...`, and the metrics of the evaluation.
+    metrics.jsonl has them too, with a line per step, per epoch, for the end, and when a phase of a schedule begins or
+    continues. A killed run leaves its log.
 
-    On a full disk, or where the files are removed, the log lacks some of the run: one line on standard
-    error says so, and nothing is raised. It has no half records, and goes on when there is space again.
+    If the disk is full or the files are removed, the log lacks a part of the run: one line on standard
+    error reports it, and nothing is raised. The log has no partial records, and continues when there is space again.
 
     Args:
-      directory: the run's own folder; it is made.
+      directory: the run's own folder, which is created.
 
     Raises:
-      FileExistsError: there is a run's log already.
-      OSError: the folder or its files cannot be made, but for want of space.
+      FileExistsError: the folder already has the log of a run.
+      OSError: the folder or its files cannot be created, for other reasons than a full disk.
 
     Example:
       >>> import tempfile
@@ -76,7 +76,7 @@ class RunLog:
             try:
                 if file is not None:
                     file.close()
-            except OSError as error:  # where a network's disk says only now that it is full
+            except OSError as error:  # a network's disk may only now report that it is full
                 self._warn(error)
 
     def write(self, event: Event) -> None:
@@ -127,14 +127,14 @@ class RunLog:
 class _GrowingFile:
     """A new file that grows by whole records.
 
-    TensorBoard's own writers have a thread, which dies of a full disk; the run then waits for it for ever.
+    TensorBoard's own writers use a thread that dies when the disk is full; the run would then wait forever.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
 
     def append(self, records: bytes) -> None:
-        """Appends all of them, or raises OSError and appends none."""
+        """Appends all records, or raises OSError and appends none."""
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise OSError(errno.ENOENT, "it is removed")
         end = self._file.tell()
@@ -165,12 +165,12 @@ def _scalar_record(tag: str, value: float, step: int) -> bytes:
     with extra_packages():
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-    # Not by tensorboardX' own `scalar`, which prints a line for each NaN: a skipped step has one.
+    # Not by tensorboardX's own `scalar`, which prints a line for each NaN, and so for each skipped step.
     return _event_record(summary=Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]), step=step)
 
 
 def _event_record(**fields: Any) -> bytes:
-    """Returns an event as it is in TensorBoard's files: length, data, and a checksum after each."""
+    """Returns an event in the format of TensorBoard's files: length, data, and a checksum after each."""
     with extra_packages():
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.record_writer import masked_crc32c
@@ -182,6 +182,6 @@ def _event_record(**fields: Any) -> bytes:
 
 
 def check_unused(directory: Path) -> None:
-    """Raises FileExistsError if a folder has a run's log, which is not to be mixed with another."""
+    """Raises FileExistsError if a folder already has the log of a run."""
     if (directory / JSON_LINES).exists():
         raise FileExistsError(f"--logdir: {directory} holds the log of another run")

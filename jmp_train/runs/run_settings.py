@@ -1,4 +1,4 @@
-"""The numbers of a run: how long it is, on which batches and devices, and with which precision's options."""
+"""The settings of a run: its length, batches, devices and precision options."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,20 +15,20 @@ from jmp_train.task import Task, count_examples
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What a run is besides its task and its policy; all of it decides the run's numbers.
+    """The settings of a run besides its task and its policy; all of them affect its results.
 
     Args:
       epochs: passes over the training data; None for the task's own number.
-      steps: train that many steps in place of epochs; None for whole epochs.
+      steps: number of steps to train in place of epochs; None for whole epochs.
       batch_size: examples per step, for tasks of arrays; None for the task's own number.
-      seed: of parameters, dropout and the order of arrays; below 2**32.
-      devices: over how many devices a batch is sharded. Several processes take all of their devices.
+      seed: seed of parameters, dropout and the order of arrays; below 2**32.
+      devices: number of devices over which a batch is sharded. Several processes use all of their devices.
       accumulate_steps: parts of a batch whose gradients are averaged, one after the other.
       learning_rate: the largest learning rate; None for the task's own.
       growth_interval: steps without overflow after which a dynamic loss scale grows; None for the policy's own.
-      rules: by which the policy or mode autocasts, in place of its own; None for its own.
-      few_bits: what is kept and computed in few bits, of which a policy or mode takes what it can have.
-      identity: what the checkpoints of the run say of the task, see `run_metadata`.
+      rules: autocast rules in place of those of the policy or mode; None for its own.
+      few_bits: options that store and compute in few bits; a policy or mode uses those that apply to it.
+      identity: the task's entries in the checkpoints' metadata, see `run_metadata`.
     """
 
     epochs: int | None = None
@@ -49,7 +49,7 @@ DEFAULT_SETTINGS = RunSettings()
 
 @dataclasses.dataclass(frozen=True)
 class RunLength:
-    """How long a run is.
+    """The length of a run.
 
     Attributes:
       epochs: passes over the data, the last of which may end early.
@@ -66,8 +66,8 @@ def check_run(task: Task, settings: RunSettings = DEFAULT_SETTINGS) -> tuple[Tra
     """Returns the training data and the length of a run.
 
     Args:
-      task: what to train.
-      settings: of the run.
+      task: the task.
+      settings: the settings of the run.
 
     Raises:
       ValueError: a number does not fit the data or the devices; the message names it.
@@ -121,11 +121,11 @@ def _check_devices(task: Task, settings: RunSettings, size: int | None) -> None:
 
 
 def check_shared(task: Task, settings: RunSettings) -> None:
-    """Raises ValueError if batches that share arrays cannot be divided as the settings say.
+    """Raises ValueError if batches with shared arrays cannot be divided as the settings require.
 
     Args:
-      task: what to train.
-      settings: of the run.
+      task: the task.
+      settings: the settings of the run.
     """
     devices, parts = settings.devices, settings.accumulate_steps
     if has_shared(task) and devices > 1 and not task.shards_shared:
@@ -140,10 +140,10 @@ def has_shared(task: Task) -> bool:
 
 
 def first_devices(count: int) -> list[Any]:
-    """Returns that many devices: of this process, or all devices of several processes.
+    """Returns this many devices of this process, or all devices of several processes.
 
     Args:
-      count: how many.
+      count: number of devices.
 
     Raises:
       ValueError: there are fewer, or several processes have another number.

@@ -1,7 +1,7 @@
 """Training setups by name: policy or AMP mode, optimizer, loss scale, step.
 
-The way of the data: name -> `precision_of` -> `Policy` or `Amp` -> `make_setup`, the pieces that the training
-loop puts together, the same for both. The phases of a schedule have a setup each, see `make_setups`.
+The flow: name -> `precision_of` -> `Policy` or `Amp` -> `make_setup`, which returns the parts that the training
+loop combines, the same for both. Each phase of a schedule has its own setup, see `make_setups`.
 """
 
 import dataclasses
@@ -32,21 +32,21 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 _BFLOAT16 = "-bfloat16"
 AUTOCAST_CHOICES = "autocast_float16, autocast_bfloat16, torch and apex-O1"
-_SAMPLES = 10_000  # of a schedule, to find its largest value
+_SAMPLES = 10_000  # points of a schedule at which its largest value is searched
 MODE_CHOICES = f"{', '.join(_MODES)}, each also with {_BFLOAT16}"
 
 
 def precision_of(name: str, rules: AutocastRules | None = None) -> Policy | Amp:
-    """Returns the policy or the AMP mode of that name.
+    """Returns the policy or the AMP mode of a name.
 
     Args:
-      name: of a mode, "torch", "apex-O0" to "apex-O3" or "naive", in float16, or with "-bfloat16" after it; else
-        what `get_policy` takes.
-      rules: by which it autocasts; None for its own.
+      name: a mode, "torch", "apex-O0" to "apex-O3" or "naive", in float16, or with "-bfloat16" after it; otherwise
+        a name for `get_policy`.
+      rules: autocast rules; None for its own.
 
     Raises:
-      ValueError: there is neither, and the message lists the choices; or there are rules, and it does not autocast; or
-        it is a schedule's.
+      ValueError: the name is unknown, and the message lists the choices; or there are rules, and it does not autocast;
+        or it names a schedule.
 
     Example:
       >>> precision_of("apex-O2-bfloat16").dtype.name, str(precision_of("mixed_float16"))
@@ -72,7 +72,7 @@ def precision_of(name: str, rules: AutocastRules | None = None) -> Policy | Amp:
 
 
 def autocasts(precision: Policy | Amp) -> bool:
-    """Returns whether each operation gets its precision by rules.
+    """Returns whether a precision chooses the dtype of each operation by rules.
 
     Args:
       precision: see `precision_of`.
@@ -88,7 +88,7 @@ def autocasts(precision: Policy | Amp) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The pieces with which a task is trained and evaluated in a policy or a mode.
+    """The parts with which a task is trained and evaluated in a policy or a mode.
 
     Attributes:
       step: the train step.
@@ -98,7 +98,7 @@ class Setup:
         parameters.
       forward: `forward(fn)` returns `fn(params, model_state, batch)` under the policy or mode, for evaluation.
       cast_params: returns the parameters that the task's `evaluate` gets.
-      cast_shared: casts what all batches share, on the host if it is there, as the step would cast it each time.
+      cast_shared: casts the shared entries of all batches, on the host if they are there, as the step would cast them.
     """
 
     step: TrainStep
@@ -114,9 +114,9 @@ class RunOptimizer(NamedTuple):
     """The optimizer of a run, before a policy or mode wraps it.
 
     Attributes:
-      optimizer: the task's, with its learning rate scaled and its state in few bits as the settings say.
-      has_loss_scale: True if it has a loss scale of its own.
-      schedule: the learning rate; None if the task does not say it.
+      optimizer: the task's optimizer, with learning rate and dtypes of its state as in the settings.
+      has_loss_scale: True if it has its own loss scale.
+      schedule: the learning rate; None if the task does not define it.
     """
 
     optimizer: optax.GradientTransformation
@@ -128,14 +128,14 @@ def run_optimizer(task: Task, params: Params, total: int | None, settings: RunSe
     """Returns the optimizer of a run.
 
     Args:
-      task: what to train.
+      task: the task.
       params: the parameters, or their shapes.
       total: steps of the run; None if it is unknown.
-      settings: of the run.
+      settings: the settings of the run.
 
     Raises:
-      ValueError: the settings have a learning rate and the task does not say its own, or the optimizer's state has no
-        such fields as `state_dtypes` names.
+      ValueError: the settings have a learning rate and the task does not define its own, or the optimizer's state has
+        no field of a name in `state_dtypes`.
     """
     optimizer, schedule = task.optimizer_for(total), task.schedule_for(total)
     has_loss_scale = bool(scaled_states(jax.eval_shape(optimizer.init, params)))
@@ -165,7 +165,7 @@ def _peak(schedule: optax.Schedule, total: int | None) -> float:
 
 
 def shapes_of_init(task: Task) -> tuple[Any, Any]:
-    """Returns the shapes of a task's parameters and model state; an `init` that jax cannot trace is called.
+    """Returns the shapes of a task's parameters and model state; if jax cannot trace `init`, it is called.
 
     Args:
       task: the task.
@@ -180,18 +180,18 @@ def shapes_of_init(task: Task) -> tuple[Any, Any]:
 def make_setup(
     task: Task, name: str, made: RunOptimizer, settings: RunSettings = DEFAULT_SETTINGS, watch: Sequence[str] = ()
 ) -> Setup:
-    """Returns the pieces with which a task is trained under a name.
+    """Returns the parts with which a task is trained under a name.
 
     Args:
-      task: what to train.
+      task: the task.
       name: see `precision_of`.
-      made: what `run_optimizer` returned.
-      settings: of the run.
+      made: from `run_optimizer`.
+      settings: the settings of the run.
       watch: see `train_step`.
 
     Raises:
-      ValueError: there is no such name, or jax has no float64 and the policy has, or it has rules and does not
-        autocast.
+      ValueError: the name is unknown, the policy has float64 and jax has it disabled, or there are rules and the
+        precision does not autocast.
     """
     rules = None if settings.rules is None else settings.rules.rules
     precision = precision_of(name, rules)
@@ -207,19 +207,19 @@ def make_setup(
 
 
 def setup_of(task: Task, name: str, settings: RunSettings = DEFAULT_SETTINGS, total: int = 100) -> Setup:
-    """Returns the setup of a task by itself, without a run.
+    """Returns the setup of a task without a run.
 
     Args:
       task: the task.
       name: see `precision_of`.
-      settings: of a run.
+      settings: the settings of a run.
       total: steps of a run, on which schedules depend.
     """
     return make_setup(task, name, run_optimizer(task, shapes_of_init(task)[0], total, settings), settings)
 
 
 def _growing_after(amp: Amp, steps: int | None) -> Amp:
-    """Returns a mode whose dynamic loss scale, if it has one, grows after so many steps without overflow."""
+    """Returns a mode whose dynamic loss scale, if any, grows after this many steps without overflow."""
     if steps is None or not isinstance(amp.loss_scale, DynamicLossScale):
         return amp
     name = "scale_window" if isinstance(amp.options, ApexOptions) else "growth_interval"
@@ -289,10 +289,10 @@ def _of_policy(
 def loss_scale_for(policy: Policy, growth_interval: int | None = None) -> LossScale:
     """Returns the loss scale that a policy needs: a dynamic one for float16, none for the others.
 
-    It is torch's, but never falls below 1.
+    It is torch's loss scale, with a minimum of 1.
 
     Args:
-      policy: the dtypes.
+      policy: the policy.
       growth_interval: steps without overflow after which it grows; None for torch's 2000.
 
     Example:
@@ -306,11 +306,11 @@ def loss_scale_for(policy: Policy, growth_interval: int | None = None) -> LossSc
 
 
 def check_float64(precision: Policy | Amp, name: str) -> None:
-    """Raises ValueError if a policy has float64 and jax has not.
+    """Raises ValueError if a policy has float64 and jax has it disabled.
 
     Args:
-      precision: what `precision_of` made of the name.
-      name: of the policy.
+      precision: from `precision_of`.
+      name: the name of the policy.
     """
     if isinstance(precision, Amp):
         return

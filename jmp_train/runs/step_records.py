@@ -14,28 +14,28 @@ from jmp_train.runs.memory import peak_memory
 from jmp_train.steps import TrainState
 from jmp_train.types import Metrics
 
-LOOK_EVERY = 20  # steps between two looks at the skips, each of which waits for the device
-LOOK_SECONDS = 0.5  # and the time after which a slow job is looked at all the same
-PATIENCE = 20  # skips in a row at the loss scale's floor until the run is given up
+LOOK_EVERY = 20  # steps between two fetches of the records, each of which waits for the device
+LOOK_SECONDS = 0.5  # seconds between two fetches of a slow job
+PATIENCE = 20  # skips in a row at the loss scale's floor before the run is given up
 
-_KEPT = ("loss", "grad_norm", "loss_scale", "grads_finite")  # of the metrics of each step, and "watch"
+_KEPT = ("loss", "grad_norm", "loss_scale", "grads_finite")  # metrics kept for each step, besides "watch"
 
 
 class StepRecords:
-    """Fetches the steps' metrics now and then, because each time waits for the device.
+    """Fetches the metrics of the steps now and then, because each fetch waits for the device.
 
     Args:
-      state: where the run begins or goes on.
+      state: the state at which the run begins or resumes.
       total: steps of the run; None if it is unknown.
-      steps: the records of before, if the run goes on.
-      epochs: those of its epochs.
-      on_event: called with a `Progress` for each look, with each `Phase` and each `Epoch`.
-      recorder: of skipped steps; None for none.
+      steps: earlier records, if the run resumes.
+      epochs: earlier records of epochs.
+      on_event: called with a `Progress` for each fetch, with each `Phase` and each `Epoch`.
+      recorder: recorder of skipped steps; None for none.
 
     Attributes:
-      steps: the records of all steps that were looked at.
-      epochs: those of the epochs that are over.
-      skipped_steps: how many of the steps were skipped.
+      steps: the records of all fetched steps.
+      epochs: the records of the completed epochs.
+      skipped_steps: number of skipped steps.
     """
 
     def __init__(
@@ -54,27 +54,27 @@ class StepRecords:
         self._waiting: list[Metrics] = []
         self._looked = self._epoch_began = time.perf_counter()
         self._share_totals: dict[str, dict[str, float]] = {}
-        self._taken = 0  # of the steps whose shares are in the totals
+        self._taken = 0  # number of steps whose fractions are in the totals
 
     @property
     def count(self) -> int:
-        """How many steps are done."""
+        """The number of steps done."""
         return len(self.steps) + len(self._waiting)
 
     def begin_phase(self, state: TrainState, phase: Phase) -> None:
-        """Looks, and reports the phase of the next step."""
+        """Fetches the records, and reports the phase of the next step."""
         self.look(state)
         self._on_event(phase)
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
-        """Takes note of a step, and looks if it is time."""
+        """Records a step, and fetches the records if it is time."""
         self._waiting.append({name: metrics[name] for name in (*_KEPT, "watch") if name in metrics})
         late = time.perf_counter() - self._looked > LOOK_SECONDS
         if late or len(self._waiting) == LOOK_EVERY:
             self.look(state)
 
     def look(self, state: TrainState) -> None:
-        """Reports the steps since the last look; raises StalledTrainingError if all are skipped."""
+        """Fetches and reports the new steps; raises StalledTrainingError if all of them were skipped."""
         recent, watched = [], []
         for metrics in jax.device_get(self._waiting):
             loss, grad_norm, loss_scale = (float(metrics[name]) for name in _KEPT[:3])
@@ -93,13 +93,13 @@ class StepRecords:
         self._looked = time.perf_counter()
 
     def end_epoch(self, state: TrainState, epoch: int, steps: int, learning_rate: Callable[[int], float]) -> None:
-        """Looks, and records an epoch.
+        """Fetches the records, and records an epoch.
 
         Args:
-          state: after it.
+          state: the state after it.
           epoch: from 1.
-          steps: how many it had.
-          learning_rate: by the number of steps that were taken.
+          steps: number of its steps.
+          learning_rate: the learning rate as a function of the number of steps taken.
         """
         self.look(state)
         losses = [step.loss for step in self.steps[-steps:] if step.finite]
@@ -122,7 +122,7 @@ class StepRecords:
 
     @property
     def mean_shares(self) -> dict[str, dict[str, float]]:
-        """The mean share of each group under each watch over the steps that were taken; 0 if none was."""
+        """The mean fraction of each group under each watch over the steps taken; 0 if none was."""
         return jax.tree.map(lambda total: total / max(self._taken, 1), self._share_totals)
 
     def _add_shares(self, shares: dict[str, dict[str, float]], taken: bool) -> None:

@@ -29,7 +29,7 @@ class Place(NamedTuple):
     Attributes:
       epoch: counted from 0.
       batch: batches of that epoch before the place.
-      iterator: the state of the epoch's iterator as JSON has it; None if it has none.
+      iterator: the state of the epoch's iterator as JSON data; None if it has none.
     """
 
     epoch: int = 0
@@ -41,10 +41,10 @@ class Item(NamedTuple):
     """A training batch.
 
     Attributes:
-      batch: on the devices.
+      batch: the batch, on the devices.
       ends_epoch: True if it is the last batch of its epoch.
       after: the place after it.
-      nans: what `nan_lines` returns of the first batch; empty for later batches.
+      nans: the result of `nan_lines` for the first batch; empty for later batches.
     """
 
     batch: Any
@@ -59,7 +59,7 @@ class ArrayData:
     Args:
       task: the task.
       batch_size: examples per batch. The last, incomplete batch of an epoch is left out.
-      seed: of the order, which differs in each epoch.
+      seed: seed of the order, which differs in each epoch.
 
     Attributes:
       steps_per_epoch: batches per epoch; None if it is unknown.
@@ -76,9 +76,9 @@ class ArrayData:
         """Yields the batches after a place, epoch after epoch.
 
         Args:
-          place: where to begin.
-          epochs: how many there are.
-          sharding: of a batch over several devices; None for the first device.
+          place: the place to begin.
+          epochs: number of epochs.
+          sharding: sharding of a batch over several devices; None for the first device.
         """
         task, steps = self._task, self.steps_per_epoch
         start = place.epoch * steps + place.batch
@@ -142,7 +142,7 @@ class IterableData:
                 raise ValueError(f"train({epoch}) returned no batches{hint}")
 
     def _epoch(self, epoch: int) -> Any:
-        """Returns the batches of an epoch; those whose length was asked for are used once."""
+        """Returns the batches of an epoch; those created to find the length are used once."""
         batches, self._first = (self._first, None) if epoch == 0 and self._first is not None else (None, None)
         return _checked_batches(self._train(epoch) if batches is None else batches, epoch)
 
@@ -180,10 +180,10 @@ def train_batches(
     Args:
       task: the task.
       batch_size: examples per batch.
-      seed: of the order.
+      seed: seed of the order.
       epochs: passes over the arrays.
-      sharding: of a batch over several devices; None for the first one.
-      start: batches to leave out.
+      sharding: sharding of a batch over several devices; None for the first one.
+      start: number of batches to skip.
     """
     data = ArrayData(task, batch_size, seed)
     place = Place(*divmod(start, data.steps_per_epoch))
@@ -191,10 +191,10 @@ def train_batches(
 
 
 def nan_lines(batch: Any, where: str) -> tuple[str, ...]:
-    """Returns a line for each array of a batch that has NaN, and for each that has infinities.
+    """Returns a line for each array of a batch with NaN, and for each with infinities.
 
     Args:
-      batch: tree of arrays that this process has.
+      batch: tree of arrays of this process.
       where: name of the batch.
 
     Example:
@@ -216,10 +216,10 @@ def nan_lines(batch: Any, where: str) -> tuple[str, ...]:
 
 
 def batch_shapes(task: Task, size: int | None) -> Any:
-    """Returns the shapes of a training batch, without what all batches share.
+    """Returns the shapes of a training batch, without its shared entries.
 
     Args:
-      task: the task. Two examples of its arrays are prepared, or its first batch is made.
+      task: the task. Two examples of its arrays are prepared, or its first batch is read.
       size: examples of the batch; None for the task's own number.
 
     Raises:
@@ -229,7 +229,7 @@ def batch_shapes(task: Task, size: int | None) -> Any:
         rows = min(2, count_examples(task.train))
         examples = task.prepare(jax.tree.map(lambda array: array[:rows], task.train))
         size = size or task.batch_size or count_examples(task.train)
-        return _shapes(examples, None if task.shards_shared else size)  # whose rows are those of the devices' parts
+        return _shapes(examples, None if task.shards_shared else size)  # its rows are those of the devices' parts
     batch = next(iter(_checked_batches(task.train(0), 0)), None)
     if batch is None:
         raise ValueError("train(0) returned no batches")
@@ -240,7 +240,7 @@ def batch_shapes(task: Task, size: int | None) -> Any:
 
 
 def _checked_batches(batches: Any, epoch: int) -> Any:
-    """Returns what `train` returned; raises TypeError if it is not an iterable of batches."""
+    """Returns the result of `train`; raises TypeError if it is not an iterable of batches."""
     if not hasattr(batches, "__iter__") or isinstance(batches, Mapping):
         raise TypeError(f"train({epoch}) must return an iterable of batches, got a {type(batches).__name__}")
     return batches
@@ -259,7 +259,7 @@ def evaluation_batches(task: Task, batch_size: int | None) -> Iterator[tuple[Any
 
     Args:
       task: a task with metrics.
-      batch_size: examples per batch of arrays, of which the last has the rest; None for one batch.
+      batch_size: examples per batch of arrays; the last batch has the rest; None for one batch.
     """
     if callable(task.test):
         made: Any = task.test()
