@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 
-_TITLES = ("policy", "now", "loss", "scale", "skipped", "s/epoch", "compile", "saved")
+_CELLS = ("now", "step", "loss", "scale", "skipped", "s/epoch", "compile", "saved")
 _BESIDE_NAME_AND_COUNT = 40  # "steps", two clocks, a bar of ten, and gaps
 
 
@@ -140,7 +140,8 @@ class LiveDisplay(LineDisplay):
             )
 
         super().__init__(stream)
-        self._rows = {policy: _Row() for policy in policies}
+        self._rows = {policy: dict.fromkeys(_CELLS, "") | {"now": "waiting"} for policy in policies}
+        self._training = dict.fromkeys(policies, "training")  # with the phase, if there are several
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -162,7 +163,7 @@ class LiveDisplay(LineDisplay):
 
     def start(self, policy: str) -> None:
         """Starts a run's clock."""
-        self._rows[policy].status = "loading"
+        self._rows[policy]["now"] = "loading"
         self._bars.start_task(self._tasks[policy])
 
     def show(self, policy: str, event: Event) -> None:
@@ -170,30 +171,30 @@ class LiveDisplay(LineDisplay):
         row, bar = self._rows[policy], self._tasks[policy]
         match event:
             case Planned(_, total):
-                row.status = "compiling"
+                row["now"] = "compiling"
                 self._bars.update(bar, total=total)
             case Compiled(seconds, _, costs):
-                row.status, row.compile = row.training, f"{seconds:.1f} s"
-                row.saved = "" if costs.residual_bytes is None else with_unit(costs.residual_bytes, "B")
+                row["now"], row["compile"] = self._training[policy], f"{seconds:.1f} s"
+                row["saved"] = "" if costs.residual_bytes is None else with_unit(costs.residual_bytes, "B")
             case Phase():
-                row.training = row.status = f"training, {event.policy}"
+                row["now"] = self._training[policy] = f"training, {event.policy}"
             case Progress(total, skipped_steps, recent):
                 last = recent[-1]
                 self._bars.update(bar, total=total, completed=last.step)
-                row.loss, row.scale = f"{last.loss:.4f}", f"{last.loss_scale:g}"
-                row.skipped = str(skipped_steps)
-                row.steps = f"{last.step}" if total is None else f"{last.step}/{total}"
+                row["step"] = f"{last.step}" if total is None else f"{last.step}/{total}"
+                row["loss"], row["scale"] = f"{last.loss:.4f}", f"{last.loss_scale:g}"
+                row["skipped"] = str(skipped_steps)
             case Epoch():
-                row.seconds = f"{event.seconds:.2f}"
-                row.status = "evaluating" if event.epoch == self.epochs else row.training
+                row["s/epoch"] = f"{event.seconds:.2f}"
+                row["now"] = "evaluating" if event.epoch == self.epochs else self._training[policy]
             case Run():
-                row.status = metrics_note(event)
+                row["now"] = metrics_note(event)
         super().show(policy, event)
 
     def fail(self, policy: str, reason: str) -> None:
         """Marks a run as failed."""
         self._bars.stop_task(self._tasks[policy])
-        self._rows[policy].status = "failed"
+        self._rows[policy]["now"] = "failed"
         self._print(f"{policy}: {reason}")
 
     def _print(self, line: str) -> None:
@@ -206,23 +207,9 @@ class LiveDisplay(LineDisplay):
             from rich.console import Group
 
         self._console.width = width_of(self.stream)  # which may have changed
-        names = max(map(len, self._rows))
-        counts = max(len(row.steps) for row in self._rows.values())
-        has_bars = names + counts + _BESIDE_NAME_AND_COUNT <= self._console.width
-        rows = [
-            (name, row.status, *([] if has_bars else [row.steps]), row.loss, row.scale, row.skipped, row.seconds,
-             row.compile, row.saved)
-            for name, row in self._rows.items()
-        ]  # fmt: skip
-        titles = _TITLES if has_bars else (*_TITLES[:2], "step", *_TITLES[2:])
-        table = Sheet(Table(titles, rows, texts=(0, 1)))
+        counts = max(len(row["step"]) for row in self._rows.values())
+        has_bars = max(map(len, self._rows)) + counts + _BESIDE_NAME_AND_COUNT <= self._console.width
+        heads = [name for name in _CELLS if name != "step" or not has_bars]
+        rows = [(policy, *(row[head] for head in heads)) for policy, row in self._rows.items()]
+        table = Sheet(Table(("policy", *heads), rows, texts=(0, 1)))
         return Group(self._bars, table) if has_bars else Group(table)
-
-
-class _Row:
-    """What the live table says of one run."""
-
-    def __init__(self) -> None:
-        self.status = "waiting"
-        self.training = "training"  # the status while it does, with the phase if there are several
-        self.steps = self.loss = self.scale = self.skipped = self.seconds = self.compile = self.saved = ""
