@@ -18,6 +18,7 @@ from jmp_train.policies.documents import (
     series_color,
     with_unit,
 )
+from jmp_train.reports.tables import short_scale
 from jmp_train.runs import Run
 
 _DASHES = ("", "10 3", "3 2", "10 3 3 3")  # so that runs on top of each other are seen
@@ -58,10 +59,10 @@ def loss_scales(runs: Sequence[Run]) -> Chart:
         if all(step.loss_scale == 1 for step in run.steps) and not run.skipped:
             continue
         drawn.append(run)
-        scales += [step.loss_scale for step in run.steps]
+        scales += [step.loss_scale for step in run.steps if step.loss_scale > 0]
         marks.append(Path(f"run{number}", [_history(run)]))
         marks += [Dot(f"run{number}", step.step, step.loss_scale, is_cross=True) for step in run.skipped]
-    y = log_axis(scales or [1.0], base=2)
+    y = log_axis(scales or [1.0], short_scale, base=2)
     if not marks:
         y = Axis(y.low, y.high)
         marks = [Label("no run has a loss scale", _last_step(runs) / 2, 1.0, "middle")]
