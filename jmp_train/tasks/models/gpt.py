@@ -198,7 +198,11 @@ class GPT(nnx.Module):
         """Returns what the last block makes of tokens [batch, tokens, width]."""
         x = self._embedded(tokens)
         rotation = rotations(jnp.arange(tokens.shape[1]), self.config.head_size)
-        call = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
+
+        def call(block: Block, x: jax.Array, rotation: Rotation) -> jax.Array:
+            return block(x, rotation)
+
+        call = nnx.remat(call) if self.config.remat else call
         for number, block in enumerate(self.blocks):
             with jax.named_scope(f"block_{number}"):
                 x = call(block, x, rotation)
