@@ -12,25 +12,29 @@ ALLOWED := --allowed-skips tests/allowed_skips.txt
 QUICK := -m "quick and not full"
 REST := -m "full and not gpu"
 
-.PHONY: help demo test test-all test-share test-mutations test-newest test-migration test-gpu lint format docs linkcheck inventories dist bench bench-gpu clean
+.PHONY: help help-all demo test test-all test-share test-mutations test-newest test-migration test-gpu lint format docs linkcheck inventories dist bench bench-gpu clean
 
 help:
-	@echo "make demo         train on digits in float32, float16 and bfloat16, side by side"
-	@echo "make test         run the quick tests, in five minutes"
-	@echo "make test-all     run all tests, with coverage"
-	@echo "make test-mutations  plant twenty faults, one at a time, and look whether the quick tests catch them"
-	@echo "make test-newest  run the quick ones near jax on the newest Python and jax, where there is one"
-	@echo "make test-migration  run the code of other libraries on the pages about moving from them, beside ours"
-	@echo "make test-gpu     run those in tests/gpu, on a GPU where there is one and else on the CPU"
-	@echo "make lint         ruff and pyright, and checks of workflows, forms for issues and CITATION.cff"
-	@echo "make format       ruff's formatter"
-	@echo "make docs         build the site in out/docs, with all of its notebooks run"
-	@echo "make linkcheck    ask the network whether the pages that the site links to are there"
-	@echo "make inventories  look up where jax, flax, optax, numpy, ... document the names that the site links to"
-	@echo "make dist         build wheel and sdist in dist/, and use them on Python 3.11 and 3.13"
-	@echo "make bench        what a step, many devices, an import, autocast and graph operations cost"
-	@echo "make bench-gpu    what steps and graph operations cost on a GPU, in parts that resume"
-	@echo "make clean        remove what make made"
+	@echo "make demo      train on digits in float32, float16 and bfloat16, and compare them"
+	@echo "make test      run the quick tests, in about five minutes"
+	@echo "make test-all  run all tests, with coverage"
+	@echo "make lint      run ruff and pyright, and check the GitHub files"
+	@echo "make format    format the code"
+	@echo "make docs      build the site in out/docs and run its notebooks"
+	@echo "make help-all  list the other targets"
+
+help-all: help
+	@echo
+	@echo "make test-mutations  plant twenty faults, one at a time, and check that the quick tests catch them"
+	@echo "make test-newest     run the quick tests near jax on the newest Python and jax"
+	@echo "make test-migration  run other libraries' code from the migration pages, beside ours"
+	@echo "make test-gpu        run tests/gpu, on a GPU if there is one, otherwise on the CPU"
+	@echo "make linkcheck       check the links of the site over the network"
+	@echo "make inventories     refresh the names that the site links to in other projects' docs"
+	@echo "make dist            build wheel and sdist in dist/ and try them on Python 3.11 and 3.13"
+	@echo "make bench           measure steps, many devices, imports, autocast and graph operations"
+	@echo "make bench-gpu       measure steps and graph operations on a GPU, in parts that resume"
+	@echo "make clean           remove what make made"
 
 demo: .venv/.train
 	$(BIN)/jmp-train compare digits --policies float32 autocast_float16 autocast_bfloat16 --growth-interval 20 --out out/demo

@@ -6,7 +6,7 @@ GPU, `jt.distributed` connects several processes; `jt.policies`, `jt.autocasting
 `jt.checkpoints` hold what fewer scripts need. Everything that jmp 0.0.4 has is here under the same names.
 """
 
-from jmp_train import current_folder  # noqa: F401, I001 - before all that could be there
+from jmp_train import current_folder  # noqa: F401, I001 - before all modules that may be in the current folder
 from jmp_train import command_start  # noqa: F401 - before jax, which takes seconds
 
 import importlib
@@ -158,7 +158,7 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What takes long to import, for which who does not use it should not wait.
+# Slow imports, which only users of these names wait for.
 _LAZY = ("aot", "data", "graphs")
 _LAZY_OF_PLANNING = ("Allowances", "Plan", "PlanRow", "plan")
 

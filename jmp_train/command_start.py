@@ -1,6 +1,6 @@
 """Ctrl-C while `jmp-train` imports jax, or while Python exits: exit code 130, no traceback.
 
-The package imports this before jax. Where the process is not the command it does nothing.
+The package imports this before jax. In processes of other programs it does nothing.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def interrupts_raised() -> Iterator[None]:
-    """Has Ctrl-C raise KeyboardInterrupt, as it does in Python, for a command that has to tidy up."""
+    """Makes Ctrl-C raise KeyboardInterrupt, as in Python, for a command that must clean up."""
     if signal.getsignal(signal.SIGINT) is not _leave:
         yield
         return
@@ -37,6 +37,6 @@ def interrupts_raised() -> Iterator[None]:
         signal.signal(signal.SIGINT, _leave)
 
 
-# Not where it is ignored, as of commands in the background.
+# Not if it is ignored, as for commands in the background.
 if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)

@@ -1,8 +1,8 @@
 """Removes the current folder from `sys.path` under `python -m jmp_train`, so that no `jax.py` there is imported.
 
-Under `python -m jmp_train.diagnose` too. `-m` puts it first; `jmp-train` does not have it. The package imports this
-before all else, and this imports only what Python itself has loaded by then. Where the process is not the command it
-does nothing.
+It also does so under `python -m jmp_train.diagnose`. `-m` puts the folder first; `jmp-train` does not. The package
+imports this before all else, and this imports only modules that Python itself has loaded by then. In processes of
+other programs it does nothing.
 """
 
 import os
@@ -20,7 +20,7 @@ def runs_as_module() -> bool:
 def _leave() -> None:
     try:
         current = os.getcwd()
-    except OSError:  # it is removed
+    except OSError:  # the folder was removed
         return
     if not sys.flags.safe_path and sys.path[:1] == [current]:
         del sys.path[0]

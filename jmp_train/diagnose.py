@@ -5,7 +5,7 @@ import sys
 if __name__ == "jmp_train.diagnose":
     raise ImportError("jmp_train.diagnose is a function: `from jmp_train import diagnose`; as a module it is a command")
 
-if __name__ == "__main__":  # and not in processes that a script starts
+if __name__ == "__main__":  # not in processes that a script starts
     from jmp_train.cli import main
 
     sys.exit(main(["diagnose", *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""Packages of the extra `train`, imported where they are needed; the error says what to install."""
+"""Imports packages of the extra `train` when they are needed; an error names the package to install."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra_packages() -> Iterator[None]:
-    """Has the error of a missing package say how to install it.
+    """Adds the installation command to the error of a missing package.
 
     Raises:
-      ModuleNotFoundError: an import within found no package; its `name` is the module's.
+      ModuleNotFoundError: a package is missing; `name` is that of the module.
 
     Example:
       >>> with extra_packages():
@@ -26,9 +26,9 @@ def extra_packages() -> Iterator[None]:
 
 
 def remedy(package: str | None) -> str:
-    """Returns what to do about a missing package.
+    """Returns how to install a missing package.
 
     Args:
-      package: its name, or a module's within it.
+      package: its name, or that of a module in it.
     """
     return f"this needs the package {package}: pip install 'jmp_train[train]'"

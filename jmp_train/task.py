@@ -16,12 +16,12 @@ from jmp_train.steps import LossFn
 DATA_AXIS = "data"  # the mesh axis over which a batch is sharded
 
 Arrays: TypeAlias = Mapping[str, Any]  # NumPy arrays [examples, ...]
-Examples: TypeAlias = Mapping[str, jax.Array]  # of a batch, as they are in the step
+Examples: TypeAlias = Mapping[str, jax.Array]  # examples of a batch, in the step
 Optimizer: TypeAlias = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
 LearningRate: TypeAlias = float | Callable[[int], optax.Schedule]
 
 
-# How the commands call the functions of a task; `train_step` checks its own.
+# The calls that the commands make; `train_step` checks the arguments of its own functions.
 _CALLS: Mapping[str, Sequence[str]] = {
     "init": ("key",),
     "train": ("epoch",),
@@ -47,13 +47,14 @@ class Task:
 
     - a function of the epoch, counted from 0, that returns an iterable of batches: a list, a generator, a grain data
       set, a torch `DataLoader`, the batches of a Hugging Face data set. Batches are pytrees of arrays or torch tensors;
-    - a dict of arrays `[examples, ...]`, which the library shuffles, cuts into batches of `batch_size`, and prefetches.
+    - a dict of arrays `[examples, ...]`, which the library shuffles, splits into batches of `batch_size`, and
+      prefetches.
 
     Several processes all iterate over the same global batches, and each takes its own part of them.
 
     Args:
       init: `init(key) -> (params, model_state)`, with parameters in float32; `model_state` is None if there is none.
-      loss_fn: what `jt.train_step` takes, such as `jt.stateless(loss_fn)`.
+      loss_fn: a loss function for `jt.train_step`, such as `jt.stateless(loss_fn)`.
       optimizer: an optax optimizer, or a function of the total number of steps that returns one. The command adds the
         loss scale that the policy needs. An optimizer with a loss scale of its own keeps it.
       train: the training data, see above.
@@ -72,19 +73,19 @@ class Task:
       batch_size: examples per batch of arrays; None for all of them in one batch.
       learning_rate: the optimizer's learning rate, a number or a function of the total number of steps that returns
         a schedule. It is reported, and `--learning-rate` scales the updates relative to its largest value.
-      prepare: returns what `loss_fn` and `metrics` take, given examples of the arrays; runs on the host.
+      prepare: returns the input of `loss_fn` and `metrics`, given examples of the arrays; runs on the host.
       augment: `augment(examples, seeds)` replaces `prepare` for training examples if preparing them is random. `seeds`
         are uint64 [examples] and depend on the run's seed, the epoch and the example.
       shared: returns a dict that is the same for all batches, such as a graph. It is cast once, stays on the device,
         and is added to each batch.
-      shards_shared: True if the devices share one large example, such as a graph that is cut. The arrays of `shared`
+      shards_shared: True if the devices share one large example, such as a partitioned graph. The arrays of `shared`
         and of each batch then have rows of the devices' parts, whatever the number of examples.
       loading_threads: threads that prepare batches of arrays.
       batch_norms: returns the paths of the model's BatchNorms in the parameters, for AMP modes that keep them in
         float32; see `jt.batch_norm_paths`.
 
     Raises:
-      TypeError: an argument is of another kind than the ones above.
+      TypeError: an argument is of another kind than listed above.
       ValueError: a number is out of range, arrays have different numbers of examples, or arguments exclude each other.
 
     Example:
@@ -189,7 +190,7 @@ class Task:
         return optimizer
 
     def schedule_for(self, total: int | None) -> optax.Schedule | None:
-        """Returns the learning rate by the number of steps taken; None if the task does not say it.
+        """Returns the learning rate by the number of steps taken; None if the task does not define it.
 
         Args:
           total: steps of the run; None if it is unknown.
@@ -243,12 +244,12 @@ def _check_arrays(name: str, data: Any, otherwise: str) -> None:
 
 
 def _check_parameters(name: str, function: Any, parameters: Sequence[str]) -> None:
-    """Raises TypeError if a function cannot be called as the command does, perhaps only after hours of training."""
+    """Raises TypeError now if a command could not call a function later, perhaps after hours of training."""
     if not callable(function):
         return
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # a built-in function's is not known
+    except (ValueError, TypeError):  # the parameters of a built-in function are unknown
         return
     try:
         signature.bind(*parameters)

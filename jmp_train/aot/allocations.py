@@ -1,8 +1,8 @@
-"""Which memory XLA gave to which value, and when each value is alive, as its dumps have it.
+"""The memory that XLA assigned to each value, and when each value is alive, read from its dumps.
 
 `xla_dump_to` with `xla_dump_hlo_as_text` leaves two texts that this module reads: "...-buffer-assignment.txt" has the
-allocations, each with the values that live in it, at what offset; "...-live-range.txt" has the order in which
-instructions run, loops' bodies in their place, and from when to when each value is needed.
+allocations, each with its values and their offsets; "...-live-range.txt" has the order of execution of the
+instructions, with loops' bodies in their place, and the range of times in which each value is needed.
 """
 
 import re
@@ -18,13 +18,13 @@ Position = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Value:
-    """What an instruction stores in an allocation.
+    """A result of an instruction, stored in an allocation.
 
     Attributes:
       position: the instruction and the element of its result.
-      type: the text of its type; that of a tuple is a table of pointers to the elements.
-      size: in bytes.
-      offset: in the allocation.
+      type: the text of its type; a tuple has a table of pointers to its elements.
+      size: bytes.
+      offset: offset in the allocation, in bytes.
     """
 
     position: Position
@@ -35,15 +35,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A piece of memory, allocated for as long as the program runs.
+    """A block of memory, allocated for as long as the program runs.
 
     Attributes:
-      number: what the text calls it.
-      size: in bytes.
-      color: the kind of memory: 0 is that of the device, 5 is that of the host.
-      parameter: the number of the argument that it is, None if it is none.
+      number: its number in the text.
+      size: bytes.
+      color: the kind of memory: 0 is the device's, 5 is the host's.
+      parameter: number of the argument that it holds, None if it holds none.
       flags: "constant", "thread-local", "maybe-live-out" (a result), "preallocated-temp".
-      values: what lives in it, not all at the same time.
+      values: its values, not all alive at the same time.
     """
 
     number: int
@@ -69,12 +69,12 @@ class LiveRanges:
 
 @dataclass(frozen=True)
 class Share:
-    """A value, and how many bytes of an allocation are its own at a moment.
+    """A value, and the bytes of an allocation that are its own at a moment.
 
     Attributes:
       value: the value.
-      n_bytes: less than its size where others are in a part of its place.
-      is_alive: whether it is alive at that moment; if not, its bytes are kept for another one.
+      n_bytes: fewer than its size if other values are in a part of its place.
+      is_alive: whether it is alive at that moment; if not, its bytes are reserved for another moment.
     """
 
     value: Value
@@ -83,10 +83,10 @@ class Share:
 
 
 def read_allocations(text: str) -> tuple[Allocation, ...]:
-    """Returns the allocations of a program on its device; those in registers (thread-local) are left out.
+    """Returns the allocations of a program on its device, without those in registers (thread-local).
 
     Args:
-      text: that of "...-buffer-assignment.txt".
+      text: the text of "...-buffer-assignment.txt".
 
     Raises:
       ValueError: it is not such a text.
@@ -124,10 +124,10 @@ def _allocation(head: re.Match[str], values: Iterable[Value]) -> Allocation:
 
 
 def read_live_ranges(text: str) -> LiveRanges:
-    """Returns when instructions run and values are alive.
+    """Returns the times of instructions and the live ranges of values.
 
     Args:
-      text: that of "...-live-range.txt".
+      text: the text of "...-live-range.txt".
 
     Raises:
       ValueError: it is not such a text.
@@ -153,19 +153,19 @@ def read_live_ranges(text: str) -> LiveRanges:
         elif live := _LIVE.fullmatch(line):
             ranges[_position(live[1])] = int(live[2]), int(live[3])
         elif line.startswith("  Live ranges at"):
-            break  # what follows repeats it
+            break  # the rest repeats it
     return LiveRanges(times, ranges)
 
 
 def fullest_moment(values: Iterable[Value], ranges: Mapping[Position, tuple[int, int]]) -> int:
-    """Returns the first time at which the values that are alive take the most memory.
+    """Returns the first time at which the live values take the most memory.
 
-    At the time when an instruction writes its result over an operand, both are alive in the same place, which counts
+    When an instruction writes its result over an operand, both are alive in the same place, which counts
     once.
 
     Args:
-      values: of one allocation, or of several whose values do not share memory.
-      ranges: when each is alive; those that are not in it never are.
+      values: values of one allocation, or of several whose values do not share memory.
+      ranges: the live range of each; values without one are never alive.
     """
     starting, ending = defaultdict[int, list[Value]](list), defaultdict[int, list[Value]](list)
     for value in values:
@@ -184,15 +184,15 @@ def fullest_moment(values: Iterable[Value], ranges: Mapping[Position, tuple[int,
 
 
 def shares_at(moment: int, values: Iterable[Value], ranges: Mapping[Position, tuple[int, int]]) -> tuple[Share, ...]:
-    """Returns the values of one allocation that keep its bytes at a moment.
+    """Returns the values that occupy the bytes of one allocation at a moment.
 
-    Those that are alive have what they take; where two are in the same place, since one is written over the other at
-    that moment, the older one has it. What is left has the largest value that needs it at another moment.
+    Each live value has its own bytes. If one is written over another at that moment, the older one has the place. The
+    remaining bytes go to the largest value that needs them at another moment.
 
     Args:
       moment: a time of the live ranges.
-      values: of one allocation.
-      ranges: when each is alive; those that are not in it never are.
+      values: values of one allocation.
+      ranges: the live range of each; values without one are never alive.
     """
 
     def order(value: Value) -> tuple[bool, int, int]:
@@ -206,13 +206,13 @@ def shares_at(moment: int, values: Iterable[Value], ranges: Mapping[Position, tu
 
 
 def _bytes_of_the_first(values: Sequence[Value]) -> list[int]:
-    """Returns of how many bytes each value is the first in the list that is there."""
+    """Returns for each value the number of bytes at which it is the first value in the list."""
     own = [0] * len(values)
     starting = defaultdict[int, list[int]](list)
     for number, value in enumerate(values):
         starting[value.offset].append(number)
     edges = sorted({*starting, *(value.offset + value.size for value in values)})
-    here: list[int] = []  # a heap; those that have ended are in it until they are the first
+    here: list[int] = []  # a heap; values that have ended stay in it until they come first
     for edge, after in pairwise(edges):
         for number in starting[edge]:
             heappush(here, number)
@@ -228,7 +228,7 @@ def _overlap(a: Value, b: Value) -> int:
 
 
 def _position(text: str) -> Position:
-    """Returns the position that a text like "fusion.1", "fusion.1{}" or "fusion.1{0,2}" means."""
+    """Returns the position in a text like "fusion.1", "fusion.1{}" or "fusion.1{0,2}"."""
     name, _, index = text.rstrip("}").partition("{")
     return name, tuple(int(i) for i in index.split(",") if i)
 

@@ -1,8 +1,8 @@
-"""How many operations the matrix products and convolutions of a compiled program take.
+"""The number of operations in the matrix products and convolutions of a compiled program.
 
 A multiplication and an addition are two operations. In convolutions, multiplications with padding and with the zeros
-between dilated elements are not counted. But where XLA itself stores zeros around or between the elements of an array,
-as it does if cuDNN or the matrix units take no such shape, those are counted as any other elements: 10 columns of
+between dilated elements are not counted. If XLA itself stores zeros around or between the elements of an array,
+because cuDNN or the matrix units do not support its shape, they count like other elements: 10 columns of
 float16 that are padded to 16 count as 16.
 """
 
@@ -23,11 +23,11 @@ class Product:
     """A matrix product or a convolution.
 
     Attributes:
-      dtype: of the operands, XLA's name: "f16", "bf16", "f32"; the wider one if they differ.
-      operations: how many it takes, on one device.
-      allow_tf32: whether operands in float32 may be rounded to TF32, as XLA does where the precision is not "highest".
-      op_name: as the instruction's.
-      stack_frame: as the instruction's.
+      dtype: XLA's name of the operands' dtype: "f16", "bf16", "f32"; the wider one if they differ.
+      operations: number of operations on one device.
+      allow_tf32: whether float32 operands may be rounded to TF32, as in XLA unless the precision is "highest".
+      op_name: the instruction's.
+      stack_frame: the instruction's.
     """
 
     dtype: str
@@ -42,13 +42,13 @@ class Axis:
     """A spatial axis of a convolution.
 
     Attributes:
-      length: the input's.
-      size: how many taps the filter has.
-      outputs: the output's length.
-      stride: between outputs.
-      padding: before the input; what is after it follows from the lengths.
-      lhs_dilate: the distance of input elements, whose gaps are zeros.
-      rhs_dilate: the distance of taps.
+      length: length of the input.
+      size: number of taps of the filter.
+      outputs: length of the output.
+      stride: stride between outputs.
+      padding: padding before the input; the padding after it follows from the lengths.
+      lhs_dilate: distance of input elements, with zeros in the gaps.
+      rhs_dilate: distance of taps.
     """
 
     length: int
@@ -62,13 +62,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Convolution:
-    """The shapes of a convolution as the forward pass has it, whether this is it or one of its gradients.
+    """The shapes of a convolution in the forward pass, also for its gradients.
 
     Attributes:
-      spatial: input length, number of taps and output length of each spatial axis, and how the window moves over it.
-      batch: how many outputs, without their spatial axes and channels.
-      channels: of the output.
-      channels_in: of the input that an output channel depends on: of its group.
+      spatial: input length, number of taps and output length of each spatial axis, and the movement of the window.
+      batch: number of outputs, without spatial axes and channels.
+      channels: output channels.
+      channels_in: input channels that an output channel depends on, those of its group.
     """
 
     spatial: tuple[Axis, ...]
@@ -78,22 +78,22 @@ class Convolution:
 
     @property
     def operations(self) -> int:
-        """How many operations the convolution takes, and each of its two gradients."""
+        """Number of operations of the convolution, and of each of its two gradients."""
         meetings = math.prod(_meetings(axis) for axis in self.spatial)
         return 2 * self.batch * self.channels * self.channels_in * meetings
 
     @property
     def positions_read(self) -> int:
-        """How many positions of the input some output depends on."""
+        """Number of positions of the input that some output depends on."""
         return math.prod(_positions_read(axis) for axis in self.spatial)
 
 
 def product(program: Program, instruction: Instruction) -> Product | None:
-    """Returns the product that an instruction computes, None if it is none; what fusions contain is not looked at.
+    """Returns the product that an instruction computes, None if it is none; it does not look into fusions.
 
     Args:
-      program: that the instruction is in.
-      instruction: of any opcode.
+      program: the program of the instruction.
+      instruction: an instruction of any opcode.
 
     Example:
       >>> from jmp_train.aot.hlo import read_hlo
@@ -126,15 +126,15 @@ def convolution(program: Program, instruction: Instruction) -> Convolution | Non
     """Returns the shapes of the convolution that an instruction computes, None if it is none.
 
     Args:
-      program: that the instruction is in.
-      instruction: of any opcode.
+      program: the program of the instruction.
+      instruction: an instruction of any opcode.
     """
     target = instruction.attribute("custom_call_target")
     if instruction.opcode != "convolution" and not target.startswith(CUDNN_CONVOLUTION):
         return None
     lhs, rhs = (program.instructions[name].arrays[0].shape for name in instruction.operands[:2])
     result = instruction.arrays[0].shape
-    if target.startswith(f"{CUDNN_CONVOLUTION}BackwardInput"):  # labels and window are the forward pass's
+    if target.startswith(f"{CUDNN_CONVOLUTION}BackwardInput"):  # labels and window are those of the forward pass
         lhs, result = result, lhs
     elif target.startswith(f"{CUDNN_CONVOLUTION}BackwardFilter"):
         rhs, result = result, rhs
@@ -155,10 +155,10 @@ def convolution(program: Program, instruction: Instruction) -> Convolution | Non
 
 
 def backend_config(instruction: Instruction) -> dict[str, Any]:
-    """Returns what XLA's backend noted at an instruction; older versions write it as a string.
+    """Returns the configuration that XLA's backend stored for an instruction, in older versions as a string.
 
     Args:
-      instruction: of any opcode.
+      instruction: an instruction of any opcode.
     """
     text = instruction.attribute("backend_config")
     return json.loads(text.replace('\\"', '"') if text.startswith('{\\"') else text or "{}")
@@ -183,7 +183,7 @@ def _product(
     instruction: Instruction, lhs: ArrayType, rhs: ArrayType, operations: int, precision: str, algorithm: str
 ) -> Product:
     dtype = max(lhs.dtype, rhs.dtype, key=lambda dtype: _WIDTH.get(dtype, 1))
-    named = _ALGORITHM.search(algorithm.lower())  # "dot_bf16_bf16_f32" of operands in float32 computes in bfloat16
+    named = _ALGORITHM.search(algorithm.lower())  # "dot_bf16_bf16_f32" on float32 operands computes in bfloat16
     allow_tf32 = "highest" not in precision.lower() and (named is None or named[1] != "f32")
     factor = 4 if dtype.startswith("c") else 1
     return Product(
@@ -192,7 +192,7 @@ def _product(
 
 
 def _window(text: str) -> Mapping[str, list[int]]:
-    """Returns what moves over each spatial axis, as the names of `Axis` have it; what is not named is 1 or 0."""
+    """Returns the window of each spatial axis by the names of `Axis`; missing entries are 1 or 0."""
     found = dict(re.findall(r"(\w+)=([\w\-]+)", text))
     return {
         "stride": _numbers(found.get("stride", "")),
@@ -204,15 +204,15 @@ def _window(text: str) -> Mapping[str, list[int]]:
 
 @lru_cache(maxsize=4096)
 def _meetings(axis: Axis) -> int:
-    """Returns how many pairs of an output and a tap meet an element of the input."""
-    if axis.size > axis.outputs:  # in the place output * stride + tap * rhs_dilate - padding, they can change roles
+    """Returns the number of pairs of an output and a tap that meet an element of the input."""
+    if axis.size > axis.outputs:  # taps and outputs can change roles in output * stride + tap * rhs_dilate - padding
         roles = {"size": axis.outputs, "outputs": axis.size, "stride": axis.rhs_dilate, "rhs_dilate": axis.stride}
         axis = replace(axis, **roles)
     return sum(_outputs_that_meet(axis, tap * axis.rhs_dilate - axis.padding) for tap in range(axis.size))
 
 
 def _outputs_that_meet(axis: Axis, offset: int) -> int:
-    """Returns for how many outputs there is an element of the input in the place output * stride + offset."""
+    """Returns the number of outputs with an input element at position output * stride + offset."""
     last = (axis.length - 1) * axis.lhs_dilate
     start = max(0, -(offset // axis.stride))
     end = min(axis.outputs - 1, (last - offset) // axis.stride)
@@ -225,7 +225,7 @@ def _outputs_that_meet(axis: Axis, offset: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _positions_read(axis: Axis) -> int:
-    """Returns how many elements of the input some output depends on."""
+    """Returns the number of elements of the input that some output depends on."""
     places = {
         output * axis.stride + tap * axis.rhs_dilate - axis.padding
         for tap in range(axis.size)

@@ -1,4 +1,4 @@
-"""Types of arrays and tuples as the text of HLO has them."""
+"""Types of arrays and tuples in the text of HLO."""
 
 import math
 import re
@@ -28,21 +28,21 @@ class ArrayType:
 
     @property
     def size(self) -> int:
-        """How many elements the array has."""
+        """Number of elements of the array."""
         return math.prod(self.shape)
 
     @property
     def n_bytes(self) -> int:
-        """How many bytes the array takes, padding not counted."""
+        """Bytes of the array, without padding."""
         return math.ceil(_bits(self.dtype) * self.size / 8)
 
 
 @lru_cache(maxsize=4096)
 def array_types(type_: str) -> tuple[ArrayType, ...]:
-    """Returns the arrays of a type, those of tuples in order; tokens and the like are left out.
+    """Returns the arrays of a type, those of tuples in order, without tokens and the like.
 
     Args:
-      type_: an instruction's.
+      type_: the type of an instruction.
 
     Example:
       >>> array_types("(s32[], f16[2,3]{1,0:T(8,128)}, token[])")
@@ -56,10 +56,10 @@ def array_types(type_: str) -> tuple[ArrayType, ...]:
 
 
 def tuple_types(type_: str) -> tuple[str, ...]:
-    """Returns the types of a tuple's elements, or of what is no tuple the type itself.
+    """Returns the types of a tuple's elements; for another type, the type itself.
 
     Args:
-      type_: an instruction's.
+      type_: the type of an instruction.
 
     Example:
       >>> tuple_types("(s32[], /*index=1*/(f16[2,3]{1,0}, f32[]))")
@@ -69,11 +69,11 @@ def tuple_types(type_: str) -> tuple[str, ...]:
 
 
 def split_outside(text: str, separator: str = ", ") -> Iterator[str]:
-    """Yields the parts of a text between separators that are outside of brackets and strings.
+    """Yields the parts of a text between separators outside of brackets and strings.
 
     Args:
-      text: with strings in double quotes.
-      separator: between the parts.
+      text: text with strings in double quotes.
+      separator: the separator.
 
     Example:
       >>> list(split_outside('calls=%f, window={size=3, pad=1}, name="a, b"'))
@@ -98,6 +98,6 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 
 @lru_cache
 def _bits(dtype: str) -> int:
-    """Returns how many bits an element has, which XLA's names say; tokens and the like have 0."""
+    """Returns the number of bits per element from XLA's name; 0 for tokens and the like."""
     number = re.search(r"\d+", dtype)
     return int(number[0]) if number else 8 * (dtype == "pred")

@@ -1,4 +1,4 @@
-"""What fills a GPU's memory where a compiled train step needs the most of it."""
+"""The contents of a GPU's memory at the peak of a compiled train step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ PADDING = "padding"
 
 @dataclass(frozen=True)
 class Argument:
-    """What is known of an argument of the compiled program.
+    """A description of an argument of the compiled program.
 
     Attributes:
       path: "state.params['Dense_0']['kernel']".
@@ -43,19 +43,19 @@ class Argument:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A part of a GPU's memory at the moment when a program needs the most of it.
+    """A part of a GPU's memory at the peak of a program.
 
     Attributes:
       n_bytes: its length on one device.
-      kind: the group of an argument; else "results", "constants", "activations saved for the backward pass", "copies
-        of parameters" (in another dtype or order, for the forward or backward pass), "gradients", "workspaces" (of
-        libraries such as cuBLAS), "temporaries", "kept for other moments" (what of the block for temporaries is free,
-        named by the largest one that has the place at another moment), or "padding" between temporaries.
-      operation: the primitive of jax that makes it, "argument", or the opcode of what the compiler has added.
+      kind: the group of an argument; otherwise "results", "constants", "activations saved for the backward pass",
+        "copies of parameters" (in another dtype or order, for the forward or backward pass), "gradients", "workspaces"
+        (of libraries such as cuBLAS), "temporaries", "kept for other moments" (free parts of the block for temporaries,
+        named by the largest value that has the place at another moment), or "padding" between temporaries.
+      operation: the primitive of jax that computes it, "argument", or the opcode of an instruction of the compiler.
       dtype: XLA's name: "f16", "bf16", "f32", "s32", "pred"; "" for tables of pointers and padding.
-      shape: on one device.
-      source: "file.py:12 (function)", the line that it comes from, and where that is one of a package, after " from "
-        the user's line that led there; of an argument its path.
+      shape: the shape on one device.
+      source: "file.py:12 (function)", its line of code; if that is in a package, it comes after " from " and
+        the user's line that led there; for an argument its path.
       module: the path of modules: "Dense_0", or "Model.__call__ > Linear.__call__"; "" if unknown.
     """
 
@@ -71,19 +71,19 @@ class Buffer:
 def buffers_at_peak(
     assignment: str, live_range: str, program: Program, arguments: Mapping[int, Argument] | None = None
 ) -> tuple[Buffer, ...]:
-    """Returns what a program has in a GPU's memory when it needs the most, the largest first.
+    """Returns the contents of a GPU's memory at the peak of a program, the largest first.
 
     XLA allocates arguments, results, and one block for all temporary values, for as long as the program runs. The
-    moment is the one when most of that block is in use. All buffers add up to what is allocated, exactly.
+    peak is when most of that block is in use. The sum of all buffers equals the allocated bytes.
 
     Args:
-      assignment: the text of "...-buffer-assignment.txt", which XLA dumps.
+      assignment: the text of "...-buffer-assignment.txt", from XLA's dump.
       live_range: the text of "...-live-range.txt", of the same module.
       program: the same module, optimized.
-      arguments: what is known of the arguments, by the numbers that the program gives them.
+      arguments: descriptions of the arguments, by their numbers in the program.
 
     Raises:
-      ValueError: a text is not of the kind that it should be.
+      ValueError: a text is of another kind.
     """
     allocations = read_allocations(assignment)
     live = read_live_ranges(live_range)
@@ -99,7 +99,7 @@ def buffers_at_peak(
 
 
 def _one_block(allocations: Sequence[Allocation]) -> tuple[Value, ...]:
-    """Returns the temporary values with offsets as if the blocks, one for each kind of memory, were one."""
+    """Returns the temporary values with offsets in a single block that joins the blocks of all kinds of memory."""
     blocks = [allocation for allocation in allocations if _BLOCK in allocation.flags]
     starts = accumulate((block.size for block in blocks), initial=0)
     pairs = zip(blocks, starts, strict=False)
@@ -107,7 +107,7 @@ def _one_block(allocations: Sequence[Allocation]) -> tuple[Value, ...]:
 
 
 class _Describer:
-    """Says of each value what it is and where it comes from."""
+    """Describes values and their origins."""
 
     def __init__(self, program: Program, live: LiveRanges, arguments: Mapping[int, Argument], moment: int) -> None:
         self.flow = data_flow(program)
@@ -116,7 +116,7 @@ class _Describer:
         self.live, self.arguments, self.moment = live, arguments, moment
 
     def lasting(self, allocation: Allocation) -> Buffer:
-        """Returns what is allocated for as long as the program runs: an argument, a result or a constant."""
+        """Returns the buffer of a lasting allocation: an argument, a result or a constant."""
         by_time = sorted(allocation.values, key=lambda value: self.live.ranges.get(value.position, (0, 0)))
         if allocation.parameter is not None:
             argument = self.arguments.get(allocation.parameter, Argument(f"argument {allocation.parameter}"))
@@ -135,7 +135,7 @@ class _Describer:
         return instruction.opcode if instruction else ""
 
     def _origin(self, value: Value) -> Origin:
-        """Returns where a value comes from: what last wrote it before the moment."""
+        """Returns the origin of a value: the instruction that wrote it last before the moment."""
         array = self.flow.array_at(*value.position)
         makers = () if array is None else self.uses.makers(array)
         if not makers:

@@ -1,4 +1,4 @@
-"""What the devices of a compiled program send one another."""
+"""Communication between the devices of a compiled program."""
 
 import math
 import re
@@ -16,15 +16,15 @@ class Collective:
       name: the instruction's.
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast" or
         "ragged-all-to-all"; the same for synchronous and asynchronous ones.
-      dtype: of the arrays, XLA's name.
-      group_size: how many devices take part in a group, that of the largest one.
-      n_bytes: of the whole arrays: of all-gather those of the result, else those of the operands on one device.
-      sent_bytes: what each device has to send at least, if devices do the reduction: 2 (n - 1) / n of an all-reduce in
-        a group of n, (n - 1) / n of an all-gather, a reduce-scatter and an all-to-all, and all bytes of the others.
-        0 of a ragged-all-to-all, which sends as much as the data say.
+      dtype: XLA's name of the arrays' dtype.
+      group_size: number of devices in the largest group.
+      n_bytes: bytes of the whole arrays: the result for all-gather, otherwise the operands on one device.
+      sent_bytes: bytes that each device must send at least, if devices do the reduction: 2 (n - 1) / n of an all-reduce
+        in a group of n, (n - 1) / n of an all-gather, a reduce-scatter and an all-to-all, and all bytes of the others.
+        0 for a ragged-all-to-all, which depends on the data.
       times: how often it runs in one run of the program.
-      op_name: as the instruction's.
-      stack_frame: as the instruction's.
+      op_name: the instruction's.
+      stack_frame: the instruction's.
     """
 
     name: str
@@ -47,11 +47,11 @@ KINDS = frozenset(
 
 
 def collectives(program: Program, instruction: Instruction, times: int = 1) -> Iterator[Collective]:
-    """Yields what a collective instruction sends, by dtype; nothing of other instructions and of "-done".
+    """Yields the arrays that a collective instruction sends, by dtype; nothing for other instructions and for "-done".
 
     Args:
-      program: that the instruction is in.
-      instruction: of any opcode.
+      program: the program of the instruction.
+      instruction: an instruction of any opcode.
       times: how often it runs.
     """
     kind = instruction.opcode.removesuffix("-start")
@@ -70,26 +70,26 @@ def collectives(program: Program, instruction: Instruction, times: int = 1) -> I
 
 
 def n_devices(program: Program) -> int:
-    """Returns how many devices run a program.
+    """Returns the number of devices that run a program.
 
     Args:
-      program: whose first line says it.
+      program: a program, whose first line has the number.
     """
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", program.header))
 
 
 def group_size(instruction: Instruction, devices: int) -> int:
-    """Returns how many devices are in a group of a collective operation, in the largest one if they differ.
+    """Returns the number of devices in a group of a collective operation, in the largest one if they differ.
 
     Args:
-      instruction: a collective one.
-      devices: how many there are, all of which are in one group if the instruction names none.
+      instruction: a collective instruction.
+      devices: number of all devices; they form one group if the instruction names none.
     """
     pairs = instruction.attribute("source_target_pairs")
     if pairs:
         return len(set(re.findall(r"\d+", pairs)))
     groups = instruction.attribute("replica_groups")
-    if groups.startswith("mesh"):  # mesh['x'=4,'y'=2] {'y'}, or of a part of an axis {'x':(2)2}
+    if groups.startswith("mesh"):  # mesh['x'=4,'y'=2] {'y'}, or for a part of an axis {'x':(2)2}
         lengths = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", groups)}
         used = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", groups.rpartition("{")[2])
         return math.prod(int(part) if part else lengths[name] for name, part in used)

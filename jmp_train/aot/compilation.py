@@ -1,7 +1,7 @@
-"""Ahead-of-time (AOT) compilation for a target NVIDIA GPU, and what the program would need on it.
+"""Ahead-of-time (AOT) compilation for a target NVIDIA GPU, and the memory that the program would need on it.
 
-XLA's compiler for CUDA needs no device, only its description, so memory, fusions and the dtypes of
-collectives can be read on any machine with Linux and the packages that `install_compiler` installs.
+XLA's compiler for CUDA needs only a description of the device. So memory, fusions and the dtypes of
+collectives can be read on any Linux machine with the packages that `install_compiler` installs.
 """
 
 import importlib
@@ -32,17 +32,17 @@ _CONSTANT = re.compile(r"^allocation \d+: size (\d+),.*\bconstant\b", re.MULTILI
 
 @dataclass(frozen=True)
 class CompiledForGPU:
-    """What a compiled program needs on each of its GPUs.
+    """The needs of a compiled program on each of its GPUs.
 
     Attributes:
-      peak_bytes: the most that is allocated at one time, arguments and results included.
-      argument_bytes: of the arguments.
-      output_bytes: of the results.
-      alias_bytes: of the results that take the place of donated arguments.
-      temp_bytes: of everything else, one common allocation.
+      peak_bytes: the largest number of bytes allocated at one time, arguments and results included.
+      argument_bytes: bytes of the arguments.
+      output_bytes: bytes of the results.
+      alias_bytes: bytes of the results that reuse the memory of donated arguments.
+      temp_bytes: bytes of everything else, one common allocation.
       hlo: the text of the optimized HLO.
-      buffer_assignment: XLA's text about where it put what, of `compile_program` alone.
-      live_range: XLA's text about when it needs what, of `compile_program` alone.
+      buffer_assignment: XLA's text about the placement of values, only from `compile_program`.
+      live_range: XLA's text about the live ranges of values, only from `compile_program`.
     """
 
     peak_bytes: int
@@ -56,10 +56,10 @@ class CompiledForGPU:
 
     @property
     def allocated_bytes(self) -> int:
-        """What a GPU allocates for a run: arguments, results that are not in their place, the temporaries' block.
+        """Bytes that a GPU allocates for a run: arguments, results that do not reuse their memory, and temporaries.
 
-        Constants are counted where `buffer_assignment` has them. Where temporaries do not fit together without gaps, it
-        is more than `peak_bytes`.
+        Constants are included if `buffer_assignment` has them. If temporaries do not fit together without gaps, it
+        exceeds `peak_bytes`.
         """
         constants = sum(map(int, _CONSTANT.findall(self.buffer_assignment)))
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + constants
@@ -70,7 +70,7 @@ class CompiledForGPU:
         return stored_arrays(self.hlo)
 
     def arrays_of_at_least(self, n_bytes: int) -> tuple[StoredArray, ...]:
-        """Returns the arrays that the program stores and that have `n_bytes` or more.
+        """Returns the stored arrays of the program with `n_bytes` or more.
 
         Args:
           n_bytes: the least number of bytes.
@@ -86,12 +86,12 @@ def compile_for_gpu(
     python: str | Path = sys.executable,
     timeout: float = 600,
 ) -> CompiledForGPU:
-    """Returns what a function would need on a GPU, compiled in a process of its own.
+    """Compiles a function for a GPU in a separate process, and returns what it would need.
 
     `target` names a builder: a function that gets `arguments`, all strings, and returns `(function,
-    arguments)` or `(function, arguments, jit_kwargs)`. The function is not jitted yet; arguments are
+    arguments)` or `(function, arguments, jit_kwargs)`. The function must not be jitted. `arguments` is
     a tuple of trees whose leaves are `jax.ShapeDtypeStruct` or arrays, of which only shape and dtype
-    count; `jit_kwargs` go to `jax.jit`. A builder with a parameter `mesh` gets the mesh of the
+    are used; `jit_kwargs` are passed to `jax.jit`. A builder with a parameter `mesh` gets the mesh of the
     target GPUs, whose one axis is "data", for shardings; leaves without one are replicated.
 
         def build(rows, mesh):
@@ -104,15 +104,15 @@ def compile_for_gpu(
 
     Args:
       target: "module:function" or "path/to/file.py:function".
-      *arguments: what the builder gets.
-      gpu: the name of one of `GPUS`, or a `GPU`, as `read_gpus` reads it from a file.
-      devices: how many such GPUs, in one host.
-      python: the interpreter, if not this one: of an environment in which the compiler is.
+      *arguments: arguments of the builder.
+      gpu: the name of one of `GPUS`, or a `GPU`, for example from `read_gpus`.
+      devices: number of such GPUs, in one host.
+      python: the interpreter of an environment with the compiler; None for this one.
       timeout: seconds after which the compilation is killed.
 
     Raises:
       ValueError: no such GPU, fewer than one device, or a target without a function.
-      PluginError: the environment lacks the compiler for CUDA, or it does not fit to jaxlib.
+      PluginError: the environment lacks the compiler for CUDA, or it does not match jaxlib.
       RuntimeError: the builder or the compiler failed; the text has the traceback.
       TimeoutError: it took longer than `timeout`.
 
@@ -148,11 +148,11 @@ def target_mesh(gpu: str | GPU = "V100-16GB", devices: int = 1) -> Mesh:
 
     Args:
       gpu: the name of one of `GPUS`, or a `GPU`.
-      devices: how many, in one host.
+      devices: number of GPUs, in one host.
 
     Raises:
       ValueError: no such GPU, or fewer than one device.
-      PluginError: the environment lacks the compiler for CUDA, or it does not fit to jaxlib.
+      PluginError: the environment lacks the compiler for CUDA, or it does not match jaxlib.
     """
     return _mesh(_check_gpu(gpu, devices).target_config, devices)
 
@@ -169,28 +169,28 @@ def compile_here(
     *,
     mesh: Mesh,
 ) -> CompiledForGPU:
-    """Returns what a function would need on a GPU, compiled in this process.
+    """Compiles a function for a GPU in this process, and returns what it would need.
 
-    The process must have been started with what `compile_for_gpu` sets for its own:
+    The process must have been started with the settings of `compile_for_gpu`:
     `JAX_PLATFORMS=cpu`, so that the plugin does not look for CUDA, and `XLA_FLAGS` with
-    `--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false`, since nothing can be timed.
+    `--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false`, because nothing can be timed.
 
     Args:
-      function: not jitted yet.
-      arguments: its arguments, trees of `jax.ShapeDtypeStruct` or arrays; where they have no
-        sharding over `mesh`, they are replicated.
-      jit_kwargs: for `jax.jit`: `donate_argnums`, `out_shardings`.
-      mesh: an `target_mesh`, or one of its devices in another arrangement. If arguments are on such a one, that
-        counts.
+      function: a function that is not jitted.
+      arguments: its arguments, trees of `jax.ShapeDtypeStruct` or arrays; those without a
+        sharding over `mesh` are replicated.
+      jit_kwargs: arguments of `jax.jit`: `donate_argnums`, `out_shardings`.
+      mesh: a `target_mesh`, or one of its devices in another arrangement. The mesh of sharded arguments
+        takes precedence.
 
     Raises:
-      TypeError: `function` is jitted, and so would lose what its `jit` was told.
+      TypeError: `function` is jitted, and would lose the arguments of its `jit`.
     """
     if hasattr(function, "lower"):
         raise TypeError(f"function must not be jitted, jit_kwargs are for that, got {function}")
     mesh = next((x.sharding.mesh for x in jax.tree.leaves(arguments) if _is_placed(x)), mesh)
     structs = jax.tree.map(lambda leaf: _on(mesh, leaf), arguments)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas looks there for its target
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas reads its target there
         lowered = jax.jit(function, **(jit_kwargs or {})).lower(*structs)
     compiled = lowered.compile()
     return CompiledForGPU(**sizes_of(compiled), hlo=compiled.as_text() or "")
@@ -201,7 +201,7 @@ def _is_placed(leaf: object) -> bool:
 
 
 def _on(mesh: Mesh, leaf: ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns what compiling needs to know of a leaf, on the mesh if it is not on one."""
+    """Returns a leaf's shape, dtype and sharding, on the mesh if it has no other."""
     if isinstance(leaf, jax.ShapeDtypeStruct) and _is_placed(leaf):
         return leaf
     struct = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: leaf)
@@ -210,7 +210,7 @@ def _on(mesh: Mesh, leaf: ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStr
 
 
 def _check(target: str, gpu: str | GPU, devices: int) -> GPU:
-    """Returns the GPU that is meant, if there is one and the rest can be right too."""
+    """Returns the GPU of a name, after checking the other arguments."""
     found = _check_gpu(gpu, devices)
     module, _, name = target.rpartition(":")
     if not module or not name.isidentifier():
@@ -228,7 +228,7 @@ def _check_gpu(gpu: str | GPU, devices: int) -> GPU:
 
 
 def _main(directory: str, devices: str, target: str, *arguments: str) -> None:
-    """Compiles what a builder returns and leaves the result in a directory."""
+    """Compiles the result of a builder and writes the result to a directory."""
     folder = Path(directory)
     try:
         mesh = _mesh((folder / "target_config").read_text(), int(devices))
@@ -241,7 +241,7 @@ def _main(directory: str, devices: str, target: str, *arguments: str) -> None:
 
 
 def _build(target: str, arguments: tuple[str, ...], mesh: Mesh) -> tuple[Any, ...]:
-    """Returns what a builder returns, two or three things."""
+    """Returns the result of a builder, two or three things."""
     place, _, name = target.rpartition(":")
     builder = getattr(_load(place), name)
     wants_mesh = "mesh" in inspect.signature(builder).parameters
@@ -255,7 +255,7 @@ def _build(target: str, arguments: tuple[str, ...], mesh: Mesh) -> tuple[Any, ..
 
 
 def _load(place: str) -> ModuleType:
-    """Returns the module of that name, or of a file, which may import its neighbors."""
+    """Returns the module of a name, or of a file, which may import its neighbors."""
     if not place.endswith(".py"):
         return importlib.import_module(place)
     file = Path(place).resolve(strict=True)

@@ -1,8 +1,8 @@
-"""Compiles an exported program for GPUs that are not there: `python compile_process.py FOLDER`, with jax alone.
+"""Compiles an exported program for absent GPUs: `python compile_process.py FOLDER`, with jax as only dependency.
 
-The folder has `program`, what `jax.export` serialized, and `request.json`: XLA's description of the GPU, the number
-of devices, which arguments are donated. `sizes.json`, `hlo`, `buffer_assignment` and `live_range` come beside them.
-The process has been started with the environment that `compiling_environment` returns.
+The folder has `program`, serialized by `jax.export`, and `request.json`: XLA's description of the GPU, the number
+of devices, and the donated arguments. The process writes `sizes.json`, `hlo`, `buffer_assignment` and `live_range` to
+the folder. It must be started with the environment that `compiling_environment` returns.
 """
 
 import json
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding or replicated)
         for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
     ]
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas looks there for its target
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas reads its target there
         lowered = jax.jit(exported.call, donate_argnums=request["donated"], keep_unused=True).lower(*arguments)
     compiled = lowered.compile()
     (folder / "hlo").write_text(compiled.as_text() or "")
@@ -41,21 +41,21 @@ def main(folder: Path) -> None:
 
 
 def mesh_of(target_config: str, devices: int) -> Mesh:
-    """Returns a mesh of GPUs that need not be there; its one axis is "data".
+    """Returns a mesh of GPUs, which need not exist; its one axis is "data".
 
     Args:
       target_config: XLA's description of the GPU.
-      devices: how many, in one host.
+      devices: number of GPUs, in one host.
     """
     description = topologies.get_topology_desc(platform="cuda", target_config=target_config, topology=f"1x1x{devices}")
     return topologies.make_mesh(description, (devices,), ("data",))
 
 
 def sizes_of(compiled: Any) -> dict[str, Any]:
-    """Returns the bytes that a compiled program needs, by the names that `CompiledForGPU` has.
+    """Returns the bytes that a compiled program needs, by the names of `CompiledForGPU`.
 
     Args:
-      compiled: what jax compiled.
+      compiled: a program compiled by jax.
     """
     sizes = compiled.memory_analysis()
     return {

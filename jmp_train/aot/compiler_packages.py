@@ -1,7 +1,7 @@
-"""XLA's compiler for CUDA, in a folder of its own that only the processes that compile look into.
+"""XLA's compiler for CUDA, in its own folder that only compiling processes use.
 
-In an environment where the compiler is and CUDA is not, every process that imports jax prints so. The packages are
-therefore not installed beside jax but into a private folder, one for each version of jaxlib.
+In an environment with the compiler but without CUDA, every process that imports jax prints a warning. So the packages
+are not installed next to jax but into a private folder, one for each version of jaxlib.
 """
 
 import importlib.util
@@ -20,11 +20,11 @@ _ON_LINUX = sys.platform == "linux"
 
 
 class PluginError(RuntimeError):
-    """JAX's compiler for CUDA is not installed, or is of another version than jaxlib."""
+    """JAX's compiler for CUDA is not installed, or its version does not match jaxlib."""
 
 
 def compiler_folder(cuda: str = "12") -> Path:
-    """Returns where `install_compiler` puts the compiler that fits to this jaxlib and this Python.
+    """Returns the folder in which `install_compiler` puts the compiler for this jaxlib and this Python.
 
     Args:
       cuda: "12" or "13".
@@ -36,14 +36,14 @@ def compiler_folder(cuda: str = "12") -> Path:
 def install_compiler(cuda: str = "12") -> Path:
     """Installs XLA's compiler for CUDA into its private folder by pip, about 600 MB, and returns the folder.
 
-    What is there already stays. CUDA 13's does not compile for a V100 and older GPUs.
+    An existing folder is kept. CUDA 13's compiler does not support the V100 and older GPUs.
 
     Args:
       cuda: "12" or "13".
 
     Raises:
       ValueError: no such `cuda`.
-      PluginError: not on Linux, there is no pip, or pip fails; the message has its output.
+      PluginError: not on Linux, pip is missing, or pip fails; the message has its output.
     """
     if cuda not in CUDA_VERSIONS:
         raise ValueError(f"cuda={cuda!r} must be one of {', '.join(CUDA_VERSIONS)}")
@@ -66,7 +66,7 @@ def install_compiler(cuda: str = "12") -> Path:
         try:
             target.rename(folder)
         except OSError:
-            if not folder.exists():  # else another process was quicker
+            if not folder.exists():  # otherwise another process was faster
                 raise
     sync(folder.parent)
     return folder
@@ -81,10 +81,10 @@ def remove_compilers() -> list[Path]:
 
 
 def compiler_path() -> Path | None:
-    """Returns the folder that a process has to look into to find the compiler; None if the environment has it.
+    """Returns the folder in which a process finds the compiler; None if the environment has it.
 
     Raises:
-      PluginError: it is in neither, or what the environment has does not fit to jaxlib; the message has the command.
+      PluginError: it is in neither, or the environment's does not match jaxlib; the message has the command.
     """
     wrong = None
     jaxlib = metadata.version("jaxlib")
@@ -106,9 +106,9 @@ def compiler_path() -> Path | None:
 
 
 def _packages(cuda: str) -> tuple[str, ...]:
-    """Returns what compiling needs; cuDNN, cuBLAS and NCCL are for running."""
+    """Returns the packages needed for compiling; cuDNN, cuBLAS and NCCL are only needed for running."""
     jaxlib = metadata.version("jaxlib")
     own = (f"jax-cuda{cuda}-plugin=={jaxlib}", f"jax-cuda{cuda}-pjrt=={jaxlib}")
     if cuda == "12":
-        return (*own, "nvidia-cuda-nvcc-cu12>=12.9")  # older ones do not know all of Blackwell
+        return (*own, "nvidia-cuda-nvcc-cu12>=12.9")  # older ones do not support all of Blackwell
     return (*own, "nvidia-cuda-nvcc>=13", "nvidia-nvvm>=13", "nvidia-cuda-crt>=13")

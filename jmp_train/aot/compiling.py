@@ -1,4 +1,4 @@
-"""Processes that compile for GPUs that are not there: their environment, how they end, what they say."""
+"""Processes that compile for absent GPUs: their environment, their end, their errors."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _FLAGS = (
 
 
 def compiling_environment(packages: Path | None) -> dict[str, str]:
-    """Returns the environment of a process that compiles.
+    """Returns the environment of a compiling process.
 
     Args:
       packages: the folder of the compiler, see `compiler_path`.
@@ -39,18 +39,18 @@ def run_process(
     timeout: float,
     stop: Event | None = None,
 ) -> None:
-    """Runs a command; its output goes to `log`.
+    """Runs a command with its output in `log`.
 
     Args:
-      what: it does, for errors: "compiling for T4-16GB".
-      command: and its arguments.
+      what: a description for errors: "compiling for T4-16GB".
+      command: the command and its arguments.
       log: the file.
-      environment: the process's.
+      environment: the environment of the process.
       timeout: seconds after which it is killed.
       stop: kills it too, when another thread sets it.
 
     Raises:
-      RuntimeError: it failed; the text has the traceback, or the end of what it printed.
+      RuntimeError: it failed; the message has the traceback, or the end of its output.
       TimeoutError: it took longer than `timeout`.
       InterruptedError: `stop` was set.
     """
@@ -89,6 +89,6 @@ def _exit_code(
 
 
 def _from_traceback(log: str) -> str:
-    """Returns the first traceback and what follows it, or the end of a log without one."""
+    """Returns the text from the first traceback on, or the end of a log without one."""
     start = log.find("Traceback (most recent call last)")
     return log[start:] if start >= 0 else log[-4000:]

@@ -1,7 +1,7 @@
-"""What a run of a compiled program costs: arithmetic, bytes, casts, communication, and the least time it takes.
+"""The costs of a run of a compiled program: arithmetic, bytes, casts, communication, and a bound on its time.
 
-The least time is a roofline: each kernel takes at least as long as its products take at the GPU's peak rate, and as
-its bytes take at the peak bandwidth of the memory.
+The bound is a roofline: each kernel takes at least the time of its products at the GPU's peak rate, and the time of
+its bytes at the peak bandwidth of the memory.
 """
 
 from collections import Counter, defaultdict
@@ -20,9 +20,9 @@ class Operation:
     """The products of one operation of the model.
 
     Attributes:
-      op_name: where it comes from in terms of jax: "jit(step)/jvp(Dense_0)/dot_general".
-      dtype: of the operands, XLA's name: "f16", "bf16", "f32".
-      operations: in one run of the program, on one device.
+      op_name: its name in jax: "jit(step)/jvp(Dense_0)/dot_general".
+      dtype: XLA's name of the operands' dtype: "f16", "bf16", "f32".
+      operations: number of operations in one run of the program, on one device.
       stack_frame: the innermost line of Python, for `Program.frames`; None if unknown.
     """
 
@@ -34,16 +34,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class Communication:
-    """The collective operations of one kind on one dtype in groups of one size.
+    """The collective operations of one kind, dtype and group size.
 
     Attributes:
-      kind: as that of `Collective`: "all-reduce", "all-gather", ...
-      dtype: of the arrays, XLA's name.
-      group_size: how many devices are in a group.
-      count: how many are executed in one run of the program.
-      n_bytes: of the whole arrays, summed over them.
-      sent_bytes: what each device has to send, see `Collective`.
-      seconds: that takes at the bandwidth of the link.
+      kind: as in `Collective`: "all-reduce", "all-gather", ...
+      dtype: XLA's name of the arrays' dtype.
+      group_size: number of devices in a group.
+      count: number of executions in one run of the program.
+      n_bytes: bytes of the whole arrays, summed over the executions.
+      sent_bytes: bytes that each device must send, see `Collective`.
+      seconds: time to send them at the bandwidth of the link.
     """
 
     kind: str
@@ -57,35 +57,35 @@ class Communication:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one run of a compiled program costs on each device. Times are lower bounds, in seconds.
+    """The costs of one run of a compiled program on each device. Times are lower bounds, in seconds.
 
-    `compute_seconds` is a bound of this program, as the compiler has scheduled it, because
+    `compute_seconds` is a lower bound for this program, as scheduled by the compiler, because
 
     - kernels run one after the other, and none is faster than the GPU's peak rate and bandwidth allow;
-    - of what a kernel reads, at most the size of the L2 cache can be there already, and of what it writes, at most as
-      much can stay there, so only the rest counts; but arguments are read and results are written, so once in a run
-      they count, less the cache's size each;
-    - rows that are gathered or scattered do not count, since they could be the same row, nor what is passed to a custom
-      call that is not one of XLA's products and convolutions, since it may read a part of it only;
-    - products of float32 count at the rate of TF32 unless their precision is "highest";
-    - of the branches of a conditional the one that can be the fastest counts. A loop of unknown trip count counts once,
-      which is no bound if it runs not at all.
+    - it assumes that the L2 cache already holds as much of a kernel's reads, and keeps as much of its writes, as its
+      size allows, so only the rest counts; reading the arguments and writing the results counts once per run, less the
+      cache's size each;
+    - gathered or scattered rows do not count, because they could all be the same row, nor do arguments of a custom
+      call other than XLA's products and convolutions, because it may read only a part of them;
+    - float32 products count at the rate of TF32 unless their precision is "highest";
+    - for a conditional, the branch that can be the fastest counts. A loop of unknown trip count counts once,
+      which is no bound if it does not run at all.
 
-    What can be faster: cuDNN's Winograd and FFT algorithms, which take fewer operations than a convolution is defined
-    by (Winograd less than half in 3x3 convolutions); NVLink switches that reduce themselves (NVLink SHARP), with which
-    an all-reduce sends about half; kernels that run at the same time on several streams; and another program, which
-    the compiler can come to where it can time kernels.
+    Some things can be faster: cuDNN's Winograd and FFT algorithms, which take fewer operations than the definition of a
+    convolution (Winograd less than half in 3x3 convolutions); NVLink switches that reduce themselves (NVLink SHARP),
+    with which an all-reduce sends about half; kernels that run at the same time on several streams; and another
+    program, which the compiler may choose if it can time kernels.
 
     Attributes:
-      kernels: what is executed, in order, each once, with how often it is executed.
-      collectives: the same of collective operations.
-      arguments_and_results_seconds: what reading the arguments and writing the results takes at least.
-      compute_seconds: the bound for kernels, communication left out.
-      compute_seconds_without_cache: the same if all bytes come from and go to the memory, gathered rows and what is
-        passed to custom calls too; no bound, but nearer to the time that is measured.
-      communication: collective operations by kind, dtype and size of group.
-      unknown_loops: how many loops have an unknown trip count, and so are counted once.
-      conditionals: how many conditionals there are, of which all figures have the branch that can be the fastest.
+      kernels: the executed kernels, in order, each once, with its number of executions.
+      collectives: the executed collective operations, likewise.
+      arguments_and_results_seconds: least time to read the arguments and write the results.
+      compute_seconds: the bound for kernels, without communication.
+      compute_seconds_without_cache: the same if all bytes move to and from the memory, with gathered rows and
+        arguments of custom calls; not a bound, but closer to measured times.
+      communication: collective operations by kind, dtype and group size.
+      unknown_loops: number of loops with unknown trip count, which count once.
+      conditionals: number of conditionals; all figures use the branch that can be the fastest.
     """
 
     kernels: tuple[Kernel, ...] = field(repr=False)
@@ -104,7 +104,7 @@ class Costs:
 
     @property
     def seconds(self) -> float:
-        """The bound of a run; communication and kernels may overlap."""
+        """The bound for a run, in which communication and kernels may overlap."""
         return max(self.compute_seconds, self.communication_seconds)
 
     @property
@@ -114,7 +114,7 @@ class Costs:
 
     @property
     def operations(self) -> dict[str, int]:
-        """Operations of matrix products and convolutions by the dtype of their operands, the most first."""
+        """Operations of matrix products and convolutions by the dtype of their operands, the largest number first."""
         counter: Counter[str] = Counter()
         for kernel in self.kernels:
             for product in kernel.products:
@@ -123,7 +123,7 @@ class Costs:
 
     @property
     def by_operation(self) -> tuple[Operation, ...]:
-        """Products by the operation that they come from and by dtype, the costliest first."""
+        """Products by operation and dtype, the costliest first."""
         counter: Counter[tuple[str, str]] = Counter()
         frames: dict[tuple[str, str], int | None] = {}
         for kernel in self.kernels:
@@ -135,23 +135,23 @@ class Costs:
 
     @property
     def read_bytes(self) -> int:
-        """What kernels read, of each operand once; gathered rows count as if no two were the same."""
+        """Bytes that kernels read, each operand once; gathered rows count as if all were different."""
         return sum(kernel.times * kernel.read_bytes for kernel in self.kernels)
 
     @property
     def written_bytes(self) -> int:
-        """What kernels write, workspaces left out."""
+        """Bytes that kernels write, without workspaces."""
         return sum(kernel.times * kernel.written_bytes for kernel in self.kernels)
 
     @property
     def cast_bytes(self) -> int:
-        """What kernels read and write that only convert between floating-point dtypes, and change layouts."""
+        """Bytes of kernels that only convert between floating-point dtypes, or also change layouts."""
         casts = (kernel for kernel in self.kernels if kernel.is_cast)
         return sum(kernel.times * (kernel.read_bytes + kernel.written_bytes) for kernel in casts)
 
     @property
     def uncounted(self) -> dict[str, int]:
-        """How many executed kernels have operations that are not known, by target of the custom call or opcode."""
+        """Number of executed kernels with unknown operations, by target of the custom call or opcode."""
         counter: Counter[str] = Counter()
         for kernel in self.kernels:
             if kernel.uncounted:
@@ -160,11 +160,11 @@ class Costs:
 
 
 def program_costs(program: Program, gpu: GPU) -> Costs:
-    """Returns what one run of a compiled program costs.
+    """Returns the costs of one run of a compiled program.
 
     Args:
-      program: compiled for this GPU or one like it, as `read_hlo` gives it.
-      gpu: whose rates and bandwidths count.
+      program: a program from `read_hlo`, compiled for this GPU or a similar one.
+      gpu: the GPU, with its rates and bandwidths.
 
     Example:
       >>> from jmp_train.aot.gpus import GPUS
@@ -195,7 +195,7 @@ def program_costs(program: Program, gpu: GPU) -> Costs:
 
 
 def _seconds_of_arguments_and_results(places: Places, kernels: Iterable[Kernel], gpu: GPU) -> float:
-    """Returns what it takes at least that kernels of the entry read its arguments and write its results."""
+    """Returns the least time in which the entry's kernels read its arguments and write its results."""
     entry = places.program.computations[places.program.entry]
     names = {instruction.name for instruction in entry}
     arguments = {instruction.name for instruction in entry if instruction.opcode == "parameter"}

@@ -1,7 +1,7 @@
-"""Which instructions make and which read the arrays of a compiled program.
+"""The instructions that make and read the arrays of a compiled program.
 
-Many instructions make nothing: tuples, their elements, loops and calls pass on what others have made, and a slice is
-updated in place. So several names stand for one array, and this module finds out which.
+Many instructions make nothing: tuples, their elements, loops and calls pass on arrays of others, and slices are
+updated in place. So several names stand for one array, and this module resolves them.
 """
 
 import re
@@ -23,8 +23,8 @@ class DataFlow:
     """The arrays of a program; equality is identity.
 
     Attributes:
-      instructions: those of all computations, by name.
-      arrays: the arrays of an instruction's result in the order of its type, by name; not of what is inside of fusions.
+      instructions: the instructions of all computations, by name.
+      arrays: the arrays of an instruction's result in the order of its type, by name; not inside fusions.
       makers: the instructions that write an array, each with the array's place in its result, in the text's order.
       readers: the instructions that read an array, in the text's order.
     """
@@ -38,7 +38,7 @@ class DataFlow:
         """Returns the array at an index of an instruction's result, None if there is a tuple or nothing.
 
         Args:
-          name: the instruction's.
+          name: the name of the instruction.
           index: () for the whole result.
         """
         arrays = self.arrays.get(name, ())
@@ -51,7 +51,7 @@ class DataFlow:
         """Returns the arrays that an instruction reads, in order.
 
         Args:
-          instruction: one that is not inside of a fusion.
+          instruction: an instruction outside of fusions.
         """
         return tuple(array for name in instruction.operands for array in self.arrays.get(name, ()))
 
@@ -60,7 +60,7 @@ def data_flow(program: Program) -> DataFlow:
     """Returns the arrays of a program.
 
     Args:
-      program: what `read_hlo` returns.
+      program: from `read_hlo`.
 
     Example:
       >>> from jmp_train.aot.hlo import read_hlo
@@ -81,13 +81,13 @@ def data_flow(program: Program) -> DataFlow:
 
 
 class _Builder:
-    """Numbers arrays, computation by computation, the called before the callers, as the text has them."""
+    """Numbers arrays, computation by computation, callees before callers, as in the text."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.instructions = {i.name: i for computation in program.computations.values() for i in computation}
         self.arrays: dict[str, Sequence[Array]] = {}
-        self.parents: list[Array] = []  # a forest, in which arrays that are the same are in one tree
+        self.parents: list[Array] = []  # a forest, with one tree for equal arrays
         self.made: list[tuple[Array, Instruction, int]] = []
         self.read: list[tuple[Array, Instruction]] = []
 
@@ -119,7 +119,7 @@ class _Builder:
         self.arrays[instruction.name] = arrays
 
     def _passed_on(self, instruction: Instruction, operands: Sequence[Sequence[Array]]) -> Sequence[Array] | None:
-        """Returns the arrays of an instruction that only passes arrays on, None for another one."""
+        """Returns the arrays of an instruction that only passes arrays on; None for others."""
         opcode = instruction.opcode
         if opcode == "get-tuple-element" and operands:
             source = self.instructions[instruction.operands[0]].type
@@ -160,7 +160,7 @@ class _Builder:
         return next((self.arrays[i.name] for i in computation if i.is_root), ())
 
     def _finished(self, instruction: Instruction, started: Sequence[Array]) -> Sequence[Array]:
-        """Returns the arrays of the end of an asynchronous operation, whose start has the operands too."""
+        """Returns the arrays of the end of an asynchronous operation; the result of its start includes the operands."""
         start = self.instructions[instruction.operands[0]]
         if start.type == instruction.type:
             return started
@@ -185,7 +185,7 @@ class _Builder:
 
 
 def _in_place(instruction: Instruction, program: Program) -> list[tuple[int, int]]:
-    """Returns which arrays of a result take the place of which operands, by their numbers."""
+    """Returns pairs of a result array and the operand whose place it takes, by number."""
     if instruction.opcode in _UPDATES:
         return [(0, 0)]
     if instruction.opcode == "fusion":
@@ -207,11 +207,11 @@ def _updates_of_fusion(instruction: Instruction, program: Program) -> list[tuple
 
 
 def results_of_fusion(instruction: Instruction, program: Program) -> tuple[str, ...]:
-    """Returns the names of the instructions inside of a fusion that make the arrays of its result, in order.
+    """Returns the names of the instructions inside a fusion that make the arrays of its result, in order.
 
     Args:
-      instruction: the fusion; for any other one, the result is empty.
-      program: that it is from.
+      instruction: the fusion; for other instructions, the result is empty.
+      program: the program of the instruction.
     """
     if instruction.opcode != "fusion" or not instruction.called:
         return ()
@@ -239,14 +239,14 @@ def _element(arrays: Sequence[Array], type_: str, index: int) -> tuple[Sequence[
 
 @lru_cache(maxsize=1024)
 def _elements(type_: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Returns the types of a tuple's elements, and up to which array of all each one goes."""
+    """Returns the types of a tuple's elements, and for each the end of its arrays among all."""
     types = tuple_types(type_)
     return types, tuple(accumulate(map(_count, types)))
 
 
 @lru_cache(maxsize=1024)
 def _count(type_: str) -> int:
-    """Returns how many arrays a type has; tokens count too."""
+    """Returns the number of arrays of a type; tokens count too."""
     return sum(map(_count, tuple_types(type_))) if type_[:1] == "(" else 1
 
 

@@ -1,8 +1,8 @@
-"""Programs that are traced here, and compiled for a GPU in a process that has nothing but jax and the compiler.
+"""Traces programs here, and compiles them for a GPU in a process with only jax and the compiler.
 
     function, shapes -> `export_program` -> `compile_program` -> `CompiledForGPU`
 
-What was compiled once is kept on disk, by the program, the GPU and the versions.
+Compiled programs are cached on disk, by the program, the GPU and the versions.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ _MOST_CACHED = 2**30  # bytes
 
 
 class ExportError(ValueError):
-    """A program cannot be compiled elsewhere: it calls back to Python, for example.
+    """A program cannot be compiled in another process, for example because it calls back to Python.
 
     Example:
       >>> export_program(lambda x: None, (jax.ShapeDtypeStruct((), "float32"),), names=("x",))  # doctest: +ELLIPSIS
@@ -56,10 +56,10 @@ class ExportedProgram:
     """A function of given shapes, traced and serialized.
 
     Attributes:
-      serialized: what `jax.export` made.
-      devices: for how many devices.
-      donated: the numbers of the arguments whose memory the results may take.
-      paths: of each argument, "state.params['kernel']".
+      serialized: the result of `jax.export`.
+      devices: number of devices.
+      donated: the numbers of the arguments whose memory the results may reuse.
+      paths: the path of each argument, "state.params['kernel']".
     """
 
     serialized: bytes
@@ -78,15 +78,15 @@ def export_program(
     devices: int = 1,
     platform: str = "cuda",
 ) -> ExportedProgram:
-    """Traces a function for a platform and serializes it; no device is needed, and no array is made.
+    """Traces a function for a platform and serializes it; it needs no device, and creates no array.
 
     Args:
-      function: jitted or not; what an inner jit donates does not count. It may return less than it computes where it
-        changes flax nnx objects in place: what is in these after the call is a result too.
-      arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shape and dtype count. Other leaves are
+      function: a jitted or plain function; donations of an inner jit are ignored. If it changes flax nnx objects in
+        place, their values after the call are results too.
+      arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shape and dtype are used. Other leaves are
         constants, see `shapes_of`.
-      names: of the arguments, with which `paths` begin.
-      donated: the numbers of the arguments that are donated.
+      names: names of the arguments, with which `paths` begin.
+      donated: the numbers of the donated arguments.
       shardings: for each argument a tree like it of `NamedSharding`s over an abstract mesh; None on one device.
       devices: the size of that mesh.
       platform: "cuda" or "cpu".
@@ -94,7 +94,7 @@ def export_program(
     Raises:
       ModuleNotFoundError: the package flatbuffers is missing.
       ExportError: the function calls back to Python, returns no array, or is for other devices; or jax cannot serialize
-        it. The message says why.
+        it. The message has the reason.
 
     Example:
       >>> state, batch = {"w": jax.ShapeDtypeStruct((4,), "float32")}, jax.ShapeDtypeStruct((8, 4), "float32")
@@ -105,7 +105,7 @@ def export_program(
       (("state['w']", 'batch'), (0,), 1)
     """
     with extra_packages():
-        import flatbuffers  # noqa: F401 - jax.export wants it
+        import flatbuffers  # noqa: F401 - needed by jax.export
     shapes = [shapes_of(argument) for argument in arguments]
     leaves, structure = jax.tree.flatten(shapes)
     given = [i for i, leaf in enumerate(leaves) if is_shape(leaf)]
@@ -130,17 +130,17 @@ def export_program(
 def compile_program(
     program: ExportedProgram, gpu: GPU, *, timeout: float = 1800, stop: Event | None = None
 ) -> CompiledForGPU:
-    """Compiles an exported program for a GPU that need not be there, in a process of its own.
+    """Compiles an exported program for a GPU, which need not exist, in a separate process.
 
     Args:
-      program: what `export_program` returned.
-      gpu: of which there are `program.devices`, in one host.
+      program: from `export_program`.
+      gpu: the GPU; one host has `program.devices` of them.
       timeout: seconds after which the compilation is killed.
       stop: ends the compilation when another thread sets it.
 
     Raises:
-      PluginError: the compiler is not there, see `compiler_packages`.
-      RuntimeError: compiling failed; the text has the end of what it printed.
+      PluginError: the compiler is missing, see `compiler_packages`.
+      RuntimeError: compiling failed; the message has the end of its output.
       TimeoutError: it took longer than `timeout`.
       InterruptedError: `stop` was set.
     """
@@ -166,13 +166,13 @@ def compile_program(
 
 
 def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """Returns leaves with values in some places."""
+    """Returns leaves with some of them replaced by values."""
     changed = dict(zip(places, values, strict=True))
     return [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
 def _results(returned: Any, called_with: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the arrays that a function has returned, after those of nnx objects if it has changed these in place."""
+    """Returns the arrays of a function's result, preceded by those of nnx objects that it changed in place."""
     objects = [x for x in jax.tree.leaves(called_with, is_leaf=is_nnx) if is_nnx(x)]
     held = [x for x in jax.tree.leaves(objects) if is_array(x)]
     given, is_held = {id(x) for x in values}, {id(x) for x in held}
@@ -204,7 +204,7 @@ def _export(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], devices: int, p
 
 
 def _callbacks(jaxpr: Any, callers: tuple[Any, ...] = ()) -> set[str]:
-    """Returns the primitives that call Python, and the lines of code that they are from."""
+    """Returns the primitives that call Python, with their lines of code."""
     found = set()
     for equation in jaxpr.eqns:
         equations = (*callers, equation)
@@ -222,7 +222,7 @@ def _paths(name: str, argument: Any) -> list[str]:
 
 
 def _key(program: ExportedProgram, request: str, environment: dict[str, str], packages: Path | None) -> str:
-    """Returns the name under which the compiled program is kept."""
+    """Returns the name of the compiled program in the cache."""
     found = metadata.distributions(path=[str(packages)]) if packages else metadata.distributions()
     names = ((d.metadata["Name"] or "", d.version) for d in found)
     compilers = sorted(f"{name}=={version}" for name, version in names if re.search("cuda|nvcc|nvvm", name))
@@ -232,7 +232,7 @@ def _key(program: ExportedProgram, request: str, environment: dict[str, str], pa
 
 
 def _read(cached: Path) -> CompiledForGPU | None:
-    """Returns what was compiled before; None if there is nothing, or it cannot be read."""
+    """Returns a program from the cache; None if it is missing or cannot be read."""
     try:
         content = json.loads(zlib.decompress(cached.read_bytes()))
         os.utime(cached, (time.time(), time.time()))
@@ -242,7 +242,7 @@ def _read(cached: Path) -> CompiledForGPU | None:
 
 
 def _forget_the_oldest(folder: Path) -> None:
-    """Removes what was not used for longest, where all of it takes more than a gibibyte."""
+    """Removes the least recently used programs if the cache takes more than a gibibyte."""
     files = []
     for file in folder.iterdir():
         try:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs by name: what the compiler has to know of them, and how fast they are at most."""
+"""NVIDIA GPUs by name: their properties for the compiler, and their peak rates."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 RATE_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8")
 """The names that `GPU.rates` may have; "tfloat32" is NVIDIA's TF32: float32 rounded to 10 bits for matrix units."""
 
-# Rates of which dtypes XLA's products of a dtype run at: that of the first one that the GPU has.
+# Dtypes in which XLA may compute products of a dtype: the first one that the GPU supports.
 _PRODUCTS = {
     "float64": ("float64",),
     "float32": ("float32",),
@@ -26,28 +26,28 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class GPU:
-    """What is known of a GPU. Rates are peaks: no program is faster, and most are much slower.
+    """The properties of a GPU. Rates are peaks: no program is faster, and most are much slower.
 
     Attributes:
       name: as in `GPUS`: model and memory.
-      description: as CUDA names the device, and so jax: `jax.devices()[0].device_kind`.
+      description: CUDA's name of the device, as in `jax.devices()[0].device_kind`.
       memory_bytes: the whole memory, as CUDA reports it.
-      bandwidth: of the memory, in bytes a second.
-      rates: operations a second in products of matrices by dtype, without sparsity; a product and a sum are two. Names
-        are those of `RATE_DTYPES`; one that is missing, the hardware has not. "float32" is the rate of plain cores with
-        full precision, "tfloat32" that of matrix units for float32; see `matrix_rate`.
-      vector_rates: the same for everything but products of matrices, by plain cores.
-      link: what joins GPUs of one host: "NVLink 4", "PCIe 4.0 x16".
-      link_bandwidth: of one GPU to others in its host, in bytes a second, in one direction.
+      bandwidth: bandwidth of the memory, in bytes per second.
+      rates: operations per second in matrix products by dtype, without sparsity; a product and a sum are two. Names
+        are those of `RATE_DTYPES`; dtypes that the hardware lacks are missing. "float32" is the rate of plain cores
+        with full precision, "tfloat32" that of matrix units for float32; see `matrix_rate`.
+      vector_rates: the same for everything but matrix products, by plain cores.
+      link: the link between GPUs of one host: "NVLink 4", "PCIe 4.0 x16".
+      link_bandwidth: bandwidth from one GPU to others in its host, in bytes per second, in one direction.
       capability: CUDA's compute capability, major and minor.
-      core_count: streaming multiprocessors.
-      fpus_per_core: units for float32 in each of them.
+      core_count: number of streaming multiprocessors.
+      fpus_per_core: number of float32 units per multiprocessor.
       clock_rate_ghz: the highest clock rate.
-      l2_cache_size: in bytes.
-      shared_memory_per_core: in bytes.
-      shared_memory_per_block_optin: the most that a kernel may ask for, in bytes.
-      threads_per_core_limit: that are resident at one time.
-      source: addresses of what says so.
+      l2_cache_size: bytes of L2 cache.
+      shared_memory_per_core: bytes of shared memory per multiprocessor.
+      shared_memory_per_block_optin: the largest shared memory that a kernel may request, in bytes.
+      threads_per_core_limit: largest number of resident threads.
+      source: addresses of the sources.
 
     Example:
       >>> gpu = GPUS["V100-16GB"]
@@ -74,16 +74,16 @@ class GPU:
     source: tuple[str, ...]
 
     def matrix_rate(self, dtype: DTypeLike, *, allow_tf32: bool = True) -> float:
-        """Returns the most operations a second in products of matrices of a dtype, as XLA computes them.
+        """Returns the peak operations per second in matrix products of a dtype, as XLA computes them.
 
-        Where the GPU lacks the dtype, XLA computes in another one, and that one's rate counts: bfloat16 in float32
-        before compute capability 8.0. Dtypes that no unit is made for, such as int32, have the rate of float32, which
-        is not exceeded.
+        If the GPU lacks the dtype, XLA computes in another one, and that one's rate counts: float32 for bfloat16
+        before compute capability 8.0. Dtypes without any unit, such as int32, get the rate of float32 as an upper
+        bound.
 
         Args:
-          dtype: of the operands, or the string "tfloat32".
-          allow_tf32: whether products of float32 may round their operands to TF32, where the GPU has it. XLA does so by
-            default; it does not where jax's precision is "highest": `jax_default_matmul_precision`, or `precision=`.
+          dtype: dtype of the operands, or the string "tfloat32".
+          allow_tf32: whether float32 products may round their operands to TF32 if the GPU supports it, as XLA does by
+            default, unless jax's precision is "highest": `jax_default_matmul_precision`, or `precision=`.
 
         Example:
           >>> gpu = GPUS["A100-80GB"]
@@ -126,7 +126,7 @@ device_description_str: "{self.description}"
 
 
 def _rate_dtype(dtype: DTypeLike, allow_tf32: bool) -> str:
-    """Returns the name that `_PRODUCTS` has for a dtype."""
+    """Returns the name of a dtype in `_PRODUCTS`."""
     if dtype == "tfloat32":
         return "tfloat32"
     name = jnp.dtype(dtype).name
@@ -138,22 +138,22 @@ def _rate_dtype(dtype: DTypeLike, allow_tf32: bool) -> str:
 
 
 def read_gpus(path: str | Path) -> dict[str, GPU]:
-    """Returns the GPUs that a TOML file describes, by name: one table each, whose keys are the attributes of `GPU`.
+    """Returns the GPUs in a TOML file by name: one table each, with the attributes of `GPU` as keys.
 
-    The name of a table is the GPU's. With `like`, the name of one of `GPUS` or of an earlier table, a table says only
-    what differs:
+    The name of a table is the GPU's. A table with `like`, the name of one of `GPUS` or of an earlier table, only needs
+    the differences:
 
         [A100-half]
         like = "A100-40GB"
         memory_bytes = 20_000_000_000
 
     Args:
-      path: of the file.
+      path: the path of the file.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: the file is no TOML, or a table has a key that is unknown, missing or of a wrong kind; the text names
-        the file, the table and the key.
+      ValueError: the file is no TOML, or a table has a key that is unknown, missing or of a wrong kind; the message
+        names the file, the table and the key.
     """
     return _read(Path(path), GPUS)
 
@@ -172,7 +172,7 @@ def _read(path: Path, known: Mapping[str, GPU]) -> dict[str, GPU]:
 
 
 def _gpu(name: str, table: dict[str, object], known: Mapping[str, GPU], where: str) -> GPU:
-    """Returns the GPU of a table; `where` is how errors begin."""
+    """Returns the GPU of a table; errors begin with `where`."""
     given = dict(table)
     like = given.pop("like", None)
     if like is not None and (not isinstance(like, str) or like not in known):
@@ -228,7 +228,7 @@ _RATES = (
     _are_rates,
     _rates,
 )
-# Of each key what it must be, in words and as a test, and what makes the attribute of it.
+# For each key the expected value, in words and as a test, and its conversion to the attribute.
 _KINDS: Mapping[str, tuple[str, Callable[[object], bool], Callable]] = {
     "description": _TEXT,
     "memory_bytes": _POSITIVE_INTEGER,

@@ -1,7 +1,7 @@
-"""Reads the text of optimized HLO, in time that is linear in its length.
+"""Reads the text of optimized HLO, in time linear in its length.
 
-`read_hlo` gives what every analysis of a compiled program needs: computations, instructions with their types, operands
-and attributes, and the lines of Python that instructions come from.
+`read_hlo` returns the common basis of all analyses of a compiled program: computations, instructions with their types,
+operands and attributes, and the lines of Python from which instructions come.
 """
 
 import re
@@ -19,15 +19,15 @@ class Instruction:
     """One instruction. Equality is identity: names are unique in a program.
 
     Attributes:
-      name: without "%".
+      name: its name, without "%".
       type: the text of the result's type: "f32[8]{0}", "(s32[], f32[8]{0})".
       opcode: "fusion", "dot", "custom-call", "all-reduce-start", ...
       operands: the names of the instructions of the same computation that it reads, in order.
-      literal: what is between the parentheses of a parameter (its number) or a constant (its value), else "".
+      literal: the text in the parentheses of a parameter (its number) or a constant (its value), otherwise "".
       called: the names of the computations that it calls, in the order of the text.
       attributes: the text after the operands, without metadata.
-      op_name: where the operation comes from in terms of jax: "jit(f)/jvp(Dense_0)/dot_general"; "" if unknown.
-      stack_frame: the innermost line that it comes from, for `Program.frames`; None if unknown.
+      op_name: the operation's name in jax: "jit(f)/jvp(Dense_0)/dot_general"; "" if unknown.
+      stack_frame: its innermost line of code, for `Program.frames`; None if unknown.
       is_root: whether its result is that of its computation.
     """
 
@@ -68,9 +68,9 @@ class Program:
     Attributes:
       computations: the instructions of each computation by its name, in the order of the text, which is that of
         execution.
-      entry: the name of the computation that the program starts with.
-      stack_frames: a line and the number of the line that called it, None for the outermost, by number.
-      header: the first line, which says what is aliased and the layouts of arguments and results.
+      entry: the name of the computation with which the program starts.
+      stack_frames: by number, a line and the number of the line that called it, None for the outermost.
+      header: the first line, with aliases and the layouts of arguments and results.
     """
 
     computations: Mapping[str, tuple[Instruction, ...]] = field(repr=False)
@@ -87,11 +87,12 @@ class Program:
     def unfused(self) -> tuple[str, ...]:
         """The names of the computations whose results are stored.
 
-        That is the entry, and what it runs as loops, branches or calls, but not fusions nor what reductions apply.
+        These are the entry and the loops, branches and calls that it runs, but not fusions nor the functions of
+        reductions.
         """
         found = {self.entry: None}
         to_read = [self.entry]
-        for name in to_read:  # which grows while it is read
+        for name in to_read:  # grows during the loop
             for instruction in self.computations[name]:
                 if instruction.opcode in RUNS_OTHERS:
                     new = [called for called in instruction.called if called not in found]
@@ -102,7 +103,7 @@ class Program:
     def frames(self, stack_frame: int | None) -> tuple[Frame, ...]:
         """Returns the lines of Python that led to an instruction, innermost first.
 
-        Of equal ones in a row, which XLA makes where it inlines calls, only one is there.
+        Equal lines in a row, which XLA creates when it inlines calls, are listed once.
 
         Args:
           stack_frame: the instruction's.
@@ -118,13 +119,13 @@ RUNS_OTHERS = frozenset({"while", "call", "conditional", "async-start", "call-st
 
 
 def read_hlo(text: str) -> Program:
-    """Returns the program that the text of a compiled HLO module describes.
+    """Returns the program in the text of a compiled HLO module.
 
     Args:
       text: `jax.jit(f).lower(...).compile().as_text()`.
 
     Raises:
-      ValueError: `text` is not that of a whole HLO module.
+      ValueError: `text` is not a whole HLO module.
 
     Example:
       >>> program = read_hlo('''HloModule jit_f
@@ -204,7 +205,7 @@ def _instruction(line: str, source_lines: SourceLines) -> Instruction:
 
 
 def _type_length(text: str) -> int:
-    """Returns where the type that a text begins with ends: at a space, or after the parentheses of a tuple."""
+    """Returns the length of the type at the start of a text, up to a space or the end of a tuple's parentheses."""
     if text[:1] == "(":
         return _closing(text, 1) + 1
     end = text.find(" ")
@@ -212,7 +213,7 @@ def _type_length(text: str) -> int:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns where the parenthesis closes that opens before `start`, -1 if it does not."""
+    """Returns the position of the parenthesis that closes the one before `start`, -1 if there is none."""
     depth = 1
     for parenthesis in _PARENTHESIS.finditer(text, start):
         depth += 1 if parenthesis[0] == "(" else -1
@@ -222,7 +223,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """Returns the names of operands, of which some versions write the types too, or leave out "%"."""
+    """Returns the names of operands; some versions also write their types, or leave out "%"."""
     if "%" in text:
         return tuple(_NAME.findall(text))
     parts = (_WORD.findall(COMMENT.sub("", part)) for part in split_outside(text))

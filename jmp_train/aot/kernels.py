@@ -1,4 +1,4 @@
-"""The kernels and collective operations that a run of a compiled program executes, and how often each one."""
+"""The kernels and collective operations executed by a compiled program, with their numbers of executions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -12,21 +12,21 @@ from jmp_train.aot.traffic import Places, Traffic, is_kernel, traffic
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, and what one execution of it costs.
+    """A kernel, and the cost of one execution.
 
     Attributes:
       name: the instruction's.
       opcode: the instruction's: "fusion", "custom-call", "copy", ...
-      op_name: as the instruction's; of a fusion, that of one of its operations.
-      stack_frame: as the instruction's.
-      times: how often it is executed in one run of the program.
+      op_name: the instruction's; for a fusion, that of one of its operations.
+      stack_frame: the instruction's.
+      times: number of executions in one run of the program.
       products: the matrix products and convolutions in it.
-      traffic: what it reads and writes.
-      is_cast: whether it only converts between floating-point dtypes, and changes layouts.
-      uncounted: why its operations are not known: the target of a custom call that is not one of XLA's products, or
-        the opcode of what has products of another kind; "" if they are.
+      traffic: its reads and writes.
+      is_cast: whether it only converts between floating-point dtypes, or also changes layouts.
+      uncounted: the reason why its operations are unknown: the target of a custom call other than XLA's products, or
+        the opcode of an instruction with products of another kind; "" if they are known.
       seconds: the least time of one execution; see `Costs.seconds`.
-      seconds_without_cache: the same if all bytes come from and go to the memory.
+      seconds_without_cache: the same if all bytes move to and from the memory.
     """
 
     name: str
@@ -43,24 +43,24 @@ class Kernel:
 
     @property
     def read_bytes(self) -> int:
-        """What it reads of its operands, without what it leaves out."""
+        """Bytes that it reads of its operands, without skipped parts."""
         return sum(access.n_bytes for access in self.traffic.reads.values())
 
     @property
     def written_bytes(self) -> int:
-        """What it writes of its results, without workspaces."""
+        """Bytes that it writes of its results, without workspaces."""
         return sum(access.n_bytes for access in self.traffic.writes.values())
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a computation executes.
+    """The operations that a computation executes.
 
     Attributes:
-      kernels: in order, each once, with how often it is executed.
-      collectives: the same of collective operations.
-      unknown_loops: how many loops have an unknown trip count, and so are taken to run once.
-      conditionals: how many conditionals there are; the branch that can be the fastest is taken.
+      kernels: the kernels in order, each once, with its number of executions.
+      collectives: the collective operations, likewise.
+      unknown_loops: number of loops with unknown trip count, which are assumed to run once.
+      conditionals: number of conditionals; the branch that can be the fastest is assumed.
     """
 
     kernels: tuple[Kernel, ...] = ()
@@ -69,10 +69,10 @@ class Work:
     conditionals: int = 0
 
     def repeated(self, times: int) -> "Work":
-        """Returns the work of so many runs.
+        """Returns the work of several runs.
 
         Args:
-          times: how many.
+          times: number of runs.
         """
         return replace(
             self,
@@ -82,10 +82,10 @@ class Work:
 
 
 def joined(works: list[Work]) -> Work:
-    """Returns works one after the other as one.
+    """Returns consecutive works as one.
 
     Args:
-      works: in order.
+      works: the works, in order.
     """
     return Work(
         tuple(kernel for work in works for kernel in work.kernels),
@@ -97,18 +97,18 @@ def joined(works: list[Work]) -> Work:
 
 @dataclass(frozen=True)
 class Executed:
-    """Finds what computations execute.
+    """Finds the operations that computations execute.
 
     Attributes:
-      places: of the program.
-      gpu: that it runs on.
+      places: places of the program.
+      gpu: the GPU that runs it.
     """
 
     places: Places
     gpu: GPU
 
     def work(self, computation: str) -> Work:
-        """Returns what a computation executes, with all that it runs.
+        """Returns the operations that a computation executes, including those of its callees.
 
         Args:
           computation: its name.
@@ -160,13 +160,13 @@ class Executed:
         return self.gpu.matrix_rate(_JAX_NAMES.get(product.dtype, "float32"), allow_tf32=product.allow_tf32)
 
     def _uncached_bytes(self, found: Traffic) -> int:
-        """Returns how many bytes go to and from the memory if the cache has kept and keeps what it can."""
+        """Returns the bytes that move to and from the memory if the cache holds as much as it can."""
         least = (sum(access.least for access in part.values()) for part in (found.reads, found.writes))
         return sum(max(0, n_bytes - self.gpu.l2_cache_size) for n_bytes in least)
 
 
 def _inside(program: Program, instruction: Instruction) -> Iterator[Instruction]:
-    """Yields an instruction, or instead of a fusion what it contains."""
+    """Yields an instruction, or the contents of a fusion."""
     if instruction.opcode.removesuffix("-start") != "fusion":
         yield instruction
         return

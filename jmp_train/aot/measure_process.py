@@ -1,7 +1,7 @@
-"""Runs an exported program on the devices that are here: `python measure_process.py FOLDER`, with jax alone.
+"""Runs an exported program on this machine's devices: `python measure_process.py FOLDER`, with jax alone.
 
-The folder has `program`, what `jax.export` serialized, and `request.json`: which arguments are donated, and how many
-runs are timed. `measured.json` comes beside them. Without a program, it says what devices are there.
+The folder has `program`, serialized by `jax.export`, and `request.json`: the donated arguments, and the number of
+timed runs. The process writes `measured.json` there. Without a program, it lists the devices.
 """
 
 import json
@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Returns how long a run takes, and how much memory is in use at most."""
+    """Returns the time of a run and the peak memory."""
     request = json.loads((folder / "request.json").read_text())
     exported = export.deserialize(bytearray((folder / "program").read_bytes()))
     mesh = Mesh(np.array(jax.devices()[: request["devices"]]), ("data",))
@@ -49,7 +49,7 @@ def measured(folder: Path) -> dict[str, Any]:
     compiled = run.lower(*arguments).compile()
     sizes: Any = compiled.memory_analysis()
     donated, seconds = request["donated"], []
-    for _ in range(request["runs"] + 1):  # the first is for warming up
+    for _ in range(request["runs"] + 1):  # the first is a warm-up
         start = time.perf_counter()
         results = jax.block_until_ready(compiled(*arguments))
         seconds.append(time.perf_counter() - start)

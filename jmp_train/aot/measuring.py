@@ -1,4 +1,4 @@
-"""What exported programs take on the devices that are here, each measured in a process of its own."""
+"""Measures exported programs on this machine's devices, each in a separate process."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from jmp_train.aot.exported import ExportedProgram
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that a new process of jax finds.
+    """The devices found by a new process with jax.
 
     Attributes:
       device: the kind of the first one, such as "NVIDIA H100 80GB HBM3".
       platform: "gpu", "cpu", ...
-      devices: how many.
+      devices: number of devices.
     """
 
     device: str
@@ -30,15 +30,15 @@ class Devices:
 
 @dataclass(frozen=True)
 class Measured(Devices):
-    """What a run of a program took.
+    """The measurements of a program.
 
     Attributes:
-      seconds: the median of several runs.
-      peak_bytes: the most that was in use in the device's pool; None where the device does not say.
-      argument_bytes: of the arguments, by the program that was compiled here.
-      output_bytes: of the results.
-      alias_bytes: of the results that take the place of donated arguments.
-      temp_bytes: of everything else.
+      seconds: the median time of several runs.
+      peak_bytes: the peak of the device's memory pool; None if the device does not report it.
+      argument_bytes: bytes of the arguments, in the program compiled here.
+      output_bytes: bytes of the results.
+      alias_bytes: bytes of the results that reuse the memory of donated arguments.
+      temp_bytes: bytes of everything else.
     """
 
     seconds: float
@@ -50,7 +50,7 @@ class Measured(Devices):
 
 
 def devices_here(*, timeout: float = 120) -> Devices:
-    """Returns the devices that a new process finds; this process may be told to use the CPU.
+    """Returns the devices found by a new process, even if this process is restricted to the CPU.
 
     Args:
       timeout: seconds.
@@ -63,17 +63,17 @@ def devices_here(*, timeout: float = 120) -> Devices:
 
 
 def measure_program(program: ExportedProgram, *, runs: int = 10, timeout: float = 1800) -> Measured:
-    """Runs an exported program on the devices that are here, with zeros as arguments.
+    """Runs an exported program on this machine's devices, with zeros as arguments.
 
     This process should not hold the GPU: set JAX_PLATFORMS=cpu for it, which is not passed on.
 
     Args:
-      program: exported for the platform that is here, whose donated arguments come back as its first results.
-      runs: how many are timed, after a first one.
+      program: a program exported for this platform, with its donated arguments as first results.
+      runs: number of timed runs, after a first one.
       timeout: seconds.
 
     Raises:
-      RuntimeError: it failed, for example since memory did not suffice; the text has the traceback.
+      RuntimeError: it failed, for example because memory ran out; the message has the traceback.
       TimeoutError: it took longer than `timeout`.
     """
     return Measured(**_run(program, runs, timeout))

@@ -1,4 +1,4 @@
-"""Where the arrays of a compiled program come from: operation, module, line, forward or backward pass."""
+"""The origins of the arrays of a compiled program: operation, module, line, forward or backward pass."""
 
 import re
 from collections import deque
@@ -16,15 +16,15 @@ from jmp_train.aot.stack_frames import Frame
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an array comes from.
+    """The origin of an array.
 
     Attributes:
-      operation: jax's primitive, or where none is known the opcode of the instruction.
-      module: the path of scopes, which modules of flax.linen have: "Dense_0", "layers_1/attention"; where there are
-        none, the modules that were called: "Model.__call__ > Linear.__call__"; "" if neither is known.
-      source: "file.py:12 (function)", the innermost line that is not jax's own; if that is one of an installed package
-        or of this library, the user's follows: " from train.py:34 (loss)". "" if none is known.
-      direction: "forward", "backward", or "" for what is outside of gradients.
+      operation: jax's primitive, or if it is unknown the opcode of the instruction.
+      module: the path of scopes from modules of flax.linen: "Dense_0", "layers_1/attention"; without scopes,
+        the modules that were called: "Model.__call__ > Linear.__call__"; "" if neither is known.
+      source: "file.py:12 (function)", the innermost line outside jax; if that is in an installed package
+        or in this library, the user's line follows: " from train.py:34 (loss)". "" if it is unknown.
+      direction: "forward", "backward", or "" outside of gradients.
     """
 
     operation: str
@@ -38,29 +38,29 @@ UNKNOWN = Origin("", "", "", "")
 
 @dataclass(frozen=True, eq=False)
 class Origins:
-    """Finds where the arrays of a program come from.
+    """Finds the origins of the arrays of a program.
 
     Attributes:
       program: the program.
-      flow: the same program's.
+      flow: its data flow.
     """
 
     program: Program
     flow: DataFlow
 
     def of(self, instruction: Instruction, place: int = 0) -> Origin:
-        """Returns where one of the arrays of an instruction's result comes from.
+        """Returns the origin of one of the arrays of an instruction's result.
 
-        What the compiler has made itself names no origin. It gets that of what is inside of it if it is a fusion, or
-        that of the nearest instruction that makes what it reads, or of the nearest one that reads what it makes.
+        Instructions added by the compiler have no origin of their own. A fusion gets that of its contents; others get
+        that of the nearest instruction that makes their inputs, or of the nearest one that reads their result.
 
         Args:
-          instruction: one that is not inside of a fusion.
+          instruction: an instruction outside of fusions.
           place: the array's place in the result.
         """
         key = instruction.name, place
         if key not in self._known:
-            self._known[key] = UNKNOWN  # for who asks in a circle
+            self._known[key] = UNKNOWN  # for circular references
             self._known[key] = self._find(instruction, place)
         return self._known[key]
 
@@ -73,7 +73,7 @@ class Origins:
         results = [inside[name] for name in results_of_fusion(instruction, self.program)]
         result = results[min(place, len(results) - 1)] if results else instruction
         stored = _stored(result, inside or self.flow.instructions)
-        if stored.opcode == "parameter" and inside:  # what a loop stores for the backward pass is made elsewhere
+        if stored.opcode == "parameter" and inside:  # a loop stores it for the backward pass, but does not make it
             stored = self.flow.instructions[instruction.operands[int(stored.literal)]]
         if stored.name not in inside and stored is not instruction:
             elsewhere = self._passed_on(stored)
@@ -84,14 +84,14 @@ class Origins:
         return self._origin(instruction, near)
 
     def _passed_on(self, instruction: Instruction) -> Origin:
-        """Returns the origin of what an instruction passes on, of those in a loop that of the loop's body."""
+        """Returns the origin of an array that an instruction passes on; in a loop, that of the loop's body."""
         array = self.flow.array_at(instruction.name, ())
         makers = () if array is None else self.flow.makers.get(array, ())
         made = [maker for maker in makers if maker[0].opcode != "parameter"]
         return self.of(*made[0]) if made else UNKNOWN
 
     def _origin(self, instruction: Instruction, near: Iterable[Instruction]) -> Origin:
-        """Returns the origin that the first of some instructions which know it have."""
+        """Returns the origin of the first of some instructions with a known one."""
         name, frames = "", ()
         for other in near:
             name = name or (other.op_name if _scopes(other.op_name)[1] else "")
@@ -99,14 +99,14 @@ class Origins:
             if name and frames:
                 break
         scopes, primitive = _scopes(name)
-        is_product = "cublas" in instruction.attribute("custom_call_target")  # of which the name may be a transpose's
+        is_product = "cublas" in instruction.attribute("custom_call_target")  # its name may be that of a transpose
         operation = "dot_general" if is_product else primitive or instruction.opcode
         return Origin(operation, scopes or _modules(frames), source_of(frames), direction(name))
 
     def _near(
         self, instruction: Instruction, result: Instruction, inside: Mapping[str, Instruction], *, is_named: bool
     ) -> Iterator[Instruction]:
-        """Yields the instructions that may know where one comes from, the best first."""
+        """Yields the instructions that may have the origin of another, the best first."""
 
         def inputs(near: Instruction) -> Iterable[Instruction]:
             if near.name not in inside:
@@ -123,7 +123,7 @@ class Origins:
         return self._makers_of(self.flow.operands(instruction))
 
     def _makers_of(self, arrays: Iterable[Array]) -> Iterable[Instruction]:
-        """Returns the instructions that make arrays; what reads one of the backward pass is in that too."""
+        """Returns the instructions that make arrays; readers of arrays of the backward pass belong to it too."""
         makers = (maker for array in arrays for maker, _ in self.flow.makers.get(array, ()))
         made = (maker for maker in makers if maker.opcode != "parameter")
         return sorted(made, key=lambda maker: direction(maker.op_name) != "backward")
@@ -134,7 +134,7 @@ class Origins:
 
 
 def direction(op_name: str) -> str:
-    """Returns "forward" or "backward" by the outermost transformation for gradients, "" without one.
+    """Returns "forward" or "backward" by the outermost gradient transformation, "" without one.
 
     Args:
       op_name: an instruction's.
@@ -150,10 +150,10 @@ def direction(op_name: str) -> str:
 
 
 def source_of(frames: Sequence[Frame]) -> str:
-    """Returns the innermost of some lines, and the user's line if that is another one.
+    """Returns the innermost of some lines, and the user's line if it is another one.
 
     Args:
-      frames: the innermost first, none of them jax's own.
+      frames: the lines, innermost first, none of them in jax.
 
     Example:
       >>> layer = Frame("/venv/site-packages/flax/linear.py", 422, "Linear.__call__")
@@ -171,18 +171,18 @@ def _modules(frames: Sequence[Frame]) -> str:
 
 
 def _is_module(frame: Frame) -> bool:
-    """Whether a line is in the call of a module, not in that of a transformation of flax or equinox."""
+    """Returns whether a line is in the call of a module, not of a transformation of flax or equinox."""
     if not frame.function.endswith(".__call__") or frame.function.startswith("_") or _is_ours(frame.file):
         return False
     return "/nnx/transforms/" not in frame.file
 
 
 def _scopes(op_name: str) -> tuple[str, str]:
-    """Returns the path of scopes and the primitive that a name of jax's has, "" for what it does not have."""
-    if "(" not in op_name.partition("/")[0]:  # what an argument is called
+    """Returns the path of scopes and the primitive in one of jax's names, "" for a missing part."""
+    if "(" not in op_name.partition("/")[0]:  # the name of an argument
         return "", ""
     path, slash, primitive = _JITTED.sub("", op_name).rpartition("/")
-    outer, _, inner = path.rpartition("/jvp(")  # what is recomputed for the gradient repeats the scopes that it is in
+    outer, _, inner = path.rpartition("/jvp(")  # operations recomputed for the gradient repeat their scopes
     before, scopes = _parts(outer), _parts(inner)
     scopes = scopes if scopes[: len(before)] == before else before + scopes
     primitive = _TRANSFORMATION.sub("", primitive)
@@ -195,7 +195,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _stored(result: Instruction, instructions: Mapping[str, Instruction]) -> Instruction:
-    """Returns what an update of a slice stores, up to its shape; of anything else the result itself."""
+    """Returns the instruction whose result a slice update stores, up to its shape; otherwise the result itself."""
     update = _through(result, instructions, ("bitcast",))
     if update.opcode != "dynamic-update-slice":
         return result
@@ -213,7 +213,7 @@ def _through(
 def _breadth_first(
     start: Instruction, next_to: Callable[[Instruction], Iterable[Instruction]]
 ) -> Iterator[Instruction]:
-    """Yields what can be reached from an instruction, the nearest first, up to a bound."""
+    """Yields the instructions reachable from one, the nearest first, up to a limit."""
     seen = {start.name}
     queue = deque([start])
     while queue and len(seen) < _MOST:
@@ -226,12 +226,12 @@ def _breadth_first(
 
 
 def _is_internal(file: str) -> bool:
-    """Whether a file is jax's own, or one that compiles what others have written."""
+    """Returns whether a file belongs to jax or to a library that compiles code of others."""
     return file.startswith(("<frozen", _HERE, _JAX)) or "/site-packages/jax/" in file
 
 
 def _is_ours(file: str) -> bool:
-    """Whether a file is this library's; the models that its tasks train are as a user's."""
+    """Returns whether a file belongs to this library, except the models of its tasks, which count as a user's."""
     return file.startswith(_OURS) and not file.startswith(_TASKS)
 
 
@@ -240,7 +240,7 @@ def _is_installed(file: str) -> bool:
     return _is_ours(file) or (packages and not file.startswith(_TASKS))
 
 
-_MOST = 200  # instructions that are looked at; the nearest one that knows is a few steps away
+_MOST = 200  # instructions to visit; the nearest one with an origin is a few steps away
 _HERE = f"{Path(__file__).parent}/"
 _OURS = f"{Path(__file__).parents[1]}/"
 _TASKS = f"{_OURS}tasks/"

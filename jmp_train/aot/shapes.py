@@ -1,4 +1,4 @@
-"""Trees of arrays as shapes, and which of their leaves a program gets as arguments."""
+"""Trees of arrays as shapes, and the leaves that are arguments of a program."""
 
 import sys
 from typing import Any, TypeGuard
@@ -9,10 +9,10 @@ _NUMBERS = bool | int | float | complex
 
 
 def shapes_of(tree: Any) -> Any:
-    """Returns a tree with its arrays and numbers as `jax.ShapeDtypeStruct`, all other leaves as they are.
+    """Returns a tree with its arrays and numbers as `jax.ShapeDtypeStruct`; all other leaves stay.
 
-    What is neither an array nor a number is a constant for the program, such as the activation functions and names in
-    equinox's modules; and so are the numbers in these, as `eqx.filter_jit` has it.
+    Other leaves, such as the activation functions and names in equinox modules, are constants for the
+    program; so are numbers in such modules, as in `eqx.filter_jit`.
 
     Args:
       tree: a pytree.
@@ -26,7 +26,7 @@ def shapes_of(tree: Any) -> Any:
 
 
 def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
-    """Says whether a leaf of what `shapes_of` returns is an argument of the program.
+    """Returns whether a leaf of the result of `shapes_of` is an argument of the program.
 
     Example:
       >>> is_shape(shapes_of(3.0)), is_shape(shapes_of("train"))
@@ -45,7 +45,7 @@ def _shape_of(leaf: Any) -> Any:
     if not (is_shape(leaf) or isinstance(leaf, _NUMBERS) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
         return leaf
     struct: Any = leaf if is_shape(leaf) else jax.eval_shape(lambda: leaf)
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, weak_type=struct.weak_type)  # wherever it is here
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, weak_type=struct.weak_type)  # without its placement here
 
 
 def _is_equinox(node: object) -> bool:

@@ -1,4 +1,4 @@
-"""The lines of Python that instructions come from, as the text of HLO has them."""
+"""The lines of Python from which instructions come, read from the text of HLO."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ class Frame:
     Attributes:
       file: its path.
       line: its number, from 1.
-      function: the qualified name of the function that it is in, "" if the text does not say it.
+      function: the qualified name of its function, "" if the text does not have it.
     """
 
     file: str
@@ -21,13 +21,13 @@ class Frame:
 
 
 class SourceLines:
-    """Finds the stack frame in the metadata of instructions, and gives numbers to the lines that older HLO names."""
+    """Finds stack frames in the metadata of instructions, and numbers the lines in older HLO, which has no frames."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, str], int] = {}
 
     def stack_frame(self, metadata: str) -> int | None:
-        """Returns the number of the stack frame that an instruction's metadata names, None if it does not.
+        """Returns the number of the stack frame in an instruction's metadata, None if there is none.
 
         Args:
           metadata: the text in braces.
@@ -39,7 +39,7 @@ class SourceLines:
         return self._numbers.setdefault((line[1], line[2]), -1 - len(self._numbers)) if line else None
 
     def frames(self) -> dict[int, tuple[Frame, None]]:
-        """Returns the lines by the numbers that they have been given, which are negative."""
+        """Returns the lines by the numbers assigned to them, which are negative."""
         return {number: (Frame(file, int(line), ""), None) for (file, line), number in self._numbers.items()}
 
 
@@ -47,7 +47,7 @@ def read_stack_frames(lines: Iterable[str]) -> dict[int, tuple[Frame, int | None
     """Returns the stack frames by number, each with the number of the one that called it.
 
     Args:
-      lines: the text's before its computations.
+      lines: the lines of the text before its computations.
 
     Example:
       >>> read_stack_frames('''FileNames
@@ -75,7 +75,7 @@ def read_stack_frames(lines: Iterable[str]) -> dict[int, tuple[Frame, int | None
             table = None
     files, functions, locations, frames = tables.values()
     parents = {number: _number("parent_frame_id", value) for number, value in frames.items()}
-    none = min(parents.values(), default=0)  # what an outermost frame has: 1, or where numbers are not one more, 0
+    none = min(parents.values(), default=0)  # the parent of an outermost frame: 1, or 0 if frames are numbered from 0
     return {
         number: (
             _frame(locations.get(_number("file_location_id", value), ""), files, functions),

@@ -1,6 +1,6 @@
-"""Which arrays a compiled program stores, read from its optimized HLO.
+"""The arrays that a compiled program stores, read from its optimized HLO.
 
-A fusion computes what is inside it without storing it, so only the instructions outside of fusions
+A fusion computes its contents without storing them, so only instructions outside of fusions
 have memory: those of the entry computation and of the loops, branches and calls that it runs.
 """
 
@@ -15,7 +15,7 @@ class StoredArray:
     """An array that an instruction of the optimized HLO leaves in memory.
 
     Attributes:
-      name: the instruction's, as the HLO has it.
+      name: the instruction's name in the HLO.
       opcode: the instruction's: "fusion", "custom-call"; "parameter" for an argument; "all-reduce"
         for the pair "all-reduce-start" and "all-reduce-done" too, and so on.
       dtype: XLA's name: "f16", "bf16", "f32", "s32", "pred".
@@ -33,7 +33,7 @@ class StoredArray:
 
     @property
     def n_bytes(self) -> int:
-        """How many bytes the array takes, padding not counted."""
+        """Bytes of the array, without padding."""
         return ArrayType(self.dtype, self.shape).n_bytes
 
 
@@ -41,14 +41,14 @@ def stored_arrays(hlo: str) -> tuple[StoredArray, ...]:
     """Returns the arrays that a program stores, one for each array of each instruction's result.
 
     Instructions that only pass arrays on (tuples, bitcasts, loops) are left out, and an asynchronous
-    operation is listed once. The sum of all says nothing: arrays that do not live at the same time
+    operation is listed once. The sum of all is not the memory in use, because arrays that are alive at different times
     share memory.
 
     Args:
       hlo: the text of a compiled program, `jax.jit(f).lower(...).compile().as_text()`.
 
     Raises:
-      ValueError: `hlo` is not the text of a whole HLO module.
+      ValueError: `hlo` is not a whole HLO module.
 
     Example:
       >>> arrays = stored_arrays('''
@@ -80,5 +80,5 @@ _HANDS_ON = RUNS_OTHERS | {"tuple", "get-tuple-element", "bitcast", "optimizatio
 def _stores(opcode: str, *, in_entry: bool) -> bool:
     if opcode == "parameter":
         return in_entry
-    # The type of a start names operands too, that of the end is the result's.
+    # The type of a start includes operands; that of the end is the result's.
     return opcode not in _HANDS_ON and not opcode.endswith(("-start", "-update"))

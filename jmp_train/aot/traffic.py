@@ -1,7 +1,7 @@
-"""How many bytes the kernels of a compiled program read and write.
+"""The bytes that the kernels of a compiled program read and write.
 
 A kernel is an instruction outside of fusions that computes something: a fusion, a call of a library, a copy, a
-reduction. It reads each array that it needs once, or only a part if all it does with it is to slice or to gather.
+reduction. It reads each of its arrays once, or only a part if it only slices or gathers from it.
 """
 
 from collections import defaultdict
@@ -22,9 +22,9 @@ class Access:
     """Bytes of one array that a kernel reads or writes.
 
     Attributes:
-      n_bytes: how many. Rows that are gathered or scattered count as if no two were the same.
-      least: how many of them at least, whatever the indices say: 0 of what is gathered or scattered, and of what is
-        passed to a custom call that is not one of XLA's products and convolutions.
+      n_bytes: number of bytes. Gathered or scattered rows count as if all were different.
+      least: the least number of bytes, whatever the indices: 0 for gathers, scatters and the arguments of
+        a custom call other than XLA's products and convolutions.
     """
 
     n_bytes: int
@@ -33,7 +33,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a kernel reads and writes. Of an array that it updates in place, it writes only what it updates.
+    """The reads and writes of a kernel. If it updates an array in place, it only writes the updated part.
 
     Attributes:
       reads: by array.
@@ -46,10 +46,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the results of instructions are; `tuple`, `bitcast` and the like only pass on where something is.
+    """The places of the results of instructions; `tuple`, `bitcast` and the like only pass places on.
 
     Attributes:
-      program: that the instructions are in.
+      program: the program of the instructions.
     """
 
     program: Program
@@ -57,10 +57,10 @@ class Places:
     _offsets: dict[str, list[int]] = field(default_factory=dict, repr=False)
 
     def of(self, name: str) -> tuple[Place, ...]:
-        """Returns where each array of an instruction's result is.
+        """Returns the places of the arrays of an instruction's result.
 
         Args:
-          name: the instruction's.
+          name: the name of the instruction.
         """
         if name not in self._known:
             self._known[name] = self._find(self.program.instructions[name])
@@ -87,10 +87,10 @@ class Places:
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Returns whether an instruction outside of fusions reads and writes memory, collective operations left out.
+    """Returns whether an instruction reads and writes memory; collective operations do not count.
 
     Args:
-      instruction: outside of fusions.
+      instruction: an instruction outside of fusions.
     """
     opcode = instruction.opcode
     if opcode in _NO_KERNELS or opcode.endswith(("-done", "-update")):
@@ -99,11 +99,11 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def traffic(kernel: Instruction, places: Places) -> Traffic:
-    """Returns what a kernel reads and writes.
+    """Returns the reads and writes of a kernel.
 
     Args:
       kernel: see `is_kernel`.
-      places: of the program that it is in.
+      places: the places of its program.
     """
     program = places.program
     body = _body(program, kernel)
@@ -120,14 +120,14 @@ def traffic(kernel: Instruction, places: Places) -> Traffic:
 
 @dataclass(frozen=True)
 class _Body:
-    """What a kernel does, whether it is a fusion or a single instruction.
+    """The contents of a kernel, a fusion or a single instruction.
 
     Attributes:
       inputs: the names of the parameters, or of the operands of a single instruction, in order.
-      uses: of each input: the instructions that use it, and as which operand, bitcasts being skipped.
-      results: what gives each array of the result, bitcasts being skipped, and the array's bytes, 0 of workspaces.
-      in_place: the names of those that update an input rather than make an array.
-      is_known: whether it is XLA's own or one of its products or convolutions, which read whatever they are passed.
+      uses: for each input, the instructions that use it and the number of the operand, skipping bitcasts.
+      results: for each array of the result, its instruction, skipping bitcasts, and its bytes, 0 for workspaces.
+      in_place: the names of instructions that update an input instead of making an array.
+      is_known: whether it is XLA's own, or one of its products or convolutions, which read all of their arguments.
     """
 
     inputs: tuple[str, ...]
@@ -162,9 +162,9 @@ def _body(program: Program, kernel: Instruction) -> _Body:
 
 
 def _results(kernel: Instruction, *, has_workspace: bool) -> tuple[int, ...]:
-    """Returns the bytes of the arrays of a kernel's result, 0 of a library's workspace."""
+    """Returns the bytes of the arrays of a kernel's result, 0 for a library's workspace."""
     type_ = kernel.type
-    if kernel.opcode.endswith("-start"):  # whose tuple has operands too
+    if kernel.opcode.endswith("-start"):  # its tuple includes operands
         type_ = tuple_types(type_)[:2][0 if kernel.opcode == "copy-start" else -1]
     arrays = array_types(type_)
     workspace = len(arrays) - 1 if has_workspace and arrays and arrays[-1].dtype in ("s8", "u8") else 0
@@ -172,7 +172,7 @@ def _results(kernel: Instruction, *, has_workspace: bool) -> tuple[int, ...]:
 
 
 def _read(program: Program, body: _Body, name: str, i: int) -> Access:
-    """Returns how much a kernel reads of an input, or of the i-th array of one that is a tuple."""
+    """Returns how much a kernel reads of an input, or of the i-th array of a tuple."""
     arrays = program.instructions[name].arrays
     whole = arrays[i].n_bytes
     accesses = [_used(program, body, user, position, whole) for user, position in body.uses[name]]
@@ -182,21 +182,21 @@ def _read(program: Program, body: _Body, name: str, i: int) -> Access:
 
 
 def _used(program: Program, body: _Body, user: Instruction, position: int, whole: int) -> Access:
-    """Returns how much one instruction reads of an operand that has so many bytes as a whole."""
+    """Returns how much one instruction reads of an operand with `whole` bytes."""
     if user.opcode in ("slice", "dynamic-slice") and position == 0:
         part = user.arrays[0].n_bytes
         return Access(part, part)
     if user.opcode == "gather" and position == 0:
         return Access(user.arrays[0].n_bytes, 0)
     if user.name in body.in_place and position < _n_updated(user):
-        # A scatter combines what is there with the updates.
+        # A scatter combines the old values with the updates.
         return Access(_updated_bytes(program, user) if user.opcode == "scatter" else 0, 0)
     part = _image_bytes(program, user, whole) if position == 0 and _reads_image(user) else whole
     return Access(part, part)
 
 
 def _written(program: Program, body: _Body, maker: Instruction, n_bytes: int) -> Access:
-    """Returns how much a kernel writes of a result of so many bytes."""
+    """Returns how much a kernel writes of a result with `n_bytes` bytes."""
     if maker.name in body.in_place:
         n_bytes = min(n_bytes, _updated_bytes(program, maker))
     is_certain = body.is_known and not (maker.name in body.in_place and maker.opcode == "scatter")
@@ -211,7 +211,7 @@ def _through_bitcasts(program: Program, name: str) -> str:
 
 
 def _n_updated(instruction: Instruction) -> int:
-    """Returns how many operands, the first ones, an instruction updates: a scatter has as many updates, and indices."""
+    """Returns the number of operands, the first ones, that an instruction updates; a scatter has as many updates."""
     return (len(instruction.operands) - 1) // 2 if instruction.opcode == "scatter" else 1
 
 
@@ -226,7 +226,7 @@ def _reads_image(instruction: Instruction) -> bool:
 
 
 def _image_bytes(program: Program, instruction: Instruction, whole: int) -> int:
-    """Returns how many bytes of its image a convolution reads, which skips some where strides are large."""
+    """Returns the bytes of its image that a convolution reads; large strides skip some."""
     shapes = convolution(program, instruction)
     assert shapes is not None
     positions = 1

@@ -1,4 +1,4 @@
-"""What the temporary arrays of a compiled train step are for."""
+"""The purposes of the temporary arrays of a compiled train step."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -18,11 +18,11 @@ Maker = tuple[Instruction, int]
 
 
 class Uses:
-    """Says what arrays are for.
+    """Finds the purpose of arrays.
 
     Args:
-      flow: the program's.
-      origins: the same program's.
+      flow: the data flow of the program.
+      origins: the origins of the same program.
       parameters: the numbers of the arguments that are the model's parameters.
     """
 
@@ -33,10 +33,10 @@ class Uses:
         self._copies: dict[Array, bool] = {}
 
     def kind(self, array: Array) -> str:
-        """Returns what an array is for, one of the constants of this module.
+        """Returns the purpose of an array, one of the constants of this module.
 
         Args:
-          array: a temporary one.
+          array: a temporary array.
         """
         readers = {direction for reader in self._flow.readers.get(array, ()) for direction in self._directions(reader)}
         if self._is_workspace(array):
@@ -48,16 +48,16 @@ class Uses:
         return GRADIENTS if self._is_gradient(array) else TEMPORARIES
 
     def makers(self, array: Array) -> Sequence[Maker]:
-        """Returns what writes an array, without what only fills it, with zeros for example, before others write it.
+        """Returns the instructions that write an array, without those that only fill it, for example with zeros.
 
         Args:
-          array: any.
+          array: any array.
         """
         makers = self._flow.makers.get(array, ())
         return [maker for maker in makers if self._sources(maker[0], array)] or makers
 
     def _sources(self, maker: Instruction, array: Array) -> list[Array]:
-        """Returns the arrays that a maker of one reads, without that itself and without single numbers."""
+        """Returns the arrays that a maker of an array reads, without the array itself and without single numbers."""
         return [other for other in self._flow.operands(maker) if other != array and self._size(other) > 1]
 
     def _size(self, array: Array) -> int:
@@ -83,7 +83,7 @@ class Uses:
         return any(self._origins.of(*maker).direction == "backward" for maker in self.makers(array))
 
     def _is_copy(self, array: Array) -> bool:
-        """Whether an array is computed from parameters alone, without a product."""
+        """Returns whether an array is computed only from parameters, without a product."""
         return self._follow(array, self._copies, self._is_parameter, _copies)
 
     def _is_parameter(self, array: Array) -> bool:
@@ -91,7 +91,7 @@ class Uses:
         return any(m.opcode == "parameter" and m.literal in self._parameters for m, _ in makers)
 
     def _is_gradient(self, array: Array) -> bool:
-        """Whether an array is what the backward pass leaves for what follows, or is computed from such ones alone."""
+        """Returns whether an array is a result of the backward pass, or computed only from such results."""
         return self._follow(array, self._gradients, self._is_left_by_backward, lambda _: True)
 
     def _is_left_by_backward(self, array: Array) -> bool:
@@ -106,10 +106,10 @@ class Uses:
         passes: Callable[[Instruction], bool],
         depth: int = 20,
     ) -> bool:
-        """Whether an array is a start, or all that its makers, which all have to pass, read are such ones."""
+        """Returns whether an array is a start, or all of its makers pass and read only such arrays."""
         if array in known or depth == 0:
             return known.get(array, False)
-        known[array] = False  # in a circle
+        known[array] = False  # for cycles
         makers = [maker for maker, _ in self.makers(array)]
         sources = [source for maker in makers for source in self._sources(maker, array)]
         known[array] = is_start(array) or (

@@ -16,7 +16,7 @@ from jmp_train.policies.optimizers import with_state_dtypes
 from jmp_train.runs import PhasePrecision, check_float64, is_schedule, phase_precisions, schedule_name
 
 _LARGEST = 2**31 - 1
-_MOST_PROCESSES = 1024  # and devices: each has threads of its own
+_MOST_PROCESSES = 1024  # also of devices, which have their own threads
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _StoreOnce(argparse.Action):
-    """Stores a value, of an option only once; which of two was meant nobody knows."""
+    """Stores the value of an option; raises an error if it is given twice, because either may be meant."""
 
     def __call__(
         self,
@@ -78,26 +78,26 @@ def precision_name(text: str) -> str:
 
 
 def precisions_without_device(name: str) -> tuple[PhasePrecision, ...]:
-    """Returns what `phase_precisions` does, without asking which device there is: that is for the training process.
+    """Returns the result of `phase_precisions`, without asking for the device, which the training process needs.
 
     Args:
-      name: of a policy or AMP mode, or of a schedule of them, in which "half" counts as float16.
+      name: a policy, an AMP mode, or a schedule of them; "half" counts as float16.
     """
     return phase_precisions(re.sub(r"\bhalf\b", "float16", name))
 
 
 def path(text: str) -> Path:
-    """Returns a path; an empty one would be the current folder."""
+    """Returns a path; refuses an empty one, which would be the current folder."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return Path(text)
 
 
 def _whole_number(least: int, most: int, wanted: str) -> Callable[[str], int]:
-    """Returns what reads a whole number in a range; `wanted` is the range as errors say it."""
+    """Returns a reader of integers in a range; `wanted` describes the range for error messages."""
 
     def read(text: str) -> int:
-        # Plain digits only: int() takes "1_000" and those of other scripts, too.
+        # Plain digits only: int() would also accept "1_000" and digits of other scripts.
         if not (text.isascii() and text.isdecimal()):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
         digits = text.lstrip("0") or "0"
@@ -117,14 +117,14 @@ few = _whole_number(1, _MOST_PROCESSES, "of at least 1")  # processes or devices
 
 
 def number(text: str) -> float:
-    """Returns a number that is written in plain digits."""
+    """Returns a number in plain digits."""
     if not re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return float(text)
 
 
 def _number_above_zero(most: float, wanted: str) -> Callable[[str], float]:
-    """Returns what reads a number above 0; `wanted` is the range as errors say it."""
+    """Returns a reader of numbers above 0; `wanted` describes the range for error messages."""
 
     def read(text: str) -> float:
         with contextlib.suppress(argparse.ArgumentTypeError):
@@ -140,7 +140,7 @@ above_zero = _number_above_zero(sys.float_info.max, "above 0")
 
 
 def state_dtype(text: str) -> str:
-    """Returns what says how arrays of an optimizer's state are kept, FIELD=DTYPE."""
+    """Returns a text FIELD=DTYPE, which sets the dtype of arrays of an optimizer's state."""
     field, equals, dtype = text.rpartition("=")
     if not (field and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=DTYPE, such as nu=bfloat16")
@@ -152,7 +152,7 @@ def state_dtype(text: str) -> str:
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], str]:
-    """Returns what reads one of these words.
+    """Returns a reader that accepts only the given words.
 
     Args:
       choices: the words.

@@ -1,4 +1,4 @@
-"""`jmp-train compare`: one task in several policies or AMP modes, each in a process of its own."""
+"""`jmp-train compare`: one task in several policies or AMP modes, each in its own process."""
 
 import argparse
 import dataclasses
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _PROCESS = Path(__file__).with_name("train_process.py")
 _WARNING = "jmp-train: warning: "
 _ERROR = "jmp-train: error: "
-_KEPT_LINES = 1000  # of what a process prints on standard error
-_READER_SECONDS = 5.0  # longer only if something that the process has started holds the pipe
+_KEPT_LINES = 1000  # of a process's standard error
+_READER_SECONDS = 5.0  # exceeded only if another process, started by the first, holds the pipe
 
 DEFAULT_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
 
@@ -48,13 +48,13 @@ class CompareOptions:
 
 
 class NotBegun(Failure):
-    """A run that failed before its data was there, whatever its policy."""
+    """A run that failed before its data were loaded, as it would under any policy."""
 
 
 def compare_command(args: argparse.Namespace) -> int:
-    """Trains under each name in a process of its own, so that time and memory are that name's.
+    """Trains under each name in its own process, so that time and memory are only those of that name.
 
-    Prints JSON, or else tables, and writes the report.
+    Prints JSON or tables, and writes the report.
     """
     from jmp_train.reports import explanations, print_speed_table, print_table, report, write_report
 
@@ -78,7 +78,7 @@ def compare_command(args: argparse.Namespace) -> int:
         for text in explanations(runs):
             print(text, file=log)
         problems = [f"{name}: {reason}" for name, reason in failures]
-        if args.out is not None and runs:  # an earlier report is not lost to a failure
+        if args.out is not None and runs:  # keeps an earlier report if all runs fail
             problems += list_written(*write_report(args.out, args.source.name, runs, failures), log)
     if problems:
         raise Failure("; ".join(problems))
@@ -86,11 +86,11 @@ def compare_command(args: argparse.Namespace) -> int:
 
 
 def _train_all(args: argparse.Namespace, names: Sequence[str], log: IO[str]) -> tuple[list[Run], list[tuple[str, str]]]:
-    """Returns the runs that ended well, and the name and the reason of each other one.
+    """Returns the runs that ended well, and the name and the reason of each failure.
 
     Raises:
       WrongCall: the first run found the call wrong, as all others would.
-      NotBegun: the first run could not begin, nor could the others.
+      NotBegun: the first run could not begin, as none of the others could.
     """
     from jmp_train.reports import display_on, explain_failure
 
@@ -110,12 +110,12 @@ def _train_all(args: argparse.Namespace, names: Sequence[str], log: IO[str]) -> 
 
 
 def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises an error if what a comparison is to write could not be written at its end."""
+    """Raises an error if the outputs of a comparison could not be written at its end."""
     if args.out is not None:
-        # Where HOME cannot be written to, matplotlib warns of its caches, which say nothing of the runs.
+        # If HOME is read-only, matplotlib warns of its caches, which does not concern the runs.
         logging.getLogger("matplotlib").setLevel(logging.ERROR)
         with extra_packages():
-            import matplotlib  # noqa: F401  # wanted at the end, and missed too late there
+            import matplotlib  # noqa: F401  # needed at the end, where its absence would be noticed too late
     if args.logdir is not None:
         with checking_the_call():
             for name in names:
@@ -153,7 +153,7 @@ def _run_in_process(args: argparse.Namespace, name: str, display: "LineDisplay")
 
 
 def _command(args: argparse.Namespace, name: str) -> list[str]:
-    """Returns the command of a run's process; -P keeps what is in the current folder from being imported."""
+    """Returns the command of a run's process; -P prevents imports from the current folder."""
     command = [sys.executable, "-P"]
     command += ["-E"] * sys.flags.ignore_environment + ["-s"] * sys.flags.no_user_site
     command += [str(_PROCESS), "train", args.task, "--policy", name, "--json"]
@@ -166,7 +166,7 @@ def _command(args: argparse.Namespace, name: str) -> list[str]:
 
 
 def _event(line: bytes) -> Event | None:
-    """Returns the event that a line is; None if it is not one, such as what a library prints."""
+    """Returns the event in a line; None if it has none, such as a line printed by a library."""
     try:
         return event_from_json(json.loads(line))
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -174,7 +174,7 @@ def _event(line: bytes) -> Event | None:
 
 
 def _pass_warnings_on(name: str, errors: str, others: Sequence[bytes]) -> None:
-    """Prints what is to be said of a run that ended well."""
+    """Prints the warnings of a run that ended well."""
     texts = [line.removeprefix(_WARNING) for line in errors.splitlines() if line.startswith(_WARNING)]
     if others:
         first = others[0].decode(errors="replace").strip()
@@ -184,10 +184,10 @@ def _pass_warnings_on(name: str, errors: str, others: Sequence[bytes]) -> None:
 
 
 def _reason(code: int | None, errors: str) -> str:
-    """Returns what the process says is why it failed; where it does not say, all that it printed goes to stderr."""
+    """Returns the reason of a failure from the process's error line; without one, its whole output goes to stderr."""
     lines = errors.rstrip().splitlines()
     first = len(lines) - 1
-    while first > 0 and lines[first].startswith("  "):  # below an error are files that it lists
+    while first > 0 and lines[first].startswith("  "):  # files that an error lists
         first -= 1
     if lines and lines[first].startswith(_ERROR):
         if os.environ.get(TRACEBACK):

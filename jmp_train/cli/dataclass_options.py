@@ -1,4 +1,4 @@
-"""Options of a command from a dataclass: each field is one, of the commands' own dataclasses and of a task's."""
+"""Options of a command from a dataclass, one per field, for the commands' own dataclasses and for those of tasks."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,7 @@ from jmp_train.cli.arguments import number, path
 from jmp_train.cli.errors import WrongCall
 
 T = TypeVar("T")
-Fields: Any = dataclasses.fields  # of any class that is one of options
+Fields: Any = dataclasses.fields  # of any options class
 
 _KINDS = "int, float, str, bool, Path, a Literal, and tuples of them"
 
@@ -27,13 +27,13 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), 
     `metadata` may also have argparse's "metavar" and "type".
 
     Args:
-      parser: of a command, or a group of it.
+      parser: the parser of a command, or a group of it.
       kind: the dataclass.
-      without: the fields that the command has already.
-      prefix: of the names under which a parser keeps the values.
+      without: fields that are already options of the command.
+      prefix: prefix of the names under which a parser keeps the values.
 
     Raises:
-      WrongCall: a field has a type that no option can have.
+      WrongCall: a field has an unsupported type.
     """
     try:
         helps, hints = _helps(kind), typing.get_type_hints(kind)
@@ -63,16 +63,16 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def read_options(kind: type[T], args: Namespace, *, without: Collection[str] = (), prefix: str = "") -> T:
-    """Returns the options that a call has, of those that `add_options` added.
+    """Returns the values of the options that `add_options` added.
 
     Args:
       kind: the dataclass.
-      args: what the parser read; fields that the call does not name have their defaults.
-      without: the fields that have no prefix, as they are the command's.
+      args: the parsed arguments; fields without an argument have their defaults.
+      without: fields without prefix, because they are options of the command.
       prefix: see `add_options`.
 
     Raises:
-      WrongCall: the dataclass refuses the values; or a field without a default is not named.
+      WrongCall: the dataclass refuses the values, or a field without a default has no argument.
     """
     names = [field.name for field in Fields(kind) if field.init]
     given = {name: getattr(args, name if name in without else prefix + name, None) for name in names}
@@ -84,11 +84,11 @@ def read_options(kind: type[T], args: Namespace, *, without: Collection[str] = (
 
 
 def as_arguments(kind: type[Any], args: Namespace, *, without: Collection[str] = (), prefix: str = "") -> list[str]:
-    """Returns the arguments from which a parser reads the same options.
+    """Returns arguments that a parser reads as the same options.
 
     Args:
       kind: the dataclass.
-      args: what the parser read; defaults are left out.
+      args: the parsed arguments; defaults are left out.
       without: the fields to leave out.
       prefix: see `add_options`.
 
@@ -111,12 +111,12 @@ def as_arguments(kind: type[Any], args: Namespace, *, without: Collection[str] =
         elif isinstance(value, list | tuple):
             arguments += [flag(field.name), *map(str, value)]
         else:
-            arguments.append(f"{flag(field.name)}={value}")  # a value may begin with a dash
+            arguments.append(f"{flag(field.name)}={value}")  # joined, because a value may begin with a dash
     return arguments
 
 
 def flag(name: str) -> str:
-    """Returns the option of a field.
+    """Returns the option for a field.
 
     Example:
       >>> flag("batch_size")

@@ -1,4 +1,4 @@
-"""`jmp-train diagnose`: what half precision does to each operation of a step of a task, or of a script of one's own."""
+"""`jmp-train diagnose`: shows how half precision affects each operation of a step of a task or a user's script."""
 
 import argparse
 import dataclasses
@@ -28,10 +28,10 @@ class DiagnoseOptions:
     """Options of `jmp-train diagnose`.
 
     Attributes:
-      checkpoint_dir: the state of the run's last checkpoint
-      after: train so many steps before; default: 0, or up to the capsule's
-      capsule: the batch of a skipped step, and its state, see train --capsules
-      steps: run so many steps on the batch
+      checkpoint_dir: take the state from the run's last checkpoint
+      after: train N steps first; default: 0, or up to the capsule's step
+      capsule: take batch and state from a skipped step, see train --capsules
+      steps: run N steps on the batch
       out: write diagnosis.html and .json
     """
 
@@ -43,7 +43,7 @@ class DiagnoseOptions:
 
 
 def diagnose_command(args: argparse.Namespace) -> int:
-    """Diagnoses a step of a task or a function's, prints what is found, and returns the exit code."""
+    """Diagnoses a step of a task or of a function, prints the findings, and returns the exit code."""
     source: TaskSource = args.source
     with checked_outputs(as_json=args.json, folders={"--out": args.out}) as output:
         if source.takes_policy:
@@ -85,7 +85,7 @@ def _diagnose_function(args: argparse.Namespace, made: tuple[Any, ...], output: 
 
 
 def _moment(args: argparse.Namespace, name: str) -> tuple[PreparedRun, TrainState, Any]:
-    """Returns the run, and the state and the batch to be diagnosed."""
+    """Returns the run, and the state and the batch to diagnose."""
     with checking_the_call():
         prepared, state = load_job(args, name).prepare(name, with_metadata=args.checkpoint_dir is not None)
         total = math.inf if prepared.length.total is None else prepared.length.total
@@ -107,12 +107,12 @@ def _moment(args: argparse.Namespace, name: str) -> tuple[PreparedRun, TrainStat
 
 
 def saved_state(args: argparse.Namespace, prepared: PreparedRun, state: TrainState) -> Saved:
-    """Returns where a run is: after its last checkpoint, if a folder is named.
+    """Returns the position of a run: after its last checkpoint if a folder is given, otherwise at its start.
 
     Args:
-      args: what the parser read.
+      args: the parsed arguments.
       prepared: the run.
-      state: its first.
+      state: its first state.
 
     Raises:
       WrongCall: there is no checkpoint, or it is of another run.

@@ -1,4 +1,4 @@
-"""`jmp-train`: train a task in one policy or AMP mode, compare several, diagnose, tune, plan, launch several processes.
+"""`jmp-train`: train a task in one policy or AMP mode, compare several, diagnose, tune, plan, launch processes.
 
 Exit codes and errors are those of `jmp_train.cli.errors`.
 """
@@ -43,7 +43,7 @@ from jmp_train.runs import MODE_CHOICES, SCHEDULE_FORM
 from jmp_train.tasks import TASK_FORMS, TASK_NAMES, find_task, is_task_text
 
 _DEFAULT_TASK = "digits"
-_VALUES: dict[Any, float] = {0: 0, "+": math.inf}  # of an option, by its nargs
+_VALUES: dict[Any, float] = {0: 0, "+": math.inf}  # number of values of an option, by its nargs
 _TASK_HELP = f"{', '.join(TASK_NAMES)}; {TASK_FORMS}; default: {_DEFAULT_TASK}; TASK --help shows its own options"
 _SCHEDULES = (
     f"{SCHEDULE_FORM} for a schedule, as mixed_float16,0.9:float32 trains the last tenth of the steps in float32"
@@ -77,8 +77,8 @@ class LaunchOptions:
     Attributes:
       devices_per_process: default: 1
       logdir: write DIR/rank_0.log and so on
-      restarts: restart all after a failure, so many times
-      exit_timeout: stop processes that run on so long after the first has ended well; default: never
+      restarts: restart all processes after a failure, up to N times
+      exit_timeout: stop processes that still run this long after the first has ended well; default: never
     """
 
     devices_per_process: int = option(few, default=1)
@@ -104,12 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return args.run(args)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - whatever it is, its user gets a line
+    except Exception as error:  # noqa: BLE001 - of any kind, because the user gets one line
         return INTERRUPTED if is_of_interrupt(error) else report_error(error, arguments)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Returns the parser of a call, whose task has options of its own."""
+    """Returns the parser of a call, with the options of its task."""
     parser = Parser(prog="jmp-train", description="Mixed-precision training in JAX.")
     parser.add_argument("--version", action="version", version=f"jmp-train {__version__}")
     parser.set_defaults(run=_no_command)
@@ -145,7 +145,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_names(parser: argparse.ArgumentParser, helps: Mapping[str, str], **said: Any) -> None:
-    """Adds options of policies and of modes, of which a call has one; either takes names of the other kind, too."""
+    """Adds options for policies and for modes. A call has one of them; either also takes names of the other kind."""
     exclusive = parser.add_mutually_exclusive_group()
     for name, text in helps.items():
         exclusive.add_argument(name, metavar="NAME", help=text, **said)
@@ -173,10 +173,10 @@ def _add_task(arguments: Sequence[str], command: argparse.ArgumentParser) -> Non
 
 
 def _task_in(arguments: Sequence[str], command: argparse.ArgumentParser) -> str | None:
-    """Returns the argument that is the task; None if there is none.
+    """Returns the argument that names the task; None if there is none.
 
-    It is not yet known which options the task adds, and whether these take values. So it is the first argument of a
-    task's form that is not a value of one of the command's own options; or the first argument of all.
+    The options of the task are not known yet, nor whether they take values. So the task is the first argument in a
+    task's form that is not a value of one of the command's own options, or the first argument of all.
     """
     actions = {name: action for action in command._actions for name in action.option_strings}
     left: float = 0
@@ -195,9 +195,9 @@ def _task_in(arguments: Sequence[str], command: argparse.ArgumentParser) -> str 
 
 
 def _start_jax(arguments: Sequence[str]) -> None:
-    """Sets what jax has to know before a user's file may use it."""
+    """Sets options of jax that must be set before a user's file may use it."""
     if arguments[0] == "plan":
-        jax.config.update("jax_platforms", "cpu")  # so that a GPU is free for what is measured
+        jax.config.update("jax_platforms", "cpu")  # so that a GPU stays free for measurements
         return
     turn_ynn_fusion_off()
     if arguments[0] == "train" and os.environ.get("JAX_NUM_PROCESSES", "1") != "1":
@@ -206,7 +206,7 @@ def _start_jax(arguments: Sequence[str]) -> None:
         initialize()
         return
     found = re.search(r"(?<!\S)--devices[ =](\d{1,4})(?!\S)", " ".join(arguments))
-    with contextlib.suppress(argparse.ArgumentTypeError):  # the parser says so
+    with contextlib.suppress(argparse.ArgumentTypeError):  # the parser reports it
         provide_cpu_devices(few(found[1]) if found else 1)
 
 

@@ -12,7 +12,7 @@ from jmp_train.tasks import FileError
 RUN_FAILED = 1
 CALL_IS_WRONG = 2
 PROBLEMS_FOUND = 3
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
+INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 TRACEBACK = "JMP_TRAIN_TRACEBACK"
 EXIT_CODES = (
@@ -23,20 +23,20 @@ EXIT_CODES = (
     f"An error is one line; {TRACEBACK}=1 in the environment shows where it was raised."
 )
 
-_LONGEST = 200  # characters of an argument that an error repeats; most paths are shorter
+_LONGEST = 200  # characters of an argument in an error; most paths are shorter
 
 
 class Failure(Exception):
-    """A run that did not end well; its text is the line that the user sees."""
+    """A run that did not end well; the message is the line for the user."""
 
 
 class WrongCall(Exception):
-    """A call that cannot be run as it is; its text is the line that the user sees."""
+    """A call that cannot run as given; the message is the line for the user."""
 
 
 @contextlib.contextmanager
 def checking_the_call() -> Iterator[None]:
-    """Makes an error of what a call names a `WrongCall`: options, files and tasks, all checked before a run.
+    """Turns errors about options, files and tasks, which are checked before a run, into a `WrongCall`.
 
     Example:
       >>> with checking_the_call():
@@ -52,11 +52,11 @@ def checking_the_call() -> Iterator[None]:
 
 
 def report_error(error: Exception, arguments: Sequence[str]) -> int:
-    """Prints what went wrong and returns the exit code.
+    """Prints an error and returns the exit code.
 
     Args:
-      error: what a command raised.
-      arguments: the call's, of which the line repeats no more than their beginnings.
+      error: the error of a command.
+      arguments: the arguments of the call; the line shortens long ones.
     """
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
@@ -65,9 +65,9 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def is_of_interrupt(error: Exception) -> bool:
-    """Returns whether an error is what Ctrl-C became in an extension module that was being imported.
+    """Returns whether an error came from Ctrl-C in an extension module during its import.
 
-    Other errors after Ctrl-C are of what had to be tidied up, and are to be seen.
+    Other errors after Ctrl-C come from cleaning up, and are reported.
     """
     cause: BaseException | None = error if isinstance(error, ImportError) else None
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
@@ -79,8 +79,8 @@ def one_line(text: str, arguments: Sequence[str] = ()) -> str:
     r"""Returns a text without control characters, and with long arguments shortened.
 
     Args:
-      text: lines below the first are kept if they are indented by two spaces, as lists of files are.
-      arguments: what the text may repeat.
+      text: the text; lines below the first are kept if they are indented by two spaces, as in lists of files.
+      arguments: arguments to shorten in the text.
 
     Example:
       >>> one_line("file is\n\x1b[31mno folder")
@@ -90,7 +90,7 @@ def one_line(text: str, arguments: Sequence[str] = ()) -> str:
     """
     given = [part for text in arguments for part in (text, text.partition("=")[2])]
     for argument in sorted(given, key=len, reverse=True):
-        # As it is, and as repr has it.
+        # In plain form and as in repr.
         for form in (argument, repr(argument)[1:-1]):
             short = form if len(argument) <= _LONGEST else f"{form[: _LONGEST - 1]}…"
             if short != form or not form.isprintable():
@@ -103,7 +103,7 @@ def _escaped(text: str) -> str:
 
 
 def _text(error: Exception) -> str:
-    """Returns what an error says, and of one that no command expects its type and its first line."""
+    """Returns an error's message; for an unexpected error its type and the first line of its message."""
     match error:
         case ModuleNotFoundError():
             return remedy(error.name)

@@ -1,4 +1,4 @@
-"""What a call says of a job: its task, with the task's own options, and the settings of the run."""
+"""The job of a call: its task with the task's own options, and the settings of the run."""
 
 import argparse
 import dataclasses
@@ -18,20 +18,20 @@ from jmp_train.tasks import TaskSource, errors_of_file
 
 OF_RUNS = frozenset(
     field.name for field in dataclasses.fields(RunOptions)
-)  # a task's options of these names are theirs
-_LEFT_TO_TASKS = frozenset({"learning_rate", "batch_size"})  # by the settings of a run, where a task has such an option
+)  # options of a task with these names are shared with the run
+_LEFT_TO_TASKS = frozenset({"learning_rate", "batch_size"})  # not set in the settings of a run if a task has them
 _OF_SETTINGS = OF_RUNS & {field.name for field in dataclasses.fields(RunSettings)} - {"rules"}
-OF_TASK = "task."  # before the names of a task's other options, which may be called as anything else that is parsed
+OF_TASK = "task."  # prefix of a task's other options, whose names may clash with other parsed names
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A task and how it is run.
+    """A task and the settings of its run.
 
     Attributes:
-      source: where the task is from.
-      task: with its data loaded.
-      settings: of the run.
+      source: the source of the task.
+      task: the task, with its data loaded.
+      settings: the settings of the run.
     """
 
     source: TaskSource
@@ -39,7 +39,7 @@ class Job:
     settings: RunSettings
 
     def prepare(self, policy: str, **options: Any) -> tuple[PreparedRun, TrainState]:
-        """Returns what `prepare_run` does, with errors of a user's file as a line."""
+        """Returns the result of `prepare_run`, with errors of a user's file as one line."""
         with errors_of_file(self.source.file):
             return prepare_run(self.task, policy, self.settings, **options)
 
@@ -48,12 +48,12 @@ def load_job(args: argparse.Namespace, name: str | None = None) -> Job:
     """Returns the job of a call.
 
     Args:
-      args: what the parser read: `source`, the `options` of the command, and all of their fields.
-      name: of the policy, mode or schedule, which has to take the rules and few bits of the call; None if the command
-        has no options of these.
+      args: the parsed arguments: `source`, the `options` of the command, and all of their fields.
+      name: a policy, mode or schedule, which must accept the rules and few bits of the call; None if the command
+        has no such options.
 
     Raises:
-      WrongCall: the options do not suit the task, or the policy or mode.
+      WrongCall: the options do not fit the task, or the policy or mode.
       FileError: the user's file fails.
     """
     source: TaskSource = args.source
@@ -69,10 +69,10 @@ def load_job(args: argparse.Namespace, name: str | None = None) -> Job:
 
 
 def read_task_options(args: argparse.Namespace) -> Any:
-    """Returns the task's own options; None if it has none. Those that are the command's, too, have its values.
+    """Returns the task's own options, with the command's values for shared ones; None if it has none.
 
     Args:
-      args: what the parser read.
+      args: the parsed arguments.
     """
     source: TaskSource = args.source
     if source.options is None:
@@ -82,11 +82,11 @@ def read_task_options(args: argparse.Namespace) -> Any:
 
 
 def run_settings(args: argparse.Namespace, options: Any, task: Task) -> RunSettings:
-    """Returns the settings of a run, but for its rules and few bits.
+    """Returns the settings of a run, without its rules and few bits.
 
     Args:
-      args: what the parser read.
-      options: the task's own, whose defaults are the run's.
+      args: the parsed arguments.
+      options: the task's own options, whose defaults are the run's.
       task: the task.
     """
     own = {} if options is None else {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
@@ -100,10 +100,10 @@ def run_settings(args: argparse.Namespace, options: Any, task: Task) -> RunSetti
 
 
 def identity_of(source: TaskSource, options: Any) -> dict[str, Any]:
-    """Returns what checkpoints say of a task: its options by their names, but for those that are the run's.
+    """Returns the identity of a task in checkpoints: its options by name, except those of the run.
 
     Args:
-      source: where the task is from.
+      source: the source of the task.
       options: a dataclass; None if the task has none.
     """
     said: dict[str, Any] = {}

@@ -20,12 +20,12 @@ DEFAULT_POLICY = "autocast_float16"
 def option(
     reader: Callable[[str], Any], metavar: str | tuple[str, ...] | None = None, *, default: Any = None, **said: Any
 ) -> Any:
-    """Returns a field that is an option; see `add_options`.
+    """Returns a dataclass field for an option; see `add_options`.
 
     Args:
       reader: reads the value, or each of several.
-      metavar: stands for the value in the help; None for that of the field's type.
-      default: of the field.
+      metavar: the value's name in the help; None for that of the field's type.
+      default: the field's default.
       **said: "help", if it is not in the docstring.
     """
     shown = {} if metavar is None else {"metavar": metavar}
@@ -34,12 +34,12 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class PlannedOptions:
-    """What commands say of the devices of a run.
+    """Options about the devices of a run.
 
     Attributes:
-      devices: shard each batch over N devices, or cut the graph of tasks whose graph can be cut; default: 1
+      devices: shard each batch over N devices, or split the graph of tasks that support it; default: 1
       accumulate_steps: average the gradients of N parts of each batch, one after the other; default: 1
-      train_size: only the first N training examples, for tasks of arrays
+      train_size: use only the first N training examples, for tasks of arrays
     """
 
     devices: int | None = option(few)
@@ -49,13 +49,13 @@ class PlannedOptions:
 
 @dataclasses.dataclass(frozen=True)
 class BatchOptions(PlannedOptions):
-    """What commands say of the batches of a run.
+    """Options about the batches of a run.
 
     Attributes:
       epochs: passes over the training data; default: the task's
       batch_size: examples per step, for tasks of arrays; default: the task's
-      seed: of parameters, dropout and the order of arrays; default: 0
-      learning_rate: the largest learning rate, default: the task's; unless the task has an option of that name,
+      seed: seed of parameters, dropout and the order of arrays; default: 0
+      learning_rate: the largest learning rate; default: the task's. Unless the task has an option of that name,
         the updates are scaled
     """
 
@@ -67,12 +67,12 @@ class BatchOptions(PlannedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class SetupOptions(BatchOptions):
-    """What commands say of the precision of a run.
+    """Options about the precision of a run.
 
     Attributes:
-      growth_interval: steps without overflow until a dynamic loss scale grows; default: 2000, naive 1000
+      growth_interval: steps without overflow before a dynamic loss scale grows; default: 2000, naive 1000
       rules: autocast by the rules in FILE; default: those of the policy or mode
-      state_dtypes: keep fields of the optimizer's state in few bits, such as nu=bfloat16, or mu=int8 nu=uint8
+      state_dtypes: store fields of the optimizer's state in few bits, such as nu=bfloat16, or mu=int8 nu=uint8
       parameters: see below.
       fp8: see below.
     """
@@ -94,12 +94,12 @@ class SetupOptions(BatchOptions):
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions(SetupOptions):
-    """What commands say of a whole run.
+    """Options about a whole run.
 
     Attributes:
       steps: train N steps in place of epochs
-      logdir: write DIR/NAME for TensorBoard, and lines
-      watch: count lost updates and vanishing gradients in every step
+      logdir: write logs to DIR/NAME, for TensorBoard and as JSON lines
+      watch: count lost updates and underflowing gradients in every step
     """
 
     steps: int | None = option(positive)
@@ -108,18 +108,18 @@ class RunOptions(SetupOptions):
 
 
 def turn_ynn_fusion_off() -> None:
-    """Keeps XLA from a fusion that leaves bfloat16 results unwritten on CPUs (jaxlib 0.11, 0.12)."""
+    """Disables a fusion in XLA that leaves bfloat16 results unwritten on CPUs (jaxlib 0.11, 0.12)."""
     flags = os.environ.get("XLA_FLAGS", "")
     if FUSION_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {FUSION_FLAG}".strip()
 
 
 def provide_cpu_devices(count: int) -> None:
-    """Lets jax, which has not started yet, split a CPU into that many devices; accelerators stay as they are."""
+    """Splits a CPU into this many devices, before jax starts; accelerators stay as they are."""
     if count == 1:
         return
     given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     if given < count:
-        with contextlib.suppress(RuntimeError):  # jax has started, and has the devices that it has
+        with contextlib.suppress(RuntimeError):  # jax has started, and its devices are fixed
             jax.config.update("jax_num_cpu_devices", count)
     os.environ.setdefault("NPROC", str(threads_for(count)))

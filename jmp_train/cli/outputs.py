@@ -1,4 +1,4 @@
-"""What commands write: JSON on standard output, files and folders that are checked before a run."""
+"""Outputs of commands: JSON on standard output, and files and folders that are checked before a run."""
 
 import contextlib
 import sys
@@ -17,14 +17,14 @@ _NONE: Mapping[str, Path | None] = {}
 def checked_outputs(
     *, as_json: bool, folders: Mapping[str, Path | None] = _NONE, files: Mapping[str, Path | None] = _NONE
 ) -> Iterator[Output | None]:
-    """Checks that outputs can be written, and provides what `--json` prints on, None without it.
+    """Checks that outputs can be written, and yields the output for `--json`, or None without it.
 
-    Folders that are made for them are removed if they are empty in the end.
+    Folders created for the outputs are removed if they are empty at the end.
 
     Args:
-      as_json: whether `--json` is given.
-      folders: by their options; None for those that the call does not name.
-      files: likewise. They may be there, are not touched, and will be written by an atomic write.
+      as_json: True if `--json` is given.
+      folders: folders by option; None for options not given.
+      files: files, likewise. Existing ones are not touched, and are later replaced by an atomic write.
     """
     made: list[Path] = []
     try:
@@ -44,12 +44,12 @@ def show(
     as_json: Callable[[], str],
     write: Callable[[], tuple[list[Path], list[str]]],
 ) -> int:
-    """Prints what a command found, writes its files, and returns `RUN_FAILED` if its JSON was lost, otherwise 0.
+    """Prints a command's findings, writes its files, and returns `RUN_FAILED` if its JSON was lost, otherwise 0.
 
     Args:
       output: see `checked_outputs`.
-      text: what people see.
-      as_json: returns the same as JSON.
+      text: the findings as text.
+      as_json: returns the findings as JSON.
       write: writes the files, and returns them, and a line for each that could not be written.
 
     Raises:
@@ -65,7 +65,7 @@ def show(
 
 
 def list_written(written: Iterable[Path], unwritten: list[str], log: IO[str]) -> list[str]:
-    """Prints which files were written, and returns the lines about the others."""
+    """Prints the names of the written files, and returns the lines about the others."""
     for path in written:
         print(f"wrote {path}", file=log)
     return unwritten
@@ -77,10 +77,10 @@ def exit_code(output: Output | None) -> int:
 
 
 def make_writable(option: str, directory: Path | None) -> list[Path]:
-    """Makes a folder, and returns those that were not there, the inmost first.
+    """Creates a folder, and returns the folders that did not exist, the innermost first.
 
     Args:
-      option: what a `WrongCall` names if nothing can be written there.
+      option: the option that a `WrongCall` names if nothing can be written there.
       directory: the folder; None for none.
     """
     if directory is None:
@@ -96,7 +96,7 @@ def make_writable(option: str, directory: Path | None) -> list[Path]:
 
 
 def _check_file(option: str, file: Path | None) -> list[Path]:
-    """Makes the folder of a file, and returns what `make_writable` does."""
+    """Creates the folder of a file, and returns the result of `make_writable`."""
     if file is None:
         return []
     made: list[Path] = []
@@ -104,7 +104,7 @@ def _check_file(option: str, file: Path | None) -> list[Path]:
         if file.exists() and not file.is_file():
             raise WrongCall(f"{option} {file} is not a regular file")
         made = make_writable(option, file.parent)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}."):  # whose name may be too long
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}."):  # the name may be too long
             pass
     except OSError as error:
         _remove_empty(made)
@@ -114,5 +114,5 @@ def _check_file(option: str, file: Path | None) -> list[Path]:
 
 def _remove_empty(folders: Iterable[Path]) -> None:
     for folder in folders:
-        with contextlib.suppress(OSError):  # something is in it by now
+        with contextlib.suppress(OSError):  # it is no longer empty
             folder.rmdir()

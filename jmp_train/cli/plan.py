@@ -1,4 +1,4 @@
-"""`jmp-train plan`: what a step would need on GPUs that need not be there."""
+"""`jmp-train plan`: computes what a step would need on GPUs, which this machine need not have."""
 
 import argparse
 import dataclasses
@@ -31,17 +31,17 @@ class PlanOptions:
 
     Attributes:
       gpus: see below.
-      gpu_file: GPUs of your own, a TOML file
-      shardings: how several devices hold the state: replicated, zero1 or fsdp; default: replicated
-      batch_size: over all devices; default: the task's
-      memory_fraction: of a GPU's memory that jax takes; default: 0.75, as jax's
+      gpu_file: read your own GPUs from a TOML file
+      shardings: how several devices store the state: replicated, zero1 or fsdp; default: replicated
+      batch_size: examples over all devices; default: the task's
+      memory_fraction: fraction of a GPU's memory that jax takes; default: 0.75, as in jax
       no_largest: do not search for the largest batch that fits
-      remedies: compile what could help, also where the step fits
+      remedies: compile possible remedies, even if the step fits
       buffers: print the N largest buffers at the peak
-      page: write the report in FILE, an HTML page
-      measure: run the step on the GPU that is here, beside the plan
+      page: write the report to FILE, an HTML page
+      measure: also run the step on this machine's GPU
       install: install XLA's compiler for CUDA, once, about 600 MB
-      cuda: of --install; 13 has no V100; default: 12
+      cuda: CUDA version for --install; 13 has no V100; default: 12
     """
 
     gpus: tuple[str, ...] = option(str, "NAME", default=(), help=f"default: {' '.join(PLANNED_GPUS)}")
@@ -59,7 +59,7 @@ class PlanOptions:
 
 
 def plan_command(args: argparse.Namespace) -> int:
-    """Plans a task or a script's step, prints and writes what is found, and returns the exit code."""
+    """Plans a task's or a script's step, prints and writes the plan, and returns the exit code."""
     if args.install:
         return _install(args)
     from jmp_train.aot import INSTALL, PluginError
@@ -126,7 +126,7 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
 
 @contextmanager
 def _errors_while_planning(source: TaskSource) -> Iterator[None]:
-    """Has errors of the compiler name the user's file."""
+    """Names the user's file in errors of the compiler."""
     from jmp_train.aot import ExportError
 
     try:
@@ -147,11 +147,11 @@ def _plan_of_task(args: argparse.Namespace, task: Task, settings: RunSettings, o
         )
     with checking_the_call(), errors_of_file(args.source.file):
         own = rows_of(batch_shapes(task, None)) if callable(task.train) else task.batch_size
-    resizes = own is not None and not has_shared(task)  # a whole graph is as large with any batch
+    resizes = own is not None and not has_shared(task)  # the size of a whole graph does not depend on the batch
     batch_size = args.batch_size or own
     if batch_size is None and not callable(task.train):
         batch_size = count_examples(task.train)
-    if task.shards_shared and batch_size is not None:  # any number of labels is spread over all devices
+    if task.shards_shared and batch_size is not None:  # any number of labels can be split over the devices
         batch_size = max(batch_size - batch_size % settings.devices, settings.devices)
 
     def make(policy: str) -> Any:
@@ -168,7 +168,7 @@ def _plan_of_task(args: argparse.Namespace, task: Task, settings: RunSettings, o
 
 
 def _task_options(args: argparse.Namespace) -> Any:
-    """Returns the options of the task, whose data need not be there: only its shapes count."""
+    """Returns the options of the task, for its shapes only, so its data need not exist."""
     names = {field.name for field in dataclasses.fields(args.source.options)} if args.source.options else set()
     if {"synthetic", "data_dir"} <= names and getattr(args, f"{OF_TASK}data_dir") is None:
         setattr(args, f"{OF_TASK}synthetic", True)

@@ -1,4 +1,4 @@
-"""The options `--rules`, `--state-dtypes`, `--parameters` and `--fp8`: which policies and modes take them."""
+"""Reads the options `--rules`, `--state-dtypes`, `--parameters` and `--fp8`, and checks who accepts them."""
 
 import argparse
 from collections import Counter
@@ -13,14 +13,14 @@ _AUTOCASTING = "autocast_bfloat16 and autocast_float16 do"
 
 
 def read_rules(args: argparse.Namespace, names: Sequence[str]) -> RulesFile | None:
-    """Returns the rules of autocast that a call names; None if it names none.
+    """Returns the autocast rules of a call; None if it has none.
 
     Args:
-      args: what the parser read.
-      names: of the policies, modes and schedules of the call, of which those that autocast take the rules.
+      args: the parsed arguments.
+      names: the policies, modes and schedules of the call; those that autocast take the rules.
 
     Raises:
-      WrongCall: none of them autocasts, or the file is missing or is none of rules.
+      WrongCall: none of them autocasts, or the file is missing or has no rules.
     """
     file = args.rules
     if file is None:
@@ -37,23 +37,23 @@ def read_rules(args: argparse.Namespace, names: Sequence[str]) -> RulesFile | No
 
 
 def takes_rules(name: str) -> bool:
-    """Returns whether a policy or mode autocasts, or one of a schedule.
+    """Returns whether a policy or mode, or one in a schedule, autocasts.
 
     Args:
-      name: of it.
+      name: the policy, mode or schedule.
     """
     return any(autocasts(phase.precision) for phase in precisions_without_device(name))
 
 
 def read_few_bits(args: argparse.Namespace, names: Sequence[str]) -> FewBits:
-    """Returns what a call says of few bits.
+    """Returns the few-bits options of a call.
 
     Args:
-      args: what the parser read.
-      names: of the policies, modes and schedules of the call, one of which has to take each option.
+      args: the parsed arguments.
+      names: the policies, modes and schedules of the call; each option must apply to one of them.
 
     Raises:
-      WrongCall: none takes it.
+      WrongCall: an option applies to none of them.
     """
     few_bits = FewBits(tuple(args.state_dtypes), args.parameters, args.fp8)
     fields = Counter(text.rpartition("=")[0] for text in few_bits.state_dtypes)
@@ -77,11 +77,11 @@ def read_few_bits(args: argparse.Namespace, names: Sequence[str]) -> FewBits:
 
 
 def few_bits_taken(few_bits: FewBits, name: str) -> FewBits:
-    """Returns what a policy or mode takes of what a call says, of a schedule what one of its phases does.
+    """Returns the few-bits options that apply to a policy or mode, or to a phase of a schedule.
 
     Args:
-      few_bits: what the call says.
-      name: of it.
+      few_bits: the options of the call.
+      name: the policy, mode or schedule.
     """
     parts = [few_bits.for_precision(phase.precision) for phase in precisions_without_device(name)]
     return FewBits(

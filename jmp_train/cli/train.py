@@ -42,9 +42,9 @@ class TrainOptions:
 
     Attributes:
       checkpoint_dir: save the run in DIR
-      checkpoint_every: default: once an epoch
-      resume: go on from DIR's last checkpoint, if it has one
-      capsules: write the last skipped steps in DIR, to replay them
+      checkpoint_every: steps between checkpoints; default: once per epoch
+      resume: resume from DIR's last checkpoint, if it has one
+      capsules: write the last skipped steps to DIR, to replay them
     """
 
     checkpoint_dir: Path | None = option(path, "DIR")
@@ -54,7 +54,7 @@ class TrainOptions:
 
 
 def train_command(args: argparse.Namespace) -> int:
-    """Trains a task under one name, prints what it reports, and returns the exit code."""
+    """Trains a task under one name, prints its reports, and returns the exit code."""
     from jmp_train.reports import display_on, note_outputs, note_phases, note_rules, print_table
 
     name = args.name or DEFAULT_POLICY
@@ -67,7 +67,7 @@ def train_command(args: argparse.Namespace) -> int:
             prepared, state = job.prepare(
                 name, watch=WATCHES if args.watch else (), with_metadata=args.checkpoint_dir is not None
             )
-            # Several processes would have to agree on when they stop.
+            # Several processes would have to agree when to stop.
             can_stop = args.checkpoint_dir is not None and jax.process_count() == 1
             signals = stack.enter_context(_signals_noted(can_stop))
             saving = _saving(args, stack, signals)
@@ -84,7 +84,7 @@ def train_command(args: argparse.Namespace) -> int:
             nonlocal log, has_begun
             has_begun = has_begun or isinstance(event, Compiled)
             if args.logdir is not None and is_main and not isinstance(event, Planned):
-                # Not before a run that goes on is known to be the one that its checkpoints are of.
+                # Not before the checkpoints of a resumed run are known to be its own.
                 log = log or stack.enter_context(RunLog(args.logdir / name))
                 log.write(event)
             if events is not None and is_main:
@@ -128,18 +128,18 @@ def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> S
 
 @contextmanager
 def _signals_noted(wanted: bool) -> Iterator[list[int]]:
-    """Notes SIGTERM, SIGINT and SIGHUP, so that the run can save; a second one interrupts."""
+    """Records SIGTERM, SIGINT and SIGHUP, so that the run can save; a second one interrupts."""
     received: list[int] = []
-    hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
+    hang_up = getattr(signal, "SIGHUP", None)  # None on Windows
 
     def note(number: int, frame: FrameType | None) -> None:
-        # When a terminal is closed, both it and its shell may say so.
+        # When a terminal is closed, both it and its shell may send one.
         if received and number != hang_up:
             raise KeyboardInterrupt
         received.append(number)
 
     kinds = [signal.SIGTERM, signal.SIGINT] if wanted else []
-    if wanted and hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup's
+    if wanted and hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:  # ignored under nohup
         kinds.append(hang_up)
     previous = {kind: signal.signal(kind, note) for kind in kinds}
     try:

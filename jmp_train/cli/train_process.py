@@ -1,7 +1,7 @@
-"""The child process of `jmp-train compare`: runs the command line of this very package.
+"""The child process of `jmp-train compare`: runs the command line of this same package.
 
-Started as `python -P train_process.py`, so that nothing of the current folder is imported. `python -P -m jmp_train`
-would not do: where the package is in the current folder, as in a checkout, it would not be found, or another one.
+It is started as `python -P train_process.py`, so that nothing is imported from the current folder. `python -P -m
+jmp_train` would not find the package in the current folder, as in a checkout, or would find another one.
 """
 
 import importlib.util

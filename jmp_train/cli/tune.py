@@ -1,4 +1,4 @@
-"""`jmp-train tune`: which operations of a task have to stay in float32, as a file of rules."""
+"""`jmp-train tune`: finds the operations of a task that must stay in float32, and writes them as a file of rules."""
 
 import argparse
 import dataclasses
@@ -29,14 +29,14 @@ class TuneOptions:
 
     Attributes:
       dtype: default: float16
-      out: write the rules in FILE, for --rules
-      page: write the report in FILE, an HTML page
-      checkpoint_dir: the state of a float32 run's last checkpoint
-      after: train so many steps in float32 before
-      examples: tune for N batches, of which the last is held out; default: 4
+      out: write the rules to FILE, for --rules
+      page: write the report to FILE, an HTML page
+      checkpoint_dir: take the state from a float32 run's last checkpoint
+      after: train N steps in float32 first
+      examples: tune for N batches, the last one held out; default: 4
       tolerance: relative error of loss and gradient; default: jt.Tolerance's
-      budget: try so many choices at most
-      steps: train N steps beside float32 in the end
+      budget: try at most N choices
+      steps: train N steps next to float32 at the end
     """
 
     dtype: Literal["float16", "bfloat16"] = "float16"
@@ -51,7 +51,7 @@ class TuneOptions:
 
 
 def tune_command(args: argparse.Namespace) -> int:
-    """Tunes the rules of a task, prints and writes what is found, and returns the exit code."""
+    """Tunes the rules of a task, prints and writes the results, and returns the exit code."""
     from jmp_train.reports import json_line, trials_shown, write_tuning
 
     if args.out is not None and args.page is not None and args.out.absolute() == args.page.absolute():
@@ -82,7 +82,7 @@ def tune_command(args: argparse.Namespace) -> int:
 
 
 def _examples(args: argparse.Namespace) -> tuple[TrainStep, list[tuple[TrainState, Any]]]:
-    """Returns the step to be tuned, and a state with each of the batches that come next in a run in float32."""
+    """Returns the step to tune, and a state with each of the next batches of a run in float32."""
     with checking_the_call():
         job = load_job(args)
         if job.settings.devices != 1:
@@ -95,16 +95,16 @@ def _examples(args: argparse.Namespace) -> tuple[TrainStep, list[tuple[TrainStat
     done, state, place = saved.done, saved.state, saved.place
     wanted = args.examples or _EXAMPLES
     if total is not None:
-        left = max(1, total - done - args.after)  # at a run's end there is the last batch
+        left = max(1, total - done - args.after)  # at the end of a run there is the last batch
         if done + args.after > total or (args.examples or 1) > left:
             given = [f"--{name} {value}" for name in ("after", "examples") if (value := getattr(args, name))]
             raise WrongCall(f"{' '.join(given)}: the run has {total} steps{f', {done} of them are done' * bool(done)}")
         wanted = min(wanted, left)
     if args.after:
         state, _ = prepared.advance(state, done, args.after, place)
-    # The last of them, since at a run's end there is no next batch.
+    # The last of these batches, because at the end of a run there is no next one.
     batches = deque(islice(prepared.batches(done, place), args.after + wanted), maxlen=wanted)
-    # The same step, with the loss scale that training by the rules will have.
+    # The same step, with the loss scale of training by the rules.
     made = run_optimizer(job.task, state.params, total, job.settings)
     setup = make_setup(job.task, f"autocast_{args.dtype}", made, job.settings)
     if not setup.keeps_loss_scale:

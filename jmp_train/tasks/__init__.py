@@ -1,4 +1,4 @@
-"""The jobs that `jmp-train` runs: the built-in tasks, one module a task, and those of users' files."""
+"""The jobs that `jmp-train` runs: the built-in tasks, one module per task, and the tasks of users' files."""
 
 from jmp_train.tasks.registry import TASK_NAMES as TASK_NAMES
 from jmp_train.tasks.registry import load_task as load_task

@@ -1,7 +1,7 @@
 """Task `cifar10`: ResNet-34 on CIFAR-10, the job of Colossal-AI's tutorial on AMP modes.
 
-SGD 0.1 with momentum 0.9 and L2 5e-4, cosine, batch 128, 200 epochs. One thing is not the tutorial's: the rate
-warms up over the first 390 steps, which are one epoch of its 200. Images travel as bytes; the step crops,
+SGD 0.1 with momentum 0.9 and L2 5e-4, cosine, batch 128, 200 epochs. Unlike in the tutorial, the rate
+warms up over the first 390 steps, one of its 200 epochs. Images are passed as bytes; the step crops,
 flips and normalizes them on the device, so that the host does nothing.
 """
 
@@ -21,20 +21,20 @@ from jmp_train.tasks.options import ShardedFileOptions
 LEARNING_RATE = 0.1
 WARM_UP = 390  # steps: an epoch of 50,000 images in batches of 128
 WEIGHT_DECAY = 5e-4
-PADDING = 4  # black pixels around an image, out of which it is cropped
-TEST_EXAMPLES = 2_000  # of synthetic data, which a CPU has to get through in each of several modes
-MEAN = (0.4914, 0.4822, 0.4465)  # of red, green and blue, as the tutorial has them
+PADDING = 4  # black pixels around an image before it is cropped
+TEST_EXAMPLES = 2_000  # of synthetic data, few enough for several modes on a CPU
+MEAN = (0.4914, 0.4822, 0.4465)  # of red, green and blue, as in the tutorial
 STD = (0.2023, 0.1994, 0.2010)
 
 _IMAGES = (1, CIFAR10_SIZE, CIFAR10_SIZE, 3)
 
 
 def augment(images: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns images cropped at random out of a black frame, and half of them flipped.
+    """Returns images cropped at random from a black frame, and randomly flipped.
 
     Args:
       images: [batch, rows, columns, 3], any dtype.
-      key: of the crops and flips.
+      key: random key of the crops and flips.
     """
     count, rows, columns, channels = images.shape
     crop_key, flip_key = jax.random.split(key)
@@ -50,7 +50,7 @@ def augment(images: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def normalize(images: jax.Array | np.ndarray) -> jax.Array:
-    """Returns images of mean 0 and standard deviation 1, as CIFAR-10's are.
+    """Returns images with mean 0 and standard deviation 1 over CIFAR-10.
 
     Args:
       images: uint8 [batch, 32, 32, 3].
@@ -62,24 +62,24 @@ def normalize(images: jax.Array | np.ndarray) -> jax.Array:
 
 
 def prepare(examples: Arrays) -> Arrays:
-    """Returns images as they are, and labels as int32."""
+    """Returns the images unchanged, and the labels as int32."""
     return {"image": examples["image"], "label": examples["label"].astype(np.int32)}
 
 
 def schedule(steps: int) -> optax.Schedule:
-    """Returns the learning rate: a cosine over the run, below it while it warms up.
+    """Returns the learning rate: a warm-up, then a cosine over the run.
 
     Args:
-      steps: of the whole run.
+      steps: number of steps of the run.
     """
-    # At 0.1 from the first step on, the weights run away from BatchNorm's running statistics. A long run
-    # recovers; one of a few steps ends with half activations that overflow in the evaluation.
+    # At 0.1 from the first step on, the weights move faster than BatchNorm's running statistics. A long run
+    # recovers; after a short one, half-precision activations overflow in the evaluation.
     cosine = optax.cosine_decay_schedule(LEARNING_RATE, steps)
     return lambda count: cosine(count) * jnp.minimum((count + 1) / WARM_UP, 1.0)
 
 
 def sgd(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Returns torch's SGD with momentum 0.9 and L2, which it adds to the gradient of all parameters.
+    """Returns torch's SGD with momentum 0.9 and L2, which is added to the gradient of all parameters.
 
     Args:
       learning_rate: a number or a schedule.
@@ -101,7 +101,7 @@ def make_task(model: ResNet, train: Arrays, test: Arrays) -> Task:
     """Returns the task of training a ResNet.
 
     Args:
-      model: the network, `axis_name` included.
+      model: the network, with its `axis_name`.
       train: `image`, uint8 [examples, 32, 32, 3], and `label`, uint8 [examples].
       test: the same.
     """
@@ -128,11 +128,11 @@ def _data(options: Options) -> tuple[Arrays, Arrays]:
 
 
 def synthetic_data(count: int, seed: int) -> Arrays:
-    """Returns noise in a color for each label: CIFAR-10's shapes, and no crop or flip hides the label.
+    """Returns noise in a color for each label: CIFAR-10's shapes, with labels that survive crops and flips.
 
     Args:
-      count: of examples.
-      seed: of the labels and the noise.
+      count: number of examples.
+      seed: seed of the labels and the noise.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, CIFAR10_CLASSES, count, np.uint8)

@@ -1,7 +1,7 @@
 """Task `cora`: node classification of a citation graph, with 140 labeled papers and 1,000 to evaluate.
 
-The models and what they are trained with are those of the papers on GCN and GAT, and of DGL's example of
-GraphSAGE. A step takes the whole graph, and so is an epoch; a batch is the labeled nodes.
+The models and their hyperparameters are those of the papers on GCN and GAT, and of DGL's example of
+GraphSAGE. A step takes the whole graph, so it is an epoch; a batch is the labeled nodes.
 `benchmarks/planetoid.py` reproduces the published accuracies.
 """
 
@@ -25,11 +25,11 @@ from jmp_train.tasks.partitioned import over_devices
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A model and how its paper trains it.
+    """A model and its paper's hyperparameters.
 
     Attributes:
       make: returns the model, given the features' width, the number of classes and random streams.
-      learning_rate: Adam's.
+      learning_rate: Adam's learning rate.
       decayed: the path of the only parameter with an L2 term in the loss; None for all of them.
       weight_decay: the factor of that term.
     """
@@ -43,14 +43,14 @@ class Recipe:
 def gat(in_features: int, classes: int, rngs: nnx.Rngs, last_heads: int = 1) -> GAT:
     """Returns the GAT of Velickovic et al., https://arxiv.org/abs/1710.10903: 8 heads of 8, then 1; dropout 0.6.
 
-    Its weights are drawn as theirs, uniformly and as by Glorot, each head by itself. Their code also drops
+    Its weights are initialized as in their code: Glorot uniform for each head. Their code also drops
     0.6 of the values that attention adds, and has a bias in each logit; the paper has neither.
 
     Args:
       in_features: the width of a node's features.
-      classes: how many logits a node gets.
+      classes: number of logits per node.
       rngs: flax's streams.
-      last_heads: how many heads the last layer has.
+      last_heads: number of heads of the last layer.
     """
     model = GAT(in_features, 8, classes, (8, last_heads), feature_dropout=0.6, attention_dropout=0.6, rngs=rngs)
     for layer in model.layers:
@@ -72,7 +72,7 @@ RECIPES: Mapping[str, Recipe] = {
     # DGL's example of GraphSAGE, https://github.com/dmlc/dgl, examples/pytorch/graphsage/train_full.py.
     "sage": Recipe(partial(SAGE, hidden=16, aggregator="gcn", dropout=0.5), learning_rate=0.01),
 }
-OF_DATASETS: Mapping[tuple[str, str], Recipe] = {  # where a paper trains otherwise
+OF_DATASETS: Mapping[tuple[str, str], Recipe] = {  # for which a paper has other hyperparameters
     ("gat", "pubmed"): Recipe(partial(gat, last_heads=8), learning_rate=0.01, weight_decay=1e-3),
 }
 
@@ -83,7 +83,7 @@ class Options(FileOptions):
 
     Args:
       model: the model.
-      devices: into how many parts the graph is cut, one per device.
+      devices: number of parts into which the graph is split, one per device.
     """
 
     model: Literal["gcn", "gat", "sage"] = "gcn"
@@ -91,7 +91,7 @@ class Options(FileOptions):
 
 
 def task(options: Options) -> Task:
-    """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
+    """Returns the task with the data of `options.data_dir`, or with synthetic data; moves nothing to a device."""
     data = read_papers(options, "cora", "cora")
     whole = make_task(data, options.model)
     formats = ("coo", "csr")
@@ -104,10 +104,10 @@ def make_task(data: NodeData, model: str, dataset: str = "cora", *, sparse: bool
     """Returns the task of training one of the models on a graph.
 
     Args:
-      data: the graph, its features not normalized.
+      data: the graph, with features that are not normalized.
       model: one of `RECIPES`.
-      dataset: the data set's name: of Pubmed, the GAT's paper has another recipe.
-      sparse: whether features are sparse, which gives the same up to rounding.
+      dataset: the data set's name: for Pubmed, the GAT's paper has another recipe.
+      sparse: whether features are sparse, with the same results up to rounding.
 
     Example:
       >>> task = make_task(synthetic_cora(), "gcn")
@@ -151,7 +151,7 @@ def read_papers(options: FileOptions, task: str, dataset: str) -> NodeData:
     """Returns the data of `options.data_dir`, or synthetic data of Cora's shapes.
 
     Args:
-      options: where the data is.
+      options: the location of the data.
       task: the task's name.
       dataset: the data set's name.
     """

@@ -1,6 +1,6 @@
 """Task `digits`: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, with a small CNN.
 
-The data comes with scikit-learn, so this job runs anywhere; BatchNorm and dropout give it the model
+The data come with scikit-learn, so this job runs anywhere. BatchNorm and dropout give it the model
 state and the random key that larger jobs have.
 """
 
@@ -22,7 +22,7 @@ CLASSES = 10
 class DigitsCNN(nn.Module):
     """Three convolutions with BatchNorm, mean pooling, dropout and a dense layer.
 
-    It names no dtype: inputs and parameters bring theirs, and so a policy decides.
+    It sets no dtype: inputs and parameters determine it, so a policy decides.
     """
 
     axis_name: str | None = None

@@ -1,8 +1,8 @@
 """Task `karate`: node classification of Zachary's karate club: which side each member took.
 
-Of the 34 members only the instructor and the president are labeled, the others are for evaluation. The
-graph comes with networkx, so this job runs anywhere. A batch is the labeled members; the graph and its
-features, a one-hot vector for each member, are the same for all of them.
+Two of the 34 members, the instructor and the president, are labeled; the others are for evaluation. The
+graph comes with networkx, so this job runs anywhere. A batch is the labeled members; all batches share the graph
+and its features, a one-hot vector for each member.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def task(options: Options) -> Task:
 
     def predict(params: Params, model_state: ModelState, batch: Examples, rng: jax.Array | None = None) -> jax.Array:
         del rng
-        # A policy has cast the parameters, and the features, which are not part of the batch, follow.
+        # A policy casts the parameters. The features are not part of the batch, so they are cast here.
         of_all = {"graph": graph, "features": jnp.asarray(features, jax.tree.leaves(params)[0].dtype)}
         return predict_on(params, model_state, {**batch, **of_all})
 
@@ -71,7 +71,7 @@ def task(options: Options) -> Task:
 
 
 def read_club() -> tuple[Graph, np.ndarray]:
-    """Returns the graph, with each friendship in both directions and a self-loop for each member, and the clubs.
+    """Returns the graph with self-loops and each friendship in both directions, and the clubs of the members.
 
     Returns:
       The graph of 34 nodes and 190 edges; and int32 [34], 0 with the instructor, 1 with the president.

@@ -1,8 +1,8 @@
-"""Task `lm`: a GPT that tells the next byte of a text, by default of Python's own documentation.
+"""Task `lm`: a GPT that predicts the next byte of a text, by default Python's own documentation.
 
 The text of `pydoc_data.topics` comes with Python, so this job runs anywhere; `--text-file FILE` takes any other. The
-last tenth of it is held out. It is cut into windows of a model's context, of which each byte but the first is told
-from those before it in its window.
+last tenth is held out. The text is split into windows as long as the model's context. Within a window, the model
+predicts each byte from the ones before it.
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ from jmp_train.tasks.schedules import with_warm_up
 from jmp_train.types import ModelState
 
 BETAS, WEIGHT_DECAY, LARGEST_NORM = (0.9, 0.95), 0.1, 1.0
-WARM_UP_SHARE = 10  # of the steps a tenth
+WARM_UP_SHARE = 10  # a tenth of the steps
 FINAL_SHARE = 0.1  # of the learning rate
-TEST_SHARE = 10  # of the text the last tenth
+TEST_SHARE = 10  # the last tenth of the text
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A model and how it is trained.
+    """A model and its hyperparameters.
 
     Attributes:
       config: the model's sizes.
-      context: bytes of a window.
-      batch_size: windows a step.
-      learning_rate: the highest.
+      context: bytes per window.
+      batch_size: windows per step.
+      learning_rate: the highest learning rate.
       epochs: passes over the text.
     """
 
@@ -58,10 +58,10 @@ RECIPES = {
 
 
 def init(key: jax.Array, config: GPTConfig) -> tuple[Any, Any]:
-    """Returns float32 parameters, and no model state.
+    """Returns float32 parameters, and None as model state.
 
     Args:
-      key: of the random values.
+      key: key of the random values.
       config: the model's sizes.
     """
     return jax.jit(lambda key: nnx.state(GPT(config, nnx.Rngs(key)), nnx.Param))(key), {}
@@ -71,7 +71,7 @@ def model_of(params: Any, config: GPTConfig) -> GPT:
     """Returns the model with these parameters.
 
     Args:
-      params: what `init` made, or trained ones.
+      params: from `init`, or trained.
       config: the model's sizes.
     """
     return nnx.merge(_structure(config), params)
@@ -85,13 +85,13 @@ def _structure(config: GPTConfig) -> nnx.GraphDef[GPT]:
 def loss_fn(
     params: Any, model_state: ModelState, batch: Examples, rng: jax.Array | None, config: GPTConfig
 ) -> tuple[jax.Array, Any]:
-    """Returns the mean cross-entropy in nats, the model state, which is empty, and the accuracy.
+    """Returns the mean cross-entropy in nats, the empty model state, and the accuracy.
 
     Args:
-      params: what `init` made.
-      model_state: what `init` made.
-      batch: `token` and `label`, as `prepare` makes them.
-      rng: is not used.
+      params: from `init`.
+      model_state: from `init`.
+      batch: `token` and `label`, from `prepare`.
+      rng: unused.
       config: the model's sizes.
     """
     del rng
@@ -106,15 +106,15 @@ def predict(params: Any, model_state: ModelState, batch: Examples, config: GPTCo
 
 
 def prepare(examples: Arrays) -> dict[str, np.ndarray]:
-    """Returns bytes as int32."""
+    """Returns the bytes as int32."""
     return {name: array.astype(np.int32) for name, array in examples.items()}
 
 
 def schedule(steps: int, highest: float) -> optax.Schedule:
-    """Returns the learning rate by the number of steps taken: up in a tenth of the run, then by a cosine to a tenth.
+    """Returns the learning rate: a warm-up over a tenth of the run, then a cosine down to a tenth of it.
 
     Args:
-      steps: of the run.
+      steps: number of steps of the run.
       highest: the highest learning rate.
     """
     warm_up = steps // WARM_UP_SHARE
@@ -123,7 +123,7 @@ def schedule(steps: int, highest: float) -> optax.Schedule:
 
 
 def optimizer(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Returns AdamW, which takes gradients that are clipped before, and decays matrices only.
+    """Returns AdamW with gradient clipping and with weight decay for matrices only.
 
     Args:
       learning_rate: a number or a schedule.
@@ -134,10 +134,10 @@ def optimizer(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransforma
 
 
 def decays(params: Any) -> Any:
-    """Returns of each parameter whether its weights decay: those of linear layers do, not norms and embedding.
+    """Returns a tree of booleans: True for parameters with weight decay (matrices of linear layers), otherwise False.
 
     Args:
-      params: of a `GPT`.
+      params: parameters of a `GPT`.
     """
     return jax.tree.map_with_path(lambda path, x: x.ndim > 1 and "embedding" not in jax.tree_util.keystr(path), params)
 
@@ -154,7 +154,7 @@ class Options:
 
     model: Literal["tiny", "small", "gpt2-small"] = "tiny"
     text_file: Path | None = None
-    remat: bool = dataclasses.field(default=False, metadata={"identity": False})  # the same numbers
+    remat: bool = dataclasses.field(default=False, metadata={"identity": False})  # does not change the results
 
 
 def task(options: Options) -> Task:
@@ -187,21 +187,21 @@ def _data(options: Options, context: int) -> tuple[Arrays, Arrays]:
 
 
 def documentation() -> bytes:
-    """Returns the text of `pydoc_data.topics`, which is Python's language reference; other Pythons have other text."""
+    """Returns the text of `pydoc_data.topics`, Python's language reference, which differs between Python versions."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def windows(text: bytes, context: int) -> Arrays:
-    """Returns a text as windows that do not overlap, without the rest at its end.
+    """Splits a text into windows that do not overlap, and drops the rest at its end.
 
     Args:
-      text: longer than a window.
-      context: bytes of a window.
+      text: a text longer than a window.
+      context: bytes per window.
 
     Returns:
-      `token`, uint8 [windows, context], and `label`, the byte after each, likewise.
+      `token`, uint8 [windows, context], and `label`, the byte after each, with the same shape.
 
     Example:
       >>> cut = windows(b"abcdefgh", 3)

@@ -2,8 +2,8 @@
 
 Fourteen blocks of convolution, BatchNorm and ReLU, mean pooling and three dense layers, with
 PyTorch's defaults: biased convolutions, its initializers, BatchNorm's eps 1e-5 and momentum 0.1
-(flax's 0.9). One thing is flax's own: the running variance divides by n and not by n - 1, which
-here is at most 0.05 % less.
+(flax's 0.9). One difference comes from flax: the running variance divides by n instead of n - 1, which
+makes it at most 0.05% smaller here.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ LEARNING_RATE = 1e-4
 
 
 class MnistCNN(nn.Module):
-    """The network; it names no dtype: inputs and parameters bring theirs, and so a policy decides."""
+    """The network. It sets no dtype: inputs and parameters determine it, so a policy decides."""
 
     axis_name: str | None = None
 
@@ -102,11 +102,11 @@ def _data(options: Options) -> tuple[Arrays, Arrays]:
 
 
 def synthetic_data(count: int, seed: int) -> Arrays:
-    """Returns noise with a bright bar for each label: MNIST's shapes, and learned in a few steps.
+    """Returns noise with a bright bar for each label: MNIST's shapes, and learnable in a few steps.
 
     Args:
-      count: of examples.
-      seed: of the labels and the noise.
+      count: number of examples.
+      seed: seed of the labels and the noise.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, CLASSES, count, np.uint8)

@@ -1,4 +1,4 @@
-"""What the options of several tasks have in common."""
+"""The options that several tasks share."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ from jmp_train.task import DATA_AXIS
 
 @dataclasses.dataclass(frozen=True)
 class FileOptions:
-    """Where the data of a task is.
+    """The location of a task's data.
 
     Args:
       data_dir: the folder of the files.
@@ -23,12 +23,12 @@ class FileOptions:
             raise ValueError("--data-dir and --synthetic exclude each other")
 
     def folder(self, task: str, files: str, public: str = "") -> Path:
-        """Returns the folder of the task's files; raises FileNotFoundError if none is named.
+        """Returns the folder of the task's files; raises FileNotFoundError if none is given.
 
         Args:
           task: the task's name.
-          files: which folder is wanted.
-          public: where the files are public.
+          files: description of the folder.
+          public: the public address of the files.
         """
         if self.data_dir is None:
             raise FileNotFoundError(f"task {task} wants --data-dir, {files} (or --synthetic){public}")
@@ -40,7 +40,7 @@ class ShardedOptions:
     """The devices of a task whose batches are sharded.
 
     Args:
-      devices: over how many devices a batch is sharded.
+      devices: number of devices over which a batch is sharded.
     """
 
     devices: int = 1
@@ -53,4 +53,4 @@ class ShardedOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedFileOptions(ShardedOptions, FileOptions):
-    """Where the data of a task is whose batches are sharded."""
+    """The location of the data and the devices of a task with sharded batches."""

@@ -1,4 +1,4 @@
-"""A task on one graph that is cut over devices: each has its rows of nodes, and exchanges what others need of them."""
+"""A task on one graph partitioned over devices: each has its rows of nodes, and exchanges those that others need."""
 
 import dataclasses
 import functools
@@ -20,19 +20,19 @@ def over_devices(
     devices: int,
     formats: Sequence[str],
 ) -> Task:
-    """Returns a task of classifying nodes with its graph cut over devices.
+    """Returns a task of node classification with its graph partitioned over devices.
 
     Args:
-      task: whose examples have "node" and "label".
-      graph: makes the graph, or its edges in the host's memory.
-      features: makes the features of all nodes.
-      devices: how many; the task itself with 1.
+      task: the task, whose examples have "node" and "label".
+      graph: returns the graph, or its edges in the host's memory.
+      features: returns the features of all nodes.
+      devices: number of devices; with 1, the task itself is returned.
       formats: see `partition`.
     """
     if devices == 1:
         return task
 
-    @functools.cache  # not done here, for it takes its time
+    @functools.cache  # called later, because it is slow
     def cut() -> PartitionedGraph:
         return partition(graph(), devices, axis=DATA_AXIS, formats=formats)
 

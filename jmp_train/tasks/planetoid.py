@@ -1,7 +1,7 @@
 """Task `planetoid`: node classification of one of Planetoid's three citation graphs: Cora, Citeseer or Pubmed.
 
-What task `cora` does, for each of them, with the words of a paper as sparse features: of Citeseer's 3,703 words a
-paper has 32, and a first layer that multiplies the zeros too takes most of the time.
+It does the same as task `cora` for each of them, with the words of a paper as sparse features. A paper of Citeseer has
+32 of 3,703 words, and a dense first layer, which multiplies the zeros too, would take most of the time.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ class Options(FileOptions):
     """
 
     model: Literal["gcn", "gat", "sage"] = "gcn"
-    dataset: str = dataclasses.field(default="Cora", metadata={"identity": False})  # the data's digest tells
+    dataset: str = dataclasses.field(default="Cora", metadata={"identity": False})  # the data's digest identifies it
 
 
 def task(options: Options) -> Task:
-    """Returns the task with the data set of `options.dataset`; nothing on a device."""
+    """Returns the task with the data set of `options.dataset`; moves nothing to a device."""
     name = options.dataset.lower()
     if name not in PLANETOID:
         raise ValueError(f"dataset={options.dataset!r} must be one of {', '.join(PLANETOID)}")

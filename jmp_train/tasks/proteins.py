@@ -1,8 +1,8 @@
-"""Task `proteins`: classification of small graphs, TU Dortmund's PROTEINS or made ones of its structure, by a GIN.
+"""Task `proteins`: classification of small graphs, TU Dortmund's PROTEINS or synthetic ones like them, by a GIN.
 
-Any data set of graphs with classes in TU's files, or in OGB's, as ogbg-molhiv, can be in `--data-dir`. OGB's split is
-kept; else a tenth of the graphs of each class is for evaluation. A batch of graphs is padded to the first of three
-sizes that holds it, the largest of which holds any: there is a program for each, and most batches are of the first.
+`--data-dir` can hold any data set of graphs with classes in TU's files, or in OGB's, such as ogbg-molhiv. OGB's split
+is kept; otherwise a tenth of the graphs of each class is for evaluation. A batch of graphs is padded to the first of
+three sizes that holds it; the largest holds any. There is a program for each size, and most batches have the first.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from jmp_train.tasks.options import ShardedFileOptions
 HIDDEN, LAYERS = 32, 3
 MOST_DEGREES = 64
 SIZES = 3
-MOST_CATEGORIES = 256  # of a feature of whole numbers; one with more is taken as a number
+MOST_CATEGORIES = 256  # of an integer feature; one with more is used as a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Options(ShardedFileOptions):
     """Options of task `proteins`.
 
     Args:
-      accumulate_steps: into how many parts a device's batch is split.
+      accumulate_steps: number of parts into which a device's batch is split.
     """
 
     accumulate_steps: int = 1
 
 
 def task(options: Options) -> Task:
-    """Returns the task with the data of `options.data_dir`, or with made graphs; nothing on a device."""
+    """Returns the task with the data of `options.data_dir`, or with synthetic graphs; moves nothing to a device."""
     if options.synthetic:
         return make_task(synthetic_proteins(), options)
     files = "the folder of PROTEINS_A.txt and the other files of a data set"
@@ -63,7 +63,7 @@ def make_task(data: GraphData, options: Options | None = None, epochs: int = 30)
 
     Args:
       data: the graphs, with classes.
-      options: over how many devices and parts a batch is spread.
+      options: the devices and parts over which a batch is split.
       epochs: passes over the training graphs.
 
     Raises:
@@ -90,7 +90,7 @@ def make_task(data: GraphData, options: Options | None = None, epochs: int = 30)
     def prepare(examples: Arrays) -> dict[str, Any]:
         graphs = examples["graph"]
         count = options.devices * options.accumulate_steps
-        parts = [graphs] if len(graphs) % count else np.split(graphs, count)  # the rest of the test data is one part
+        parts = [graphs] if len(graphs) % count else np.split(graphs, count)  # the last test batch is one part
         size = first_that_holds(data, sizes(len(parts[0])), parts)
         found = [padded_batch(data, part, size) for part in parts]
         return {"graph": found[0] if len(found) == 1 else stack(found), "label": examples["label"]}
@@ -115,9 +115,9 @@ def make_task(data: GraphData, options: Options | None = None, epochs: int = 30)
 
 
 def node_features(data: GraphData) -> np.ndarray:
-    """Returns float32 [nodes, width]: labels of nodes as one-hot vectors, and attributes; else degrees as such vectors.
+    """Returns float32 [nodes, width]: one-hot node labels and the attributes; without either, one-hot degrees.
 
-    Attributes are scaled to a mean of 0 and a variance of 1. Features of whole numbers are labels, others attributes.
+    Attributes are scaled to mean 0 and variance 1. Integer features are labels, others are attributes.
 
     Args:
       data: the graphs.
@@ -140,7 +140,7 @@ def _is_label(row: np.ndarray) -> bool:
 
 
 def _one_hot(labels: np.ndarray) -> np.ndarray:
-    """Returns a column for each label that there is."""
+    """Returns one-hot vectors with a column for each label that occurs."""
     known, places = np.unique(labels, return_inverse=True)
     return np.eye(len(known))[places]
 
@@ -151,7 +151,7 @@ def _scaled(row: np.ndarray) -> np.ndarray:
 
 
 def split_by_class(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the graphs to train on and a tenth of each class to test on, int32, in an order by chance.
+    """Returns the graphs to train on and a tenth of each class to test on, int32, in random order.
 
     Args:
       labels: int [graphs].

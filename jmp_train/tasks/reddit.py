@@ -1,8 +1,8 @@
 """Task `reddit`: the graph attention network of DGL's guide to mixed precision, on Reddit's posts.
 
 Three layers, hidden 256 in each head, on the whole graph at once: a step is an epoch. A batch is the
-labeled nodes; the graph and its features are shared by all of them, as arguments of the step, since as
-constants they would be part of the program. Of several devices each has its part of the graph.
+labeled nodes. All batches share the graph and its features, which are arguments of the step; as
+constants they would be part of the program. With several devices, each has its part of the graph.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from jmp_train.tasks.partitioned import over_devices
 HIDDEN = 256
 LEARNING_RATE = 1e-3
 HEADS = (1, 1, 1)
-FORMATS = ("csr",)  # of the edges, only what chunked attention needs
+FORMATS = ("csr",)  # the only edge format that chunked attention needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Options(FileOptions):
     Args:
       heads: the attention heads of each layer; default: 1 1 1.
       scale: with --synthetic, the fraction of Reddit's nodes and edges, above 0 and up to 1; default: 1.
-      devices: into how many parts the graph is cut, one per device.
+      devices: number of parts into which the graph is split, one per device.
     """
 
     heads: tuple[int, int, int] | None = None
@@ -59,7 +59,7 @@ class Options(FileOptions):
 
 
 def task(options: Options) -> Task:
-    """Returns the task with the data of `options.data_dir`, or with synthetic data; nothing on a device."""
+    """Returns the task with the data of `options.data_dir`, or with synthetic data; moves nothing to a device."""
     data = _data(options)
     train, test = (node_examples(data, ids) for ids in (data.train, data.test))
 
@@ -82,7 +82,7 @@ def task(options: Options) -> Task:
 
 
 def make_graph(data: NodeData) -> Graph:
-    """Returns the graph with one self-loop at each node; of its edges, only what chunked attention needs is kept.
+    """Returns the graph with one self-loop at each node, and only the edge format that chunked attention needs.
 
     Args:
       data: the edges, with or without self-loops.
@@ -99,7 +99,7 @@ def make_graph(data: NodeData) -> Graph:
 
 
 def _edges(data: NodeData) -> HostEdges:
-    """Returns the edges of `make_graph` in the host's memory, for which a device may be too small."""
+    """Returns the edges of `make_graph` in the host's memory, because a device may be too small for them."""
     return host_edges(*_ends_with_self_loops(data), data.num_nodes)
 
 

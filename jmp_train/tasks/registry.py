@@ -1,4 +1,4 @@
-"""The built-in tasks by their names; a task's module has `Options` and `task(options)`, as users' files have."""
+"""The built-in tasks by name; a task's module has `Options` and `task(options)`, as users' files do."""
 
 import importlib
 from typing import Any
@@ -29,7 +29,7 @@ def load_task(name: str, **options: Any) -> Task:
       KeyError: there is no such task.
       TypeError: the task has no such option.
       ValueError: an option is out of range, or a file is damaged.
-      FileNotFoundError: files are missing; the message says where they are public.
+      FileNotFoundError: files are missing; the message has their public address.
 
     Example:
       >>> load_task("karate", model="gat").epochs

@@ -1,4 +1,4 @@
-"""What learning rates of several tasks have in common."""
+"""Learning rate schedules that several tasks share."""
 
 import optax
 
@@ -7,9 +7,9 @@ def with_warm_up(schedule: optax.Schedule, highest: float, steps: int) -> optax.
     """Returns a learning rate that rises linearly before a schedule begins; its first step is not 0.
 
     Args:
-      schedule: what follows, from 0 on; it begins at `highest`.
-      highest: the learning rate that the rise leads to.
-      steps: how many steps it takes; with 0 it is the schedule.
+      schedule: the schedule that follows, from 0 on; it begins at `highest`.
+      highest: the learning rate at the end of the rise.
+      steps: number of steps of the rise; 0 returns the schedule.
 
     Example:
       >>> rate = with_warm_up(optax.constant_schedule(1.0), 1.0, 3)

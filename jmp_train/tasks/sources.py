@@ -1,4 +1,4 @@
-"""Where a task comes from: a built-in name, `path/to/file.py:function`, or `package.module:function`."""
+"""The source of a task: a built-in name, `path/to/file.py:function`, or `package.module:function`."""
 
 import ast
 import dataclasses
@@ -25,19 +25,19 @@ _FORM = re.compile(r"[^\0]+:[^\W\d]\w*")
 
 
 class FileError(Exception):
-    """A failure of a user's own file; the text is one line with its file and line."""
+    """A failure of a user's own file; the message is one line with its file and line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskSource:
-    """A function that makes a task, and what is known of it before it is called.
+    """A function that creates a task, with its properties known before the call.
 
     Attributes:
-      name: of the task in reports and checkpoints.
-      function: what was named.
+      name: name of the task in reports and checkpoints.
+      function: the function.
       options: the dataclass of the function's options; None if it takes none.
       file: the user's file or module; None for built-in tasks.
-      takes_policy: True if the function has a parameter that is not for options; then it is for a policy's name.
+      takes_policy: True if the function has a parameter for a policy's name in place of options.
     """
 
     name: str
@@ -47,10 +47,10 @@ class TaskSource:
     takes_policy: bool = False
 
     def make(self, options: Any = None) -> Any:
-        """Returns what the function returns.
+        """Returns the result of the function.
 
         Args:
-          options: for the function; None if it takes none.
+          options: argument of the function; None if it takes none.
 
         Raises:
           FileError: the user's function fails.
@@ -68,9 +68,9 @@ class TaskSource:
         return made
 
     def definitions(self) -> dict[str, str]:
-        """Returns 8 hexadecimal digits of the digest of each definition of the user's file, after its name as "file".
+        """Returns the user's file name as "file", and 8 hexadecimal digits of each definition's digest by its name.
 
-        Statements that define nothing, such as imports, are one entry.
+        Statements that define nothing, such as imports, share one entry.
         """
         if self.file is None:
             return {}
@@ -88,7 +88,7 @@ class TaskSource:
 
 
 def is_task_text(text: str) -> bool:
-    """Returns True for the name of a built-in task, and for text of the form of a user's task.
+    """Returns True for the name of a built-in task, and for text in the form of a user's task.
 
     Example:
       >>> [is_task_text(text) for text in ("digits", "my.py:task", "0.9:float32", "gat")]
@@ -98,7 +98,7 @@ def is_task_text(text: str) -> bool:
 
 
 def find_task(text: str) -> TaskSource:
-    """Returns the source of a task; a user's file is run as an import does.
+    """Returns the source of a task; imports a user's file.
 
     Args:
       text: a name or one of `TASK_FORMS`.
@@ -155,7 +155,7 @@ def _parameters(title: str, function: Any, file: Path) -> tuple[type[Any] | None
 
 
 def described(made: object) -> str:
-    """Returns what a function has returned, for an error's text."""
+    """Returns a description of a function's result for error messages."""
     if not isinstance(made, tuple):
         return "None" if made is None else f"a value of type {type(made).__name__}"
     return f"a tuple whose first item is of type {type(made[0]).__name__}" if made else "an empty tuple"
@@ -163,7 +163,7 @@ def described(made: object) -> str:
 
 @contextmanager
 def errors_of_file(file: Path | None) -> Iterator[None]:
-    """Makes an exception that comes through a user's file a `FileError` that names its line; others pass.
+    """Turns an exception raised through a user's file into a `FileError` with its line; others pass.
 
     Args:
       file: the user's file; None if there is none.
@@ -178,19 +178,19 @@ def errors_of_file(file: Path | None) -> Iterator[None]:
             f"{_place(file, error) or file}: it ends the process by sys.exit({code!r}); what it does as a command "
             "belongs below if __name__ == '__main__'"
         ) from error
-    except Exception as error:  # whatever its author wrote
+    except Exception as error:  # of any kind, because it is the user's code
         place = None if file is None or isinstance(error, FileError) else _place(file, error)
         if place is None:
             raise
         first = next((text for text in str(error).splitlines() if text.strip()), "")
-        notes = [note for note in getattr(error, "__notes__", ()) if note.isprintable()]  # jax's have several lines
+        notes = [note for note in getattr(error, "__notes__", ()) if note.isprintable()]  # jax's have many lines
         raise FileError("; ".join([": ".join(filter(None, [place, type(error).__name__, first])), *notes])) from error
 
 
 def _place(file: Path, error: BaseException) -> str | None:
-    """Returns the innermost place in a user's files that an exception came through, as "file:line"; None without one.
+    """Returns the innermost place in a user's files that an exception passed through, as "file:line"; None without one.
 
-    These are the file and what is in its folder, but for installed packages. A syntax error has a place of its own.
+    These are the file and the files in its folder, except installed packages. A syntax error has its own place.
     """
     folder = file.resolve().parent
     places = [
@@ -223,7 +223,7 @@ def _import(name: str) -> tuple[ModuleType, Path]:
 
 
 def _run(file: Path) -> ModuleType:
-    """Runs a file as an import does, with its folder first on the path as `python FILE` has it."""
+    """Imports a file, with its folder first on the path, as for `python FILE`."""
     path = str(file.resolve())
     sys.path.insert(0, str(file.resolve().parent))
     name = file.stem if file.stem not in sys.modules else f"script_{file.stem}"
@@ -231,7 +231,7 @@ def _run(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # as dataclasses, and modules that import the file, want it
+    sys.modules[name] = module  # needed by dataclasses, and by modules that import the file
     sys.argv = [str(file)]
     with errors_of_file(file):
         loader.exec_module(module)

@@ -1,8 +1,8 @@
 """Task `vit-b16`: ViT-B/16 on ImageNet, the job of ColossalAI's benchmark of its AMP modes.
 
 timm's vit_base_patch16_224 with dropout 0.1, batch 128, SGD 1e-2 with weight decay 0.1 and no momentum, gradients
-clipped at norm 1, 300 epochs. The learning rate is ColossalAI's LinearWarmupLR, there with 50 of 300 epochs to warm
-up: here the first sixth of the run's steps, however long it is.
+clipped at norm 1, 300 epochs. The learning rate is ColossalAI's LinearWarmupLR, with a warm-up of 50 of 300
+epochs there, and of the first sixth of the run's steps here.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ EPOCHS, WARM_UP_SHARE = 300, 6
 BATCH_SIZE = 128
 IMAGE_SIZE = 224
 
-# Of the red, green and blue of ImageNet's training images, from 0 to 1.
+# Red, green and blue of ImageNet's training images, from 0 to 1.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-# Synthetic data is for trying things out, also on CPUs: few examples and one epoch, unless --epochs says more.
+# Synthetic data are for trials, also on CPUs: few examples and one epoch, unless --epochs is given.
 SYNTHETIC_CLASSES, SYNTHETIC_EXAMPLES, SYNTHETIC_TEST_EXAMPLES, SYNTHETIC_EPOCHS = 10, 1024, 128, 1
 
 
 def normalized(images: jax.Array | np.ndarray) -> jax.Array:
-    """Returns images with ImageNet's mean and standard deviation taken out, in float32.
+    """Returns images normalized by ImageNet's mean and standard deviation, in float32.
 
     Args:
       images: uint8 [batch, height, width, 3].
@@ -43,20 +43,20 @@ def normalized(images: jax.Array | np.ndarray) -> jax.Array:
 
 
 def classifier(model: VisionTransformer, image_size: int) -> ImageClassifier:
-    """Returns what the task takes of a network, which has no batch statistics.
+    """Returns the functions of a task for a network without batch statistics.
 
     Args:
       model: the network.
-      image_size: the side of an image in pixels, which decides how many positions there are.
+      image_size: the side of an image in pixels, which determines the number of positions.
     """
     return image_classifier(lambda axis: model, (1, image_size, image_size, 3), normalize=normalized)
 
 
 def schedule(steps: int) -> optax.Schedule:
-    """Returns the learning rate by the number of steps taken: up in a sixth of the run, then down to 0.
+    """Returns the learning rate: a warm-up over a sixth of the run, then a linear decrease to 0.
 
     Args:
-      steps: of the run.
+      steps: number of steps of the run.
 
     Reference: colossalai.nn.lr_scheduler.LinearWarmupLR.
     """
@@ -66,7 +66,7 @@ def schedule(steps: int) -> optax.Schedule:
 
 
 def optimizer(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Returns torch's SGD with L2 weight decay, which takes gradients that are clipped before.
+    """Returns torch's SGD with L2 weight decay and gradient clipping.
 
     Args:
       learning_rate: a number or a schedule.
@@ -109,10 +109,10 @@ def task(options: Options) -> Task:
 
 
 def _folder(options: Options, size: int) -> tuple[VisionTransformer, dict[str, Any]]:
-    """Returns the network for a folder's classes, and what the task takes of the folder."""
+    """Returns the network for a folder's classes, and the task's data arguments for the folder."""
     folder = options.folder("vit-b16", "the folder of train/CLASS/*.jpg and val/CLASS/*.jpg")
     train, test, classes = read_image_folder(folder)
-    # The files come class by class; of --train-size N the first N are to be of all classes.
+    # The files are sorted by class; with --train-size N, the first N must include all classes.
     order = np.random.default_rng(0).permutation(len(train["label"]))
 
     def prepare(examples: Arrays) -> Arrays:
@@ -140,12 +140,12 @@ def _synthetic(size: int) -> dict[str, Any]:
 
 
 def synthetic_data(count: int, size: int, seed: int) -> dict[str, np.ndarray]:
-    """Returns noise in a color for each of ten labels, which is learned in a few steps.
+    """Returns noise in a color for each of ten labels, learnable in a few steps.
 
     Args:
-      count: of examples.
+      count: number of examples.
       size: the side of an image in pixels.
-      seed: of the labels and the noise.
+      seed: seed of the labels and the noise.
 
     Returns:
       `image`, uint8 [count, size, size, 3], and `label`, int32 [count].

@@ -5,17 +5,22 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_train.policies.autocasting import PRODUCTS
+from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.problems import Problem, problem_at
-from jmp_train.policies.diagnosing.remedies import LINEAR, Remedy, operands_in_float32
+from jmp_train.policies.diagnosing.remedies import LINEAR, Remedy, operands_in_float32, product_of_cast
 
 _UNITS = 10  # of rounding, that results and gradients may be off by
 _GRADIENTS = 0.025  # that gradients may be off by: those of a trained model cancel between examples
 _GAIN = 3  # times that an operation's error is as large as its operands'
+_ROUNDED = 0.2  # of the half type's unit, that numbers are off by which were only rounded
 _ADDITIONS = ("add", "sub", "add_any")
 _LINES = 2  # whose operations are looked at
 
@@ -60,10 +65,15 @@ def errors_of(evidence: Evidence) -> Errors:
     results = [
         row
         for row in evidence.results
-        if evidence.direction(row) == "forward" and (not gradients or evidence.rows[row].shape == ())
+        if _is_result(evidence, row) and (not gradients or evidence.rows[row].shape == ())
     ]
     off = max((_error(evidence, row) for row in results), default=0.0)
     return Errors(off, gradients_error(evidence) if gradients else None)
+
+
+def _is_result(evidence: Evidence, row: int) -> bool:
+    """Whether a row is of floats, and of the forward pass."""
+    return evidence.direction(row) == "forward" and is_float(evidence.rows[row].dtype)
 
 
 def _error(evidence: Evidence, row: int) -> float:
@@ -142,12 +152,14 @@ def amplifiers(evidence: Evidence) -> Iterator[tuple[int, Remedy]]:
     """
     reaching = sorted(set[int]().union(*map(evidence.before, evidence.ends)))
     whole = [row.inherited_error for row in evidence.rows]
-    each = np.sqrt(evidence.column("squared_error") / np.maximum(evidence.column("elements"), 1)).tolist()
+    each = errors_of_elements(evidence)
     seen = list[Remedy]()
     for errors, direction in ((whole, "forward"), (each, "forward"), (whole, "backward")):
         rows = [row for row in reaching if evidence.direction(row) == direction]
-        for shared, row in itertools.product((False, True), _first_of(evidence, rows, errors)):
-            remedy = operands_in_float32(evidence, row, shared=shared)
+        rows = [row for row in rows if errors is whole or _has_own_elements(evidence, row)]
+        ways = ((False, False), (True, False), (True, True))  # ever more of what an operation is computed from
+        for (shared, products), row in itertools.product(ways, _first_of(evidence, rows, errors)):
+            remedy = operands_in_float32(evidence, row, shared=shared, products=products)
             if remedy not in seen:
                 yield row, remedy
             seen.append(remedy)
@@ -157,9 +169,10 @@ def _first_of(evidence: Evidence, rows: Sequence[int], errors: Sequence[float]) 
     """Returns the rows of few lines whose errors are largest in those of their operands."""
     unit = _unit(evidence)
     gains = {
-        row: errors[row] / max([unit, *(errors[i] for i in evidence.sources(row))])
+        # What a loop carries into its next iteration has the errors that were made in it.
+        row: errors[row] / max([_ROUNDED * unit, *(errors[i] for i in evidence.sources(row) if i < row)])
         for row in rows
-        if _GAIN * unit < errors[row] < math.inf
+        if _GAIN * unit < errors[row] < math.inf and is_float(evidence.rows[row].dtype)
     }
     large = sorted((row for row, gain in gains.items() if gain > _GAIN), key=lambda row: gains[row])
     lines = {evidence.sites[row].line or row: row for row in large}  # of each the largest
@@ -175,7 +188,7 @@ def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Errors) 
       remedy: that mends it.
       errors: of the function.
     """
-    row = addition_before(evidence, row)
+    row = named_row(evidence, row)
     gradients = "" if errors.gradients is None else f", gradients by {text_of(errors.gradients)}"
     whole = "results are" if errors.gradients is None else "the loss is"
     text = (
@@ -183,6 +196,63 @@ def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Errors) 
         f"{whole} off by {text_of(errors.results)}{gradients}"
     )
     return problem_at(evidence, row, "cancellation", text, remedy)[1]
+
+
+def named_row(evidence: Evidence, row: int) -> int:
+    """Returns the operation to be named for one that makes more of its operands' errors: where their errors begin.
+
+    Errors are followed back, then those of few small elements, which are lost in the error of all. Where they begin in
+    a function in float32, it is what has rounded its operands: the last operation in lower precision before it. So it
+    is of the difference from the largest element, as a softmax has it.
+
+    Args:
+      evidence: of a diagnosis.
+      row: of the operation.
+    """
+    every = set(range(len(evidence.rows)))
+    row = _begin(evidence, row, [found.inherited_error for found in evidence.rows], every)
+    row = _begin(evidence, row, errors_of_elements(evidence), {i for i in every if _has_own_elements(evidence, i)})
+    found = evidence.rows[row]
+    is_of_number = any(isinstance(x, jex.Literal) for x in evidence.sites[row].equation.invars)
+    is_difference = found.primitive in _ADDITIONS and (is_of_number or len(evidence.sources(row)) > 1)
+    rounded = product_of_cast(evidence, _last_rounded(evidence, row))
+    has_line = not evidence.argument(rounded)  # as a cast of an argument has none
+    return rounded if has_line and not is_low(found.dtype) and not is_difference else row
+
+
+def _begin(evidence: Evidence, row: int, errors: Sequence[float], looked_at: set[int]) -> int:
+    """Returns the row, among those that are looked at, in which the errors of a row begin."""
+    seen = {row}
+    while sources := [i for i in evidence.sources(row) if i in looked_at - seen and math.isfinite(errors[i])]:
+        worst = max(sources, key=lambda i: errors[i])
+        if errors[worst] < max(errors[row] / _GAIN, _GAIN * _unit(evidence)):
+            break
+        seen.add(worst)
+        row = worst
+    return row
+
+
+def _has_own_elements(evidence: Evidence, row: int) -> bool:
+    """Whether small elements of a row are more than what large terms, of products and long sums, happen to leave."""
+    found = evidence.rows[row]
+    return evidence.direction(row) == "forward" and found.primitive not in (SUMS - {"add", "sub"}) | PRODUCTS
+
+
+def _last_rounded(evidence: Evidence, row: int) -> int:
+    """Returns the last operation in lower precision before one, of several that whose error is largest; else itself."""
+    rounded, reached, new = list[int](), {row}, [row]
+    while new:
+        new = list({i for reader in new for i in evidence.sources(reader)} - reached)
+        reached.update(new)
+        rounded += [i for i in new if is_low(evidence.rows[i].dtype)]
+        new = [i for i in new if not is_low(evidence.rows[i].dtype)]
+    errors = evidence.column("inherited_error") / np.maximum(evidence.column("elements"), 1)
+    return max(rounded, key=lambda i: errors[i], default=row)
+
+
+def errors_of_elements(evidence: Evidence) -> list[float]:
+    """Returns the root mean square of each row's elements' errors, each relative to the element and at most 1."""
+    return np.sqrt(evidence.column("squared_error") / np.maximum(evidence.column("elements"), 1)).tolist()
 
 
 def addition_before(evidence: Evidence, row: int) -> int:

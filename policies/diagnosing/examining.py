@@ -30,12 +30,14 @@ class Examination:
       found: problems with their rows, worst first.
       steps: how often it was run.
       has_effects: whether it does something outside of jax, such as printing.
+      outputs: the floats among its last results, in float32.
     """
 
     evidence: Evidence
     found: list[tuple[int, Problem]]
     steps: int
     has_effects: bool
+    outputs: Sequence[jax.Array] = ()
 
 
 def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Examination:
@@ -64,7 +66,7 @@ def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Examin
         loss_scale=scale,
         dynamic=dynamic,
     )
-    return Examination(evidence, problems_of(evidence), run.steps, run.has_effects)
+    return Examination(evidence, problems_of(evidence), run.steps, run.has_effects, run.outputs)
 
 
 def _subjects(run: Run, arguments: Mapping[int, str]) -> list[str]:

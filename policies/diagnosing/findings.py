@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import PRODUCTS
+from jmp_train.policies.diagnosing.amplifying import named_row
 from jmp_train.policies.diagnosing.arguments import collapsed_arguments, nonfinite_arguments
 from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.constants import epsilon_in_code, is_zero_by_default, number_in_code
@@ -20,7 +21,7 @@ from jmp_train.policies.diagnosing.equations import Site, is_infinite, user_line
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.names import named
-from jmp_train.policies.diagnosing.problems import Problem, problem_at
+from jmp_train.policies.diagnosing.problems import Problem, problem_at, worst_first
 from jmp_train.policies.diagnosing.programs import dtype_of
 from jmp_train.policies.diagnosing.remedies import (
     LINEAR,
@@ -62,14 +63,9 @@ def problems_of(evidence: Evidence) -> list[tuple[int, Problem]]:
                 problem.subject,
                 "" if row < 0 or evidence.sites[row].under_autocast else evidence.argument(row),
             )
-            if key not in found or _order((row, problem)) < _order(found[key]):
+            if key not in found or worst_first((row, problem)) < worst_first(found[key]):
                 found[key] = row, problem
-    return sorted(found.values(), key=_order)
-
-
-def _order(item: tuple[int, Problem]) -> tuple[bool, int]:
-    row, problem = item
-    return problem.severity != "problem", row
+    return sorted(found.values(), key=worst_first)
 
 
 def _constants(evidence: Evidence) -> Found:
@@ -79,6 +75,12 @@ def _constants(evidence: Evidence) -> Found:
             if not isinstance(literal, jex.Literal) or not is_low(dtype_of(literal)) or np.shape(literal.val):
                 continue
             value, dtype = float(literal.val), str(dtype_of(literal))
+            if site.equation.primitive.name == "div" and math.isinf(value) and literal is site.equation.invars[1]:
+                number = number_in_code(site.line, value, dtype)
+                text = f"the constant {number} is infinite in {dtype}: what is divided by it is 0"
+                if number:
+                    yield problem_at(evidence, i, "overflow", text, in_float32(evidence, i))
+                continue
             if (site.equation.primitive.name, value) not in _BECOMES_NOTHING:
                 continue
             if value == 0 and is_zero_by_default(site.line) and _is_under_root(evidence, i):
@@ -208,7 +210,9 @@ def _nans(evidence: Evidence) -> Found:
             remedy = Remedy("mathematics", "mend the mathematics: the operands are where it is not defined")
             yield problem_at(evidence, i, "NaN made", f"{text}, in float32 too", remedy)
         elif not overflowed[i] and not overflowed[sources].any() and not infinite[sources].any():
-            yield problem_at(evidence, i, "NaN made", f"{text}, and not in float32", in_float32(evidence, i))
+            begin = named_row(evidence, i)
+            remedy = operands_in_float32(evidence, begin) if begin != i else in_float32(evidence, i)
+            yield problem_at(evidence, begin, "NaN made", f"{text}, and not in float32", remedy)
 
 
 def _is_unused_constant(evidence: Evidence, row: int) -> bool:
@@ -220,13 +224,13 @@ def _infinities(evidence: Evidence) -> Found:
     """Finds infinities of operands that have become 0 before, as of a root of what underflowed."""
     for i in evidence.first_to_be("infinite"):
         row = evidence.rows[i]
-        if row.overflowed or evidence.column("shadow_infinite")[i] or not is_low(row.dtype):
-            continue
-        if not is_undefined_at_zero(evidence, i):
+        if row.overflowed or evidence.column("shadow_infinite")[i] or not is_undefined_at_zero(evidence, i):
             continue
         text = f"{row.infinite:.2%} of {named(evidence, i)} are infinite, and not in float32: an operand has become 0"
-        remedy = operands_in_float32(evidence, i)
-        yield problem_at(evidence, i, "underflow", text, remedy, harmful=evidence.spreads(i))
+        begin = named_row(evidence, i)
+        remedy = operands_in_float32(evidence, begin)
+        kind = "cancellation" if evidence.rows[begin].primitive in ("add", "sub") else "underflow"
+        yield problem_at(evidence, begin, kind, text, remedy, harmful=evidence.spreads(i))
 
 
 def _underflows(evidence: Evidence) -> Found:
@@ -286,8 +290,8 @@ _FINDERS: tuple[Callable[[Evidence], Found], ...] = (
     _masks,
     _whole_numbers,
     _overflows,
-    _nans,
     _infinities,
+    _nans,
     _underflows,
     stagnating_sums,
     accumulations,

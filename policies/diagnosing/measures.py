@@ -26,6 +26,7 @@ SUMS = (
     "whole",  # of casts to lower precision: whole numbers
     "whole_rounded",  # of these, not exact in the dtype
     "merged",  # of these, that differ from the element before in the shadow and are the same number in the dtype
+    "decided",  # of casts to whole numbers: where the shadow has another one
     "local_error",  # |on the shadow's operands - shadow|
     "inherited_error",  # |as it is - shadow|
     "squared_error",  # (|as it is - shadow| / |shadow|)**2, at most 1

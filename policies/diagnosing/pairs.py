@@ -17,7 +17,7 @@ from jmp_train.policies.diagnosing.measures import (
     measured_whole,
     widened,
 )
-from jmp_train.policies.diagnosing.programs import dtype_of, is_measured
+from jmp_train.policies.diagnosing.programs import decides, dtype_of, is_measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Ran:
       terms: of a sum in lower precision, that of its terms' magnitudes in the shadow; else None.
       addends: of an addition in lower precision its two operands; else None.
       is_cast: whether whole numbers may be cast to lower precision.
+      is_decision: whether the result is of whole numbers, that floats were cast to.
     """
 
     results: list[Pair]
@@ -53,6 +54,7 @@ class Ran:
     terms: Any
     addends: tuple[Any, Any] | None
     is_cast: bool
+    is_decision: bool = False
 
     def measures(self) -> list[Elementwise]:
         """Returns what is measured of the elements of each result."""
@@ -63,10 +65,12 @@ class Ran:
             found.append(measured_absorbed(first.actual, *self.addends))
         if self.is_cast and self.local is not None:
             found.append(measured_whole(self.local[0], first.shadow))
+        if self.is_decision and first.shadow is not None:
+            found.append({"decided": lax.ne(first.actual, first.shadow)})
         return found
 
 
-jax.tree_util.register_dataclass(Ran, ("results", "local", "terms", "addends"), ("is_cast",))
+jax.tree_util.register_dataclass(Ran, ("results", "local", "terms", "addends"), ("is_cast", "is_decision"))
 
 
 def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], Ran | None]:
@@ -74,6 +78,8 @@ def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], Ran | None]
     results = run_both(equation, inputs)
     if not is_measured(equation):
         return results, None
+    if decides(equation):
+        return results, _decided(equation, inputs[0], results[0])
     if not _loses(equation) or all(pair.shadow is None for pair in results):
         return results, _ran(equation, inputs, results, None, None)
     exact = all(pair.shadow is None for pair in inputs)
@@ -82,6 +88,13 @@ def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], Ran | None]
     local = actual if exact else bound(equation, [_rounded_shadow(pair) for pair in inputs])
     local = lax.optimization_barrier(local)  # or a compiler may leave the rounding out
     return results, _ran(equation, inputs, results, local, magnitude_of_terms(equation, wide))
+
+
+def _decided(equation: Any, operand: Pair, result: Pair) -> Ran:
+    """Returns the whole numbers that an equation makes beside those that it would make of the shadow, as floats."""
+    exact = result.actual if operand.shadow is None else bound(equation, [operand.shadow])[0]
+    actual, exact = (jnp.ravel(lax.convert_element_type(x, jnp.float32)) for x in (result.actual, exact))
+    return Ran([Pair(actual, None if operand.shadow is None else exact)], None, None, None, False, True)
 
 
 def run_both(equation: Any, inputs: list[Pair]) -> list[Pair]:

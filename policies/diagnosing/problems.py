@@ -82,6 +82,16 @@ class Problem:
         return fields | {"code": self.code, "remedy": remedy | {"rules": rules}}
 
 
+def worst_first(item: tuple[int, Problem]) -> tuple[bool, int]:
+    """Returns the place of a row with its problem in a report: what harms before notes, and of these what is first.
+
+    Args:
+      item: both.
+    """
+    row, problem = item
+    return problem.severity != "problem", row
+
+
 def where_is(problem: Problem) -> str:
     """Returns the user's line, or what the operation is where there is none."""
     return place_of(problem.file, problem.line) if problem.line else problem.subject or "?"

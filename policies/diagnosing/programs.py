@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from jmp_train.policies.autocasting import LAYOUT
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 
@@ -53,8 +55,16 @@ def is_measured(equation: Any) -> bool:
     if name in _MOVES or bodies_of(equation) or not all(hasattr(v.aval, "dtype") for v in equation.outvars):
         return False
     if name == "convert_element_type":
-        return is_low(equation.params["new_dtype"]) and dtype_of(equation.invars[0]) != equation.params["new_dtype"]
+        is_other = dtype_of(equation.invars[0]) != equation.params["new_dtype"]
+        return (is_low(equation.params["new_dtype"]) and is_other) or decides(equation)
     return any(is_float(dtype_of(variable)) for variable in equation.outvars)
+
+
+def decides(equation: Any) -> bool:
+    """Whether an equation makes a whole number of a float, as an index or a bucket is, that goes both ways on."""
+    if equation.primitive.name != "convert_element_type" or not is_float(dtype_of(equation.invars[0])):
+        return False
+    return jnp.issubdtype(equation.params["new_dtype"], jnp.integer)
 
 
 def count_rows(program: Any) -> int:

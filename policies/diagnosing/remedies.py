@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jmp_train.policies.autocasting import HALVES, PRODUCTS, TORCH_CUDA, AutocastRules, Rule, replace_arguments
 from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.evidence import Evidence
-from jmp_train.policies.diagnosing.measures import is_low
+from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.names import function_called
 from jmp_train.policies.diagnosing.subjects import is_of_graphs
 
@@ -62,7 +62,7 @@ def in_float32(evidence: Evidence, row: int, advice: str = "float32 here") -> Re
     return _together(evidence, [row], advice)
 
 
-def operands_in_float32(evidence: Evidence, row: int, *, shared: bool = False) -> Remedy:
+def operands_in_float32(evidence: Evidence, row: int, *, shared: bool = False, products: bool = False) -> Remedy:
     """Returns the entries that put a row's operation into float32, with those that its operands come from.
 
     What makes more of its operands' errors needs operands without errors. They come from linear operations and from
@@ -72,8 +72,29 @@ def operands_in_float32(evidence: Evidence, row: int, *, shared: bool = False) -
       evidence: of a diagnosis.
       row: number of the row.
       shared: what several operands come from is in float32 too.
+      products: what the products among them take is in float32 too.
     """
-    together, reached, new, common = {row}, {row}, [row], set[int]()
+    together = _operands(evidence, row, shared=shared)
+    if products:
+        of_products = [i for i in together if i != row and evidence.rows[i].primitive in PRODUCTS]
+        together = together.union(*(_operands(evidence, i, shared=shared) for i in of_products))
+    return _together(evidence, sorted(together), "float32 here, and for what it is computed from")
+
+
+def everything_before(evidence: Evidence, row: int) -> Remedy:
+    """Returns the entries that put all of the forward pass before a row's operation into float32, and itself.
+
+    Args:
+      evidence: of a diagnosis.
+      row: number of the row.
+    """
+    before = [i for i in sorted(evidence.before(row)) if evidence.direction(i) == "forward" and _is_half(evidence, i)]
+    return _together(evidence, before, "float32 here, and for all that it is computed from")
+
+
+def _operands(evidence: Evidence, row: int, *, shared: bool) -> set[int]:
+    together = {row} if is_float(evidence.rows[row].dtype) else set[int]()
+    reached, new, common = {row}, [row], set[int]()
     while new:
         sources = [evidence.sources(reader) for reader in new]
         if not shared:
@@ -81,9 +102,15 @@ def operands_in_float32(evidence: Evidence, row: int, *, shared: bool = False) -
             common.update(i for (_, i), count in counts.items() if count > 1)
         new = list({i for of in sources for i in of} - reached - common)
         reached.update(new)
-        together.update(i for i in new if is_low(evidence.rows[i].dtype))
+        together.update(i for i in new if _is_half(evidence, i))
         new = [i for i in new if evidence.rows[i].primitive in LINEAR]
-    return _together(evidence, sorted(together), "float32 here, and for what it is computed from")
+    return together
+
+
+def _is_half(evidence: Evidence, row: int) -> bool:
+    """Whether an operation takes or returns numbers in lower precision, as products do that add up in float32."""
+    found = evidence.rows[row]
+    return is_low(found.dtype) or (found.primitive in PRODUCTS and any(map(is_low, found.dtypes_in)))
 
 
 def _together(evidence: Evidence, rows: Sequence[int], advice: str) -> Remedy:
@@ -254,7 +281,7 @@ def _entry(
     evidence: Evidence, row: int
 ) -> tuple[Literal["paths", "functions", "primitives", "operations"], tuple[str, ...]]:
     """Returns which table of the rules names an operation best: its path, function, line or primitive."""
-    row = _product_of_cast(evidence, row)
+    row = product_of_cast(evidence, row)
     site, found = evidence.sites[row], evidence.rows[row]
     if found.primitive == "convert_element_type" and is_of_graphs(site):
         return "functions", (_GRAPH_STORAGE,)
@@ -274,8 +301,13 @@ def _entry(
     return "primitives", tuple(sorted((same_line | {found.primitive}) - apart - {"add_any"}))
 
 
-def _product_of_cast(evidence: Evidence, row: int) -> int:
-    """Returns the matrix product for which autocast casts a value, whose rule decides of the cast; else the row."""
+def product_of_cast(evidence: Evidence, row: int) -> int:
+    """Returns the matrix product for which autocast casts a value, whose rule decides of the cast; else the row.
+
+    Args:
+      evidence: of a diagnosis.
+      row: of the cast.
+    """
     readers = evidence.readers(row)
     is_cast = evidence.rows[row].primitive == "convert_element_type" and evidence.sites[row].under_autocast
     products = [i for i in readers if evidence.rows[i].primitive in PRODUCTS]

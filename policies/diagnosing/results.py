@@ -1,11 +1,12 @@
 """What is wrong though no single operation stands out: results far from float32's, infinities of errors that grew."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jmp_train.policies.diagnosing.amplifying import addition_before, gradients_error, terms_error
 from jmp_train.policies.diagnosing.evidence import Evidence
-from jmp_train.policies.diagnosing.measures import is_low
+from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.problems import Problem, problem_at
 from jmp_train.policies.diagnosing.remedies import operands_in_float32
@@ -28,12 +29,7 @@ def grown_infinities(known: Named, evidence: Evidence) -> Found:
     for i in evidence.first_to_be("infinite"):
         row = evidence.rows[i]
         is_local = row.overflowed or is_undefined_at_zero(evidence, i)
-        if (
-            is_local
-            or evidence.column("shadow_infinite")[i]
-            or not is_low(row.dtype)
-            or _is_explained(known, evidence, i)
-        ):
+        if is_local or evidence.column("shadow_infinite")[i] or _is_explained(known, evidence, i):
             continue
         text = f"{row.infinite:.2%} of {named(evidence, i)} are infinite, and not in float32: operands that are off"
         remedy = operands_in_float32(evidence, i)
@@ -56,7 +52,8 @@ def wrong_results(known: Named, evidence: Evidence) -> Found:
     """
     has_gradients = any(site.direction == "backward" for site in evidence.sites)
     for end in sorted(evidence.results):
-        is_candidate = evidence.direction(end) == "forward" and (not has_gradients or evidence.rows[end].shape == ())
+        is_result = evidence.direction(end) == "forward" and is_float(evidence.rows[end].dtype)
+        is_candidate = is_result and (not has_gradients or evidence.rows[end].shape == ())
         row = _beginning(evidence, end) if is_candidate and _is_wrong(evidence, end) else None
         if row is None or _is_explained(known, evidence, end):
             continue
@@ -86,6 +83,7 @@ def _is_wrong(evidence: Evidence, end: int) -> bool:
 def _beginning(evidence: Evidence, end: int) -> int | None:
     """Returns the operation that loses most digits by itself, or else that whose operands are least as far off."""
     before = [i for i in evidence.before(end) if evidence.direction(i) == "forward"]
+    before = [i for i in before if math.isfinite(evidence.rows[i].inherited_error)]  # it is infinite of what is 0
     lost = [i for i in before if evidence.rows[i].local_error > _LOST_DIGITS and is_low(evidence.rows[i].dtype)]
     if lost:
         return max(lost, key=lambda i: evidence.rows[i].local_error)

@@ -32,6 +32,7 @@ class OperationNumerics:
       absorbed: of additions in lower precision the share of elements where an operand changed nothing.
       whole_rounded: of casts the share of elements that are whole numbers and were rounded.
       merged: of casts the share of whole numbers that differ from the one before, and no more after the cast.
+      decided: of casts of floats to whole numbers the share of elements that float32 makes another number of.
       largest: magnitude in the shadow.
       smallest: magnitude in the shadow that is not zero; 0 where there is none.
       local_error: of this operation alone, as |half - float32| / |float32|, each summed over the elements; the
@@ -66,6 +67,7 @@ class OperationNumerics:
     absorbed: float
     whole_rounded: float
     merged: float
+    decided: float
     largest: float
     smallest: float
     local_error: float
@@ -75,7 +77,7 @@ class OperationNumerics:
     subject: str = ""
 
 
-_SHARES = ("overflowed", "flushed", "subnormal", "nan", "infinite", "absorbed", "whole_rounded", "merged")
+_SHARES = ("overflowed", "flushed", "subnormal", "nan", "infinite", "absorbed", "whole_rounded", "merged", "decided")
 
 
 def row_of(site: Site, measures: np.ndarray, subject: str) -> OperationNumerics:
@@ -88,7 +90,8 @@ def row_of(site: Site, measures: np.ndarray, subject: str) -> OperationNumerics:
     """
     values = dict(zip(COLUMNS, map(float, measures), strict=True))
     equation = site.equation
-    result = next(v for v in equation.outvars if jnp.issubdtype(dtype_of(v), jnp.floating))
+    floats = [v for v in equation.outvars if jnp.issubdtype(dtype_of(v), jnp.floating)]
+    result = floats[0] if floats else equation.outvars[0]
     file, _, line = site.line.rpartition(":")
     elements = max(values["elements"], 1.0)
     return OperationNumerics(

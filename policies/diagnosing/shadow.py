@@ -51,7 +51,7 @@ class Shadowing:
       >>> program = jax.make_jaxpr(lambda x: jnp.float16(1) + x)(jnp.float16(0))
       >>> (pair,), blocks = Shadowing().run(program, [Pair(jnp.float16(0.1))])
       >>> float(pair.actual), round(float(pair.shadow), 6), [block.shape for block in blocks]
-      (1.099609375, 1.099976, [(1, 23)])
+      (1.099609375, 1.099976, [(1, 24)])
     """
 
     def __init__(self, mesh: Any = None, axes: frozenset[str] = frozenset(), iteration: Any = None) -> None:

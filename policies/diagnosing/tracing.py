@@ -12,7 +12,7 @@ import numpy as np
 from jmp_train.policies.autocasting import FlatCall
 from jmp_train.policies.diagnosing.equations import Site, sites_of
 from jmp_train.policies.diagnosing.evidence import StateLeaf
-from jmp_train.policies.diagnosing.measures import combine, is_low, nothing
+from jmp_train.policies.diagnosing.measures import combine, is_float, is_low, nothing
 from jmp_train.policies.diagnosing.pairs import Pair
 from jmp_train.policies.diagnosing.shadow import Shadowing
 from jmp_train.policies.pytrees import check_values, path_name
@@ -32,6 +32,7 @@ class Run:
       low_results: the rows from which results in lower precision come, copies of float32 ones aside.
       steps: how often it was run.
       has_effects: whether it calls back into Python, or prints.
+      outputs: the floats among the last results, in the shadow.
     """
 
     sites: list[Site]
@@ -43,6 +44,7 @@ class Run:
     low_results: frozenset[int]
     steps: int
     has_effects: bool
+    outputs: list[jax.Array]
 
 
 def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Run:
@@ -79,7 +81,7 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
     sites, results = sites_of(program)
     shadowing, measures = Shadowing(), np.asarray(nothing(len(sites)))
     values, counts = _bound_to_device(leaves), np.zeros((carried, 2), np.int64)
-    done = 0
+    done, outputs = 0, list[Pair]()
     while done < steps:
         outputs, blocks = shadowing.run(program, [Pair(x) for x in values])
         found = np.concatenate([np.asarray(block) for block in blocks] or [np.asarray(nothing(0))])
@@ -97,7 +99,9 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
     others = [rows for i, rows in enumerate(results) if i >= carried and is_low(program.out_avals[i].dtype)]
     low_results = frozenset().union(*others, *(leaf.rows for leaf in state))
     has_effects = bool(program.effects) or any("callback" in site.equation.primitive.name for site in sites)
-    return Run(sites, measures, results, names, carried, state, low_results, done, has_effects)
+    exact = [pair.actual if pair.shadow is None else pair.shadow for pair in outputs]
+    floats = [x for x in exact if is_float(x.dtype)]
+    return Run(sites, measures, results, names, carried, state, low_results, done, has_effects, floats)
 
 
 def _is_finite(x: jax.Array) -> bool:

@@ -2,24 +2,24 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast, trying
 from jmp_train.policies.diagnosing.amplifying import Errors, amplification, amplifiers, error_limit, errors_of, is_off
+from jmp_train.policies.diagnosing.deciding import decisions
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.examining import Examination, examine
-from jmp_train.policies.diagnosing.problems import Problem
-from jmp_train.policies.diagnosing.remedies import Remedy, extended, in_float32, lacks, merged_rules
+from jmp_train.policies.diagnosing.problems import Problem, worst_first
+from jmp_train.policies.diagnosing.remedies import Remedy, everything_before, extended, in_float32, lacks, merged_rules
 from jmp_train.policies.diagnosing.subjects import is_by_policy
 
 _ROUNDS = 4  # in which rules are completed
-_CANDIDATES = 6  # sets of rules that are tried where no operation stands out
-_MENDED = 3  # times that an error becomes smaller
+_CANDIDATES = (8, 3)  # sets of rules that are tried where no operation stands out, and once the best is followed
+_MENDED = 1.5  # times that an error becomes smaller, at least
+_AS_GOOD = 2  # times the error that the best rules leave
 _LEFT = 0.25  # of the error that is tolerated, with which the search ends
 _EVERYTHING = TORCH_CUDA.replace(paths={"": "float32"})
 _SHADOW_TOO = ", in float32 too"
@@ -76,7 +76,7 @@ def with_trials(first: Examination, again: Again) -> Found:
       first: of the function as it is.
       again: returns the examination of the function as it runs by rules, or None.
     """
-    found = _checked_in_float32(first, again)
+    found = sorted([*_checked_in_float32(first, again), *decisions(first, again)], key=worst_first)
     found, last = _completed(first, found, again)
     found, last = _amplified(first, found, last, again)
     if last is None:
@@ -135,19 +135,33 @@ def _with_rules_of(found: Found, later: Problem) -> Found:
 def _amplified(
     first: Examination, found: Found, last: Examination | None, again: Again
 ) -> tuple[Found, Examination | None]:
-    """Adds the operation that makes results or gradients wrong, if they are by more than rounding, and is mended."""
-    now = last or first
-    before = errors_of(now.evidence)
-    if now.evidence.nonfinite_arguments or not is_off(now.evidence, before):
-        return found, last
-    tried = list(_tried(now.evidence, [problem.remedy for _, problem in found if is_tried(problem)], again))
-    if not tried or not _MENDED * tried[-1].worst < before.worst:
-        return found, last
-    best = tried[-1]
-    problem = amplification(now.evidence, best.row, best.remedy, before)
-    if any(_place(problem) == _place(other) for _, other in found if is_tried(other)):
-        return _with_rules_of(found, problem), best.run
-    return [*found, (best.row if now is first else len(first.evidence.rows), problem)], best.run
+    """Adds the operation that makes results or gradients wrong, if they are by more than rounding."""
+    for candidates in _CANDIDATES:
+        now = first if last is None or not _is_explained(first, found) else last
+        before = errors_of(now.evidence)
+        if now.evidence.nonfinite_arguments or not is_off(now.evidence, before):
+            break
+        remedies = [problem.remedy for _, problem in found if is_tried(problem)]
+        tried = list(_tried(now.evidence, remedies, again, candidates))
+        best = _chosen(tried, error_limit(now.evidence)) if tried else None
+        if best is None or (now is not first and before.worst < _MENDED * best.worst):
+            break
+        problem = amplification(now.evidence, best.row, best.remedy, before)
+        if any(_place(problem) == _place(other) for _, other in found if is_tried(other)):
+            found = _with_rules_of(found, problem)
+        else:
+            row = best.row if now is first else len(first.evidence.rows)
+            found = sorted([*found, (row, problem)], key=worst_first)
+        last = best.run
+    return found, last
+
+
+def _is_explained(first: Examination, found: Found) -> bool:
+    """Returns whether the loss is right, or comes from what is wrong; what is in the backward pass explains no loss."""
+    evidence, wrong = first.evidence, {row for row, problem in found if problem.severity == "problem"}
+    ends = [row for row in evidence.results if evidence.direction(row) == "forward"]
+    is_right = errors_of(evidence).results <= error_limit(evidence)
+    return is_right or any(wrong & evidence.before(row) for row in ends) or max(wrong) >= len(evidence.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,21 +181,25 @@ class _Candidate:
     run: Examination
 
 
-def _tried(evidence: Evidence, remedies: list[Remedy], again: Again) -> Iterator[_Candidate]:
-    """Yields what was tried, each better than what was before, until one leaves hardly any error; at last all of it."""
-    least, candidates = math.inf, list(itertools.islice(amplifiers(evidence), _CANDIDATES))
-    if len(candidates) > 1:
-        row, remedy = candidates[0]
-        candidates.append((row, functools.reduce(lambda x, y: extended(x, y[1].rules), candidates[1:], remedy)))
+def _chosen(tried: list[_Candidate], limit: float) -> _Candidate:
+    """Returns the first candidate that leaves hardly more of the error than the best: it makes most of it."""
+    enough = max(_AS_GOOD * min(candidate.worst for candidate in tried), _LEFT * limit)
+    return next(candidate for candidate in tried if candidate.worst <= enough)
+
+
+def _tried(evidence: Evidence, remedies: list[Remedy], again: Again, count: int) -> Iterator[_Candidate]:
+    """Yields what was tried, until something leaves hardly any error; at last all of it."""
+    candidates = list(itertools.islice(amplifiers(evidence), count))
+    if candidates:
+        row = candidates[0][0]
+        candidates.append((row, everything_before(evidence, row)))
     for row, remedy in candidates:
         run = again(merged_rules([*remedies, remedy]))
         if run is None:
             return
         worst = errors_of(run.evidence).worst
-        if worst < least:
-            yield _Candidate(worst, row, remedy, run)
-        least = min(least, worst)
-        if least < _LEFT * error_limit(evidence):
+        yield _Candidate(worst, row, remedy, run)
+        if worst < _LEFT * error_limit(evidence):
             return
 
 
@@ -191,8 +209,11 @@ def _with_outcome(problem: Problem, before: Errors, last: Examination) -> Proble
         return problem
     is_left = any(_place(problem) == _place(other) for _, other in last.found if other.severity == "problem")
     after = errors_of(last.evidence)
-    part = " in part" if after.worst > error_limit(last.evidence) else ""
-    said = "do not mend it, nor does anything else that was found" if is_left else f"mend it{part}"
+    is_off_still = after.worst > error_limit(last.evidence)
+    if is_left or (is_off_still and before.worst < _MENDED * after.worst):
+        said = "do not mend it, nor does anything else that was found"
+    else:
+        said = f"mend it{' in part' if is_off_still else ''}"
     return dataclasses.replace(problem, trial=f"tried: these rules {said}; {after.compared_with(before)}")
 
 

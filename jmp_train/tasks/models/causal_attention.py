@@ -1,7 +1,7 @@
-"""Causal attention that stores no [tokens, tokens] array: cuDNN's flash attention on GPUs, else block by block.
+"""Causal attention without a [tokens, tokens] array: cuDNN's flash attention on GPUs, otherwise block by block.
 
-Of a block of queries the weights exist while it is computed, and once more for the gradient; between the two only each
-query's logsumexp is kept. Scores, and the gradients of weights, are float32, as the sums of their products are.
+The weights of a block of queries exist while it is computed, and once more for the gradient; between the two, only
+each query's logsumexp is stored. Scores and the gradients of weights are float32, as are the sums of their products.
 
 Reference: Dao, "FlashAttention-2", https://arxiv.org/abs/2307.08691; Rabe and Staats, "Self-attention Does Not Need
 O(n^2) Memory", https://arxiv.org/abs/2112.05682.
@@ -27,8 +27,8 @@ from jmp_train.tasks.models.token_chunks import (
 )
 
 _HALVES = (jnp.float16, jnp.bfloat16)
-_LARGEST_CUDNN_HEAD = 128  # on every GPU that it serves
-_CUDNN_CAPABILITY = 8.0  # Ampere's
+_LARGEST_CUDNN_HEAD = 128  # on every GPU that it supports
+_CUDNN_CAPABILITY = 8.0  # of Ampere
 
 
 class _Heads(NamedTuple):
@@ -42,13 +42,13 @@ class _Heads(NamedTuple):
 def causal_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, largest_chunk: int = LARGEST_CHUNK
 ) -> jax.Array:
-    """Returns what each token gathers of those up to it, [batch, tokens, heads, head_size].
+    """Returns the attention of each token to the tokens up to it, [batch, tokens, heads, head_size].
 
     Args:
       query: floating [batch, tokens, heads, head_size].
       key: floating [batch, tokens, kv_heads, head_size]; kv_heads divide the heads.
-      value: likewise; the others are rounded to its dtype.
-      largest_chunk: how many scores may be there at a time; a block's queries are halved until they are so few.
+      value: likewise; query and key are rounded to its dtype.
+      largest_chunk: largest number of scores in memory; the number of queries per block is halved until it fits.
 
     Example:
       >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
@@ -71,11 +71,11 @@ def _by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _cudnn_serves(value: jax.Array) -> bool:
-    """Whether this process has a GPU whose cuDNN has flash attention for such heads."""
+    """Returns whether this process has a GPU whose cuDNN supports flash attention for such heads."""
     size = value.shape[-1]
     if value.dtype not in _HALVES or size % 8 or size > _LARGEST_CUDNN_HEAD or jax.default_backend() != "gpu":
         return False
-    capability = getattr(jax.local_devices()[0], "compute_capability", "0")  # of a GPU of AMD's it is no number
+    capability = getattr(jax.local_devices()[0], "compute_capability", "0")  # not a number on AMD's GPUs
     return capability.replace(".", "", 1).isdigit() and float(capability) >= _CUDNN_CAPABILITY
 
 
@@ -116,7 +116,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     (query, key, value), out, logsumexp = saved
     dtype = query.dtype
-    # What softmax's gradient subtracts, of each query the sum of weights times their cotangents.
+    # The term that softmax's gradient subtracts: for each query the sum of weights times their cotangents.
     shared = (upcast(out) * upcast(cotangent)).sum(-1)
 
     def block(
@@ -142,7 +142,7 @@ _blocks.defvjp(_forward, _backward)
 
 
 def _scores(number: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns the scores of a block's queries [batch, queries, kv_heads, group, keys], -inf for what comes later."""
+    """Returns the scores of a block's queries [batch, queries, kv_heads, group, keys], -inf for later tokens."""
     queries, keys = query.shape[1], key.shape[1]
     scores = product("btkgd,bskd->btkgs", query, key) * _scale(query)
     seen = jnp.arange(keys) <= (number * queries + jnp.arange(queries))[:, None]

@@ -1,4 +1,4 @@
-"""Convolutions with kernels in the layout that GPUs read, and torch's initializer and BatchNorm."""
+"""Convolutions with kernels in the layout of GPUs, and torch's initializer and BatchNorm."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,19 +13,19 @@ Initializer = Callable[..., jax.Array]
 
 
 class Conv(nn.Module):
-    """A convolution of square kernels.
+    """A convolution with square kernels.
 
-    On GPUs XLA convolves NHWC with OHWI kernels. linen's HWIO ones it would transpose, and the step would keep copies
-    of all of them, of their master weights and moments even in float32; stored as OHWI they are cast and updated in
-    that layout.
+    On GPUs, XLA convolves NHWC with OHWI kernels. It would transpose linen's HWIO kernels, and the step would keep
+    copies of all of them, and of their float32 master weights and moments. Kernels stored as OHWI are cast and updated
+    in that layout.
 
     Args:
-      features: channels out.
-      size: of the kernel, in rows and in columns.
-      stride: in rows and in columns.
-      padding: with zeros, on all four sides.
-      kernel_init: of kernels [features, size, size, channels].
-      bias_init: of the bias [features]; None for a convolution without.
+      features: output channels.
+      size: rows and columns of the kernel.
+      stride: stride in rows and columns.
+      padding: zeros on each of the four sides.
+      kernel_init: initializer of kernels [features, size, size, channels].
+      bias_init: initializer of the bias [features]; None for no bias.
     """
 
     features: int
@@ -63,12 +63,12 @@ def torch_uniform(fan_in: int) -> Initializer:
 
 
 def batch_norm(train: bool, axis_name: str | None, name: str | None = None) -> nn.BatchNorm:
-    """Returns a BatchNorm with torch's defaults, whose momentum of 0.1 is flax's 0.9.
+    """Returns a BatchNorm with torch's defaults; its momentum of 0.1 is flax's 0.9.
 
     Args:
-      train: whether the batch's statistics count, and not the running ones.
+      train: True to use the batch's statistics, False to use the running ones.
       axis_name: the mesh axis over which it is synchronized; None on one device.
-      name: of the module; None for linen's own.
+      name: name of the module; None for linen's own.
     """
     return nn.BatchNorm(
         use_running_average=not train,

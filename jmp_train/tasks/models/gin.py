@@ -1,4 +1,4 @@
-"""GIN for graph classification: every layer's mean over the nodes of a graph votes for its class."""
+"""GIN for graph classification: each layer's mean over the nodes of a graph adds to the logits."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -17,14 +17,14 @@ from jmp_train.types import ModelState
 
 
 class GIN(nnx.Module):
-    """Layers of GIN, each an MLP of two products, a batch norm over real nodes and a ReLU.
+    """Layers of GIN: each has an MLP of two products, a batch norm over real nodes and a ReLU.
 
     Args:
       in_features: the width of a node's features.
       hidden: the width of the layers.
-      classes: how many logits a graph gets.
-      layers: how many.
-      dropout: the share of what each layer votes with that is dropped.
+      classes: number of logits per graph.
+      layers: number of layers.
+      dropout: the dropout rate of each layer's contribution to the logits.
       axis_name: the mesh axis over which batch norms are synchronized; None on one device.
       rngs: flax's streams.
 
@@ -62,9 +62,9 @@ class GIN(nnx.Module):
         """Returns logits [graphs, classes] of a batch whose nodes have features "h".
 
         Args:
-          graph: a batch.
-          train: whether batch norms take the batch's statistics, and learn them.
-          rngs: for dropout; None for none.
+          graph: the batch.
+          train: True if batch norms use the batch's statistics, and update the running ones.
+          rngs: streams for dropout; None for no dropout.
         """
         h, mask = graph.nodes["h"], node_mask(graph)
         logits = self.voters[0](mean_nodes(graph, h))
@@ -78,18 +78,18 @@ class GIN(nnx.Module):
 def graph_classifier(
     make: Callable[[jax.Array, str | None], nnx.Module], axis_name: str | None = None
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Returns what a task wants of a model that classifies graphs: `init`, `predict` and `loss_fn`.
+    """Returns the functions of a task for a model that classifies graphs: `init`, `predict` and `loss_fn`.
 
-    A batch has a "graph", padded, and the "label" of each of its first graphs; or a stack of such graphs, and the
-    labels of all of them, as they come on several devices.
+    A batch has a padded "graph" and the "label" of each of its first graphs; or, for several devices, a stack of such
+    graphs, and the labels of all of them.
 
     Args:
       make: returns the model for a key and the axis of its batch norms; its call takes `(graph, train=False,
         rngs=None)`.
-      axis_name: of the batch norms while it trains.
+      axis_name: the axis of the batch norms in training.
     """
 
-    @cache  # and not done here, for that would start the device
+    @cache  # called later, because it starts the device
     def structure(axis: str | None) -> Any:
         return nnx.split(nnx.eval_shape(lambda key: make(key, axis), jax.random.key(0)), nnx.Param, nnx.BatchStat, ...)
 

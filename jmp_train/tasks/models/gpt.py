@@ -1,7 +1,7 @@
-"""A decoder-only transformer of text in flax nnx, and generation with a cache of keys and values.
+"""A decoder-only transformer for text in flax nnx, and generation with a cache of keys and values.
 
-RMSNorm before each part of a block, rotary positions, grouped-query attention, SwiGLU, no biases, and an embedding that
-is the output's matrix too.
+It has RMSNorm before each part of a block, rotary positions, grouped-query attention, SwiGLU, no biases, and an
+embedding matrix shared with the output.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ class GPTConfig:
 
     Attributes:
       width: features of a token.
-      depth: how many blocks there are.
-      heads: of the queries; they divide the width into an even number of features each.
-      kv_heads: of the keys and values; they divide the heads.
+      depth: number of blocks.
+      heads: number of query heads; they divide the width into an even number of features each.
+      kv_heads: number of key and value heads; they divide the heads.
       mlp: features within a block's SwiGLU.
-      vocabulary: how many tokens there are.
-      remat: whether the gradient recomputes what is within a block, which saves memory and costs time.
+      vocabulary: number of tokens.
+      remat: True if the gradient recomputes the blocks, which saves memory and costs time.
     """
 
     width: int
@@ -50,7 +50,7 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
-        """Features of a head."""
+        """Features per head."""
         return self.width // self.heads
 
 
@@ -65,9 +65,9 @@ class Cache(NamedTuple):
     """Keys and values of the tokens so far.
 
     Attributes:
-      keys: of each block, floating [batch, size, kv_heads, head_size].
-      values: likewise.
-      length: how many tokens are there, int32 []; the rest of the arrays is to be filled.
+      keys: keys of each block, floating [batch, size, kv_heads, head_size].
+      values: values, likewise.
+      length: number of tokens in the cache, int32 []; the rest of the arrays is unused.
     """
 
     keys: tuple[jax.Array, ...]
@@ -76,18 +76,18 @@ class Cache(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """What `generate` returns.
+    """The result of `generate`.
 
     Attributes:
       tokens: int32 [batch, n].
-      log_probs: of each token at its place, float32 [batch, n].
+      log_probs: log-probability of each token, float32 [batch, n].
     """
 
     tokens: jax.Array
     log_probs: jax.Array
 
 
-# Returns what each token gathers, of queries [batch, tokens, heads, head_size], and keys and values of fewer heads.
+# Returns the attention output, given queries [batch, tokens, heads, head_size], and keys and values of fewer heads.
 Attend: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -115,14 +115,14 @@ class Attention(nnx.Module):
         self.out = _linear(self.heads * self.head_size, config.width, rngs, 2 * config.depth)
 
     def __call__(self, x: jax.Array, rotation: Rotation, attend: Attend = causal_attention) -> jax.Array:
-        """Returns what each token gathers of those up to it, [batch, tokens, width].
+        """Returns the attention output [batch, tokens, width] of each token over the tokens up to it.
 
         Args:
           x: floating [batch, tokens, width].
-          rotation: of the tokens' positions.
+          rotation: rotation of the tokens' positions.
           attend: see `Attend`.
         """
-        # Rotated, and then rounded by the attention.
+        # Rotated here, and rounded later by the attention.
         query = unrounded_product(x, self.query.kernel[...]).reshape(*x.shape[:2], self.heads, self.head_size)
         key = unrounded_product(x, self.key.kernel[...]).reshape(*x.shape[:2], self.kv_heads, self.head_size)
         value = self.value(x).reshape(*x.shape[:2], self.kv_heads, self.head_size)
@@ -131,7 +131,7 @@ class Attention(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """The product of a linear layer and of another behind SiLU, and a linear layer behind it."""
+    """A linear layer of the product of two, one of them with SiLU."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         self.gate = _linear(config.width, config.mlp, rngs)
@@ -144,7 +144,7 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and SwiGLU, each behind a norm and added to what came."""
+    """Attention and SwiGLU, each with a norm before it and a residual connection."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.width)
@@ -161,11 +161,11 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """The transformer; it names no dtype: its parameters bring theirs, and so a policy decides.
+    """The transformer. It sets no dtype: its parameters determine it, so a policy decides.
 
     Args:
       config: its sizes.
-      rngs: of the initial values.
+      rngs: streams for the initial values.
     """
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
@@ -176,7 +176,7 @@ class GPT(nnx.Module):
         self.norm = RMSNorm(config.width)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns the logits of the token after each [batch, tokens, vocabulary].
+        """Returns the logits of each next token, [batch, tokens, vocabulary].
 
         Args:
           tokens: int32 [batch, tokens], at the positions from 0.
@@ -184,7 +184,7 @@ class GPT(nnx.Module):
         return self._logits(self._features(tokens))
 
     def losses(self, tokens: jax.Array, labels: jax.Array) -> TokenLosses:
-        """Returns the cross-entropy of the token after each, without storing all logits; see `token_losses`.
+        """Returns the cross-entropy of each next token, without storing all logits; see `token_losses`.
 
         Args:
           tokens: int32 [batch, tokens], at the positions from 0.
@@ -195,10 +195,14 @@ class GPT(nnx.Module):
             return token_losses(self.norm(x), self.embedding[...], labels)
 
     def _features(self, tokens: jax.Array) -> jax.Array:
-        """Returns what the last block makes of tokens [batch, tokens, width]."""
+        """Returns the features after the last block, [batch, tokens, width]."""
         x = self._embedded(tokens)
         rotation = rotations(jnp.arange(tokens.shape[1]), self.config.head_size)
-        call = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
+
+        def call(block: Block, x: jax.Array, rotation: Rotation) -> jax.Array:
+            return block(x, rotation)
+
+        call = nnx.remat(call) if self.config.remat else call
         for number, block in enumerate(self.blocks):
             with jax.named_scope(f"block_{number}"):
                 x = call(block, x, rotation)
@@ -208,8 +212,8 @@ class GPT(nnx.Module):
         """Returns the logits [batch, tokens, vocabulary] of further tokens, and the cache with them.
 
         Args:
-          tokens: int32 [batch, tokens], no more than the cache has room for.
-          cache: of the tokens before, see `empty_cache`.
+          tokens: int32 [batch, tokens], at most as many as fit into the cache.
+          cache: cache of the tokens before, see `empty_cache`.
         """
         x = self._embedded(tokens)
         rotation = rotations(cache.length + jnp.arange(tokens.shape[1]), self.config.head_size)
@@ -230,7 +234,7 @@ class GPT(nnx.Module):
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         embedding = self.embedding[...]
-        # In float32, so that the gradients of a frequent token's many places are added so.
+        # In float32, so that the gradients of a frequent token are summed in float32.
         return upcast(embedding)[tokens].astype(embedding.dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
@@ -245,20 +249,20 @@ def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, divisor: int = 1) -> nnx.
 
 
 def cached_attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
-    """Returns what each token gathers, [batch, tokens, heads, head_size], by `jax.nn.dot_product_attention`.
+    """Returns the attention output [batch, tokens, heads, head_size], by `jax.nn.dot_product_attention`.
 
     Args:
       query: floating [batch, tokens, heads, head_size].
       key: floating [batch, others, kv_heads, head_size].
-      value: likewise, of the key's dtype.
-      seen: of which others a token gathers, bool [tokens, others].
+      value: likewise, in the key's dtype.
+      seen: True for the others that a token attends to, bool [tokens, others].
     """
     attend = partial(jax.nn.dot_product_attention, mask=seen[None, None])
     dtype = key.dtype
     if dtype not in (jnp.float16, jnp.bfloat16):
         return attend(query, key, value)
-    # For halves it spells out precisions, which CPUs lack for float16. Traced in float32 it does not, and autocast
-    # makes the products half.
+    # For half-precision inputs it requests precisions that CPUs lack for float16. Traced in float32 it does not, and
+    # autocast makes the products half precision.
     full = [x.astype(jnp.float32) for x in (query, key, value)]
     return autocast(attend, dtype)(*full)
 
@@ -266,12 +270,12 @@ def cached_attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: j
 def rotations(positions: jax.Array, head_size: int) -> Rotation:
     """Returns the rotations of rotary position embedding, float32 under every policy and autocast.
 
-    Angles are counted in units of 2**-32 turns, so that integers hold them and whole turns wrap around: up to position
-    100,000 they are within 1e-4 of the exact ones, where a product of float32 numbers is off by up to 7e-3.
+    Angles are counted in units of 2**-32 turns, so that integers hold them and whole turns wrap around. Up to position
+    100,000 their error is below 1e-4, while a product of float32 numbers is off by up to 7e-3.
 
     Args:
       positions: int32 [tokens], from 0.
-      head_size: features of a head, an even number.
+      head_size: features per head, an even number.
     """
     return Rotation(*autocast(_cos_sin, enabled=False)(positions, _units_per_position(head_size)))
 
@@ -290,11 +294,11 @@ def _units_per_position(head_size: int) -> np.ndarray:
 
 
 def rotated(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Returns heads whose features i and i + head_size // 2 are rotated as a pair, in float32, for attention to round.
+    """Returns heads with features i and i + head_size // 2 rotated as a pair, in float32; attention rounds them.
 
     Args:
       x: floating [batch, tokens, heads, head_size].
-      rotation: of the tokens' positions.
+      rotation: rotation of the tokens' positions.
     """
     first, second = jnp.split(upcast(x), 2, axis=-1)
     cos, sin = (angles[:, None].astype(first.dtype) for angles in rotation)
@@ -302,12 +306,12 @@ def rotated(x: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def empty_cache(model: GPT, batch: int, size: int) -> Cache:
-    """Returns a cache without tokens, in the dtype of the model's embedding.
+    """Returns an empty cache in the dtype of the model's embedding.
 
     Args:
       model: the transformer.
-      batch: how many texts.
-      size: for how many tokens of each there is to be room.
+      batch: number of texts.
+      size: number of tokens per text that fit into it.
     """
     config = model.config
     shape = (batch, size, config.kv_heads, config.head_size)
@@ -323,8 +327,8 @@ def generate(model: GPT, prompt: jax.Array, n: int, rng: jax.Array | None = None
     Args:
       model: the transformer.
       prompt: int32 [batch, tokens], at least one token.
-      n: how many, at least 1.
-      rng: by which tokens are drawn; None for the most likely ones.
+      n: number of tokens, at least 1.
+      rng: random key for sampling; None for the most likely tokens.
 
     Example:
       >>> model = GPT(GPTConfig(width=8, depth=1, heads=2, kv_heads=1, mlp=16), nnx.Rngs(0))

@@ -1,7 +1,7 @@
 """The models of the graph tasks, layers of `jmp_train.graphs` with activations between them; loss and optimizer.
 
-They name no dtype: features and parameters bring theirs, and so a policy decides. A model drops something
-where it has a rate and its call brings random streams, `rngs=`, and else nothing.
+They set no dtype: features and parameters determine it, so a policy decides. A model applies dropout
+only if it has a rate and its call gets random streams, `rngs=`.
 """
 
 import functools
@@ -31,17 +31,17 @@ Features = jax.Array | SparseFeatures
 
 
 def node_classifier(make: Callable[[jax.Array], nnx.Module]) -> tuple[Init, Predict, LossFn]:
-    """Returns what a task wants of a model that classifies nodes: `init`, `predict` and `loss_fn`.
+    """Returns the functions of a task for a model that classifies nodes: `init`, `predict` and `loss_fn`.
 
-    A batch has a "graph", the "features" of all its nodes, and "node", the nodes that are classified. Or it has a
-    device's part of a graph, the features of its own rows, and their labels, -1 of those that are not to be
+    A batch has a "graph", the "features" of all its nodes, and "node", the nodes to classify. Or it has a
+    device's part of a graph, the features of its own rows, and their labels, -1 for rows that are not
     classified; then there are logits of all own rows.
 
     Args:
-      make: returns the model, whose call takes `(graph, features, rngs=None)`, for a key.
+      make: returns the model for a key; its call takes `(graph, features, rngs=None)`.
     """
 
-    @functools.cache  # and not done here, for that would start the device
+    @functools.cache  # called later, because it starts the device
     def structure() -> Any:
         return nnx.split(nnx.eval_shape(make, jax.random.key(0)), nnx.Param, ...)
 
@@ -52,7 +52,7 @@ def node_classifier(make: Callable[[jax.Array], nnx.Module]) -> tuple[Init, Pred
         params: Params, model_state: ModelState, batch: Mapping[str, Any], rng: jax.Array | None = None
     ) -> jax.Array:
         del model_state
-        # The layers' own random streams stay mere shapes: they are drawn from nowhere.
+        # The layers' own random streams stay shapes, because nothing draws from them.
         graphdef, _, streams = structure()
         model = nnx.merge(graphdef, params, streams)
         rngs = None if rng is None else nnx.Rngs(dropout=rng)
@@ -63,11 +63,11 @@ def node_classifier(make: Callable[[jax.Array], nnx.Module]) -> tuple[Init, Pred
 
 
 def cross_entropy(predict: Predict) -> LossFn:
-    """Returns the mean cross-entropy of a batch's labels; of a device's part of a graph, that over all devices' labels.
+    """Returns a loss function: the mean cross-entropy of a batch's labels, or of all devices' labels of a split graph.
 
     Args:
-      predict: `predict(params, model_state, batch, rng) -> logits [batch, classes]`, with dropout, if
-        there is any, from that key.
+      predict: `predict(params, model_state, batch, rng) -> logits [batch, classes]`; the key is for dropout,
+        if there is any.
     """
 
     def loss_fn(
@@ -90,12 +90,12 @@ def adam_with_l2(
 ) -> optax.GradientTransformation:
     """Returns torch's Adam with `weight_decay`, which is added to the gradient, not to the step.
 
-    That is Adam of a loss plus half the parameters' squares times that.
+    It equals Adam on the loss plus half of `weight_decay` times the parameters' squares.
 
     Args:
       learning_rate: a number or a schedule.
       decayed: the path of the only parameter that decays; None for all.
-      weight_decay: how much.
+      weight_decay: the factor.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -114,10 +114,10 @@ def adam_with_l2(
 
 
 def node_examples(data: NodeData, nodes: np.ndarray) -> Arrays:
-    """Returns what a batch holds of some nodes, beside what all batches share.
+    """Returns a batch of some nodes, without the entries that all batches share.
 
     Args:
-      data: whose labels.
+      data: has the labels.
       nodes: int32 [batch].
     """
     return {"node": nodes, "label": data.labels[nodes]}
@@ -129,8 +129,8 @@ class GCN(nnx.Module):
     Args:
       in_features: the width of a node's features.
       hidden: the width between the layers.
-      classes: how many logits a node gets.
-      dropout: the share of what enters each layer that is dropped.
+      classes: number of logits per node.
+      dropout: dropout rate of each layer's input.
       use_bias: whether the layers have biases; the paper's have none.
       rngs: flax's streams.
 
@@ -158,21 +158,21 @@ class GCN(nnx.Module):
         return features
 
     def _dropped(self, features: Features, rngs: nnx.Rngs | None) -> Features:
-        if isinstance(features, SparseFeatures):  # what is 0 stays 0 when it is dropped
+        if isinstance(features, SparseFeatures):  # dropout leaves zeros at 0
             return features.map_values(lambda values: self.dropout(values, deterministic=rngs is None, rngs=rngs))
         return self.dropout(features, deterministic=rngs is None, rngs=rngs)
 
 
 class GAT(nnx.Module):
-    """Layers of graph attention with an ELU between them: heads side by side, in the last layer their mean.
+    """Layers of graph attention with an ELU between them: heads are concatenated, and averaged in the last layer.
 
     Args:
       in_features: the width of a node's features.
       hidden: the width of each head between the layers.
-      classes: how many logits a node gets.
-      heads: how many heads each layer has.
-      feature_dropout: the share of what enters each layer that is dropped.
-      attention_dropout: the share of the attention's weights that are dropped.
+      classes: number of logits per node.
+      heads: number of heads of each layer.
+      feature_dropout: dropout rate of each layer's input.
+      attention_dropout: dropout rate of the attention weights.
       rngs: flax's streams.
 
     Reference: Velickovic et al., https://arxiv.org/abs/1710.10903.
@@ -217,9 +217,9 @@ class SAGE(nnx.Module):
     Args:
       in_features: the width of a node's features.
       hidden: the width between the layers.
-      classes: how many logits a node gets.
+      classes: number of logits per node.
       aggregator: see `sage_conv`.
-      dropout: the share of what enters each layer that is dropped.
+      dropout: dropout rate of each layer's input.
       rngs: flax's streams.
 
     Reference: Hamilton et al., https://arxiv.org/abs/1706.02216.

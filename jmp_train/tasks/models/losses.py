@@ -20,7 +20,7 @@ Variables: TypeAlias = Mapping[str, Any]  # of a linen module, by name
 
 
 class ImageClassifier(NamedTuple):
-    """What a `Task` takes of a model; its `loss_fn` takes an `axis_name` besides, see `image_classifier`."""
+    """The functions of a `Task` for a model; its `loss_fn` also takes an `axis_name`, see `image_classifier`."""
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss_fn: Callable[..., tuple[jax.Array, Any]]
@@ -32,13 +32,13 @@ class ImageClassifier(NamedTuple):
 class Accuracy:
     """The `metrics` of a classifier: `test_accuracy`, and the number of outputs that are not finite.
 
-    An output that is not finite is a wrong one. Rows whose label is negative do not count.
+    An output that is not finite counts as wrong. Rows with a negative label do not count.
 
     Args:
       predict: `predict(params, model_state, batch) -> logits [batch, ..., classes]` for `batch["label"]`, int
         [batch, ...].
-      with_bits: also return `bits_per_byte`, the mean of -log2 of the labels' probabilities where the output is
-        finite.
+      with_bits: also return `bits_per_byte`, the mean of -log2 of the labels' probabilities over finite
+        outputs.
     """
 
     predict: Callable[..., jax.Array]
@@ -68,20 +68,20 @@ def image_classifier(
     normalize: Callable[[jax.Array], jax.Array] | None = None,
     augment: Callable[[jax.Array, Any], jax.Array] | None = None,
 ) -> ImageClassifier:
-    """Returns what a task takes of a model that is trained and evaluated on images.
+    """Returns the functions of a task for a model that is trained and evaluated on images.
 
     Args:
-      make: returns the model, given the mesh axis over which its BatchNorms are synchronized where a batch is sharded,
+      make: returns the model, given the mesh axis over which its BatchNorms are synchronized if a batch is sharded,
         or None.
-      shape: of one image, with a batch axis of 1.
-      normalize: makes the model's input of a batch's images, in float32; the input then has the dtype of the model's
-        layer "head", since what casts a batch leaves bytes as they are. None for images that are the input.
-      augment: `augment(images, rng)` changes training images before.
+      shape: shape of one image, with a batch axis of 1.
+      normalize: returns the model's input in float32, given a batch's images; the input is then cast to the dtype of
+        the model's layer "head", because casting a batch leaves bytes unchanged. None for images that are the input.
+      augment: `augment(images, rng)` changes training images first.
     """
-    model = make(None)  # there is no axis where it is initialized and evaluated
+    model = make(None)  # initialization and evaluation have no mesh axis
 
     def init(key: jax.Array) -> tuple[Any, Any]:
-        # Compiled, nothing of the forward pass is left; else each of its operations would be compiled and run.
+        # Compiled, so that the forward pass is removed instead of compiled and run operation by operation.
         variables = jax.jit(partial(model.init, train=False))(key, jnp.zeros(shape))
         return variables["params"], variables.get("batch_stats", {})
 
@@ -100,7 +100,7 @@ def image_classifier(
             mutable=["batch_stats"],
             rngs=None if rng is None else {"dropout": rng},
         )
-        logits = logits.astype(jnp.float32)  # the loss is not a place for half precision
+        logits = logits.astype(jnp.float32)  # the loss should not be in half precision
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
         accuracy = (logits.argmax(-1) == batch["label"]).mean(dtype=jnp.float32)
         return loss, (updated["batch_stats"], {"accuracy": accuracy})

@@ -1,6 +1,6 @@
 """ResNet-34 for images of 32 x 32 pixels: a stem of stride 1, no max-pooling, sixteen basic blocks.
 
-It names no dtype: inputs and parameters bring theirs, and so a policy decides. Its initializers and
+It sets no dtype: inputs and parameters determine it, so a policy decides. Its initializers and
 paddings are torchvision's.
 
 Reference: https://arxiv.org/abs/1512.03385; torchvision's `resnet34`.
@@ -21,20 +21,20 @@ def conv(features: int, size: int, stride: int = 1, *, name: str | None = None) 
     """Returns a convolution without bias, padded as torch pads odd kernels: by half of the kernel on each side.
 
     Args:
-      features: channels out.
-      size: of the kernel, in rows and in columns; odd.
-      stride: in rows and in columns.
-      name: of the module; None for linen's own.
+      features: output channels.
+      size: rows and columns of the kernel; odd.
+      stride: stride in rows and columns.
+      name: name of the module; None for linen's own.
     """
     return Conv(features, size, stride, size // 2, kernel_init=_kaiming_normal, name=name)
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3 beside the identity, or beside a projection where the shape changes.
+    """Two convolutions of 3 x 3, added to the input or, if the shape changes, to a projection of it.
 
     Args:
-      features: channels out.
-      stride: of the first convolution, in rows and in columns.
+      features: output channels.
+      stride: stride of the first convolution, in rows and columns.
       axis_name: see `ResNet`.
     """
 
@@ -59,8 +59,8 @@ class ResNet(nn.Module):
     """The network; its defaults are ResNet-34's.
 
     Args:
-      stages: blocks a stage.
-      features: channels a stage; all stages but the first halve rows and columns.
+      stages: blocks per stage.
+      features: channels per stage; all stages but the first halve rows and columns.
       axis_name: the mesh axis over which BatchNorm is synchronized.
     """
 

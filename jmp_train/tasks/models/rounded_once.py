@@ -1,6 +1,6 @@
-"""Pieces of a transformer that compute in float32 between operands and a result in half, which is rounded once.
+"""Parts of a transformer that compute in float32 and round their half-precision results only once.
 
-Written out they would be rounded operation by operation, in half precision under a policy as under autocast.
+Written as separate operations, each would be rounded to half precision, under a policy as under autocast.
 """
 
 import jax
@@ -11,11 +11,11 @@ from jmp_train.tasks.models.token_chunks import product, upcast
 
 
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Returns silu(gate) * up; for the gradient only the operands are kept.
+    """Returns silu(gate) * up; only the operands are stored for the gradient.
 
     Args:
       gate: floating [...].
-      up: of the same dtype, likewise.
+      up: floating [...], in the same dtype.
 
     Example:
       >>> gated(jnp.ones(1, jnp.bfloat16), jnp.ones(1, jnp.bfloat16))
@@ -29,7 +29,7 @@ def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def unrounded_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns `x @ kernel` with its sums as they are, float32 if the kernel is half; for what is rounded later on.
+    """Returns `x @ kernel` with unrounded sums, float32 for a half-precision kernel; the caller rounds later.
 
     Args:
       x: floating [batch, tokens, inputs]; rounded to the kernel's dtype.
@@ -48,8 +48,8 @@ def unrounded_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @autocast_as("lower")
 def as_operand(x: jax.Array) -> jax.Array:
-    """Returns the array, which autocast makes half as an operand of a matrix product."""
-    return x * jnp.ones((), x.dtype)  # an operation, for autocast to cast; XLA leaves it out
+    """Returns the array as an operation that autocast casts to half precision, like an operand of a matrix product."""
+    return x * jnp.ones((), x.dtype)  # an operation for autocast to cast; XLA removes it
 
 
 @jax.custom_vjp

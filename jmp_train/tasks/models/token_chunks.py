@@ -1,4 +1,4 @@
-"""What is computed for one chunk of a batch's tokens after the other, so that only a chunk's share of it is stored."""
+"""Computes one chunk of a batch's tokens after the other, so that only one chunk's results are stored."""
 
 from typing import Any, TypeVar
 
@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from jmp_train.policies.pytrees import at_least_float32, pvary
 
 Tree = TypeVar("Tree")
-LARGEST_CHUNK = 2**25  # elements of what is made of it: 134 MB of float32
+LARGEST_CHUNK = 2**25  # elements of its results: 134 MB of float32
 
 
 def chunk_length(tokens: int, elements_per_token: int, largest: int) -> int:
-    """Returns how many tokens a chunk has: all, halved until the chunk has so few elements or is odd.
+    """Returns the number of tokens per chunk: all, halved until the chunk is small enough or odd.
 
     Args:
-      tokens: of each of the batch's texts.
-      elements_per_token: what is made of such a token in all texts.
-      largest: elements.
+      tokens: number of tokens per text.
+      elements_per_token: number of result elements of one token in all texts.
+      largest: largest number of elements per chunk.
 
     Example:
       >>> chunk_length(1024, 8 * 50_257, 2**25), chunk_length(1024, 8 * 256, 2**25), chunk_length(6, 100, 1)
@@ -31,7 +31,7 @@ def chunk_length(tokens: int, elements_per_token: int, largest: int) -> int:
 def split(x: jax.Array, length: int) -> jax.Array:
     """Returns the tokens of an array [batch, tokens, ...] as [chunks, batch, length, ...].
 
-    The batch stays whole, because it may be sharded.
+    The batch axis stays whole, because it may be sharded.
     """
     return jnp.moveaxis(x.reshape(len(x), -1, length, *x.shape[2:]), 1, 0)
 
@@ -43,22 +43,22 @@ def joined(x: jax.Array) -> jax.Array:
 
 
 def vary_alike(tree: Tree) -> Tree:
-    """Returns arrays which, within a `shard_map`, all vary over the axes over which one of them does, as loops want."""
+    """Returns arrays that all vary over the same axes of a `shard_map`, as loops require."""
     return pvary(tree, _axes(tree))
 
 
 def zeros_like_sums(x: jax.Array) -> jax.Array:
-    """Returns zeros of an array's shape for a loop to add to: float32, and varying over mesh axes as the array does."""
+    """Returns zeros for a loop to add to: float32, with the array's shape and varying over the same mesh axes."""
     return pvary(jnp.zeros(x.shape, at_least_float32(x.dtype)), _axes(x))
 
 
 def upcast(x: jax.Array) -> jax.Array:
-    """Returns an array in float32 if it is half; its cotangent is not rounded before the array's own is."""
+    """Returns a half-precision array in float32, others unchanged; the cotangent is only rounded with the array's."""
     return x.astype(at_least_float32(x.dtype))
 
 
 def product(subscripts: str, *operands: jax.Array) -> jax.Array:
-    """Returns `jnp.einsum` of operands of one dtype with the sums as they are, float32 if the operands are half."""
+    """Returns `jnp.einsum` of operands of one dtype with unrounded sums, float32 for half-precision operands."""
     return jnp.einsum(subscripts, *operands, preferred_element_type=at_least_float32(operands[0].dtype))
 
 

@@ -1,8 +1,8 @@
 """The cross-entropy of tokens over a large vocabulary, without an array of all logits.
 
-The logits of 8,192 tokens over 50,257 words are 1.65 GB in float32. Here they are made chunk by chunk, and once more
-for the gradient; between the two only each token's logsumexp is kept. A chunk's logits are float32, as the sums of the
-product are, also where the operands are half.
+The logits of 8,192 tokens over 50,257 words are 1.65 GB in float32. Here they are computed chunk by chunk, and once
+more for the gradient; between the two, only each token's logsumexp is stored. A chunk's logits are float32, as are the
+sums of the product, even for half-precision operands.
 
 Reference: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", https://arxiv.org/abs/2411.09009.
 """
@@ -28,10 +28,10 @@ from jmp_train.tasks.models.token_chunks import (
 
 
 class TokenLosses(NamedTuple):
-    """What `token_losses` returns.
+    """The result of `token_losses`.
 
     Attributes:
-      losses: in nats, float32 [batch, tokens].
+      losses: cross-entropy in nats, float32 [batch, tokens].
       right: whether the label has the highest logit, bool [batch, tokens].
     """
 
@@ -50,13 +50,13 @@ class _Operands(NamedTuple):
 def token_losses(
     features: jax.Array, embedding: jax.Array, labels: jax.Array, largest_chunk: int = LARGEST_CHUNK
 ) -> TokenLosses:
-    """Returns the cross-entropy by the logits `features @ embedding.T`, and whether the highest is the label's.
+    """Returns the cross-entropy of the logits `features @ embedding.T`, and whether the label's logit is the highest.
 
     Args:
       features: floating [batch, tokens, width]; rounded to the embedding's dtype.
       embedding: floating [vocabulary, width].
       labels: integers [batch, tokens].
-      largest_chunk: how many logits may be there at a time; a chunk's tokens are halved until they are so few.
+      largest_chunk: largest number of logits in memory; the number of tokens per chunk is halved until it fits.
 
     Example:
       >>> found = token_losses(jnp.ones((1, 2, 3)), jnp.eye(4, 3), jnp.array([[0, 3]]))
@@ -85,7 +85,7 @@ def _forward(
         logits = _logits(features, embedding)
         words = _words(logits, labels)
         own = jnp.where(words == labels[..., None], logits, 0).sum(-1, keepdims=True)
-        # As argmax says, to which the first of several counts, but without an array of indices.
+        # As in argmax, the first of several maxima counts, but without an array of indices.
         lower = jnp.where(words < labels[..., None], logits < own, logits <= own)
         logsumexp = jax.nn.logsumexp(logits, axis=-1)
         return logsumexp - own[..., 0], lower.all(-1), logsumexp
@@ -122,5 +122,5 @@ def _logits(features: jax.Array, embedding: jax.Array) -> jax.Array:
 
 
 def _words(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns of each logit which word it is of; labels are compared with it, as their vocabulary may be sharded."""
+    """Returns the word of each logit, to compare with labels; the vocabulary may be sharded."""
     return jax.lax.broadcasted_iota(labels.dtype, logits.shape, 2)

@@ -1,7 +1,7 @@
 """The vision transformer ViT-B/16 of Dosovitskiy et al., as timm's `vit_base_patch16_224` builds it.
 
-A training step keeps of each block the inputs of its two parts and the products with its weights; what is cheap, that
-is the norms, GELU, the attention between tokens and the dropout masks, is recomputed for the gradient.
+For each block, a training step stores the inputs of its two parts and the products with its weights. The cheap
+operations (norms, GELU, the attention between tokens and the dropout masks) are recomputed for the gradient.
 """
 
 import math
@@ -21,16 +21,16 @@ _NORMAL = nn.initializers.normal(0.02)  # timm truncates it at +-2, a hundred st
 class VisionTransformer(nn.Module):
     """Patch and position embedding, pre-norm blocks, and a head on the class token.
 
-    It names no dtype: inputs and parameters bring theirs, and so a policy decides. The defaults are ViT-B/16's.
+    It sets no dtype: inputs and parameters determine it, so a policy decides. The defaults are ViT-B/16's.
 
     Attributes:
-      classes: how many the head tells apart.
-      patch: the length of a patch's side in pixels.
+      classes: number of classes.
+      patch: the side of a patch in pixels.
       width: features of a token.
-      depth: how many blocks there are.
-      heads: of the attention; they divide the width.
+      depth: number of blocks.
+      heads: number of attention heads; they divide the width.
       mlp: features within a block's two dense layers.
-      drop_rate: of the dropout after the position embedding, the attention and each of a block's dense layers.
+      drop_rate: dropout rate after the position embedding, the attention and each of a block's dense layers.
     """
 
     classes: int = 1000
@@ -47,13 +47,13 @@ class VisionTransformer(nn.Module):
 
         Args:
           images: floating [batch, height, width, channels], sides a multiple of the patch's.
-          train: whether dropout draws, of the key "dropout".
+          train: True to apply dropout with the key "dropout".
         """
         words = self._dropout_words() if train and self.drop_rate else None
-        # As in the blocks, the mask is recomputed for the gradient, and not kept.
+        # As in the blocks, the mask is recomputed for the gradient instead of stored.
         first_dropout = jax.checkpoint(dropout, static_argnums=1)
         x = first_dropout(self._tokens(images), self.drop_rate, None if words is None else words[0])
-        # Apart, because the compiler may then not hold what both compute again at one time.
+        # Separate calls; otherwise the compiler may store what both recompute.
         attention_part, mlp_part = (nn.remat(part, policy=_SAVED) for part in (AttentionPart, MlpPart))
         for block in range(self.depth):
             own = None if words is None else words[1 + 3 * block :][:3]
@@ -78,7 +78,7 @@ class VisionTransformer(nn.Module):
         return _placed(patches, first, positions)
 
 
-# Under autocast all that blocks pass on and keep would else be float32, as the positions are.
+# Otherwise autocast would pass on and store everything in float32 between blocks, because the positions are float32.
 @autocast_as("lower")
 def _placed(patches: jax.Array, first: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns tokens [batch, 1 + patches, width] with their positions added.
@@ -93,11 +93,11 @@ def _placed(patches: jax.Array, first: jax.Array, positions: jax.Array) -> jax.A
 
 
 class AttentionPart(nn.Module):
-    """The first part of a block: attention behind a norm, added to what came.
+    """The first part of a block: attention with a norm before it, added to its input.
 
     Attributes:
-      heads: how many.
-      drop_rate: of the dropout.
+      heads: number of heads.
+      drop_rate: dropout rate.
     """
 
     heads: int
@@ -109,7 +109,7 @@ class AttentionPart(nn.Module):
 
         Args:
           x: floating [batch, tokens, width].
-          words: of the block's dropouts, uint32 [3, 2]; None for none.
+          words: random words of the block's dropouts, uint32 [3, 2]; None for no dropout.
         """
         width = x.shape[-1]
         y = _dense(3 * width, "qkv")(nn.LayerNorm(_EPSILON, name="norm")(x))
@@ -118,11 +118,11 @@ class AttentionPart(nn.Module):
 
 
 class MlpPart(nn.Module):
-    """The second part of a block: two dense layers behind a norm, added to what came.
+    """The second part of a block: two dense layers with a norm before them, added to their input.
 
     Attributes:
-      features: between the layers.
-      drop_rate: of the dropout behind each.
+      features: features between the layers.
+      drop_rate: dropout rate after each layer.
     """
 
     features: int
@@ -143,11 +143,13 @@ def _dense(features: int, name: str) -> nn.Dense:
 
 
 def attention(query_key_value: jax.Array, heads: int) -> jax.Array:
-    """Returns what each token gathers from all of its image [batch, tokens, width]; softmax is in float32.
+    """Returns the attention output of each token over all tokens of its image, [batch, tokens, width].
+
+    Softmax is computed in float32.
 
     Args:
       query_key_value: floating [batch, tokens, 3 * width], the three one after the other, each head by head.
-      heads: how many.
+      heads: number of heads.
     """
     batch, tokens, features = query_key_value.shape
     parts = query_key_value.reshape(batch, tokens, 3, heads, features // (3 * heads))
@@ -162,7 +164,7 @@ def dropout(x: jax.Array, rate: float, words: jax.Array | None) -> jax.Array:
 
     Args:
       x: floating [...], fewer than 2**32 values.
-      rate: the share that is dropped, from 0 to below 1.
+      rate: the fraction of values to drop, from 0 to below 1.
       words: uint32 [2], random; None to drop nothing.
     """
     if words is None:
@@ -171,22 +173,22 @@ def dropout(x: jax.Array, rate: float, words: jax.Array | None) -> jax.Array:
 
 
 def is_kept(words: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
-    """Returns bool [*shape], False with the probability `rate`: a hash of the words and the place.
+    """Returns bool [*shape], False with probability `rate`: a hash of the words and the place.
 
-    It is arithmetic alone, which XLA fuses into what reads it: no mask is stored, and none is drawn by a kernel of its
-    own, as jax.random's are on GPUs.
+    It is only arithmetic, which XLA fuses into its consumer: no mask is stored, and no separate kernel draws it,
+    as for jax.random on GPUs.
 
     Args:
       words: uint32 [2], random.
       rate: from 0 to below 1.
-      shape: of the mask, fewer than 2**32 values.
+      shape: shape of the mask, fewer than 2**32 values.
     """
     places = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
     return _mixed(_mixed(places ^ words[0]) ^ words[1]) >= jnp.uint32(int(rate * 2**32))
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """Returns a bijection of uint32 whose every output bit depends on every input bit (Wellons' lowbias32)."""
+    """Returns a bijection of uint32 with every output bit dependent on every input bit (Wellons' lowbias32)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))

@@ -133,7 +133,7 @@ def laplacian(way: Way) -> Case:
     receivers = jnp.tile(jnp.arange(ROWS), 4)
 
     def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        h = 20 + x @ params["w"]
+        h = 60 + x @ params["w"]
         total = jnp.zeros_like(h).at[receivers].add(h[senders])
         smooth = 4 * h - total  # fault: Laplacian
         return mean_square(smooth)
