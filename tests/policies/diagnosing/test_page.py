@@ -20,7 +20,7 @@ ROW = jt.OperationNumerics(
     primitive="mul", direction="forward", path="net/<script>alert(1)</script>", file="net&co.py", line=7,
     dtypes_in=("float16", "float16"), dtype="float16", shape=(4, 3), runs=2, overflowed=0.25, flushed=0.0,
     subnormal=0.0, nan=0.0, infinite=0.25, absorbed=0.0, whole_rounded=0.0, merged=0.0, largest=9e4, smallest=2.0,
-    local_error=1e-3, worst_error=1e-3, inherited_error=0.1, lost_terms=0.0,
+    local_error=1e-3, worst_error=1e-3, inherited_error=0.1, lost_terms=0.0, decided=0.0,
 )  # fmt: skip
 ROWS = (
     ROW,
