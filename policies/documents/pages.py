@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jmp_train.policies.documents.elements import Block, Cell, shown
+from jmp_train.policies.documents.elements import Block, shown
 from jmp_train.policies.documents.pictures import MARK_STYLE, css_color, svg, with_colors
 
 
@@ -41,7 +41,6 @@ def _macros() -> Any:
         "kind": lambda block: type(block).__name__,
         "svg": svg,
         "color": css_color,
-        "cell": lambda cell: cell if isinstance(cell, Cell) else Cell(cell),
         "colored": lambda css: with_colors(css + MARK_STYLE),
     }
     return made.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).module
