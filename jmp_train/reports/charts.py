@@ -18,7 +18,6 @@ from jmp_train.policies.documents import (
     series_color,
     with_unit,
 )
-from jmp_train.reports.tables import short_scale
 from jmp_train.runs import Run
 
 _DASHES = ("", "10 3", "3 2", "10 3 3 3")  # so that runs on top of each other are seen
@@ -62,7 +61,7 @@ def loss_scales(runs: Sequence[Run]) -> Chart:
         scales += [step.loss_scale for step in run.steps if step.loss_scale > 0]
         marks.append(Path(f"run{number}", [_history(run)]))
         marks += [Dot(f"run{number}", step.step, step.loss_scale, is_cross=True) for step in run.skipped]
-    y = log_axis(scales or [1.0], short_scale, base=2)
+    y = log_axis(scales or [1.0], lambda scale: f"2^{math.log2(scale):g}", base=2)
     if not marks:
         y = Axis(y.low, y.high)
         marks = [Label("no run has a loss scale", _last_step(runs) / 2, 1.0, "middle")]
@@ -150,5 +149,5 @@ def _bars(
     ]
     axis = Axis(0, most or max((value for bars in rows for value, _ in bars), default=0) or 1)
     sides = min(12 + 6.2 * max((len(run.policy) for run in runs), default=0), 180), 115
-    pitch = min(max(_SIZE[1] / max(len(drawn), 1), 18), 36)
+    pitch = min(max(_SIZE[1] / max(len(drawn), 1), 18), 40)
     return bar_chart(name, title, {"": drawn}, axis, styles, title=title, width=_SIZE[0], sides=sides, pitch=pitch)

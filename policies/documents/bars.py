@@ -17,7 +17,7 @@ class Row:
     """A bar.
 
     Attributes:
-      label: to the left of the bar, cut if it is long.
+      label: to the left of the bar, cut if it is long. A bar without one touches the bar above it.
       pieces: from left to right.
       text: to the right of the bar.
       text_style: of the text, a name of `Chart.styles`.
@@ -67,6 +67,7 @@ def bar_chart(
             marks.append(Label(heading, edge, top, shift=(0, 14), style="title"))
             top += _HEAD
         for row in rows:
+            top -= 0 if row.label else 0.36 * pitch
             short = row.label if len(row.label) <= longest else f"{row.label[: longest - 1]}…"
             end = axis.low + sum(length for _, length, _ in row.pieces)
             x, anchor, shift = (axis.high, "end", sides[1]) if texts_at_edge else (end, "start", 6)
