@@ -211,7 +211,10 @@ def named_row(evidence: Evidence, row: int) -> int:
     """
     every = set(range(len(evidence.rows)))
     row = _begin(evidence, row, [found.inherited_error for found in evidence.rows], every)
-    row = _begin(evidence, row, errors_of_elements(evidence), {i for i in every if _has_own_elements(evidence, i)})
+    each, own = errors_of_elements(evidence), {i for i in every if _has_own_elements(evidence, i)}
+    begin = _begin(evidence, row, each, own)
+    if all(i in own or each[i] < each[begin] / _GAIN for i in evidence.sources(begin)):
+        row = begin  # and no product's small elements are what errs
     found = evidence.rows[row]
     is_of_number = any(isinstance(x, jex.Literal) for x in evidence.sites[row].equation.invars)
     is_difference = found.primitive in _ADDITIONS and (is_of_number or len(evidence.sources(row)) > 1)

@@ -15,28 +15,28 @@ Result = TypeVar("Result")
 
 
 def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy | str) -> Callable[Args, Result]:
-    """Returns `fn` with its arguments cast to the compute dtype and its result to the output's.
+    """Returns `fn` with its arguments cast to the compute dtype and its result to the output dtype.
 
     Differentiating the new function gives gradients in the dtypes of the arguments as passed, so
     float32 parameters get float32 gradients.
 
     Args:
       fn: a function of pytrees. Under a `policy_by_path` its first positional argument holds the
-        parameters, as in `jax.grad`: the rules apply to that one, the default to the others. Or an
-        nnx module, or a method of one: the parameters are the module's.
+        parameters, as in `jax.grad`: the rules apply to it, the default to the others. Or an
+        nnx module, or a method of one, with the module's parameters.
       policy: the policy, or the name of one.
 
     Returns:
-      A function of the same signature. Leaves that are not floating arrays pass untouched. Of flax nnx
-      objects the parameters are cast as long as the function runs; what it does to their other state,
-      such as batch statistics, random counts and caches, is done to the caller's.
+      A function of the same signature. Leaves that are not floating arrays stay unchanged. The parameters of flax
+      nnx objects are cast while the function runs; its changes to their other state,
+      such as batch statistics, random counts and caches, are made to the caller's objects.
 
     Raises:
       TypeError: `policy` is of another type; when called under a `policy_by_path`, the parameters are not passed
         by position.
 
     Warns:
-      Float32ProductsWarning: when it is first called or traced, for which `fn` is traced once more.
+      Float32ProductsWarning: on the first call or trace, which traces `fn` once more.
       CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
 
     Example:

@@ -1,4 +1,4 @@
-"""Reports distinct values of a batch that become one in a policy's half compute dtype."""
+"""Reports distinct values of a batch that become equal in a policy's half compute dtype."""
 
 import dataclasses
 from typing import Any, TypeGuard
@@ -14,19 +14,19 @@ from jmp_train.policies.pytrees import is_float_array, named_leaves
 from jmp_train.policies.types import PyTree
 from jmp_train.policies.user_warnings import warn_user
 
-_ROWS, _NUMBERS, _COLUMNS = 4096, 65536, 256  # of a leaf, that are looked at
-_LOST = 0.25  # of a leaf's standard deviation, as rounding error
-_ROUNDED = 3  # whole numbers; a mask of -1e9 is one
+_ROWS, _NUMBERS, _COLUMNS = 4096, 65536, 256  # of a leaf, in the sample
+_LOST = 0.25  # rounding error as a fraction of a leaf's standard deviation
+_ROUNDED = 3  # integers that may be rounded; a mask of -1e9 is one
 
 
 class CollapsedValuesWarning(UserWarning):
-    """Floats of a batch are cast to a smaller type, which cannot tell them apart.
+    """Floats of a batch are cast to a smaller type, in which different values become equal.
 
     A policy casts to half precision, and JAX casts NumPy's float64 to float32, in batches and in features of graphs.
 
-    `array_batches(policy=...)` warns of the first batch, and so do `train_step`, `apply_policy` and
-    `scaled_value_and_grad` where they are first called outside of `jax.jit`, in which values are not
-    known. `collapse_report` is for all other loops.
+    `array_batches(policy=...)` warns for the first batch. `train_step`, `apply_policy` and
+    `scaled_value_and_grad` warn on their first call outside of `jax.jit`, in which values are not
+    known. Use `collapse_report` in other loops.
 
     Example:
       >>> import warnings
@@ -36,19 +36,19 @@ class CollapsedValuesWarning(UserWarning):
 
 
 def collapse_report(batch: PyTree, policy: Policy | PathPolicy | str) -> dict[str, str]:
-    """Returns which floats of a batch collapse when a policy casts them; nothing within `jax.jit`.
+    """Returns the floats of a batch that collapse when a policy casts them; nothing within `jax.jit`.
 
-    Whole numbers (timesteps, positions, times, ids) collapse if two that differ become one; so they
-    do if more than three are rounded, for there are others between them. Numbers that are not whole
-    do if rounding moves them by more than a quarter of their standard deviation. Of a leaf
-    [rows, columns] each column is looked at; of large leaves a part.
+    Integers (timesteps, positions, times, ids) collapse if two different ones become equal, or
+    if more than three are rounded, because there are others between them. Other numbers
+    collapse if rounding moves them by more than a quarter of their standard deviation. Each column of a leaf
+    [rows, columns] is checked; large leaves are sampled.
 
     Args:
-      batch: pytree of arrays; those that are traced, no floats or half already are passed over.
+      batch: pytree of arrays; those that are traced, not floating or in half precision are skipped.
       policy: the policy, or its name.
 
     Returns:
-      path of a leaf -> what happens to it, for those that collapse.
+      path of a leaf -> description of the loss, for leaves that collapse.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,13 +63,13 @@ def collapse_report(batch: PyTree, policy: Policy | PathPolicy | str) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class CastLoss:
-    """A leaf of a batch whose values half precision cannot tell apart.
+    """A leaf of a batch whose different values become equal in half precision.
 
     Attributes:
-      path: of the leaf.
-      dtype: its own.
-      is_cast: whether the policy casts it; if not, it is lost only where the model makes half floats of it.
-      evidence: what happens to its values.
+      path: path of the leaf.
+      dtype: its own dtype.
+      is_cast: whether the policy casts it; if not, it collapses only if the model converts it to half floats.
+      evidence: description of the loss.
 
     Example:
       >>> import jax.numpy as jnp
@@ -91,13 +91,13 @@ class CastLoss:
 def check_casts(policy: Policy | PathPolicy | str, batch: PyTree) -> tuple[CastLoss, ...]:
     """Returns the leaves of a batch whose values collapse in a policy's half type: positions, timesteps, ids, targets.
 
-    Which values those are is said at `collapse_report`. Floats are cast by a policy whose compute dtype is half;
-    under autocast, and for integers, it depends on what the model does with them, which `diagnose` sees.
+    `collapse_report` defines these values. A policy with a half compute dtype casts floats;
+    under autocast, and for integers, the effect depends on the model, and `diagnose` finds it.
 
     Args:
       policy: the policy, or its name.
-      batch: pytree of arrays; those that are traced or half already are passed over, and so are the indices of
-        graphs, which no model computes with.
+      batch: pytree of arrays; those that are traced or in half precision are skipped, and so are the indices of
+        graphs, with which no model computes.
 
     Returns:
       The losses; none if the policy has no half type.
@@ -122,18 +122,18 @@ def check_casts(policy: Policy | PathPolicy | str, batch: PyTree) -> tuple[CastL
 
 
 def lost_in_cast(leaf: object, dtype: np.dtype, most_rounded: int = _ROUNDED) -> str | None:
-    """Returns what happens to an array's values if it is cast; None if little does, or its values are not known.
+    """Returns a description of the loss when an array is cast; None if it is small, or the values are not known.
 
     Args:
-      leaf: floats of more than 16 bits, or integers; anything else is passed over.
+      leaf: floats of more than 16 bits, or integers; others are skipped.
       dtype: a half type, or float32.
-      most_rounded: how many whole numbers may be rounded.
+      most_rounded: number of integers that may be rounded.
     """
     return _of_leaf(_sample(leaf), dtype, most_rounded) if _is_known(leaf) else None
 
 
 def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:
-    """Warns of what `collapse_report` finds, if it finds something.
+    """Warns of the leaves in `collapse_report`, if there are any.
 
     Args:
       batch: see `collapse_report`.
@@ -153,12 +153,12 @@ def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:
 
 
 def _is_index(node: object) -> bool:
-    """Returns whether a part of a tree is what a graph finds its edges by, and as one leaf is no array."""
+    """Returns whether a part of a tree is the index of a graph's edges, which is not an array if it is a leaf."""
     return getattr(type(node), "is_index", False) is True
 
 
 def _without_ends(batch: PyTree) -> PyTree:
-    """Returns a batch without what each `jraph.GraphsTuple` in it, whose arrays are plain ones, finds its edges by."""
+    """Returns a batch without the edge indices of each `jraph.GraphsTuple` in it, which are plain arrays."""
 
     def is_graph(node: object) -> bool:
         return {"senders", "receivers", "n_node"} <= {*getattr(node, "_fields", ())}
@@ -183,7 +183,7 @@ def _sample(leaf: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def _of_leaf(values: np.ndarray, dtype: np.dtype, most_rounded: int) -> str | None:
-    """Returns what happens to the values of a leaf, or to those of its first column that collapses."""
+    """Returns a description of the loss in a leaf, or in its first column that collapses."""
     if values.ndim == 2 and 1 < values.shape[1] <= _COLUMNS:
         texts = ((i, _of_numbers(column, dtype, most_rounded)) for i, column in enumerate(values.T))
         return next((f"column {i}: {text}" for i, text in texts if text), None)

@@ -1,4 +1,4 @@
-"""`explain_policy`: a row an operation of what a policy does, and the work in half precision."""
+"""`explain_policy`: lists the operations of a function under a policy, and the work in half precision."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -30,10 +30,10 @@ from jmp_train.policies.pytrees import unbound
 
 @dataclasses.dataclass(frozen=True)
 class PolicyReport(OperationsReport):
-    """What `explain_policy` returns; printed, it is a table.
+    """The report of `explain_policy`, which prints as a table.
 
     Attributes:
-      operations: in the order in which they run.
+      operations: the operations in the order in which they run.
       unmet: the entries of an `AutocastPolicy`'s rules that match no operation.
 
     Example:
@@ -48,7 +48,7 @@ class PolicyReport(OperationsReport):
 
     @property
     def half_products_share(self) -> float:
-        """The same of matrix products and convolutions alone."""
+        """The same, only for matrix products and convolutions."""
         return half_share([row for row in self.operations if row.operation in PRODUCTS])
 
     def __str__(self) -> str:
@@ -62,18 +62,18 @@ class PolicyReport(OperationsReport):
 def explain_policy(
     fn: Callable[..., Any], policy: Policy | PathPolicy | str, *args: object, **kwargs: object
 ) -> PolicyReport:
-    """Says in which precision each operation of a function runs under a policy; nothing is computed.
+    """Reports the precision of each operation of a function under a policy; nothing is computed.
 
     Args:
-      fn: a plain function, such as a loss or a linen module's `apply`, as `apply_policy` takes it.
+      fn: a function for `apply_policy`, such as a loss or a linen module's `apply`.
       policy: the policy, or its name. Under a `policy_by_path` the first of `args` holds the
         parameters.
-      *args: its arguments; `jax.ShapeDtypeStruct` will do for arrays.
+      *args: its arguments; `jax.ShapeDtypeStruct` works in place of arrays.
       **kwargs: likewise.
 
     Returns:
       A report, which prints as a table. "decided by" has the rule of an `AutocastPolicy`; under
-      other policies it says why an operation does not run in half.
+      other policies, the reason why an operation does not run in half precision.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -1,8 +1,8 @@
-"""The operations of a program traced under a half policy, and why some of them are in float32.
+"""The operations of a program traced under a half policy, and the reasons why some of them are in float32.
 
 Every float32 value has an origin: an argument that the policy does not cast, a constant, a line that
-made it, or a cast of what was half. Promotion casts what was half because of the other operand, so
-that of several origins the one that is not such a cast is to blame.
+created it, or a cast of a half-precision value. Promotion casts a half-precision value because of the other operand.
+So among several origins, the one that is not such a cast is to blame.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ from jmp_train.policies.autocasting import (
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Why a value has more than 16 bits.
+    """The reason why a value has more than 16 bits.
 
     Attributes:
-      what: it is, in words.
-      equations: the one that made it, after those in whose bodies that is; () for arguments.
-      was_half: whether it is a cast of a half value.
-      of_policy: whether it is made of nothing but parameters that the policy keeps in float32.
+      what: a description of it.
+      equations: the equation that made it, after its callers; () for arguments.
+      was_half: whether it is a cast of a half-precision value.
+      of_policy: whether it is computed only from parameters that the policy keeps in float32.
     """
 
     what: str
@@ -58,11 +58,11 @@ class TracedOperation:
     """An operation of a traced program.
 
     Attributes:
-      equation: its own.
-      callers: the equations in whose bodies it is, the outermost first.
-      path: of the modules and scopes that it is in.
-      repeats: how often the loops around it run it.
-      origins: of its operands; None where one is half, not a float or a number in the code.
+      equation: its own equation.
+      callers: the equations whose bodies contain it, the outermost first.
+      path: path of its modules and scopes.
+      repeats: number of times that the loops around it run it.
+      origins: origins of its operands; None for half-precision values, other types and numbers in the code.
     """
 
     equation: Any
@@ -89,7 +89,7 @@ class TracedOperation:
 
     @property
     def as_asked(self) -> bool:
-        """Whether the user wants it in float32: by a rule for a parameter, `autocast_as`, or its precision."""
+        """Whether the user requested float32: by a rule for a parameter, `autocast_as`, or its precision."""
         return (
             any(origin is not None and origin.of_policy for origin in self.origins)
             or DECIDED in self.path
@@ -98,26 +98,26 @@ class TracedOperation:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations, of all iterations of the loops together."""
+        """Floating-point operations in all iterations of the loops together."""
         return self.repeats * flops_of(self.equation)
 
     @property
     def equations(self) -> tuple[Any, ...]:
-        """Its equation, after those in whose bodies it is."""
+        """Its callers and its own equation."""
         return (*self.callers, self.equation)
 
     @property
     def origin(self) -> Origin | None:
-        """The origin to blame that it is in float32, if that is known."""
+        """The origin to blame for float32, if it is known."""
         return _to_blame(self.origins)
 
 
 def traced_operations(jaxpr: ClosedJaxpr, origins: Sequence[Origin | None]) -> list[TracedOperation]:
-    """Returns the operations of a program in their order, those within loops and branches too.
+    """Returns the operations of a program in order, including those within loops and branches.
 
     Args:
       jaxpr: a closed jaxpr.
-      origins: of its arguments; None for those that are not float32.
+      origins: origins of its arguments; None for those that are not float32.
     """
     found: list[TracedOperation] = []
     _walk(jaxpr.jaxpr, origins, (), "", 1, found)
@@ -161,7 +161,7 @@ def _walk(
 
 
 def _last(inputs: list[Origin | None], count: int) -> list[Origin | None]:
-    """Returns what an equation passes to a body: its last operands, after an index or another's constants."""
+    """Returns the origins of the last operands, which an equation passes to a body after an index or constants."""
     return ([None] * count + inputs)[len(inputs) :]
 
 

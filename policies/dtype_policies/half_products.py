@@ -1,4 +1,4 @@
-"""Warns where a policy's half compute dtype does not reach the matrix products and convolutions."""
+"""Warns if a policy's half compute dtype does not reach the matrix products and convolutions."""
 
 import contextlib
 import dataclasses
@@ -37,8 +37,8 @@ from jmp_train.policies.user_warnings import warn_user
 class MissingLossScaleWarning(UserWarning):
     """A training step computes in float16 and its optimizer has no loss scale.
 
-    Gradients below 6e-8 become 0 then, and an overflow is not skipped. `train_step` warns when it is first called.
-    Where that is wanted, `with_loss_scale(optimizer, NoOpLossScale())` says so; or filter the warning.
+    Then gradients below 6e-8 become 0, and steps that overflow are not skipped. `train_step` warns on its first call.
+    If this is intended, use `with_loss_scale(optimizer, NoOpLossScale())`, or filter the warning.
 
     Example:
       >>> import warnings
@@ -52,7 +52,7 @@ _HALF_TYPE, _FLOAT32_TYPE = re.compile(r"\bb?f(loat)?16\b"), re.compile(r"\bf(lo
 
 @contextlib.contextmanager
 def mixed_dtypes_explained(policy: Policy | PathPolicy | None) -> Iterator[None]:
-    """Adds to errors within it that are about half mixed with float32 arrays what to do under a half policy."""
+    """Adds a remedy to errors about half-precision arrays mixed with float32 ones, within it."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -74,12 +74,12 @@ def mixed_dtypes_explained(policy: Policy | PathPolicy | None) -> Iterator[None]
 
 @dataclasses.dataclass
 class FirstTrace:
-    """Looks at a function when it is first traced, and warns; at retraces it does nothing.
+    """Checks a function on its first trace, and warns; on retraces it does nothing.
 
     Attributes:
-      seen: whether that was.
-      values_seen: whether values of inputs were looked at.
-      scale_missed: whether it was said that there is no loss scale.
+      seen: whether the first trace is over.
+      values_seen: whether values of inputs were checked.
+      scale_missed: whether it has warned that there is no loss scale.
     """
 
     seen: bool = False
@@ -88,13 +88,13 @@ class FirstTrace:
 
     @classmethod
     def past(cls) -> "FirstTrace":
-        """Returns one that says nothing, for what is not the user's own training."""
+        """Returns one without warnings, for uses other than the user's own training."""
         return cls(seen=True, values_seen=True, scale_missed=True)
 
     def look_at_values(self, inputs: Mapping[str, PyTree], policy: Policy | PathPolicy | None) -> None:
-        """Warns if values of inputs collapse, and refuses integers that JAX would cut; see `check_narrowed`.
+        """Warns if values of inputs collapse, and refuses integers that JAX would truncate; see `check_narrowed`.
 
-        Those of traced arrays are not known.
+        The values of traced arrays are not known.
         """
         check_narrowed(inputs, "the call", floats=not self.values_seen)
         if policy is None or self.values_seen or not computes_in_half(policy) or has_tracers(inputs):
@@ -103,7 +103,7 @@ class FirstTrace:
         warn_of_collapse(inputs, policy)
 
     def miss_loss_scale(self, policy: Policy | PathPolicy | None) -> None:
-        """Warns of a policy that computes in float16; called where the optimizer has no loss scale."""
+        """Warns if a policy computes in float16; call it if the optimizer has no loss scale."""
         if self.scale_missed or policy is None or not computes_in_float16(policy):
             return
         self.scale_missed = True
@@ -125,9 +125,9 @@ class FirstTrace:
         names: Sequence[str] | None = None,
         mode: str | None = None,
     ) -> None:
-        """Warns of float32 products and of bfloat16 convolutions; takes what `operations_under` takes.
+        """Warns of float32 products and of bfloat16 convolutions; takes the arguments of `operations_under`.
 
-        `mode` is the AMP mode that the policy is of, if it is of one.
+        `mode` is the AMP mode of the policy, if there is one.
         """
         if self.seen or _in_module() or not (computes_in_half(policy) or _convolves(policy)):
             return
@@ -136,7 +136,7 @@ class FirstTrace:
         self.look_at_values(dict(zip(names[1:], args[1:], strict=False)), policy)
         try:
             operations = operations_under(fn, policy, args, kwargs, uncast=uncast, names=names)
-        except Exception:  # noqa: BLE001  # the call itself comes after this, and raises what is an error
+        except Exception:  # noqa: BLE001  # the call itself comes after this, and raises any error
             return
         warn_of_convolutions(operation.equation for operation in operations)
         if policy is not None and computes_in_half(policy):
@@ -144,19 +144,19 @@ class FirstTrace:
 
 
 def _convolves(policy: Policy | PathPolicy | None) -> bool:
-    """Whether convolutions under a policy are to be looked at here; autocast does that itself."""
+    """Returns whether to check the convolutions under a policy here; autocast checks its own."""
     return not (policy and isinstance(policy.default, AutocastPolicy)) and is_at_risk()
 
 
 def warn_of_float32(
     operations: Sequence[TracedOperation], policy: Policy | PathPolicy, mode: str | None = None
 ) -> None:
-    """Warns if too many of the flops of products are left in float32.
+    """Warns if too large a fraction of the flops of products is in float32.
 
     Args:
-      operations: of a function under the policy.
-      policy: that one.
-      mode: the AMP mode that it is of, if it is of one.
+      operations: the operations of a function under the policy.
+      policy: the policy.
+      mode: the AMP mode of the policy, if there is one.
     """
     products = [operation for operation in operations if operation.is_product]
     in_float32 = [product for product in products if product.is_float32 and not product.as_asked]
@@ -176,13 +176,13 @@ def warn_of_float32(
 
 
 def _line(product: TracedOperation) -> str:
-    """Returns where a product is, what it is and why, in one line."""
+    """Returns one line with a product's place, description and reason."""
     line = user_line_of(product.equations)
     return f"{product_text(product.equation, product.path, line)}{_reason(product, line)}"
 
 
 def _reason(product: TracedOperation, line: str) -> str:
-    """Returns why a product at a line is in float32: what was float32 before, rather than a cast to match it."""
+    """Returns the reason why a product at a line is in float32: the original float32 value, not a cast to match it."""
     origin = product.origin
     if origin is None:
         return ""
@@ -205,7 +205,7 @@ def _text(policy: Policy | PathPolicy) -> str:
 
 
 def _in_module() -> bool:
-    """Whether a linen or haiku module is being run, whose state an additional trace would change."""
+    """Returns whether a linen or haiku module is running, whose state an additional trace would change."""
     linen, haiku = sys.modules.get("flax.linen.module"), sys.modules.get("haiku")
     if linen is not None and linen._context.module_stack[-1] is not None:
         return True

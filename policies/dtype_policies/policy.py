@@ -38,13 +38,13 @@ _DTYPE_FIELDS = ("param_dtype", "compute_dtype", "output_dtype", "reduce_dtype")
 class Policy:
     """The dtypes of parameters, computation, output and gradient reductions; hashable.
 
-    The fields are kept as NumPy dtypes, which compare equal to the scalar types and strings that
-    they were made from. The casts touch floating jax and NumPy arrays only (see `cast_to_full`).
+    The fields are stored as NumPy dtypes, which compare equal to the scalar types and strings that
+    they were created from. The casts only change floating jax and NumPy arrays (see `cast_to_full`).
 
     Args:
       param_dtype: dtype in which parameters are stored and updated.
       compute_dtype: dtype of activations and of the parameters' copy inside the function.
-      output_dtype: dtype of what the function returns.
+      output_dtype: dtype of the function's results.
       reduce_dtype: dtype in which gradients are averaged over devices; float32 by default.
 
     Raises:
@@ -98,7 +98,7 @@ class Policy:
         return cast_floating(x, self.output_dtype)
 
     def transform(self, fn: Callable[Args, Result]) -> Callable[Args, Result]:
-        """Returns `fn` as it runs between the casts: as it is (see `AutocastPolicy`)."""
+        """Returns `fn` unchanged, as it runs between the casts (see `AutocastPolicy`)."""
         if self.compute_dtype not in HALVES:
             return fn
 
@@ -114,11 +114,11 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class AutocastPolicy(Policy):
-    """A policy that runs functions under `autocast`; parameters are cast op by op, as needed.
+    """A policy that runs functions under `autocast`, which casts parameters per operation, as needed.
 
     Args:
       param_dtype: see `Policy`.
-      compute_dtype: the dtype in which arguments are passed to the function; float32 as a rule.
+      compute_dtype: the dtype in which arguments are passed to the function; usually float32.
       output_dtype: see `Policy`.
       reduce_dtype: see `Policy`.
       autocast_dtype: the half type, float16 or bfloat16.
@@ -126,7 +126,7 @@ class AutocastPolicy(Policy):
       fp8: see `autocast`.
 
     Raises:
-      ValueError: a field is not a floating dtype, or `autocast_dtype` no half type.
+      ValueError: a field is not a floating dtype, or `autocast_dtype` is not a half type.
 
     Example:
       >>> import jax.numpy as jnp
@@ -156,10 +156,10 @@ class AutocastPolicy(Policy):
 
 
 def dtype_of_arguments(policy: Policy) -> DTypeLike:
-    """Returns the dtype that a policy casts a function's arguments to: float32 where autocast takes its place.
+    """Returns the dtype to which a policy casts a function's arguments: float32 if autocast replaces the casts.
 
     Args:
-      policy: in half precision it runs by autocast while rules are tried.
+      policy: the policy; one with a half compute dtype runs by autocast while rules are tried.
     """
     return jnp.float32 if policy.compute_dtype in HALVES and is_trying() else policy.compute_dtype
 
@@ -186,22 +186,22 @@ _FIELD_OF_KEY = {
 
 
 def get_policy(policy_name: str) -> Policy:
-    """Returns the policy that a name or a jmp policy string stands for.
+    """Returns the policy of a name or a jmp policy string.
 
     Args:
       policy_name: one of
         * "mixed_float16", "mixed_bfloat16": float32 parameters and outputs, half computation;
         * "autocast_float16", "autocast_bfloat16": float32 parameters and outputs, and each
-          operation in the precision that `autocast` gives it;
+          operation in the precision that `autocast` chooses;
         * a dtype, such as "float32", "float16", "bf16" or "half": that dtype for all three;
         * "params=float32,compute=float16,output=float32", or the short form "p=f32,c=f16,o=f32".
-          What is missing is float32 for the parameters, the parameters' dtype for computation and
-          computation's for the output. "reduce=" or "r=" sets `reduce_dtype`, else float32;
-          "autocast=" or "a=" makes an `AutocastPolicy`.
+          The defaults are float32 for the parameters, the parameters' dtype for computation and
+          the compute dtype for the output. "reduce=" or "r=" sets `reduce_dtype`, by default float32;
+          "autocast=" or "a=" creates an `AutocastPolicy`.
 
     Returns:
       The policy. `get_policy(str(policy)) == policy` holds for every policy, unless it has
-      autocast rules of its own.
+      its own autocast rules.
 
     Raises:
       ValueError: an unknown name, key or dtype, a part that is not key=dtype, or two for the same dtype.

@@ -1,4 +1,4 @@
-"""A function under a policy, traced to look at its operations; nothing is computed."""
+"""Traces a function under a policy, to analyze its operations; nothing is computed."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from jmp_train.policies.pytrees import named_leaves
 
 
 def computes_in_half(policy: Policy | PathPolicy | None) -> bool:
-    """Whether a policy passes parameters or inputs in half to functions, which autocast does not."""
+    """Returns whether a policy passes parameters or inputs in half precision, as autocast does not."""
     if policy is None or isinstance(policy.default, AutocastPolicy):
         return False
     rules = [rule for _, rule in policy.rules] if isinstance(policy, PathPolicy) else []
@@ -28,7 +28,7 @@ def computes_in_half(policy: Policy | PathPolicy | None) -> bool:
 
 
 def computes_in_float16(policy: Policy | PathPolicy) -> bool:
-    """Whether a policy computes anything in float16, by autocast or by casts."""
+    """Returns whether a policy computes anything in float16, by autocast or by casts."""
     if isinstance(policy.default, AutocastPolicy) and policy.default.autocast_dtype == np.float16:
         return True
     rules = [rule for _, rule in policy.rules] if isinstance(policy, PathPolicy) else []
@@ -49,13 +49,13 @@ def operations_under(
     Args:
       fn: the function; a path policy follows its first argument.
       policy: None casts nothing.
-      args: pytrees; `jax.ShapeDtypeStruct` will do for arrays, and what is not an array is passed on.
+      args: pytrees; `jax.ShapeDtypeStruct` works in place of arrays, and other leaves are passed on.
       kwargs: likewise.
       uncast: further arguments, which no policy casts.
-      names: of the arguments, for reports; None takes the function's own.
+      names: names of the arguments, for reports; None takes the function's own.
 
     Raises:
-      Exception: whatever `fn` raises when it is traced.
+      Exception: any error of `fn` during tracing.
     """
     names = argument_names(fn, len(args)) if names is None else names
     call = FlatCall(((*args, *uncast), kwargs), {})

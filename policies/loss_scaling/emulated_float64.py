@@ -1,9 +1,9 @@
-"""Emulated float64 product: float32(float64(x) * factor) without float64, bit by bit.
+"""Emulated float64 product: float32(float64(x) * factor) without float64, bitwise.
 
-torch multiplies its float32 scale with a double factor and rounds twice, to double and to float32.
-jax computes in float32 unless told otherwise for the whole program. Decimal factors make the two
-differ often: 0.7 times a float is halfway between two floats, but for the error of 0.7 itself, in one
-case of ten. So the product is formed in integers here.
+torch multiplies its float32 scale by a double factor and rounds twice, to double and to float32.
+jax computes in float32 unless float64 is enabled for the whole program. For decimal factors the two
+often differ: in one case of ten, 0.7 times a float lies halfway between two floats up to the error of 0.7 itself.
+So this module computes the product in integers.
 """
 
 import math
@@ -17,7 +17,7 @@ _DIGIT = np.uint32(2**_DIGIT_BITS - 1)
 
 
 def float64_product(x: jax.Array, factor: float) -> jax.Array:
-    """Returns x times a Python float, rounded to double and then to float32, as C does it.
+    """Returns x times a Python float, rounded to double and then to float32, as in C.
 
     Args:
       x: float32, zero or normal and positive; any shape.
@@ -32,12 +32,12 @@ def float64_product(x: jax.Array, factor: float) -> jax.Array:
       True
     """
     if float(np.float32(factor)) == factor:
-        return x * np.float32(factor)  # exact in double precision, so that it is rounded once
+        return x * np.float32(factor)  # exact in double precision, so it is rounded only once
     fraction, factor_exponent = math.frexp(factor)
     factor_integer = int(math.ldexp(fraction, 53))
     fraction, exponent = jnp.frexp(x)
     integer = (fraction * np.float32(2**24)).astype(jnp.uint32)
-    # Doubled where needed, so that the product has 77 bits: 53 for the double, 24 to round off.
+    # Doubled if needed, so that the product has 77 bits: 53 for the double, and 24 to round off.
     small = integer < np.uint32(math.ceil(2**76 / factor_integer))
     digits = _digits_of_product(jnp.where(small, 2 * integer, integer), factor_integer)
     high, low = _round_to_double(digits)
@@ -71,7 +71,7 @@ def _round_to_double(digits: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 
 def _rounds_up(rest: jax.Array, bits: int, kept: jax.Array) -> jax.Array:
-    """Returns 1 where `rest`, of so many bits, rounds `kept` up: to nearest, ties to even."""
+    """Returns 1 if `rest`, of `bits` bits, rounds `kept` up: to nearest, ties to even."""
     half = np.uint32(2 ** (bits - 1))
     odd = (kept & np.uint32(1)) == 1
     return ((rest > half) | ((rest == half) & odd)).astype(jnp.uint32)

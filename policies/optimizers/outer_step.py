@@ -1,4 +1,4 @@
-"""One step of any optimizer: what its gradients have to look like, and what its state needs afterwards."""
+"""One step of any optimizer, with the preparation of its gradients and the cleanup of its state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,16 +24,16 @@ def optimizer_step(
     on_addition: Callable[[Addition], None] | None = None,
     **extra_args: object,
 ) -> tuple[Any, Any]:
-    """Returns the parameters after a step of any optimizer, also of one that is skipped, and its next state.
+    """Returns the parameters after a step of any optimizer, even a skipped one, and its next state.
 
     Args:
-      optimizer: the outermost one.
-      grads: float32 or of higher precision; scaled if there is a loss scale, a tuple under a `PerLossScale`.
+      optimizer: the outermost optimizer.
+      grads: float32 or higher precision; scaled if there is a loss scale, a tuple under a `PerLossScale`.
       finite: bool scalar, True if all gradients of the step are finite.
       opt_state: the optimizer's state.
       params: arrays, which keep their dtypes.
       on_addition: see `proposed_params`.
-      **extra_args: for `optimizer.update`.
+      **extra_args: extra arguments of `optimizer.update`.
 
     Example:
       >>> sgd, params = optax.sgd(0.5), jnp.ones(2, jnp.bfloat16)
@@ -41,7 +41,7 @@ def optimizer_step(
       Array([0.5, 0.5], dtype=bfloat16)
     """
     if not (isinstance(optimizer, ParamsOptimizer) or scaled_states(opt_state)):
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)  # as bare optax wants them
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)  # as plain optax requires
     grads = _nan_unless(finite, grads, opt_state)
     params, opt_state = proposed_params(optimizer, grads, opt_state, params, on_addition, **extra_args)
     return params, _with_cleared_accumulators(opt_state)
@@ -50,18 +50,18 @@ def optimizer_step(
 def _nan_unless(finite: jax.Array, grads: Grads, opt_state: OptState) -> Any:
     """Returns gradients that are all NaN if one is not finite, for a loss scale that sees only a part of them.
 
-    A `with_loss_scale` within `multi_transform` sees the gradients of its own parameters, and has to skip if those of
-    frozen ones overflow.
+    A `with_loss_scale` within `multi_transform` sees only the gradients of its own parameters, but must skip if those
+    of frozen ones overflow.
     """
     if not has_nested_scale(opt_state):
         return grads
     if isinstance(loss_scale_of(opt_state), PerLossScale):
-        return grads  # each loss's own gradients tell which one overflowed
+        return grads  # each loss's own gradients show which one overflowed
     return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), grads)
 
 
 def _with_cleared_accumulators(opt_state: OptState) -> Any:
-    """Returns an optimizer state in which a `MultiSteps` that has just emitted its gradients accumulates from zero.
+    """Returns an optimizer state in which a `MultiSteps` that has just emitted its gradients starts again from zero.
 
     optax 0.2.8 multiplies them by zero instead, which turns an infinity into a NaN that stays.
     """

@@ -19,15 +19,15 @@ def proposed_params(
     on_addition: Callable[[Addition], None] | None = None,
     **extra_args: object,
 ) -> tuple[Any, Any]:
-    """Returns the parameters after an optimizer's step, also of one that is skipped, and its next state.
+    """Returns the parameters after an optimizer's step, even a skipped one, and its next state.
 
     Args:
-      optimizer: any; a `ParamsOptimizer` says itself what the parameters become.
-      grads: as `optimizer.update` takes them, and so are the others.
-      opt_state: the optimizer's.
-      params: arrays; they keep their dtypes.
-      on_addition: called once with what the optimizer adds to what, if given.
-      **extra_args: for `optimizer.update`.
+      optimizer: any optimizer; a `ParamsOptimizer` computes the next parameters itself.
+      grads: gradients for `optimizer.update`.
+      opt_state: the optimizer's state.
+      params: arrays, which keep their dtypes.
+      on_addition: if given, called once with the optimizer's addition to the parameters.
+      **extra_args: extra arguments of `optimizer.update`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -51,15 +51,15 @@ def next_params(
     on_addition: Callable[[Addition], None] | None = None,
     **extra_args: object,
 ) -> tuple[Any, Any]:
-    """Returns what `proposed_params` does, with the parameters as they were where the step is skipped.
+    """Returns the result of `proposed_params`, but with the old parameters if the step is skipped.
 
     Args:
-      optimizer: see `proposed_params`, as are the others.
-      grads: scaled, where there is a loss scale.
-      opt_state: where it has a loss scale, that decides.
+      optimizer: see `proposed_params`.
+      grads: gradients, scaled if there is a loss scale.
+      opt_state: a state; its loss scale, if any, decides about a skip.
       params: arrays.
       on_addition: see `proposed_params`.
-      **extra_args: for `optimizer.update`.
+      **extra_args: extra arguments of `optimizer.update`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -70,7 +70,7 @@ def next_params(
       Array([1., 1.], dtype=float32)
     """
     new_params, opt_state = proposed_params(optimizer, grads, opt_state, params, on_addition, **extra_args)
-    # What is nested made zeros of its updates already, but others may have changed them since.
+    # Nested loss scales have set their updates to zero already, but others may have changed them since.
     for _, scaled in scaled_states(opt_state):
         new_params = select_tree(scaled.last_taken, new_params, params)
     return new_params, opt_state

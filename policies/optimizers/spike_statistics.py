@@ -16,9 +16,9 @@ class SpikeStatistics(NamedTuple):
     """State of `spikes`.
 
     Attributes:
-      mean: float32 scalar, of the natural logarithm of the gradient norm.
-      variance: float32 scalar, of the same.
-      samples: int32 scalar, how many norms are in them.
+      mean: float32 scalar, mean of the natural logarithm of the gradient norm.
+      variance: float32 scalar, its variance.
+      samples: int32 scalar, number of norms in the statistics.
 
     Example:
       >>> import jax.numpy as jnp
@@ -38,21 +38,21 @@ def spikes(
 ) -> SkipRule[SpikeStatistics]:
     """Returns the rule that skips a step whose gradient norm is far above its running mean.
 
-    The statistics are those of the norm's logarithm: mean and variance over all norms at first, and with weights that
-    fall by 1 - 1/window a step after `window` of them. With m and s, the mean and the standard deviation before a step,
-    it is a spike if log(norm) - m is above `sigma` s and above log(`min_ratio`).
+    The statistics are those of the norm's logarithm: mean and variance over all norms at first, and after `window`
+    steps with weights that decrease by 1 - 1/window per step. With the mean m and the standard deviation s before a
+    step, the step is a spike if log(norm) - m is above `sigma` s and above log(`min_ratio`).
 
-    A spike does not stay out of the statistics, it goes into them as the largest norm that would have been none, and so
-    does a norm that lies as far below. So one spike raises the threshold a little, and where the level of the norm
-    has really changed the threshold grows exponentially until it lets the steps through again: with the defaults after
-    some 11 spikes in a row if the norm is 10 times what it was, some 23 if it is 10,000 times. No step is skipped
-    for ever. Steps with non-finite gradients do not enter the statistics, nor do norms of zero, whose steps are taken.
+    A spike enters the statistics as the largest norm that is not a spike, and so does a norm as far below the mean. So
+    one spike raises the threshold a little. If the level of the norm has really changed, the threshold grows
+    exponentially until it accepts the steps again: with the defaults after about 11 consecutive spikes if the norm is
+    10 times as large, and about 23 if it is 10,000 times as large. The rule never skips forever. Steps with non-finite
+    gradients do not enter the statistics, nor do norms of zero, whose steps are taken.
 
     Args:
-      sigma: how many standard deviations are far.
-      window: over about how many steps mean and variance run; at least 2.
-      warmup: how many norms have to be in the statistics before a step is skipped; at least 2. They go in as they are.
-        None is half a window, and at least 20.
+      sigma: number of standard deviations above the mean.
+      window: number of steps over which mean and variance run, approximately; at least 2.
+      warmup: number of norms in the statistics before a step is skipped; at least 2. They enter unchanged.
+        None for half a window, and at least 20.
       min_ratio: a norm below this many times the (geometric) mean is never a spike, however steady the norm was;
         above 1.
 
@@ -60,7 +60,7 @@ def spikes(
       A rule for `with_loss_scale(optimizer, loss_scale, skip=...)`; its state is a `SpikeStatistics`.
 
     Raises:
-      ValueError: a number is out of its range.
+      ValueError: a number is out of range.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -104,7 +104,7 @@ def spikes(
 
 
 def _with_sample(state: SpikeStatistics, deviation: jax.Array, window: int) -> SpikeStatistics:
-    """Returns statistics with one more sample, given how far it is from the mean."""
+    """Returns statistics with one more sample, given its deviation from the mean."""
     samples = jnp.minimum(state.samples, np.iinfo(np.int32).max - 1) + 1
     share = 1 / jnp.minimum(samples, window).astype(jnp.float32)
     variance = (1 - share) * (state.variance + share * deviation**2)

@@ -36,23 +36,23 @@ class StalledTrainingError(FloatingPointError):
 
 
 class CapsuleRecorder(Protocol):
-    """What `check_progress` wants of a `SkipRecorder`: it knows the file of the last skipped step."""
+    """The part of a `SkipRecorder` that `check_progress` needs: the file of the last skipped step."""
 
     def last_capsule(self) -> Path | None:
-        """Returns the newest capsule, None without any."""
+        """Returns the newest capsule; None if there is none."""
         ...
 
 
 def skips_to_floor(loss_scale: LossScales) -> int:
-    """Returns how many overflows in a row bring a loss scale from its value now to its floor.
+    """Returns how many consecutive overflows bring a loss scale from its current value to its lower bound.
 
     Args:
-      loss_scale: a loss scale that is not traced. Without a floor above zero, the smallest normal
-        float32 is meant; of a `PerLossScale` the last loss to get there. One of a user-defined class is
+      loss_scale: a loss scale that is not traced. Without a lower bound above zero, the smallest normal
+        float32 is used; for a `PerLossScale` the last loss counts. One of a user-defined class is
         adjusted 1024 times.
 
     Returns:
-      The number of steps; 0 for a scale that does not fall.
+      The number of steps; 0 for a scale that does not decrease.
 
     Example:
       >>> from jmp_train.policies import megatron_loss_scale
@@ -77,7 +77,7 @@ def skips_to_floor(loss_scale: LossScales) -> int:
 
 
 def _last_fall(loss_scale: LossScale) -> int:
-    """Returns after how many overflows in a row any loss scale falls for the last time, of 1024."""
+    """Returns the number of the last of 1024 consecutive overflows at which any loss scale decreases."""
 
     def overflow(scale: LossScale, _: None) -> tuple[LossScale, jax.Array]:
         return scale.adjust(jnp.array(False)), jnp.asarray(scale.loss_scale, jnp.float32)
@@ -91,17 +91,17 @@ def _last_fall(loss_scale: LossScale) -> int:
 def check_progress(
     opt_state: PyTree, *, stop_after: float, warn_after: int | None = None, recorder: CapsuleRecorder | None = None
 ) -> None:
-    """Warns or stops when the last steps were all skipped; call it now and then, outside of jit.
+    """Warns or raises if the last steps were all skipped; call it now and then, outside of jit.
 
-    It waits for the state to be computed, so every fifty steps or so is often enough. A scale that
-    begins high skips a few steps before its first real one: let `stop_after` exceed
-    `skips_to_floor(loss_scale)`. With `warn_after` it also warns of a dynamic scale that has fallen to 1
-    or below while other steps were taken, as it does when one batch of each epoch has a NaN.
+    It waits for the state to be computed, so call it only every fifty steps or so. A scale that
+    begins high skips a few steps before the first one is taken: let `stop_after` exceed
+    `skips_to_floor(loss_scale)`. With `warn_after` it also warns of a dynamic scale that has decreased to 1
+    or below while other steps were taken, for example when one batch of each epoch has a NaN.
 
     Args:
       opt_state: an optimizer's state with any number of loss scales in any nesting.
-      stop_after: raise when this many steps in a row were skipped; at least 1, `math.inf` for never.
-      warn_after: warn when this many were, or when that many were in all and the scale is 1 or below; at
+      stop_after: number of consecutive skips at which it raises; at least 1, `math.inf` for never.
+      warn_after: number of consecutive skips at which it warns, or of all skips if the scale is 1 or below; at
         least 1, None for never.
       recorder: a `SkipRecorder`, whose last capsule the error and the warning name.
 
@@ -140,7 +140,7 @@ def check_progress(
 
 
 def _describe(path: str, state: LossScaledState) -> str:
-    """Returns the message; of the states of a vmap it is about the one that skipped most."""
+    """Returns the message; for the states of a vmap, about the one with the most skips."""
     all_skips = np.ravel(state.consecutive_skips)
     worst = int(np.argmax(all_skips))
     skips = int(all_skips[worst])
@@ -157,7 +157,7 @@ def _describe(path: str, state: LossScaledState) -> str:
 
 
 def _describe_collapse(path: str, state: LossScaledState, warn_after: int) -> str:
-    """Returns what to say of a dynamic scale at 1 or below, empty for higher ones and for few skips."""
+    """Returns a warning about a dynamic scale at 1 or below; empty for higher ones and for few skips."""
     skipped = np.asarray(state.skipped_steps)
     scales = [
         float(np.min(scale.loss_scale))

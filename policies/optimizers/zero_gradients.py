@@ -1,4 +1,4 @@
-"""Counts zero gradients: they show a loss scale that is too low, and layers that do not learn."""
+"""Counts zero gradients, which show that a loss scale is too low or that layers do not learn."""
 
 import functools
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ class ZeroGradientsState(NamedTuple):
     """State of `count_zero_gradients`.
 
     Attributes:
-      zeros: int32 scalar, how many elements of the last gradients that were stepped on were exactly zero.
+      zeros: int32 scalar, number of zero elements in the gradients of the last step taken.
       inner_state: the wrapped optimizer's state.
 
     Example:
@@ -31,10 +31,10 @@ class ZeroGradientsState(NamedTuple):
 def count_zero_gradients(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer count the zeros in the gradients that it is given.
+    """Returns an optimizer that counts the zeros in its gradients.
 
     Inside of `with_loss_scale` these are unscaled and float32, and `train_step` reports the count among its
-    metrics as `num_zeros_in_grad`. A skipped step counts nothing: the last number stays.
+    metrics as `num_zeros_in_grad`. A skipped step counts nothing and keeps the last number.
 
     Args:
       optimizer: any optax optimizer.

@@ -14,17 +14,17 @@ Tree = TypeVar("Tree")
 
 
 def is_float_array(x: object) -> TypeGuard[jax.Array]:
-    """Says whether `x` is a jax or NumPy array (tracers included) of a floating dtype."""
+    """Returns whether `x` is a jax or NumPy array (tracers included) of a floating dtype."""
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def is_inexact_array(x: object) -> TypeGuard[jax.Array]:
-    """Says whether `x` is a jax or NumPy array (tracers included) of a floating or complex dtype."""
+    """Returns whether `x` is a jax or NumPy array (tracers included) of a floating or complex dtype."""
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def cast_leaf(x: object, dtype: DTypeLike) -> Any:
-    """Returns `x` cast to `dtype` if it is a floating array, else `x` itself."""
+    """Returns `x` cast to `dtype` if it is a floating array, otherwise `x` itself."""
     if not is_float_array(x):
         return x
     return x if isinstance(x, jax.Array) and x.dtype == dtype else x.astype(dtype)
@@ -40,7 +40,7 @@ def cast_like(tree: Tree, like: PyTree) -> Tree:
 
     Args:
       tree: any pytree.
-      like: pytree of the same structure; where it has another one, `tree` comes back as it is.
+      like: pytree of the same structure; for another structure, `tree` is returned unchanged.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,7 +49,7 @@ def cast_like(tree: Tree, like: PyTree) -> Tree:
     """
     if jax.tree_util.tree_structure(tree) != jax.tree_util.tree_structure(like):
         return tree
-    # Also of the same dtype: astype makes a weak type strong, as what is stored has it.
+    # Also for the same dtype, because astype makes a weak type strong, as in stored arrays.
     return jax.tree_util.tree_map(
         lambda x, y: x.astype(y.dtype) if is_float_array(x) and is_float_array(y) else x, tree, like
     )
@@ -65,7 +65,7 @@ def cast_to_full(tree: Tree) -> Tree:
 
     Args:
       tree: any pytree. Floating jax and NumPy arrays of any shape are cast; integers, booleans,
-        complex numbers, keys and anything that is not an array pass through.
+        complex numbers, keys and anything that is not an array stay unchanged.
 
     Returns:
       A tree of the same structure.

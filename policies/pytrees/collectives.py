@@ -1,9 +1,9 @@
 """Collectives over mesh axes: gradient reductions in a chosen dtype.
 
-Inside `jax.shard_map` a gradient with respect to replicated parameters is summed over the mesh by
-jax itself, in the compute dtype, where it can overflow. `pvary` marks the parameters as different
+Inside `jax.shard_map`, jax itself sums a gradient with respect to replicated parameters over the mesh,
+in the compute dtype, where it can overflow. `pvary` marks the parameters as different
 per device before they are cast, so that gradients stay local until `reduce_gradients` averages
-them in the dtype that the policy names.
+them in the policy's dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Tree = TypeVar("Tree")
 
 
 def check_axis_names(axis_names: Sequence[str]) -> None:
-    """Raises TypeError for a text in the place of a tuple of names: each letter would be one."""
+    """Raises TypeError for a string in place of a tuple of names, because each letter would be a name."""
     if isinstance(axis_names, str):
         raise TypeError(f"axis_names={axis_names!r} must be a tuple of names: ({axis_names!r},)")
 
@@ -38,7 +38,7 @@ def pvary(tree: Tree, axis_names: Sequence[str]) -> Tree:
       axis_names: names of the axes of an enclosing `shard_map` or `pmap`; none changes nothing.
 
     Returns:
-      The same tree. Arrays that vary over an axis already are left as they are.
+      The same tree. Arrays that already vary over an axis stay unchanged.
 
     Example:
       >>> import jax.numpy as jnp
@@ -78,10 +78,10 @@ def vary_like(source: PyTree, tree: Tree) -> Tree:
 
 
 class Largest(NamedTuple):
-    """Float32 arrays of which the largest values of all devices count, where `mean_over_axes` averages others.
+    """Float32 arrays that `mean_over_axes` reduces to the largest values of all devices instead of the mean.
 
     Attributes:
-      value: a tree of them.
+      value: a tree of the arrays.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -99,17 +99,17 @@ def reduce_gradients(grads: Tree, axis_names: Sequence[str], dtype: DTypeLike = 
     Args:
       grads: pytree of local gradients, scaled or not, of any floating or complex dtype.
       axis_names: axes to average over; with none, gradients are only upcast to float32.
-      dtype: dtype of the all-reduce. Half types halve the traffic; each device's share is divided
+      dtype: dtype of the all-reduce. Half types halve the traffic; each device's part is divided
         by the number of devices first, so that the sum does not overflow (small values vanish).
-        Complex gradients are reduced as they are: there is no complex number of half precision.
+        Complex gradients keep their dtype, because there are no half-precision complex numbers.
 
     Returns:
-      The mean gradients; half types come back as float32, others stay. Leaves that are neither
-      floating nor complex (float0, keys) are left alone.
+      The mean gradients; half types are returned as float32, others stay. Leaves that are neither
+      floating nor complex (float0, keys) stay unchanged.
 
     Raises:
       ValueError: `dtype` is not a floating dtype.
-      TypeError: `axis_names` is a text.
+      TypeError: `axis_names` is a string.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -143,13 +143,13 @@ def scatter_gradients(grads: Tree, dimensions: PyTree, axis_name: str, dtype: DT
 
     Args:
       grads: pytree of local gradients, of any floating or complex dtype.
-      dimensions: pytree like `grads` of whole numbers: which dimension of a gradient is split into one part for each
+      dimensions: pytree of integers like `grads`: the dimension along which a gradient is split into one part per
         device; -1 for gradients that all devices get whole.
       axis_name: the axis to average over.
       dtype: see `reduce_gradients`.
 
     Returns:
-      The mean gradients, in float32 or higher precision, those with a dimension as this device's part of it.
+      The mean gradients, in float32 or higher precision; those with a dimension as this device's part.
 
     Raises:
       ValueError: `dtype` is not a floating dtype.
@@ -182,7 +182,7 @@ def scatter_gradients(grads: Tree, dimensions: PyTree, axis_name: str, dtype: DT
 def sum_over_axes(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """Returns the sum of an array over mesh axes.
 
-    Axes of one device are left out where they can be: XLA refuses to reduce over such a one in a `shard_map` that
+    Axes of one device are left out if possible, because XLA refuses to reduce over such an axis in a `shard_map` that
     leaves another axis to jax.
     """
     x = pvary(x, axis_names)
@@ -198,7 +198,7 @@ def _axes_of_many(x: jax.Array, axis_names: Sequence[str]) -> tuple[str, ...]:
 def mean_over_axes(tree: Tree, axis_names: Sequence[str]) -> Tree:
     """Averages floating and complex arrays over mesh axes, in float32 or higher precision; other leaves stay.
 
-    The dtypes are kept. With no axes this changes nothing. Of what is in a `Largest` the largest values are taken.
+    The dtypes are kept. Without axes this changes nothing. For arrays in a `Largest`, it takes the largest values.
     """
     if not axis_names:
         return tree
@@ -221,7 +221,7 @@ def _max_over_axes(x: jax.Array, axis_names: Sequence[str]) -> Any:
 
 
 def _mean(x: jax.Array, count: int, dtype: DTypeLike, add: Callable[[Any], Any]) -> Any:
-    """Returns the mean over `count` devices, which `add` adds up; in half precision each brings its share."""
+    """Returns the mean over `count` devices, which `add` sums; half-precision values are divided before the sum."""
     if is_half(dtype) and is_float_array(x):
         return add((x / count).astype(dtype)).astype(x.dtype)
     return add(x) / count

@@ -1,4 +1,4 @@
-"""Copies of arrays that take the place of others."""
+"""Copies of arrays that replace others."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,11 @@ from jax.typing import ArrayLike
 
 
 def copy_like(x: ArrayLike, like: jax.Array) -> jax.Array:
-    """Returns a copy of an array in the dtype of another, and on its devices where it is fixed to some.
+    """Returns a copy of an array in the dtype of another, and on its devices if it is committed.
 
     Args:
       x: array or number.
-      like: array; of a traced one only the dtype is known.
+      like: array; only the dtype of a traced one is known.
 
     Example:
       >>> import jax.numpy as jnp

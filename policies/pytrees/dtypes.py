@@ -30,7 +30,7 @@ _SHORT_NAMES = {
 def half_dtype() -> DTypeLike:
     """Returns the half-precision dtype of the default device: bfloat16 on TPU, float16 elsewhere.
 
-    It starts jax's backend. Name the dtype instead where that must not happen.
+    It starts jax's backend. Name the dtype instead if that must not happen.
 
     Example:
       >>> import numpy as np
@@ -45,7 +45,7 @@ def half_dtype() -> DTypeLike:
 
 
 def float_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
-    """Returns `dtype` as a NumPy dtype; raises ValueError naming `argument` if it is not a float."""
+    """Returns `dtype` as a NumPy dtype; raises ValueError naming `argument` if it is not a floating dtype."""
     try:
         result = jnp.dtype(dtype)
     except TypeError:
@@ -65,13 +65,13 @@ def check_half(dtype: DTypeLike, argument: str) -> np.dtype:
 
 def _is_float_of_jax(name: str) -> bool:
     scalar_type: Any = getattr(jnp, name, None)
-    if not isinstance(scalar_type, type(jnp.float32)):  # aliases and abstract types are others
+    if not isinstance(scalar_type, type(jnp.float32)):  # aliases and abstract types are not accepted
         return False
     return jnp.issubdtype(scalar_type, jnp.floating) and jnp.dtype(scalar_type).name == name
 
 
 def parse_dtype(name: str) -> np.dtype:
-    """Returns the dtype that `name` stands for in a policy string ("half" asks the device)."""
+    """Returns the dtype of `name` in a policy string ("half" asks the device)."""
     if name == "half":
         return jnp.dtype(half_dtype())
     if name in _NAMES:
@@ -84,10 +84,10 @@ def parse_dtype(name: str) -> np.dtype:
 
 
 def shortened(text: str) -> str:
-    """Returns what a user gave as errors repeat it: as `repr` has it, and its middle left out if it is long.
+    """Returns a user's value for error messages: its `repr`, without the middle if it is long.
 
     Args:
-      text: what was given.
+      text: the value.
 
     Example:
       >>> shortened("float33"), len(shortened(5_000 * "x"))
@@ -109,5 +109,5 @@ def at_least_float32(dtype: DTypeLike) -> np.dtype:
 
 
 def is_half(dtype: DTypeLike) -> bool:
-    """Says whether `dtype` is a floating dtype of fewer bits than float32."""
+    """Returns whether `dtype` is a floating dtype of fewer bits than float32."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4

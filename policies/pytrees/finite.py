@@ -20,25 +20,25 @@ Tree = TypeVar("Tree")
 
 
 def is_inexact(x: object) -> bool:
-    """Says whether `x` is a floating or complex array or number, Python's own included."""
+    """Returns whether `x` is a floating or complex array or number, Python's own included."""
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, jnp.inexact)
     return isinstance(x, float | complex)
 
 
 def all_finite(tree: PyTree, axis_names: Sequence[str] = ()) -> jax.Array:
-    """Says whether every number in a tree is finite, on every device of the given mesh axes.
+    """Returns whether every number in a tree is finite, on every device of the given mesh axes.
 
     Args:
-      tree: any pytree; floating and complex leaves of any shape are looked at.
-      axis_names: axes of an enclosing `shard_map` or `pmap`. The answer is the same on all their
+      tree: any pytree; floating and complex leaves of any shape are checked.
+      axis_names: axes of an enclosing `shard_map` or `pmap`. The result is the same on all their
         devices: if one of them has a non-finite number, all get False.
 
     Returns:
-      A boolean scalar array. It can be read on the host outside of jit only.
+      A boolean scalar array. The host can only read it outside of jit.
 
     Raises:
-      TypeError: `axis_names` is a text.
+      TypeError: `axis_names` is a string.
 
     Example:
       >>> import jax.numpy as jnp
@@ -57,7 +57,7 @@ def all_finite(tree: PyTree, axis_names: Sequence[str] = ()) -> jax.Array:
 
 
 def boolean_scalar(x: ArrayLike) -> Any:
-    """Returns `x` if it is a boolean scalar (Python's, NumPy's or jax's); else AssertionError."""
+    """Returns `x` if it is a boolean scalar of Python, NumPy or jax; otherwise raises AssertionError."""
     if isinstance(x, bool):
         return np.bool_(x)
     if np.ndim(x) != 0 or getattr(x, "dtype", None) != np.bool_:
@@ -66,7 +66,7 @@ def boolean_scalar(x: ArrayLike) -> Any:
 
 
 def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
-    """Returns tree `a` where `pred` is true and tree `b` where it is false.
+    """Returns tree `a` if `pred` is true and tree `b` if it is false.
 
     Args:
       pred: a boolean scalar.
@@ -94,7 +94,7 @@ def select_tree(pred: ArrayLike, a: Tree, b: Tree) -> Tree:
 
 
 def select_leaf(path: KeyPath, pred: ArrayLike, x: object, y: object) -> Any:
-    """Returns `x` where `pred` is true and `y` where it is false; `x` if it is neither an array nor a number."""
+    """Returns `x` if `pred` is true and `y` if it is false; `x` if it is neither an array nor a number."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         return x
     x, y = jnp.asarray(x), jnp.asarray(y)
@@ -110,13 +110,13 @@ def _describe(x: jax.Array) -> str:
 
 
 class LeafReport(NamedTuple):
-    """What `nonfinite_report` counts in one leaf; scalar arrays.
+    """The counts of `nonfinite_report` in one leaf; scalar arrays.
 
     Attributes:
-      nan: int32, how many elements are NaN.
-      inf: int32, how many are infinite. A loss scale that is too high shows here.
-      zero: int32, how many are exactly zero. A loss scale that is too low shows here.
-      size: how many elements there are.
+      nan: int32, number of NaN elements.
+      inf: int32, number of infinite elements. It rises if the loss scale is too high.
+      zero: int32, number of zero elements. It rises if the loss scale is too low.
+      size: number of elements.
       max_abs: float32 or higher precision, the largest finite magnitude; 0 if there is none.
 
     Example:
@@ -134,7 +134,7 @@ class LeafReport(NamedTuple):
 def nonfinite_report(tree: PyTree) -> dict[str, LeafReport]:
     """Counts NaN, infinite and zero elements of every floating or complex leaf, by its path.
 
-    It works under jit, so every leaf is reported; pick the bad ones on the host.
+    It works under jit, so it reports every leaf; select the bad ones on the host.
 
     Args:
       tree: any pytree, usually of unscaled gradients.

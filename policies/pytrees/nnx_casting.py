@@ -23,18 +23,18 @@ Cast = Callable[[Any], Any]
 
 @contextlib.contextmanager
 def cast_for_call(tree: PyTree, cast: Cast, also: Collection[int] = frozenset()) -> Iterator[Any]:
-    """Gives a tree for a call, with its arrays cast, and those of the nnx parameters in it.
+    """Yields a tree for a call, with its arrays and the nnx parameters in it cast.
 
-    It has the caller's own nnx objects and no copies, so that what the call does to them is not lost. After
-    it the parameters are as they were; what the call put into one is kept in the dtype that it had. Numbers
-    that are still those of the cast were not put there, also where nnx's `jit` or `remat` within the call
-    has made new arrays of them. Other variables, such as batch statistics and random counts, are not
-    parameters, and stay what they are.
+    It contains the caller's own nnx objects and no copies, so that changes made by the call are kept. After
+    the call, the parameters have their old values; a new value from the call is stored in the old dtype. A value
+    equal to the cast one is not new, even if nnx's `jit` or `remat` within the call
+    created new arrays. Other variables, such as batch statistics and random counts, are not
+    parameters, and are not cast.
 
     Args:
       tree: a pytree.
       cast: returns a pytree with its arrays cast.
-      also: the ids of variables that are taken for parameters, beside all `nnx.Param`s.
+      also: the ids of variables that count as parameters, in addition to all `nnx.Param`s.
     """
     if flax_nnx() is None:
         yield cast(tree)
@@ -54,10 +54,10 @@ def cast_for_call(tree: PyTree, cast: Cast, also: Collection[int] = frozenset())
 
 
 def cast_results(tree: PyTree, cast: Cast) -> Any:
-    """Returns a tree with its arrays cast, and those of the nnx parameters and intermediates in it.
+    """Returns a tree with its arrays and the nnx parameters and intermediates in it cast.
 
     Args:
-      tree: a pytree. Its nnx objects and their other state stay what they are.
+      tree: a pytree. Its nnx objects and their other state stay unchanged.
       cast: returns a pytree with its arrays cast.
     """
     nnx = flax_nnx()
@@ -72,14 +72,14 @@ def cast_results(tree: PyTree, cast: Cast) -> Any:
 
 
 def _parameters(x: object, also: Collection[int]) -> dict[str, Any]:
-    """Returns the parameters in an nnx object by path, or a parameter itself by the empty one."""
+    """Returns the parameters in an nnx object by path, or a parameter itself under the empty path."""
     search = Search()
     search.in_tree(x)
     return {path: y for path, y in search.found if is_parameter(y) or id(y) in also}
 
 
 def _values(x: Any, parameters: dict[str, Any]) -> Any:
-    """Returns what stands for an nnx object in a tree that is cast, so that paths are what they were."""
+    """Returns a stand-in for an nnx object in a tree that is cast, which preserves the paths."""
     if is_nnx_variable(x):
         return x.get_raw_value() if parameters else None
     return {path: variable.get_raw_value() for path, variable in parameters.items()}
@@ -87,7 +87,7 @@ def _values(x: Any, parameters: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _swapped(swaps: list[tuple[Any, Any, Any]]) -> Iterator[None]:
-    """Within it variables have other values; each is given with the stored one and the other one."""
+    """A context in which variables have other values; each entry has the stored value and the other one."""
     try:
         for variable, _, new in swaps:
             _set(variable, new)
@@ -99,7 +99,7 @@ def _swapped(swaps: list[tuple[Any, Any, Any]]) -> Iterator[None]:
 
 
 def _kept(stored: PyTree, new: PyTree, now: PyTree) -> Any:
-    """Returns a parameter as it was stored where it still holds what the call was given, else as it is now."""
+    """Returns a parameter's stored value if it still holds the value given to the call, otherwise its current value."""
     structure = jax.tree.structure(now)
     if structure != jax.tree.structure(stored) or structure != jax.tree.structure(new):
         return now
@@ -114,5 +114,5 @@ def _kept(stored: PyTree, new: PyTree, now: PyTree) -> Any:
 
 
 def _set(variable: Any, value: Any) -> None:
-    """Sets a variable's value, also that of one which another trace alone may change."""
+    """Sets a variable's value, even if only another trace may change it."""
     variable.__setstate__({**variable.__getstate__(), "_raw_value": value})

@@ -14,66 +14,66 @@ from jmp_train.policies.types import PyTree
 _PLAIN = str | bytes | int | float | complex | type | types.ModuleType | None
 _FUNCTIONS = types.FunctionType | types.MethodType | functools.partial
 _LIBRARIES = frozenset(("flax", "haiku", "jax", "jmp_train", "numpy", "optax"))
-_MOST_ITEMS = 10_000  # of a container: a data set is not looked through
-_DEEPEST = 4  # of attributes of attributes, and of items of containers
+_MOST_ITEMS = 10_000  # of a container; data sets are not searched
+_DEEPEST = 4  # levels of attributes of attributes, and of items of containers
 
 
 def flax_nnx() -> Any:
-    """Returns the module `flax.nnx`, if the program has imported it, else None."""
+    """Returns the module `flax.nnx` if the program has imported it, otherwise None."""
     return sys.modules.get("flax.nnx")
 
 
 def is_nnx_object(x: object) -> bool:
-    """Says whether `x` is an nnx module, optimizer, metric or other object with variables in it."""
+    """Returns whether `x` is an nnx module, optimizer, metric or other object with variables in it."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.Pytree)
 
 
 def is_nnx_variable(x: object) -> bool:
-    """Says whether `x` is an `nnx.Variable`."""
+    """Returns whether `x` is an `nnx.Variable`."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.Variable)
 
 
 def is_nnx_statistic(x: object) -> bool:
-    """Says whether `x` is a variable of what a forward pass counts or draws: batch statistics, caches, keys."""
+    """Returns whether `x` is a variable that a forward pass updates: batch statistics, caches, keys."""
     nnx = flax_nnx()
     kinds = () if nnx is None else (nnx.BatchStat, nnx.Cache, nnx.RngState, nnx.Intermediate)
     return isinstance(x, kinds)
 
 
 def is_nnx(x: object) -> bool:
-    """Says whether `x` is an nnx object or variable."""
+    """Returns whether `x` is an nnx object or variable."""
     return is_nnx_object(x) or is_nnx_variable(x)
 
 
 def is_optimizer_variable(x: object) -> bool:
-    """Says whether `x` is one of the variables in which an `nnx.Optimizer` keeps optax's arrays."""
+    """Returns whether `x` is one of the variables in which an `nnx.Optimizer` stores optax's arrays."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.OptState)
 
 
 def is_random_state(x: object) -> bool:
-    """Says whether `x` is a variable that holds a random key or counts its uses."""
+    """Returns whether `x` is a variable that holds a random key or counts its uses."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.RngState)
 
 
 def is_parameter(x: object) -> bool:
-    """Says whether `x` is an `nnx.Param`."""
+    """Returns whether `x` is an `nnx.Param`."""
     nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.Param)
 
 
 def arrays_of_variables(tree: PyTree, is_variable: Callable[[Any], bool] = is_nnx_variable) -> Any:
-    """Returns a tree with variables' values in their places; `is_variable` says which."""
+    """Returns a tree with the variables selected by `is_variable` replaced by their values."""
     if flax_nnx() is None:
         return tree
     return jax.tree_util.tree_map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)
 
 
 def unbound(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a module's method as a function and the module as its first argument; others as they are."""
+    """Returns a module's method as a function with the module as its first argument; other functions unchanged."""
     if is_nnx_object(fn):
         return type(fn).__call__, (fn,)
     if isinstance(fn, types.MethodType) and is_nnx_object(fn.__self__):
@@ -82,7 +82,7 @@ def unbound(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]
 
 
 def contents(x: Any) -> dict[str, Any]:
-    """Returns what an nnx object or variable holds, by name; each value is a pytree."""
+    """Returns the contents of an nnx object or variable, by name; each value is a pytree."""
     if is_nnx_variable(x):
         return {"": x.get_raw_value(), "metadata": x.get_metadata()}
     return dict(vars(x))
@@ -97,10 +97,10 @@ class Search:
 
     def __init__(self) -> None:
         self.found: list[tuple[str, Any]] = []
-        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no id is given twice
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
 
     def in_tree(self, tree: PyTree, path: str = "") -> None:
-        """Looks into a pytree, and into the nnx objects in it."""
+        """Searches a pytree, and the nnx objects in it."""
         for inner, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx):
             if is_nnx(leaf) and self._is_new(leaf):
                 name = _join(path, path_name(inner))
@@ -109,7 +109,7 @@ class Search:
                     self.in_tree(value, _join(name, attribute))
 
     def in_function(self, fn: object) -> None:
-        """Looks into what a function closes over, binds, or names among the variables of its module."""
+        """Searches the variables that a function closes over, binds, or uses from its module."""
         self._in_reach(fn, "", 0)
 
     def _in_reach(self, x: object, path: str, depth: int) -> None:
@@ -134,7 +134,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _parts(x: object) -> Iterator[tuple[str, Any]]:
-    """Yields what a function or any other Python object holds, by name."""
+    """Yields the contents of a function or any other Python object, by name."""
     if isinstance(x, types.FunctionType):
         yield from _captured(x)
     elif isinstance(x, types.MethodType):
@@ -154,7 +154,7 @@ def _captured(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
-        except ValueError:  # it is not assigned yet
+        except ValueError:  # not assigned yet
             continue
     yield from (("", fn.__defaults__), ("", fn.__kwdefaults__))
     if str(fn.__globals__.get("__name__")).partition(".")[0] not in _LIBRARIES:

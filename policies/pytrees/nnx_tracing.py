@@ -1,8 +1,8 @@
 """nnx objects within a trace: the changes that a traced function makes leave the trace as results.
 
 nnx lets an object change only in the trace that made it. A function that `autocast` traces gets the
-caller's own objects, which are made at home in the trace as long as it runs; what it has put into them
-leaves the trace beside its results, and is then put into the same objects again.
+caller's own objects, which belong to the trace while it runs. Their new values
+leave the trace next to its results, and are then written to the same objects.
 """
 
 import contextlib
@@ -25,23 +25,23 @@ from jmp_train.policies.pytrees.nnx_objects import (
 )
 from jmp_train.policies.types import PyTree
 
-_Parts = dict[str, tuple[list[Any], Any]]  # by name: leaves, other nnx objects among them; structure
+_Parts = dict[str, tuple[list[Any], Any]]  # by name: leaves, which may be other nnx objects; structure
 
 
 def is_array(leaf: object) -> TypeGuard[jax.Array]:
-    """Says whether a leaf is an array, jax's or NumPy's."""
+    """Returns whether a leaf is an array of jax or NumPy."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """An nnx object that is there before the trace.
+    """An nnx object that existed before the trace.
 
     Attributes:
-      path: to it from the arguments, or from the function that reaches it.
-      object: itself.
-      stored: its parts as the caller has them.
-      home: its parts and the trace that is its own, to be put back.
+      path: its path from the arguments, or from the function that reaches it.
+      object: the object.
+      stored: its parts in the caller.
+      home: its parts and its own trace, to restore.
     """
 
     path: str
@@ -52,14 +52,14 @@ class _Entry:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """What a trace did to an nnx object.
+    """The changes that a trace made to an nnx object.
 
     Attributes:
-      object: itself.
-      parts: those that changed.
-      removed: the names of the attributes that are gone.
-      dtypes: of the parts' arrays, in order: that in which each is kept, or None for as it comes.
-      is_new: whether the trace made the object.
+      object: the object.
+      parts: the changed parts.
+      removed: the names of the removed attributes.
+      dtypes: for each array of the parts, in order, the dtype in which it is stored, or None for its own.
+      is_new: whether the trace created the object.
     """
 
     object: Any
@@ -77,7 +77,7 @@ class Carried:
       fn: the function.
 
     Attributes:
-      arrays: what the variables among the arguments hold: inputs of the trace.
+      arrays: the values of the variables among the arguments, which are inputs of the trace.
     """
 
     def __init__(self, tree: PyTree, fn: Callable[..., Any]) -> None:
@@ -107,10 +107,10 @@ class Carried:
 
     @contextlib.contextmanager
     def at_home(self, arrays: Sequence[Any] = ()) -> Iterator[None]:
-        """Within it the objects may change; after it they are what they were.
+        """A context in which the objects may change; after it they have their old values.
 
         Args:
-          arrays: what the variables among the arguments hold there, in place of `self.arrays`.
+          arrays: the values of the variables among the arguments within it, in place of `self.arrays`.
         """
         rest = iter(arrays)
         try:
@@ -130,10 +130,10 @@ class Carried:
                 _put_home(entry.object, entry.home)
 
     def changed(self, results: object) -> list[Any]:
-        """Returns the arrays that the objects got in the trace, its outputs; called at its end.
+        """Returns the arrays that the objects got in the trace, which are its outputs; call it at the end of the trace.
 
         Args:
-          results: what the function returned, perhaps with nnx objects that it made.
+          results: the results of the function, possibly with new nnx objects.
         """
         search = Search()
         search.in_tree([entry.object for entry in self._entries.values()])
@@ -148,7 +148,7 @@ class Carried:
         ]
 
     def write(self, arrays: Iterator[Any]) -> None:
-        """Puts arrays into the objects, outside of the trace, in the place of those of `changed`."""
+        """Writes arrays into the objects, outside of the trace, in place of those from `changed`."""
         for change in self._changes:
             if change.is_new:
                 _move_here(change.object)
@@ -174,7 +174,7 @@ class Carried:
         return _Change(x, parts, removed, dtypes, is_new=False)
 
     def _explain(self, error: Exception) -> None:
-        """Raises nnx's own error again with the object's path, where the function could not reach it."""
+        """Raises nnx's own error again, with the object's path, if the search could not reach the object."""
         if type(error).__name__ != "TraceContextError":
             return
         x = _refused(error)
@@ -191,12 +191,12 @@ class Carried:
 
 
 def is_boxed(x: object) -> bool:
-    """Says whether a variable is one of nnx's hijax variables, which jax itself carries out of traces."""
+    """Returns whether a variable is one of nnx's hijax variables, which jax itself carries out of traces."""
     return is_nnx_variable(x) and flax_nnx().Variable not in type(x).__mro__
 
 
 def is_at_home(x: Any) -> bool:
-    """Says whether nnx lets an object change in the current trace."""
+    """Returns whether nnx lets an object change in the current trace."""
     if not is_nnx_variable(x):
         return all(state.trace_state.is_valid() for state in _trace_states(x).values())
     try:
@@ -209,7 +209,7 @@ def is_at_home(x: Any) -> bool:
 
 
 def states_at_home(tree: PyTree) -> Any:
-    """Returns a tree whose `nnx.State`s of another trace are copies that belong to the current one."""
+    """Returns a tree in which `nnx.State`s of another trace are copies that belong to the current one."""
     nnx = flax_nnx()
     if nnx is None:
         return tree
@@ -225,8 +225,8 @@ def states_at_home(tree: PyTree) -> Any:
 
 
 def _trace_states(x: object) -> dict[str, Any]:
-    """Returns by which of an object's attributes nnx knows the trace that it belongs to."""
-    parts = vars(x).items()  # whose types are asked: an nnx.Rngs has an attribute of every name
+    """Returns the attributes by which nnx knows the trace of an object."""
+    parts = vars(x).items()  # checked by type, because an nnx.Rngs has an attribute of every name
     return {name: value for name, value in parts if hasattr(type(value), "trace_state")}
 
 
@@ -243,12 +243,12 @@ def _put_home(x: Any, home: dict[str, Any]) -> None:
 
 
 def _move_here(x: Any) -> None:
-    """Makes an object one of the current trace."""
+    """Makes an object belong to the current trace."""
     if is_nnx_variable(x):
         twin = x.from_metadata(x.get_raw_value(), x.get_metadata())
         x.__setstate__(twin.__getstate__())
         return
-    # Rebuilt, the state is that of an object of the current trace.
+    # Rebuilt, because then its state belongs to the current trace.
     vars(x).update(jax.tree.map(lambda leaf: leaf, _trace_states(x)))
 
 
@@ -274,9 +274,9 @@ def _count_arrays(parts: _Parts) -> int:
 
 
 def _kept_dtypes(part: Any, given: Any, stored: Any) -> list[Any]:
-    """Returns in which dtype each new array is kept: an array that had one before keeps it.
+    """Returns the dtype in which each new array is stored: an array that had one before keeps it.
 
-    A half array is float32 to the trace; a dtype that the function itself has changed is what it says.
+    The trace sees a half array as float32. A dtype changed by the function itself is kept.
     """
     leaves, structure = part
     if given is None or stored is None or not structure == given[1] == stored[1]:
@@ -295,7 +295,7 @@ def _kept(array: jax.Array, dtype: DTypeLike) -> Any:
 
 
 def _refused(error: Exception) -> Any:
-    """Returns the object that nnx did not let change."""
+    """Returns the object that nnx refused to change."""
     traceback, found = error.__traceback__, None
     while traceback is not None:
         candidate = traceback.tb_frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Which leaves are jax random keys."""
+"""Recognizes jax random keys among leaves."""
 
 from typing import TypeGuard
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def is_key(x: object) -> TypeGuard[jax.Array]:
-    """Says whether `x` is an array of typed random keys, or describes one.
+    """Returns whether `x` is an array of typed random keys, or describes one.
 
     Example:
       >>> import jax
@@ -18,7 +18,7 @@ def is_key(x: object) -> TypeGuard[jax.Array]:
 
 
 def is_key_or_data(x: object) -> TypeGuard[jax.Array]:
-    """Says whether `x` is an array of random keys, typed or as their data, which are uint32.
+    """Returns whether `x` is an array of random keys, typed or as uint32 data.
 
     Example:
       >>> import jax

@@ -1,4 +1,4 @@
-"""Arrays in few bits: rounding to half types, and blocks of 8-bit codes with a scale each."""
+"""Arrays in few bits: rounding to half types, and blocks of 8-bit codes with one scale per block."""
 
 from jmp_train.policies.quantizing.alike import Item as Item
 from jmp_train.policies.quantizing.alike import map_alike as map_alike

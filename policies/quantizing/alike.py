@@ -1,7 +1,7 @@
-"""One loop over arrays that are alike, instead of as many copies of a program as there are arrays.
+"""One loop over arrays of the same shape, instead of one copy of a program per array.
 
-A compiler's work grows with a program's length. The blocks of a model have arrays of the same shapes, so a loop over
-these, stacked, does for all of them what is compiled once, in the temporary memory of one.
+A compiler's work grows with a program's length. The blocks of a model have arrays of the same shapes. A loop over
+their stack is compiled once for all of them, and needs the temporary memory of one.
 """
 
 import functools
@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_ELEMENTS = 2**24  # of a stack, if no array of it has more
+_ELEMENTS = 2**24  # of a stack, unless one array has more
 
 
 class Item(NamedTuple):
     """The arguments of one call.
 
     Attributes:
-      kind: passed on as it is; only items of equal kinds share a loop.
-      numbers: Python numbers of which each call gets its own, as scalar arrays; of equal types in all items.
+      kind: passed on unchanged; only items of equal kinds share a loop.
+      numbers: Python numbers, of equal types in all items; each call gets its own as scalar arrays.
       arrays: pytree of arrays.
     """
 
@@ -31,15 +31,15 @@ class Item(NamedTuple):
 
 
 def map_alike(function: Callable[..., Any], items: Sequence[Item], shared: Any = None) -> list[Any]:
-    """Returns `function(*item, shared)` of each item, compiled once for all whose kinds and shapes are equal.
+    """Returns `function(*item, shared)` for each item, compiled once for all with equal kinds and shapes.
 
-    Arrays of one loop are stacked, and so are its results: a stack has at most 16.8 million elements, or as many as the
-    largest array of all items has.
+    The arrays of one loop are stacked, and so are its results. A stack has at most 16.8 million elements, or as many as
+    the largest array of all items.
 
     Args:
-      function: a pure function of a module, not one made for the call, so that what is compiled is found again.
+      function: a pure function at module level, not one created for the call, so that its compiled program is reused.
       items: arguments of the calls.
-      shared: pytree of arrays that all calls get.
+      shared: pytree of arrays passed to all calls.
 
     Example:
       >>> import jax.numpy as jnp
@@ -85,11 +85,11 @@ def _mapped(
 def _at(places: jax.Array, number: int, stacked: Any) -> Any:
     """Returns one of stacked results, at a place that the compiler does not know.
 
-    It would compile each slice that starts at a known place, and compiles one for all that start at unknown ones.
+    The compiler would compile each slice with a known start, but compiles only one for all with unknown starts.
 
     Args:
       places: 0, 1, 2, ..., from a loop.
-      number: which of them.
+      number: index of the place.
       stacked: pytree of arrays.
     """
     chosen = lax.select(np.arange(len(places)) == number, places, np.zeros(len(places), np.uint32))

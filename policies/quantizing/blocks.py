@@ -1,7 +1,7 @@
-"""Arrays as 8-bit codes in blocks, each with a scale of its own.
+"""Arrays as 8-bit codes in blocks, with one scale per block.
 
-The codes have the array's shape, so that they are sharded as it is. Blocks lie within the last axis; where that is
-shorter than a block, within as many of the last axes as are long enough together.
+The codes have the array's shape, so that they are sharded like it. Blocks lie within the last axis; if that is
+shorter than a block, they lie within as many of the last axes as are long enough together.
 """
 
 import math
@@ -19,16 +19,16 @@ from jmp_train.policies.quantizing.rounding import round_to
 
 BLOCK_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 _SHARED_BY = 8  # devices that can share the axis of the blocks
-_SIGN = np.uint8(128)  # what int8 has for the index 0, and the index has for the int8 of 0
+_SIGN = np.uint8(128)  # the index of the int8 code 0; the index 0 is the int8 code -128
 
 
 class BlockQuantized(NamedTuple):
-    """An array in 8 bits an element and 32 bits a block.
+    """An array with 8 bits per element and 32 bits per block.
 
     Attributes:
-      codes: an array of the shape of what is quantized. int8 holds the signed dynamic code, less 128, uint8 the
-        unsigned one; of float8 they are numbers.
-      scales: float32, what a code of 1 stands for in each block: the array's first axes and one of blocks.
+      codes: an array with the shape of the quantized one. int8 holds the signed dynamic code minus 128, uint8 the
+        unsigned one, and float8 holds numbers.
+      scales: float32, the value of a code of 1 in each block: the array's first axes and one of blocks.
 
     Example:
       >>> import jax.numpy as jnp
@@ -44,17 +44,18 @@ class BlockQuantized(NamedTuple):
 def quantize(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None, *, block_size: int = 256) -> BlockQuantized:
     """Returns an array in blocks of 8-bit codes.
 
-    A block's scale is the least by which all of it fits: its largest magnitude for the dynamic codes, and 1/448 or
-    1/57344 of that for float8. Where that magnitude is a negative number's, the signed code ends at -0.993, and the
-    scale is larger accordingly. Each element divided by the scale, in float32, is rounded to one of the code's numbers.
+    A block's scale is the smallest by which the whole block fits: its largest magnitude for the dynamic codes, and
+    1/448 or 1/57344 of that for float8. The signed code ends at -0.993, so if the largest magnitude is that of a
+    negative number, the scale is larger accordingly. Each element divided by the scale, in float32, is rounded to a
+    number of the code.
 
     Args:
-      x: floating array of at least one element; it is worked on in float32. A block with an inf or NaN becomes NaN, and
-        so does one with a negative number in "uint8".
+      x: floating array of at least one element, converted to float32. A block with an inf or NaN becomes NaN, and
+        so does a block with a negative number in "uint8".
       dtype: "int8", the signed dynamic code; "uint8", the unsigned one; "float8_e4m3fn" or "float8_e5m2".
-      key: a jax random key, to round stochastically; None rounds to the nearest, ties of the dynamic codes down.
-      block_size: elements of a block at most. Where the axis has a divisor that is a multiple of 8, and not four times
-        as many blocks as needed, it is divided into so many: up to 8 devices share it then without cutting a block.
+      key: a jax random key for stochastic rounding; None rounds to the nearest, with ties of the dynamic codes down.
+      block_size: largest number of elements per block. If the axis can be divided into a multiple of 8 blocks that is
+        below four times the necessary number, it is; then up to 8 devices share it without cutting a block.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,20 +72,20 @@ def quantize(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None, *, bl
 
 @jax.jit  # traced once for all arrays of a shape
 def dequantize(x: BlockQuantized) -> jax.Array:
-    """Returns the float32 array that codes and scales stand for.
+    """Returns the float32 array that codes and scales represent.
 
     Args:
-      x: what `quantize` returned.
+      x: from `quantize`.
     """
     return _dequantized(x, x.codes.dtype == jnp.int8)
 
 
 def requantize(x: jax.Array, old: BlockQuantized, key: jax.Array | None = None) -> BlockQuantized:
-    """Returns an array quantized as another one was; blocks that have not changed keep their codes and scales.
+    """Returns an array quantized like an earlier one; unchanged blocks keep their codes and scales.
 
     Args:
-      x: float32 array, such as what has become of `dequantize(old)`.
-      old: of the same shape.
+      x: float32 array, such as an update of `dequantize(old)`.
+      old: an array of the same shape.
       key: see `quantize`.
     """
     signed = old.codes.dtype == jnp.int8
@@ -92,14 +93,14 @@ def requantize(x: jax.Array, old: BlockQuantized, key: jax.Array | None = None) 
 
 
 def to_indices(x: BlockQuantized) -> BlockQuantized:
-    """Returns a quantized array whose codes are uint8 indices into its dynamic code; float8 is left as it is."""
+    """Returns a quantized array with uint8 indices into its dynamic code as codes; float8 stays unchanged."""
     if x.codes.dtype != jnp.int8:
         return x
     return x._replace(codes=lax.bitcast_convert_type(x.codes, jnp.uint8) ^ _SIGN)
 
 
 def from_indices(x: BlockQuantized, dtype: DTypeLike) -> BlockQuantized:
-    """Returns the array in a dtype of `BLOCK_DTYPES` of which `to_indices` made another one."""
+    """Returns the array in a dtype of `BLOCK_DTYPES`, the inverse of `to_indices`."""
     if jnp.dtype(dtype) != jnp.int8:
         return x
     return x._replace(codes=lax.bitcast_convert_type(x.codes ^ _SIGN, jnp.int8))
@@ -108,12 +109,13 @@ def from_indices(x: BlockQuantized, dtype: DTypeLike) -> BlockQuantized:
 def requantize_indices(
     x: jax.Array, old: BlockQuantized, signed: bool | jax.Array, key: jax.Array | None = None
 ) -> BlockQuantized:
-    """Returns what `requantize` does, from and as indices: one program for both dynamic codes.
+    """Returns the result of `requantize`, from and as indices: one program for both dynamic codes.
 
     Args:
       x: float32 array.
-      old: of the same shape, as `to_indices` returns it.
-      signed: whether the indices are into the signed code; also a bool scalar array.
+      old: an array of the same shape, from `to_indices`.
+      signed: whether the indices are into the signed code; may be a bool scalar array.
+      key: see `quantize`.
       key: see `quantize`.
     """
     axes, blocks = _layout_of(old)
@@ -125,12 +127,12 @@ def requantize_indices(
 
 
 def _layout(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
-    """Returns how many of the last axes blocks lie in, and how many blocks these have."""
+    """Returns the number of last axes in which blocks lie, and their number of blocks."""
     axes = next((n for n in range(1, len(shape)) if math.prod(shape[-n:]) >= block_size), max(len(shape), 1))
     length = math.prod(shape[-axes:])
     least = -(-length // block_size)
     multiple = _SHARED_BY if length % _SHARED_BY == 0 else 1
-    # A number of blocks that divides the axis wants no padding.
+    # A number of blocks that divides the axis needs no padding.
     return axes, next((n for n in range(least, 4 * least + multiple) if n % multiple == length % n == 0), least)
 
 
@@ -159,7 +161,7 @@ def _quantized(
 
 
 def _in_blocks(x: jax.Array, axes: int, blocks: int) -> jax.Array:
-    """Returns an array with the last axes as blocks, [..., blocks, elements of a block], padded with zeros."""
+    """Returns an array with its last axes as blocks, [..., blocks, elements of a block], padded with zeros."""
     first, length = x.shape[: x.ndim - axes], math.prod(x.shape[x.ndim - axes :])
     size = -(-length // blocks)
     x = x.reshape(*first, length)
@@ -180,12 +182,12 @@ def _scales(values: jax.Array, dtype: np.dtype, signed: bool | jax.Array) -> jax
         of_negative = jnp.minimum(values / dynamic_code(signed=True)[0], limits.max)
         needed = jnp.where(values < 0, jnp.where(signed, of_negative, jnp.nan), values)
         needed = jnp.where(values == -jnp.inf, jnp.inf, needed)
-    # As integers, NaN is larger than infinity, which no order of float32 promises: XLA's may lose a NaN.
+    # Compared as integers, NaN is larger than infinity; compared as floats, XLA may lose a NaN.
     bits = lax.bitcast_convert_type(needed, jnp.int32) & 0x7FFFFFFF
     largest = lax.bitcast_convert_type(bits.max(-1), jnp.float32)
     scales = largest
     if dtype != jnp.uint8:
-        # Float32 flushes what is below its smallest normal number, which is a fine scale for all that is not.
+        # Float32 flushes numbers below its smallest normal number, which is a good scale for all larger ones.
         least = jnp.where(largest > 0, limits.tiny, 0)
         scales = jnp.maximum(largest / np.float32(jnp.finfo(dtype).max), least)
     return jnp.where(jnp.isfinite(largest), scales, jnp.nan)
@@ -196,7 +198,7 @@ def _coded(x: jax.Array, dtype: np.dtype, signed: bool | jax.Array, key: jax.Arr
         return round_to(x, dtype, key)
     if key is None:
         return count_below(x, signed, middles=True).astype(jnp.uint8)
-    x = jnp.minimum(x, 1)  # a compiler may multiply by the scale's inverse, and so pass the last number
-    index = count_below(x, signed, middles=False)  # of the number below x
+    x = jnp.minimum(x, 1)  # a compiler may multiply by the scale's inverse, and so exceed the last number
+    index = count_below(x, signed, middles=False)  # the index of the number below x
     low, high = numbers_of(index, signed), numbers_of(index + 1, signed)
     return (index + (uniform(key, x.shape) < (x - low) / (high - low)).astype(jnp.int32)).astype(jnp.uint8)

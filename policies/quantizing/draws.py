@@ -1,6 +1,6 @@
-"""Random numbers of `jax.random`, bit for bit, by one elementwise program on every platform.
+"""Random numbers of `jax.random`, bitwise, by one elementwise program on every platform.
 
-On CPUs, `jax.random` lowers threefry to loops over arrays, which take long to compile and pass over memory 20 times.
+On CPUs, `jax.random` lowers threefry to loops over arrays, which compile slowly and pass over memory 20 times.
 """
 
 import functools
@@ -20,7 +20,7 @@ def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
     Args:
       key: a jax random key, typed or of uint32.
-      shape: of the result.
+      shape: shape of the result.
     """
     if not _is_reproduced(key, shape):
         return jax.random.uniform(key, shape)
@@ -33,7 +33,7 @@ def bits16(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
     Args:
       key: a jax random key, typed or of uint32.
-      shape: of the result.
+      shape: shape of the result.
     """
     if not _is_reproduced(key, shape):
         return jax.random.bits(key, shape, jnp.uint16)
@@ -41,24 +41,24 @@ def bits16(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def fold_in_each(key: jax.Array, numbers: Sequence[int]) -> jax.Array:
-    """Returns the keys `jax.random.fold_in(key, number)` of all numbers, one a row.
+    """Returns the keys `jax.random.fold_in(key, number)` of all numbers, one per row.
 
     Args:
       key: a jax random key, typed or of uint32.
-      numbers: from 0 to 2**32 - 1.
+      numbers: integers from 0 to 2**32 - 1.
     """
     return lax.map(functools.partial(jax.random.fold_in, key), jnp.array(numbers, jnp.uint32))
 
 
 def _is_reproduced(key: jax.Array, shape: tuple[int, ...]) -> bool:
-    """Returns whether `_bits` has the bits of `jax.random`: of threefry, by its partitionable scheme, jax's default."""
+    """Returns whether `_bits` equals `jax.random`, as for threefry in its partitionable scheme, jax's default."""
     typed = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
     scheme = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     return str(jax.random.key_impl(typed)) == "threefry2x32" and scheme and math.prod(shape) < 2**32
 
 
 def _bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns uint32 random bits: threefry2x32 of each element's place, whose halves are joined by xor.
+    """Returns uint32 random bits: threefry2x32 of each element's place, with its halves combined by xor.
 
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """

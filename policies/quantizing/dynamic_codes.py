@@ -1,7 +1,7 @@
-"""The dynamic code: 256 numbers in [-1, 1] or [0, 1] whose relative distances stay small over seven decades.
+"""The dynamic code: 256 numbers in [-1, 1] or [0, 1] with small relative distances over seven decades.
 
 Reference: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861, and
-`bitsandbytes.functional.create_dynamic_map`, whose tables these are.
+`bitsandbytes.functional.create_dynamic_map`, which has the same tables.
 """
 
 import functools
@@ -19,13 +19,13 @@ _BUCKETS = (127 << 7) - _LEAST + 1  # the last one begins at 1
 
 @functools.lru_cache
 def dynamic_code(signed: bool) -> np.ndarray:
-    """Returns the numbers that the codes 0 to 255 stand for, float32[256], in ascending order.
+    """Returns the numbers that the codes 0 to 255 represent, float32[256], in ascending order.
 
-    Each decade from 1e-7 to 1 has twice as many numbers as the one below, equally far apart: the middles of so many
-    parts of it. Zero and 1 complete them; the signed code has no -1, its lowest number is -0.993.
+    Each decade from 1e-7 to 1 has twice as many numbers as the one below, the middles of equal parts of it. Zero and 1
+    complete them. The signed code has no -1; its lowest number is -0.993.
 
     Args:
-      signed: whether half of the codes are for negative numbers.
+      signed: whether half of the codes represent negative numbers.
 
     Example:
       >>> dynamic_code(signed=False)[[0, 1, 254, 255]].tolist()  # doctest: +ELLIPSIS
@@ -40,11 +40,11 @@ def dynamic_code(signed: bool) -> np.ndarray:
 
 
 def numbers_of(index: jax.Array, signed: bool | jax.Array) -> jax.Array:
-    """Returns the float32 numbers that indices into a dynamic code stand for.
+    """Returns the float32 numbers that indices into a dynamic code represent.
 
     Args:
       index: int32 array, from 0 to 255.
-      signed: see `dynamic_code`; also a bool scalar array.
+      signed: see `dynamic_code`; may be a bool scalar array.
     """
     return _take(np.concatenate([dynamic_code(False), dynamic_code(True)]), index + _offset(signed, 256))
 
@@ -52,13 +52,13 @@ def numbers_of(index: jax.Array, signed: bool | jax.Array) -> jax.Array:
 def count_below(x: jax.Array, signed: bool | jax.Array, *, middles: bool) -> jax.Array:
     """Returns how many of 255 ascending numbers are below each element: int32, in the shape of `x`.
 
-    The upper 16 bits of a float32 say in which bucket it is. A bucket has at most one of the numbers, so the count is
+    The upper 16 bits of a float32 determine its bucket. A bucket contains at most one of the numbers, so the count is
     one of two.
 
     Args:
-      x: float32 array. Of NaN, the count is any of those that there are.
-      signed: see `dynamic_code`; also a bool scalar array.
-      middles: whether the numbers are the `upper_ends`, or else the dynamic code's but for the first.
+      x: float32 array. For NaN, the count is arbitrary.
+      signed: see `dynamic_code`; may be a bool scalar array.
+      middles: True for the numbers of `upper_ends`, False for the dynamic code without its first number.
     """
     tables = [_buckets(signed, middles) for signed in (False, True)]
     counts, ends = (np.concatenate(each) for each in zip(*tables, strict=True))
@@ -78,7 +78,7 @@ def _take(table: np.ndarray, index: jax.Array) -> jax.Array:
 
 
 class _Buckets(NamedTuple):
-    """Of each bucket, positive numbers first: how many numbers are below it, and the one within, or infinity."""
+    """For each bucket, positive numbers first: the count of numbers below it, and the number within, or infinity."""
 
     counts: np.ndarray
     ends: np.ndarray
@@ -102,7 +102,7 @@ def _buckets(signed: bool, middles: bool) -> _Buckets:
 
 @functools.lru_cache
 def upper_ends(signed: bool) -> np.ndarray:
-    """Returns the largest float32 that each code but the last is nearest to, float32[255]; ties go to the lower code.
+    """Returns the largest float32 nearest to each code but the last, float32[255]; ties go to the lower code.
 
     Args:
       signed: see `dynamic_code`.

@@ -1,4 +1,4 @@
-"""Rounding of float32 to floating dtypes of fewer bits, to the nearest or stochastically, without overflow."""
+"""Rounds float32 to floating dtypes of fewer bits, to the nearest or stochastically, without overflow."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ from jmp_train.policies.quantizing.draws import bits16
 
 
 def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> jax.Array:
-    """Rounds float32 to a floating dtype of 8 or 16 bits; what is beyond its largest number becomes that.
+    """Rounds float32 to a floating dtype of 8 or 16 bits, clipped to its largest number.
 
     Args:
-      x: float32 array of any shape. An inf stays one, or NaN where the dtype has none; NaN stays NaN.
+      x: float32 array of any shape. An inf stays inf, or becomes NaN if the dtype has no inf; NaN stays NaN.
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
-      key: a jax random key, to round stochastically: to one of the two neighbors, so that the mean over many keys is
+      key: a jax random key, for stochastic rounding to one of the two neighbors. The mean over many keys is then
         `x` to 2**-23 of their distance, in bfloat16 exactly. None rounds to the nearest, ties to even.
 
     Returns:
@@ -37,21 +37,21 @@ def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> ja
         return nearest
     if nearest.dtype == jnp.bfloat16:
         return jnp.where(jnp.isfinite(limited), _upper_half(limited, key), nearest)
-    # Formats of sign and magnitude: the bits of the next larger magnitude are one more.
+    # In sign-magnitude formats, the bits of the next larger magnitude are one more.
     bits_dtype = jnp.uint16 if nearest.dtype.itemsize == 2 else jnp.uint8
     bits = lax.bitcast_convert_type(nearest, bits_dtype)
     magnitude = jnp.abs(limited)
     inner = bits - (_magnitude(bits, dtype) > magnitude).astype(bits_dtype)
     low, high = _magnitude(inner, dtype), _magnitude(inner + bits_dtype(1), dtype)
     share = jnp.where(low == magnitude, 0, (magnitude - low) / (high - low))
-    # A loop of its own: XLA's CPU compiler would fuse a program without loops, and compute it again for each use.
+    # In a loop: XLA's CPU compiler would fuse a program without loops, and compute it again for each use.
     outward = jax.random.uniform(key, x.shape) < share
     rounded = lax.bitcast_convert_type(inner + outward.astype(bits_dtype), jnp.dtype(dtype))
     return jnp.where(jnp.isfinite(limited), rounded, nearest)
 
 
 def _upper_half(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns float32 rounded stochastically to bfloat16, its upper half: a random lower half carries by x's own."""
+    """Returns float32 rounded stochastically to bfloat16, its upper half: adding a random lower half may carry."""
     draw = bits16(key, x.shape).astype(jnp.uint32)
     bits = lax.bitcast_convert_type(x, jnp.uint32) + draw
     return lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)

@@ -135,6 +135,19 @@ def test_rules_that_do_not_mend_it_say_so() -> None:
     assert problem.trial.startswith("tried: these rules do not mend it, nor does anything else")
 
 
+def test_an_error_that_no_rules_mend_is_a_problem_that_says_so() -> None:
+    def near(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sum(x * x, -1) + jnp.sum(y * y, -1) - 2 * jnp.einsum("ij,ij->i", x, y)  # cancels
+
+    def alike(x: jax.Array, y: jax.Array) -> jax.Array:
+        with_own_rules = jt.autocast(near, BF16)  # which rules from outside do not reach
+        return jnp.exp(-8 * with_own_rules(x, y).astype(jnp.float32))
+
+    (problem,) = harmful(jt.diagnose(jt.autocast(alike, BF16), *NEAR))
+    assert (problem.kind, problem.code.partition("# ")[2]) == ("cancellation", "cancels")
+    assert problem.trial.startswith("tried: these rules do not mend it, nor does anything else that was found")
+
+
 MASK = jnp.tril(jnp.ones((4, 4), bool)).at[0].set(False)
 FILLS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "full_like": lambda a: jnp.where(MASK, a, jnp.full_like(a, -1e9)),
