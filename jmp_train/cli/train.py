@@ -55,7 +55,7 @@ class TrainOptions:
 
 def train_command(args: argparse.Namespace) -> int:
     """Trains a task under one name, prints its reports, and returns the exit code."""
-    from jmp_train.reports import display_on, note_outputs, note_phases, note_rules, print_table
+    from jmp_train.reports import display_on, explanations, print_table
 
     name = args.name or DEFAULT_POLICY
     is_main, has_begun = is_main_process(), False
@@ -109,7 +109,7 @@ def train_command(args: argparse.Namespace) -> int:
             return 128 + signals[0]
     if is_main and not args.json:
         print_table([run])
-        for note in filter(None, (note_phases(run), note_rules(run), note_outputs(run))):
+        for note in explanations([run]):
             print(note)
     return exit_code(events)
 

@@ -14,6 +14,3 @@ from jmp_train.reports.files import write_report as write_report
 from jmp_train.reports.files import write_tuning as write_tuning
 from jmp_train.reports.notes import explain_failure as explain_failure
 from jmp_train.reports.notes import explanations as explanations
-from jmp_train.reports.notes import note_outputs as note_outputs
-from jmp_train.reports.notes import note_phases as note_phases
-from jmp_train.reports.notes import note_rules as note_rules

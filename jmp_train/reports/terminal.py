@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING
 
 from jmp_train.extras import extra_packages
-from jmp_train.policies.documents import Cell, Table
+from jmp_train.policies.documents import Table
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -93,7 +93,7 @@ class Sheet:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        self.rows = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
+        self.rows = table.plain_rows
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[RenderableType]":
         """Yields a table or, where it does not fit, lines."""

@@ -54,6 +54,11 @@ class Table:
     texts: Collection[int] = (0,)
     note: str = ""
 
+    @property
+    def plain_rows(self) -> list[list[str]]:
+        """The texts of the cells."""
+        return [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in self.rows]
+
 
 @dataclasses.dataclass(frozen=True)
 class Items:

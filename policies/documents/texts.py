@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_train.policies.documents.elements import Block, Cell, Code, Items, Section, Table, Text, shown
+from jmp_train.policies.documents.elements import Block, Code, Items, Section, Table, Text, shown
 
 
 def text(blocks: Sequence[Block | None], width: int = 100, indent: str = "") -> str:
@@ -32,9 +32,8 @@ def _lines(block: Block, width: int, indent: str) -> list[str]:
             return textwrap.wrap(said, width, initial_indent=indent, subsequent_indent=f"{indent}  ")
         case Code(code):
             return [f"{indent}  {line}"[:width] for line in code.splitlines()]
-        case Table(heads, rows):
-            cells = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in rows]
-            return [indent + line for line in aligned([heads, *cells])]
+        case Table(heads):
+            return [indent + line for line in aligned([heads, *block.plain_rows])]
         case Section(title, blocks):
             return [*_lines(Text(title), width, indent), *text(blocks, width, f"{indent}  ").splitlines()]
         case Items(texts):

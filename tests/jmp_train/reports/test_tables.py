@@ -8,10 +8,10 @@ import pytest
 from helpers import COSTS, make_run
 
 from jmp_train.policies.documents import svg
-from jmp_train.reports import explanations, note_phases, print_speed_table, print_table, report, write_report
+from jmp_train.reports import explanations, print_speed_table, print_table, report, write_report
 from jmp_train.reports.charts import losses
 from jmp_train.reports.display import epoch_line
-from jmp_train.reports.notes import sentences
+from jmp_train.reports.notes import note_phases, sentences
 from jmp_train.reports.page import page as report_page
 from jmp_train.runs.events import Epoch, Phase
 
