@@ -1,9 +1,12 @@
 """Documents as HTML and as text: all of a document is there, escaped, and empty blocks leave nothing behind."""
 
+import dataclasses
 import html.parser
+import pathlib
 import re
 
 import pytest
+from browsing import open_browser, show
 
 from jmp_train.policies.documents import (
     Axis,
@@ -116,3 +119,18 @@ def test_text_is_wrapped_indented_and_aligned_and_code_is_cut() -> None:
         "head    n", "a cell  1", "b       12",
         "title", "  inner", "      x = 1", "      y = 23", "    four", "      five", "      six",
     ]  # fmt: skip
+
+
+def test_a_wide_document_fits_a_phone(tmp_path: pathlib.Path) -> None:
+    wide = "a_name_that_is_long_" * 20
+    table = Table((wide, "n"), [(wide, "1")])
+    chart = dataclasses.replace(LINE, title="line")
+    blocks = [Text(wide), Code(wide), table, Items([Text(wide)]), Section(wide, [chart]), Panels([chart])]
+    file = tmp_path / "page.html"
+    file.write_text(page("page", [*blocks, Section(wide, blocks, is_folded=True)], [wide]))
+    with open_browser() as browser:
+        for width in (360, 1200):
+            show(browser, file, width, "dark")
+            browser.execute_script("document.querySelector('details').open = true")
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        assert browser.get_log("browser") == []
