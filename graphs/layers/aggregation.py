@@ -36,7 +36,7 @@ After = Callable[[Adjacency, jax.Array, jax.Array], jax.Array]
 
 
 class _Inputs(NamedTuple):
-    """What `aggregate` is given, under its names."""
+    """The arguments of `aggregate`, under its names."""
 
     features: jax.Array
     edge_weight: jax.Array | None
@@ -56,19 +56,19 @@ def aggregate(
     after: After | None = None,
     receivers: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns what nodes make of the nodes that send to them, [receivers, ...] in the features' dtype.
+    """Returns an aggregate of each node's neighbors, [receivers, ...] in the features' dtype.
 
-    Nothing is rounded, and so nothing overflows, before the end; the gradient recomputes all.
+    Everything is computed without rounding, and so without overflow, until the end; the gradient recomputes it.
 
     Args:
-      adjacency: who sends to whom.
+      adjacency: the adjacency of senders and receivers.
       features: floating [senders, ...].
-      edge_weight: floating [edges], which multiplies the messages.
+      edge_weight: floating [edges], factors of the messages.
       reduction: "sum", "mean", "max" or "min".
-      sender_scale: at least float32 [senders], by which features are multiplied before they are sent.
-      after: a function of the adjacency, the receivers' upcast features and the reduced messages to the
-        result.
-      receivers: floating [receivers, ...], their features; None for the first of the senders'.
+      sender_scale: float32 or higher precision [senders], factors of the features before they are sent.
+      after: returns the result, given the adjacency, the receivers' upcast features and the reduced
+        messages.
+      receivers: floating [receivers, ...], their features; None for the first of the senders' features.
     """
     inputs = _Inputs(features, edge_weight, sender_scale, receivers, reduction, after)
     return AGGREGATION(None, adjacency, inputs)
@@ -132,7 +132,7 @@ def _sum_by_chunks(adjacency: Adjacency, inputs: _Inputs, stored: jax.Array, dty
     scales = Scales(inputs.sender_scale, receiver_scale)
 
     def add(edges: CSRAndCSC, scales: Scales, data: jax.Array, weights: jax.Array | None) -> jax.Array:
-        # Within autocast regions data may be half where the features were not.
+        # Within autocast regions data may be half even if the features were not.
         result_dtype = data.dtype if inputs.after is None else accumulation_dtype(data.dtype)
         return weighted_sum(result_dtype, edges, scales, data, weights)
 
@@ -154,7 +154,7 @@ def _extreme_by_chunks(adjacency: Adjacency, inputs: _Inputs, stored: jax.Array)
 
 
 def _elements_per_edge(inputs: _Inputs) -> int | None:
-    """Returns of how many elements a message is; None of what is not reduced in chunks."""
+    """Returns the number of elements per message; None if the reduction does not run in chunks."""
     is_sum = inputs.reduction in ("sum", "mean")
     are_scaled = inputs.sender_scale is not None
     if not is_one_precision(inputs.features, inputs.edge_weight) or (are_scaled and not is_sum):
@@ -166,12 +166,12 @@ AGGREGATION = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements_p
 
 
 def degree_scale(degrees: jax.Array, power: float, features: jax.Array) -> jax.Array | None:
-    """Returns a power of degrees, in float32, those of 0 counted as 1; None where all are 1.
+    """Returns a power of degrees, in float32, with 0 counted as 1; None if all are 1.
 
     Args:
       degrees: int32 [nodes].
       power: 0, -1/2 or -1.
-      features: what they are to scale.
+      features: the features to scale.
     """
     if not power:
         return None

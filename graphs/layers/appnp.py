@@ -1,4 +1,4 @@
-"""The layer of APPNP: personalized PageRank of predictions, by a few hops that restart."""
+"""The layer of APPNP: personalized PageRank of predictions, by a few hops with restarts."""
 
 import jax
 import jraph
@@ -28,9 +28,9 @@ def appnp_conv(
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used; best with self-loops.
-      features: floating [nodes, ...], such as what a network predicts of each node alone.
-      k: how many hops.
-      alpha: the share of the first features in each, in [0, 1]; the probability that a random walk restarts.
+      features: floating [nodes, ...], such as the predictions of a network for each node separately.
+      k: number of hops.
+      alpha: the fraction of the first features in each hop, in [0, 1]; the restart probability of a random walk.
       norm: see `graph_conv`.
       edge_weight: see `propagate`.
       edge_dropout: see `propagate`.
@@ -73,11 +73,11 @@ class APPNPConv(nnx.Module):
       alpha: see `appnp_conv`.
       edge_dropout: see `propagate`; `train` and `eval` switch it on and off.
       norm: see `graph_conv`.
-      dtype: what features are cast to; None for their own.
-      rngs: flax's random streams, of which "dropout" is used; needed if the rate is not 0.
+      dtype: dtype to which features are cast; None for their own.
+      rngs: flax's random streams, of which "dropout" is used; required if the rate is not 0.
 
     Raises:
-      ValueError: the rate is not in [0, 1), has no streams, or `norm` is another word.
+      ValueError: the rate is not in [0, 1), has no streams, or `norm` is unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -120,8 +120,8 @@ class APPNPConv(nnx.Module):
           graph: see `appnp_conv`.
           features: see `appnp_conv`.
           edge_weight: see `propagate`.
-          deterministic: whether dropout is off; None for what `train` or `eval` said last.
-          rngs: random streams for dropout that go before the layer's own.
+          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
+          rngs: random streams for dropout, in place of the layer's own.
         """
         (features,) = in_dtype(self.dtype, features)
         key = self.dropout_keys(deterministic, rngs)

@@ -1,4 +1,4 @@
-"""Attention over the edges that enter a node, or leave it: in float32, with nothing saved per edge."""
+"""Attention over the edges that enter a node, or leave it: in float32, without storing anything per edge."""
 
 import jax
 import jax.numpy as jnp
@@ -34,20 +34,20 @@ def edge_softmax(
 
     Args:
       graph: a graph of ours or jraph's, or a block.
-      logits: floating [edges, ...]; -inf masks an edge, and a node all of whose edges are masked has 0.
-      edges: int [some edges], the places of those to which the logits belong, and over which the softmax
-        goes; None for all.
+      logits: floating [edges, ...]; -inf masks an edge, and a node with only masked edges has 0.
+      edges: int [some edges], the ids of the edges of the logits, to which the softmax is
+        restricted; None for all.
       norm_by: "dst", or "src" for the edges that leave the same node.
-      etype: the edge type; needed where there are several.
+      etype: the edge type; required if there are several.
 
     Returns:
       [edges, ...] in the logits' dtype; 0 for padding edges. Weights are computed in float32 and each is rounded once,
-      so that those of a node with `n` edges add up to 1 within `2**-11 + n * 2**-25` in float16 (0.002 for 50,000
+      so those of a node with `n` edges add up to 1 within `2**-11 + n * 2**-25` in float16 (0.002 for 50,000
       edges), and within `2**-8` in bfloat16. Float32 logits, or `gat_attention`, have no such rounding.
 
     Raises:
-      ValueError: the logits have another number of rows, or `norm_by` is another word.
-      TypeError: the logits are not floats.
+      ValueError: the logits have another number of rows, or `norm_by` is unknown.
+      TypeError: the logits are not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,31 +81,31 @@ def gat_attention(
     dropout_key: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns graph attention: the senders' features, weighted by a softmax over each node's edges.
+    """Returns graph attention: the sum of the senders' features, weighted by a softmax over each node's edges.
 
     The weight of an edge is the softmax of `leaky_relu(left[sender] + right[receiver])`. The gradient
     recomputes weights and messages.
 
     Args:
       graph: a graph of ours or jraph's, or a block.
-      features: floating [nodes, heads, width]; of a block's sources.
+      features: floating [nodes, heads, width]; for a block those of its sources.
       left: floating [nodes, heads], the senders' part of the logits; float32 is best.
-      right: floating [nodes, heads], the receivers' part; of a block's targets.
-      edge_weight: floating [edges], which multiplies the weights after the softmax.
-      negative_slope: of the leaky ReLU.
-      dropout_rate: the share of the weights that are dropped, those of each head apart.
-      dropout_key: for dropout; needed if the rate is not 0.
-      implementation: "chunked" goes over chunks of sorted edges, stores nothing for each edge, and
-        has reverse mode only; "xla" computes with arrays of all edges, and goes through every
-        transform; None for "chunked" where the graph has `formats=("csr",)` and messages are large.
+      right: floating [nodes, heads], the receivers' part; for a block that of its targets.
+      edge_weight: floating [edges], factors of the weights after the softmax.
+      negative_slope: slope of the leaky ReLU below 0.
+      dropout_rate: the fraction of the weights to drop, separately for each head.
+      dropout_key: random key for dropout; required if the rate is not 0.
+      implementation: "chunked" runs over chunks of sorted edges, stores nothing per edge, and
+        supports only reverse mode; "xla" computes with arrays of all edges, and supports every
+        transform. None chooses "chunked" if the graph has `formats=("csr",)` and messages are large.
 
     Returns:
-      [nodes, heads, width] in the features' dtype; 0 of nodes without edges.
+      [nodes, heads, width] in the features' dtype; 0 for nodes without edges.
 
     Raises:
-      ValueError: shapes do not fit, the rate is not in [0, 1), there is no key, or there is no such
-        implementation for the graph.
-      TypeError: an array has no floats.
+      ValueError: shapes do not fit, the rate is not in [0, 1), the key is missing, or the graph does not support the
+        implementation.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -154,8 +154,8 @@ def gatv2_attention(
 
     Args:
       graph: a graph of ours or jraph's, or a block.
-      left: floating [nodes, heads, width], the senders' features, of which the result is made.
-      right: floating [nodes, heads, width], the receivers'; of a block's targets.
+      left: floating [nodes, heads, width], the senders' features, which are also summed.
+      right: floating [nodes, heads, width], the receivers' features; for a block those of its targets.
       attention: floating [heads, width].
       edge_weight: see `gat_attention`.
       negative_slope: see `gat_attention`.
@@ -164,7 +164,7 @@ def gatv2_attention(
       implementation: see `gat_attention`.
 
     Returns:
-      [nodes, heads, width] in the dtype of `left`; 0 of nodes without edges.
+      [nodes, heads, width] in the dtype of `left`; 0 for nodes without edges.
 
     Raises:
       ValueError: see `gat_attention`.

@@ -13,7 +13,7 @@ from jmp_train.graphs.layers.layer_inputs import as_optional
 
 
 class AttentionOptions(TypedDict):
-    """Arguments that `gat_conv` and `gatv2_conv` both take."""
+    """The common arguments of `gat_conv` and `gatv2_conv`."""
 
     residual: bool
     negative_slope: float
@@ -34,8 +34,8 @@ class AttentionLayer(nnx.Module):
       residual: see `gat_conv`.
       activation: see `gat_conv`.
       allow_zero_in_degree: see `gat_conv`.
-      dtype: what features and weights are cast to; None for what they promote to.
-      rngs: flax's random streams, of which "dropout" is used if there is any.
+      dtype: dtype to which features and weights are cast; None for their promoted dtype.
+      rngs: flax's random streams; "dropout" is used if there is any.
 
     Raises:
       ValueError: a rate is not in [0, 1).
@@ -67,8 +67,8 @@ class AttentionLayer(nnx.Module):
         """Returns the options of the next call.
 
         Args:
-          deterministic: whether dropout is off; None for what `train` or `eval` said last.
-          rngs: random streams for dropout that go before the layer's own.
+          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
+          rngs: random streams for dropout, in place of the layer's own.
         """
         key = self.dropout_keys(deterministic, rngs)
         return {
@@ -83,17 +83,17 @@ class AttentionLayer(nnx.Module):
 
 
 def checked_residual(residual: bool, weight: Floats | None, width: int, out: int) -> jax.Array | None:
-    """Returns the weight of what is added to a layer's result, or None.
+    """Returns the weight of a layer's residual, or None.
 
     Args:
-      residual: whether anything is.
-      weight: floating [width, out]; None where both are equal.
-      width: that of the features.
-      out: that of the result.
+      residual: whether there is a residual.
+      weight: floating [width, out]; None if both are equal.
+      width: width of the features.
+      out: width of the result.
 
     Raises:
-      ValueError: the shape does not fit, or there is a weight where nothing is added.
-      TypeError: it has no floats.
+      ValueError: the shape does not fit, or there is a weight without a residual.
+      TypeError: it is not floating.
     """
     if weight is not None and not residual:
         raise ValueError("residual_weight needs residual=True")
@@ -105,12 +105,12 @@ def checked_residual(residual: bool, weight: Floats | None, width: int, out: int
 
 
 def glorot_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
-    """Returns a parameter drawn normally as by Glorot with gain sqrt(2), the fans as torch has them.
+    """Returns a parameter with a Glorot normal initializer with gain sqrt(2) and torch's fans.
 
     Args:
       rngs: flax's random streams.
       shape: [in, out] of a weight, [1, heads, out] of a vector for each head.
-      dtype: the parameter's.
+      dtype: dtype of the parameter.
     """
     if min(shape) < 1:
         raise ValueError(f"features and heads must be at least 1, got a parameter of shape {list(shape)}")

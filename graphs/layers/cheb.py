@@ -33,17 +33,17 @@ def cheb_conv(
     """Returns the sum over i of the i-th Chebyshev polynomial of the Laplacian, times features, times `weight[i]`.
 
     With the scaled Laplacian `L = 2 (I - D^-1/2 A D^-1/2) / lambda_max - I`, terms are `T_0 = x`, `T_1 = L x` and
-    `T_i = 2 L T_(i-1) - T_(i-2)`. Where a weight reduces the number of features, the products come first, and the sum
-    is Clenshaw's; else the terms are multiplied at once.
+    `T_i = 2 L T_(i-1) - T_(i-2)`. If a weight reduces the number of features, the products come first, and Clenshaw's
+    algorithm computes the sum; otherwise all terms are multiplied at once.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used; symmetric, and best without self-loops.
       features: floating [nodes, in], or `SparseFeatures`.
       weight: floating [terms, in, out].
       bias: floating [out].
-      lambda_max: the largest eigenvalue of the Laplacian, a number, or [nodes] where graphs of a batch have their own;
-        no Laplacian has one above 2.
-      edge_weight: floating [edges], which multiplies what each edge brings; degrees are numbers of edges.
+      lambda_max: the largest eigenvalue of the Laplacian, a number, or [nodes] if the graphs of a batch have their own;
+        it is at most 2.
+      edge_weight: floating [edges], factors of the messages; degrees are numbers of edges.
       activation: a function of the result.
 
     Returns:
@@ -51,7 +51,7 @@ def cheb_conv(
 
     Raises:
       ValueError: a shape does not fit.
-      TypeError: an array has no floats, or the graph is a block.
+      TypeError: an array is not floating, or the graph is a block.
 
     Example:
       >>> import jax.numpy as jnp
@@ -79,7 +79,7 @@ def cheb_conv(
 
 
 def _checked_lambda(lambda_max: Floats, nodes: int) -> jax.Array:
-    """Returns the largest eigenvalue, at least float32 [] or [nodes]."""
+    """Returns the largest eigenvalue, in float32 or higher precision, [] or [nodes]."""
     array = upcast(jnp.asarray(lambda_max, None if hasattr(lambda_max, "dtype") else float))
     return as_floats("lambda_max", array, *([nodes] if array.ndim else []))
 
@@ -89,7 +89,7 @@ class _Laplacian(NamedTuple):
 
     Attributes:
       hop: the product with the normalized adjacency.
-      ratio: 2 over the largest eigenvalue, at least float32 [] or [nodes].
+      ratio: 2 over the largest eigenvalue, in float32 or higher precision, [] or [nodes].
     """
 
     hop: Hop
@@ -98,7 +98,7 @@ class _Laplacian(NamedTuple):
     def next_term(
         self, last: jax.Array, before: jax.Array, factor: jax.Array, term: jax.Array | None = None
     ) -> jax.Array:
-        """Returns a factor times the Laplacian times the last rows, less those before, plus a term; rounded once."""
+        """Returns a factor times the Laplacian of the last rows, minus the rows before, plus a term; rounded once."""
 
         def combine(neighbors: jax.Array) -> jax.Array:
             ratio = self.ratio.astype(neighbors.dtype)
@@ -142,18 +142,18 @@ def _polynomials(laplacian: _Laplacian, rows: jax.Array, count: int) -> jax.Arra
 class ChebConv(nnx.Module):
     """The layer of `cheb_conv`: `layer(graph, features, edge_weight=None)`.
 
-    The weight [k, in, out] is drawn as by Glorot, uniformly, all terms' features being its input; the bias [out] is 0.
+    The weight [k, in, out] has a Glorot uniform initializer over the inputs of all terms; the bias [out] is 0.
 
     Args:
       in_features: the width of the features.
       out_features: the width of the result.
-      k: how many terms there are, the features themselves among them.
-      lambda_max: see `cheb_conv`; a call's own goes before it.
+      k: number of terms, including the features themselves.
+      lambda_max: see `cheb_conv`; a call may override it.
       use_bias: whether there is a bias.
       activation: see `cheb_conv`.
-      dtype: what features, weight and bias are cast to; None for what they promote to.
+      dtype: dtype to which features, weight and bias are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used.
+      rngs: flax's random streams; "params" is used.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Dynamic edge convolution: EdgeConv between each point of a cloud and those whose features are nearest."""
+"""Dynamic edge convolution: EdgeConv between each point of a cloud and the points with the nearest features."""
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,19 @@ from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, checked
 from jmp_train.graphs.structure import CSR, as_count, graph_storage, in_float32, upcast
 from jmp_train.policies.autocasting import autocast_as
 
-ROWS = 256  # of distances at a time
+ROWS = 256  # rows of distances computed at a time
 
 
 def nearest_points(points: Floats, k: int, mask: ArrayLike | None = None) -> jax.Array:
-    """Returns the places of the `k` nearest points of each, itself among them; on the device, and under jit.
+    """Returns the indices of the `k` nearest points of each point, including itself; on the device, and under jit.
 
     Args:
       points: floating [..., points, dimensions]; leading axes are clouds. Distances are Euclidean, in float32.
-      k: how many.
-      mask: bool [..., points], which are points and not padding; None for all.
+      k: number of points.
+      mask: bool [..., points], False for padding; None for all points.
 
     Returns:
-      Int32 [..., points, min(k, points)], from the nearest on. Padding comes after all points.
+      Int32 [..., points, min(k, points)], the nearest first. Padding comes after all points.
 
     Raises:
       ValueError: a shape does not fit, or `k` is 0.
@@ -51,7 +51,7 @@ def _checked_k(k: int) -> None:
 
 
 def _checked_mask(mask: ArrayLike | None, points: jax.Array) -> jax.Array:
-    """Returns which are points, bool [..., points]."""
+    """Returns the mask of points, bool [..., points]."""
     if mask is None:
         return jnp.ones(points.shape[:-1], bool)
     array = jnp.asarray(mask)
@@ -62,18 +62,18 @@ def _checked_mask(mask: ArrayLike | None, points: jax.Array) -> jax.Array:
 
 @autocast_as("float32")
 def _nearest(points: jax.Array, k: int, mask: jax.Array) -> jax.Array:
-    """Returns the places of the nearest points, without gradients."""
+    """Returns the indices of the nearest points, without gradients."""
     if points.ndim > 2:
         return jax.vmap(lambda points, mask: _nearest(points, k, mask))(points, mask)
     points = upcast(jax.lax.stop_gradient(points))
     count = points.shape[0]
     inside = jnp.where(mask[:, None], points, jnp.zeros_like(points))
-    # Far from the origin, the products of points cancel.
+    # Centered, because far from the origin the products of points cancel.
     points = points - inside.sum(0) / jnp.maximum(mask.sum(), 1).astype(points.dtype)
     squares = jnp.where(mask, (points * points).sum(1), jnp.inf)
 
     def of_row(point: jax.Array) -> jax.Array:
-        # But for its own square, which is the same for all others.
+        # Without its own square, which is the same for all others.
         distances = squares - 2 * jnp.matmul(points, point, precision="highest")
         return jax.lax.top_k(-distances, min(k, count))[1].astype(jnp.int32)
 
@@ -93,24 +93,24 @@ def dynamic_edge_conv(
 ) -> jax.Array:
     """Returns `edge_conv` of clouds in which the `k` points with the nearest features send to each point.
 
-    Which points are nearest is decided in float32, each time anew, and has no gradient; a point is its own nearest.
+    The nearest points are found in float32 in each call, without gradient; a point is its own nearest point.
 
     Args:
       features: floating [..., points, in]; leading axes are clouds.
       weight: see `edge_conv`.
       bias: see `edge_conv`.
       apply: see `edge_conv`.
-      k: how many points send to each.
-      mask: bool [..., points], which are points and not padding; None for all.
+      k: number of points that send to each.
+      mask: bool [..., points], False for padding; None for all points.
       aggregator: see `edge_conv`.
       implementation: see `edge_conv`.
 
     Returns:
-      [..., points, out] in the dtype of what `apply` returns, 0 of padding; half under autocast.
+      [..., points, out] in the dtype of `apply`'s result, 0 for padding; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, `k` is 0, or a word is another one.
-      TypeError: an array has no floats.
+      ValueError: a shape does not fit, `k` is 0, or a word is unknown.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -142,7 +142,7 @@ def dynamic_edge_conv(
 
 
 def _nearest_edges(nearest: jax.Array, mask: jax.Array) -> CSR:
-    """Returns the edges into each point of all clouds, in one block for each."""
+    """Returns the edges into each point of all clouds, with one block per point."""
     *clouds, points, width = nearest.shape
     count = mask.size
     firsts = jnp.arange(0, count, max(points, 1), dtype=jnp.int32).reshape(*clouds, 1, 1)
@@ -182,22 +182,22 @@ def _whole(edges: CSR, messages: Messages, reduction: BlockReduction) -> jax.Arr
 class DynamicEdgeConv(nnx.Module):
     """The layer of `dynamic_edge_conv`: `layer(features, mask=None)`.
 
-    The weight [2 * in, out] and the bias [out] are drawn as those of torch's linear layers, uniformly.
+    The weight [2 * in, out] and the bias [out] have torch's uniform initializer for linear layers.
 
     Args:
       in_features: the width of the features.
-      out_features: the width of the first product, which is the result's without `apply`.
+      out_features: the width of the first product, and of the result without `apply`.
       apply: see `edge_conv`; an nnx module or a function.
-      k: how many points send to each.
+      k: number of points that send to each.
       aggregator: see `edge_conv`.
       use_bias: whether there is a bias.
       implementation: see `edge_conv`.
-      dtype: what features, weight and bias are cast to; None for what they promote to.
+      dtype: dtype to which features, weight and bias are cast; None for their promoted dtype.
       param_dtype: the dtype of weight and bias.
-      rngs: flax's random streams, of which "params" is used.
+      rngs: flax's random streams; "params" is used.
 
     Raises:
-      ValueError: `aggregator` is another word, or `k` is 0.
+      ValueError: `aggregator` is unknown, or `k` is 0.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The layer of message passing neural networks (NNConv): each edge has the matrix that a network makes of it."""
+"""The layer of message passing neural networks (NNConv): a network computes a matrix for each edge."""
 
 import math
 from collections.abc import Callable
@@ -44,23 +44,23 @@ def nn_conv(
     activation: Activation | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns the sum or mean of the neighbors' features times matrices that a network makes of the edges' features.
+    """Returns the sum or mean of the neighbors' features times matrices that a network computes from edge features.
 
-    The network is run, forward and backward, on a chunk of edges at a time: the matrices of all edges, [edges, in,
-    out], exist nowhere. Under autocast its parameters are half and it computes in float32.
+    The network runs, forward and backward, on a chunk of edges at a time, so that the matrices of all edges, [edges,
+    in, out], are never stored. Under autocast its parameters are half and it computes in float32.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      features: floating [nodes, in]; for a block those of its sources, or a pair, see `Block`.
       edge_features: floating [edges, width].
       network: a function of its parameters and of features [some edges, width] to [some edges, in * out]; it treats
-        edges alike, and closes over no traced array.
+        all edges alike, and closes over no traced array.
       network_params: a tree of floating arrays.
       out_features: the width of the result.
-      self_weight: floating [in, out], of the node itself; None to leave that out.
+      self_weight: floating [in, out], weight of the node itself; None to leave the node out.
       bias: floating [out].
       aggregator: "sum" or "mean"; nodes without edges have 0.
-      edge_weight: floating [edges], which multiplies what each edge brings.
+      edge_weight: floating [edges], factors of the messages.
       activation: a function of the result.
       implementation: see `rel_graph_conv`.
 
@@ -68,8 +68,8 @@ def nn_conv(
       [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, `aggregator` is another word, or there is no such implementation for the graph.
-      TypeError: an array has no floats.
+      ValueError: a shape does not fit, `aggregator` is unknown, or the graph does not support the implementation.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -94,7 +94,7 @@ def nn_conv(
     rows, (own, offset) = promoted_with(rows, own, offset)
     dtypes = jax.tree.map(lambda x: x.dtype, params)
 
-    def run(of_some: jax.Array, *leaves: jax.Array) -> jax.Array:  # the kernel may hold parameters in float32
+    def run(of_some: jax.Array, *leaves: jax.Array) -> jax.Array:  # the kernel may pass parameters in float32
         params = jax.tree.unflatten(jax.tree.structure(dtypes), leaves)
         return network(jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes), of_some)
 
@@ -122,24 +122,24 @@ def _check_network(network: Callable[..., Any], params: Any, of_edges: jax.Array
 class NNConv(nnx.Module):
     """The layer of `nn_conv`: `layer(graph, features, edge_features, edge_weight=None)`.
 
-    The weight of the node itself is drawn uniformly as by Glorot, the bias is 0.
+    The weight of the node itself has a Glorot uniform initializer; the bias is 0.
 
     Args:
       in_features: the width of the features.
       out_features: the width of the result.
-      network: an nnx module of edge features [edges, width] to [edges, in_features * out_features], whose state is
-        parameters alone.
+      network: an nnx module of edge features [edges, width] to [edges, in_features * out_features], whose only
+        state is parameters.
       aggregator: see `nn_conv`.
       use_bias: whether there is a bias.
       use_self_weight: whether a node's own features count.
       activation: see `nn_conv`.
-      dtype: what features, weight and bias are cast to; None for what they promote to. The network has its own.
+      dtype: dtype to which features, weight and bias are cast; None for their promoted dtype. The network has its own.
       param_dtype: the dtype of weight and bias.
-      rngs: flax's random streams, of which "params" is used.
+      rngs: flax's random streams; "params" is used.
 
     Raises:
-      ValueError: `aggregator` is another word.
-      TypeError: the network has a state that is not parameters.
+      ValueError: `aggregator` is unknown.
+      TypeError: the network has state other than parameters.
 
     Example:
       >>> import jax.numpy as jnp

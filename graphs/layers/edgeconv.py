@@ -1,4 +1,4 @@
-"""Edge convolution (EdgeConv): the largest of what a network makes of a node and its difference to each neighbor."""
+"""Edge convolution (EdgeConv): the maximum of a network applied to a node and its difference to each neighbor."""
 
 from collections.abc import Callable
 
@@ -42,30 +42,30 @@ def edge_conv(
 ) -> jax.Array:
     """Returns the largest of `apply([x_v, x_u - x_v] @ weight + bias)` over the senders u of each node v.
 
-    The first product is one of nodes and not of edges: it is `x_v @ (upper - lower) + bias` of the receiver plus
-    `x_u @ lower` of the sender, where `upper` and `lower` are the halves of the weight. Both are float32, so that
-    little is lost where they cancel, and their sum is rounded once. Without `apply`, the receiver's part is added to
-    the largest of the senders', and nothing at all is made of edges.
+    The first product is computed per node instead of per edge: it is `x_v @ (upper - lower) + bias` for the receiver
+    plus `x_u @ lower` for the sender, where `upper` and `lower` are the halves of the weight. Both are float32, so that
+    little is lost if they cancel, and their sum is rounded once. Without `apply`, the receiver's part is added to
+    the largest of the senders' parts, and nothing is computed per edge.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
-      weight: floating [2 * in, out], of the receiver's features and then of the difference.
+      features: floating [nodes, in]; for a block those of its sources, or a pair, see `Block`.
+      weight: floating [2 * in, out], for the receiver's features and then for the difference.
       bias: floating [out].
-      apply: what follows in the network, a function of rows [..., out] that treats rows alike, such as an activation
+      apply: the rest of the network, a function of rows [..., out] that treats all rows alike, such as an activation
         and a further layer; None for nothing.
       aggregator: "max", "sum" or "mean".
-      implementation: "chunked" keeps nothing of edges, and computes it again for the gradient; "xla" has arrays of all
-        edges, and takes modules that change their state, such as batch norms in training, too. None takes "chunked"
-        where the graph has sorted edges and a million elements or more.
+      implementation: "chunked" stores nothing per edge, and recomputes it for the gradient; "xla" has arrays of all
+        edges, and also supports modules that change their state, such as batch norms in training. None chooses
+        "chunked" if the graph has sorted edges and a million elements or more.
 
     Returns:
-      [nodes, ...] in the dtype of what `apply` returns, 0 of nodes that no edge enters; half under autocast. Where
+      [nodes, ...] in the dtype of `apply`'s result, 0 for nodes without incoming edges; half under autocast. If
       several are the largest, they share the gradient.
 
     Raises:
-      ValueError: a shape does not fit, `aggregator` is another word, or the edges are not sorted.
-      TypeError: an array has no floats.
+      ValueError: a shape does not fit, `aggregator` is unknown, or the edges are not sorted.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -91,7 +91,7 @@ def edge_conv(
 
 
 def checked_halves(weight: Floats) -> tuple[jax.Array, int]:
-    """Returns a weight [2 * in, out], checked, and the width of the features.
+    """Returns a checked weight [2 * in, out], and the width of the features.
 
     Args:
       weight: see `edge_conv`.
@@ -104,7 +104,7 @@ def checked_halves(weight: Floats) -> tuple[jax.Array, int]:
 def of_ends(
     senders: jax.Array, receivers: jax.Array, weight: jax.Array, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the parts of the first product that are the senders' and the receivers', in at least float32."""
+    """Returns the senders' and the receivers' parts of the first product, in float32 or higher precision."""
 
     @autocast_as("float32")
     def parts(senders: jax.Array, receivers: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +132,7 @@ def _without_network(
 def _elements(
     senders: jax.Array, receivers: jax.Array, apply: Apply, reduction: BlockReduction, dtype: DTypeLike
 ) -> int:
-    """Returns of how many elements what comes into the network is, for each edge."""
+    """Returns the number of elements per edge at the input of the network."""
     del receivers, apply, reduction, dtype
     return senders.shape[1]
 
@@ -170,7 +170,7 @@ def messages_of(senders: jax.Array, receivers: jax.Array, apply: Apply, dtype: D
       senders: see `of_ends`.
       receivers: see `of_ends`.
       apply: see `edge_conv`.
-      dtype: of the rows that it takes.
+      dtype: dtype of the rows passed to `apply`.
     """
     read = autocast_as("float32")(lambda u, v: senders.at[u].get(mode="clip") + receivers.at[v].get(mode="clip"))
     return lambda u, v: activated(graph_storage(read(u, v).astype(dtype)), apply)
@@ -182,21 +182,21 @@ EDGE_FUNCTION = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements
 class EdgeConv(nnx.Module):
     """The layer of `edge_conv`: `layer(graph, features)`.
 
-    The weight [2 * in, out] and the bias [out] are drawn as those of torch's linear layers, uniformly.
+    The weight [2 * in, out] and the bias [out] have torch's uniform initializer for linear layers.
 
     Args:
       in_features: the width of the features.
-      out_features: the width of the first product, which is the result's without `apply`.
+      out_features: the width of the first product, and of the result without `apply`.
       apply: see `edge_conv`; an nnx module or a function.
       aggregator: see `edge_conv`.
       use_bias: whether there is a bias.
       implementation: see `edge_conv`.
-      dtype: what features, weight and bias are cast to; None for what they promote to.
+      dtype: dtype to which features, weight and bias are cast; None for their promoted dtype.
       param_dtype: the dtype of weight and bias.
-      rngs: flax's random streams, of which "params" is used.
+      rngs: flax's random streams; "params" is used.
 
     Raises:
-      ValueError: `aggregator` is another word.
+      ValueError: `aggregator` is unknown.
 
     Example:
       >>> import jax.numpy as jnp

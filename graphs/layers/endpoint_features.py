@@ -18,14 +18,14 @@ Axis = int | str | EllipsisType
 
 @dataclasses.dataclass(frozen=True)
 class EndRows:
-    """Rows of the nodes that send, and of those that receive.
+    """Rows of the sending nodes, and of the receiving nodes.
 
     Attributes:
-      given: floating [senders, ...]; of a `GraphPart` those of the own rows alone, so that what a layer computes of
-        each row is computed once on all devices.
-      own_receivers: floating [receivers, ...]; None where they are the first of the senders'.
-      num_receivers: how many nodes there are to receive.
-      part: exchanges the given rows; None where they are all that send.
+      given: floating [senders, ...]; for a `GraphPart` only its own rows, so that a layer computes
+        each row only once over all devices.
+      own_receivers: floating [receivers, ...]; None if they are the first of the senders' rows.
+      num_receivers: number of receiving nodes.
+      part: exchanges the given rows; None if they are the rows of all senders.
     """
 
     given: jax.Array
@@ -35,24 +35,24 @@ class EndRows:
 
     @functools.cached_property
     def senders(self) -> jax.Array:
-        """The rows [senders, ...] of the nodes that send; those of a part are exchanged once."""
+        """The rows [senders, ...] of the sending nodes; those of a part are exchanged once."""
         return self.given if self.part is None else self.part.with_halo(self.given)
 
     @property
     def receivers(self) -> jax.Array:
-        """The rows [receivers, ...] of the nodes that receive."""
+        """The rows [receivers, ...] of the receiving nodes."""
         if self.own_receivers is not None:
             return self.own_receivers
         return first_rows(self.given, self.num_receivers)
 
     def of_receivers(self, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Returns what a function makes of each of the receivers' rows; of sparse rows, all go through it."""
+        """Applies a function to the receivers' rows; sparse rows are all passed through it."""
         if isinstance(self.given, SparseFeatures):
             return first_rows(function(self.given), self.num_receivers)
         return function(self.receivers)
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "EndRows":
-        """Returns what a function makes of each of the rows at either end, computed once where they are shared."""
+        """Applies a function to the rows at both ends, only once if they are shared."""
         own = None if self.own_receivers is None else function(self.own_receivers)
         return dataclasses.replace(self, given=function(self.given), own_receivers=own)
 
@@ -66,17 +66,17 @@ class EndRows:
 
 
 def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis, can_be_sparse: bool = False) -> EndRows:
-    """Returns a layer's features, checked.
+    """Returns a layer's checked features.
 
     Args:
       graph: a graph or a block.
       features: floating [senders, *shape], or a pair, of the senders and of the receivers; the senders of a
         `GraphPart` are its own rows.
       *shape: see `as_floats`.
-      can_be_sparse: whether they may be `SparseFeatures`, not in a pair.
+      can_be_sparse: True to accept `SparseFeatures`, except in a pair.
 
     Raises:
-      TypeError: an array has no floats, or features may not be sparse.
+      TypeError: an array is not floating, or features may not be sparse.
       ValueError: a shape does not fit.
     """
     _check_sparse(features, can_be_sparse)
@@ -105,13 +105,13 @@ def _check_sparse(features: EndFeatures, can_be_sparse: bool) -> None:
 
 
 def _sparse_rows(features: SparseFeatures, rows: int, width: Axis) -> Any:
-    """Returns sparse features, which do in a layer what an array does; raises ValueError where shapes do not fit."""
+    """Returns sparse features, which replace an array in a layer; raises ValueError if shapes do not fit."""
     if features.shape[0] != rows or (isinstance(width, int) and features.shape[1] != width):
         raise ValueError(f"features must be [{rows}, {width}], got shape {features.shape}")
     return features
 
 
 def promoted_with(rows: EndRows, *arrays: jax.Array | None) -> tuple[EndRows, list[Any]]:
-    """Returns rows and arrays in the dtype that theirs promote to; None stays None."""
+    """Returns rows and arrays in their promoted dtype; None stays None."""
     given, receivers, *others = promoted(rows.given, rows.own_receivers, *arrays)
     return dataclasses.replace(rows, given=given, own_receivers=receivers), others

@@ -41,38 +41,38 @@ def gat_conv(
     activation: Activation | None = None,
     allow_zero_in_degree: bool = False,
 ) -> jax.Array:
-    """Returns graph attention over features times weights, of several heads.
+    """Returns multi-head graph attention over features times weights.
 
     With `z = features @ weight`, an edge has the logit `leaky_relu(sum(left * z[sender]) + sum(right *
-    z[receiver]))`. Logits are float32 under autocast too, where z is half: their rounding would flip
+    z[receiver]))`. Logits are float32 even under autocast, where z is half, because rounding them would flip
     the gradient's sign at the kink.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
-        `SparseFeatures`, of a block too.
+      features: floating [nodes, in]; for a block those of its sources, or a pair, see `Block`; or,
+        `SparseFeatures`, also for a block.
       weight: floating [in, heads * out].
       left: floating [1, heads, out], for the senders.
       right: floating [1, heads, out], for the receivers.
       bias: floating [heads * out].
       residual: whether the features are added to the result.
-      residual_weight: floating [in, heads * out], by which they are multiplied before; None if they have
+      residual_weight: floating [in, heads * out], the weight of the residual; None if features have
         the result's width.
-      edge_weight: floating [edges], which multiplies the weights after the softmax.
-      negative_slope: of the leaky ReLU.
-      feature_dropout: the share of the features' entries that are dropped.
-      attention_dropout: the share of the weights that are dropped, those of each head apart.
-      dropout_key: for dropout; needed if a rate is not 0.
+      edge_weight: floating [edges], factors of the weights after the softmax.
+      negative_slope: slope of the leaky ReLU below 0.
+      feature_dropout: the fraction of the features' entries to drop.
+      attention_dropout: the fraction of the weights to drop, separately for each head.
+      dropout_key: for dropout; required if a rate is not 0.
       activation: a function of the result.
-      allow_zero_in_degree: whether there may be nodes that no edge enters; they get residual and bias.
+      allow_zero_in_degree: True to allow nodes without incoming edges; they get residual and bias.
 
     Returns:
       [nodes, heads, out] in the dtype that features, weights and bias promote to; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, a rate is not in [0, 1), there is no key, or no edge enters some
-        node.
-      TypeError: an array has no floats.
+      ValueError: a shape does not fit, a rate is not in [0, 1), the key is missing, or some node has no incoming
+        edge.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -130,23 +130,23 @@ def _logits(table: jax.Array, vector: jax.Array) -> jax.Array:
 class GATConv(AttentionLayer):
     """The layer of `gat_conv`: `layer(graph, features, edge_weight=None)`.
 
-    Weights and vectors are drawn as by Glorot, normally and with gain sqrt(2); the bias is 0.
+    Weights and vectors have a Glorot normal initializer with gain sqrt(2); the bias is 0.
 
     Args:
       in_features: the width of the features.
       out_features: the width of the result in each head.
-      num_heads: how many heads there are.
+      num_heads: number of heads.
       feature_dropout: see `gat_conv`; `train` and `eval` switch it on and off.
       attention_dropout: see `gat_conv`; `train` and `eval` switch it on and off.
       negative_slope: see `gat_conv`.
-      residual: see `gat_conv`; where the widths differ, there is a weight.
+      residual: see `gat_conv`; if the widths differ, it has a weight.
       activation: see `gat_conv`.
       allow_zero_in_degree: see `gat_conv`.
       use_bias: whether there is a bias.
-      dtype: what features, weights and bias are cast to; None for what they promote to. The two vectors
-        stay as they are.
+      dtype: dtype to which features, weights and bias are cast; None for their promoted dtype. The two vectors
+        are not cast.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+      rngs: flax's random streams "params" and, for dropout, "dropout".
 
     Raises:
       ValueError: a rate is not in [0, 1).
@@ -215,8 +215,8 @@ class GATConv(AttentionLayer):
           graph: see `gat_conv`.
           features: see `gat_conv`.
           edge_weight: see `gat_conv`.
-          deterministic: whether dropout is off; None for what `train` or `eval` said last.
-          rngs: random streams for dropout that go before the layer's own.
+          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
+          rngs: random streams for dropout, in place of the layer's own.
         """
         features, weight, residual_weight, bias = in_dtype(
             self.dtype, features, self.weight, self.residual_weight, self.bias

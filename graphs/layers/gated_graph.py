@@ -40,27 +40,27 @@ def gated_graph_conv(
 ) -> jax.Array:
     """Returns the states of nodes after several rounds, in each of which a GRU reads the sum of the messages.
 
-    A message is the sender's state times the matrix of the edge's type. States are float32 from round to round: what
-    a node forgets slowly stagnates in half. Messages are stored as features are.
+    A message is the sender's state times the matrix of the edge's type. States are float32 from round to round, because
+    slow changes of a state stagnate in half precision. Messages are stored in the features' dtype.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used.
-      features: floating [nodes, in], the first states, filled up with zeros; `in` is at most `width`.
-      weight: floating [types, width, width]; or [steps, types, width, width], others in each round.
-      gru_weights: the weights of input and of hidden state, [width, 3 width] each, and their biases [3 width], the
+      features: floating [nodes, in], the first states, padded with zeros; `in` is at most `width`.
+      weight: floating [types, width, width]; or [steps, types, width, width], different in each round.
+      gru_weights: the weights of input and of hidden state, [width, 3 width] each, and their biases [3 width], with
         gates in torch's order: reset, update, new.
       message_bias: floating [types, width], added to the messages of a type.
-      edge_types: int [edges], see `rel_graph_conv`; None where there is one type.
-      num_steps: how many rounds there are.
-      edge_weight: floating [edges], which multiplies the messages.
+      edge_types: int [edges], see `rel_graph_conv`; None if there is one type.
+      num_steps: number of rounds.
+      edge_weight: floating [edges], factors of the messages.
 
     Returns:
       [nodes, width] in the dtype that features and weights promote to; half under autocast.
 
     Raises:
       ValueError: a shape does not fit, a type is out of range or types are missing, or `num_steps` is not positive.
-      TypeError: an array has no floats, types are not integers, or the graph is a block, whose sources get no
-        messages to go on with.
+      TypeError: an array is not floating, types are not integers, or the graph is a block, whose sources get no
+        messages and cannot send again.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,7 +71,7 @@ def gated_graph_conv(
       [[1.0], [2.0]]
 
     Reference: Li et al., Gated Graph Sequence Neural Networks, https://arxiv.org/abs/1511.05493; DGL's
-    GatedGraphConv, and with weights of each round PyTorch Geometric's.
+    GatedGraphConv, and PyTorch Geometric's with different weights in each round.
     """
     ours = as_graph(graph, features)
     if isinstance(ours, Block):
@@ -106,7 +106,7 @@ def gated_graph_conv(
 
 
 def _as_matrices(weight: Floats, num_steps: int) -> jax.Array:
-    """Returns weights [steps or 1, types, width, width], checked."""
+    """Returns checked weights [steps or 1, types, width, width]."""
     kernel = jnp.asarray(weight)
     if kernel.ndim == 4:
         return as_floats("weight", kernel, num_steps, "types", "width", kernel.shape[2])
@@ -125,7 +125,7 @@ def _as_gru(weights: Sequence[Floats], width: int) -> list[jax.Array]:
 def _typed_messages(
     graph: Graph, rows: jax.Array, matrices: jax.Array, offset: jax.Array | None, of_edges: OfEdges
 ) -> jax.Array:
-    """Returns the sums [nodes, width] of messages; a bias is the matrices' row for a feature that is 1."""
+    """Returns the sums [nodes, width] of messages; the bias is a row of the matrices, for a feature of 1."""
     if offset is not None:
         rows = jnp.concatenate([rows, jnp.ones_like(rows[:, :1])], 1)
         matrices = jnp.concatenate([matrices, offset[:, None]], 1)
@@ -135,18 +135,18 @@ def _typed_messages(
 class GatedGraphConv(nnx.Module):
     """The layer of `gated_graph_conv`: `layer(graph, features, edge_types=None, edge_weight=None)`.
 
-    Matrices are drawn uniformly as by Glorot with gain sqrt(2), the GRU's weights and biases uniformly between -1 and
-    1 over the square root of the width; the messages' bias is 0.
+    Matrices have a Glorot uniform initializer with gain sqrt(2), the GRU's weights and biases a uniform one between -1
+    and 1 over the square root of the width; the messages' bias is 0.
 
     Args:
       in_features: the width of the features.
       out_features: the width of states and result, at least as large.
-      num_steps: how many rounds there are.
-      num_types: how many types of edges there are.
+      num_steps: number of rounds.
+      num_types: number of edge types.
       use_bias: whether messages have a bias.
-      dtype: what features and parameters are cast to; None for what they promote to.
+      dtype: dtype to which features and parameters are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used.
+      rngs: flax's random streams; "params" is used.
 
     Raises:
       ValueError: `num_steps` or `num_types` is not positive, or features are wider than the result.

@@ -42,20 +42,20 @@ def gatv2_conv(
     activation: Activation | None = None,
     allow_zero_in_degree: bool = False,
 ) -> jax.Array:
-    """Returns graph attention whose logits are a small network of both ends, of several heads.
+    """Returns multi-head graph attention with logits from a small network of both ends.
 
     With `left = features @ left_weight + left_bias`, and `right` likewise, an edge has the logit
-    `sum(attention * leaky_relu(left[sender] + right[receiver]))`, and brings `left[sender]`. Logits are
-    float32 under autocast too.
+    `sum(attention * leaky_relu(left[sender] + right[receiver]))` and the message `left[sender]`. Logits are
+    float32 even under autocast.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
-        `SparseFeatures`, of a block too.
+      features: floating [nodes, in]; for a block those of its sources, or a pair, see `Block`; or,
+        `SparseFeatures`, also for a block.
       left_weight: floating [in, heads * out], for the senders.
       attention: floating [1, heads, out].
-      right_weight: floating [in, heads * out], for the receivers; None for those of the senders, and
-        their bias.
+      right_weight: floating [in, heads * out], for the receivers; None for weight and bias of the
+        senders.
       left_bias: floating [heads * out].
       right_bias: floating [heads * out].
       residual: see `gat_conv`.
@@ -67,13 +67,13 @@ def gatv2_conv(
       attention_dropout: see `gat_conv`.
       dropout_key: see `gat_conv`.
       activation: see `gat_conv`.
-      allow_zero_in_degree: whether there may be nodes that no edge enters; they get the residual.
+      allow_zero_in_degree: True to allow nodes without incoming edges; they get the residual.
 
     Returns:
       [nodes, heads, out] in the dtype that features, weights and biases promote to; half under autocast.
 
     Raises:
-      ValueError: see `gat_conv`; or there is a bias for which there is no weight.
+      ValueError: see `gat_conv`; or there is a bias without its weight.
       TypeError: see `gat_conv`.
 
     Example:
@@ -140,24 +140,24 @@ def _checked_pair(
 class GATv2Conv(AttentionLayer):
     """The layer of `gatv2_conv`: `layer(graph, features, edge_weight=None)`.
 
-    Weights and vectors are drawn as by Glorot, normally and with gain sqrt(2); biases are 0.
+    Weights and vectors have a Glorot normal initializer with gain sqrt(2); biases are 0.
 
     Args:
       in_features: the width of the features.
       out_features: the width of the result in each head.
-      num_heads: how many heads there are.
+      num_heads: number of heads.
       feature_dropout: see `gatv2_conv`; `train` and `eval` switch it on and off.
       attention_dropout: see `gatv2_conv`; `train` and `eval` switch it on and off.
       negative_slope: see `gatv2_conv`.
-      residual: see `gatv2_conv`; where the widths differ, there is a weight, and a bias if there are any.
+      residual: see `gatv2_conv`; if the widths differ, it has a weight, and a bias if there are any.
       activation: see `gatv2_conv`.
       allow_zero_in_degree: see `gatv2_conv`.
       use_bias: whether there are biases.
       share_weights: whether senders and receivers have the same weight and bias.
-      dtype: what features, weights and biases are cast to; None for what they promote to. The vector
-        stays as it is.
+      dtype: dtype to which features, weights and biases are cast; None for their promoted dtype. The vector
+        is not cast.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+      rngs: flax's random streams "params" and, for dropout, "dropout".
 
     Raises:
       ValueError: a rate is not in [0, 1).
@@ -227,8 +227,8 @@ class GATv2Conv(AttentionLayer):
           graph: see `gatv2_conv`.
           features: see `gatv2_conv`.
           edge_weight: see `gatv2_conv`.
-          deterministic: whether dropout is off; None for what `train` or `eval` said last.
-          rngs: random streams for dropout that go before the layer's own.
+          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
+          rngs: random streams for dropout, in place of the layer's own.
         """
         features, *weights = in_dtype(self.dtype, features, self.left_weight, self.right_weight, self.residual_weight)
         left_bias, right_bias, residual_bias = in_dtype(self.dtype, self.left_bias, self.right_bias, self.residual_bias)

@@ -1,4 +1,4 @@
-"""Graph convolution: neighbors' features, scaled by the degrees and added."""
+"""Graph convolution: the sum of neighbors' features, scaled by the degrees."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ from jmp_train.graphs.layers.layer_inputs import (
 )
 from jmp_train.graphs.structure import Adjacency, Block, Graph, SparseFeatures, inverse_degrees, rows_like
 
-# The powers of the degrees by which features are scaled: those of the senders, of the receivers.
+# The powers of the degrees of senders and receivers by which features are scaled.
 NORMS = {"none": (0, 0), "both": (-0.5, -0.5), "left": (-1, 0), "right": (0, -1)}
 
 
@@ -40,28 +40,28 @@ def graph_conv(
 ) -> jax.Array:
     """Returns the sum of the neighbors' features, scaled by degrees, times weights.
 
-    Features are scaled in float32 within the sum, so that none overflows in half. The product comes
-    first where it reduces the number of features. The sums of a sampled block estimate those of the whole graph,
-    without bias: degrees are the whole graph's, and what is drawn stands for what is not.
+    Features are scaled in float32 within the sum, so that nothing overflows in half precision. The product comes
+    first if it reduces the number of features. The sums of a sampled block are unbiased estimates of those of the whole
+    graph: degrees are the whole graph's, and the sampled edges are scaled up.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
-        with a weight, `SparseFeatures`, of a block too.
+      features: floating [nodes, in]; for a block those of its sources, or a pair, see `Block`; or,
+        with a weight, `SparseFeatures`, also for a block.
       weight: floating [in, out]; None for no product.
       bias: floating [out], added to all nodes.
       norm: "both" divides by the square root of the sender's out-degree times the receiver's in-degree,
-        "left" by the sender's out-degree, "right" by the receiver's in-degree, "none" by nothing.
-      edge_weight: floating [edges], which multiplies what each edge brings.
+        "left" by the sender's out-degree, "right" by the receiver's in-degree; "none" does not divide.
+      edge_weight: floating [edges], factors of the messages.
       activation: an elementwise function of the result.
-      allow_zero_in_degree: whether there may be nodes that no edge enters; they get the bias only.
+      allow_zero_in_degree: True to allow nodes without incoming edges; they get only the bias.
 
     Returns:
       [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, `norm` is another word, or no edge enters some node.
-      TypeError: an array has no floats.
+      ValueError: a shape does not fit, `norm` is unknown, or some node has no incoming edge.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -108,13 +108,13 @@ def graph_conv(
 
 
 def degree_scales(graph: Graph | Block, norm: str, features: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns what features are multiplied by before and after the sum, float32 [nodes]; None for 1."""
+    """Returns the factors of features before and after the sum, float32 [nodes]; None for 1."""
     of_senders, of_receivers = NORMS[norm]
     if not isinstance(graph, Block) or graph.whole_degrees is None:
         sender_scale = degree_scale(graph.out_degrees, of_senders, features)
         return sender_scale, degree_scale(graph.in_degrees, of_receivers, features)
     out_degrees, in_degrees = graph.whole_degrees
-    # The edges that were drawn stand for those that were not.
+    # Scaled up, because the sampled edges stand for all edges.
     of_drawn = inverse_degrees(graph.in_degrees, features) / inverse_degrees(in_degrees, features)
     of_whole = degree_scale(in_degrees, of_receivers, features)
     receiver_scale = of_drawn if of_whole is None else of_drawn * of_whole
@@ -124,7 +124,7 @@ def degree_scales(graph: Graph | Block, norm: str, features: jax.Array) -> tuple
 class GraphConv(nnx.Module):
     """The layer of `graph_conv`: `layer(graph, features, edge_weight=None)`.
 
-    The weight [in, out] is drawn uniformly as by Glorot, the bias [out] is 0.
+    The weight [in, out] has a Glorot uniform initializer; the bias [out] is 0.
 
     Args:
       in_features: the width of the features.
@@ -134,12 +134,12 @@ class GraphConv(nnx.Module):
       use_bias: whether there is a bias.
       activation: see `graph_conv`.
       allow_zero_in_degree: see `graph_conv`.
-      dtype: what features, weight and bias are cast to; None for what they promote to.
+      dtype: dtype to which features, weight and bias are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used.
+      rngs: flax's random streams; "params" is used.
 
     Raises:
-      ValueError: `norm` is another word, or there is no weight and the widths differ.
+      ValueError: `norm` is unknown, or there is no weight and the widths differ.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The layer of graph isomorphism networks (GIN): an MLP of a node's features plus its neighbors'."""
+"""The layer of graph isomorphism networks (GIN): an MLP of the sum of a node's features and its neighbors'."""
 
 from collections.abc import Callable
 
@@ -38,20 +38,20 @@ def gin_conv(
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, ...]; those of a block's sources, or a pair, see `Block`.
+      features: floating [nodes, ...]; for a block those of its sources, or a pair, see `Block`.
       apply: a function of the sum, such as a network; None for the sum itself.
-      eps: a number, or an array [] or [1], by which a node counts more than its neighbors.
+      eps: a number, or an array [] or [1], the additional weight of a node relative to its neighbors.
       aggregator: "sum", "max" or "mean".
-      edge_weight: floating [edges], which multiplies what each edge brings.
+      edge_weight: floating [edges], factors of the messages.
       activation: a function of the result.
 
     Returns:
-      What `apply` makes of [nodes, ...] in the features' dtype, which is added in float32 and rounded
+      The result of `apply` for [nodes, ...] in the features' dtype, summed in float32 and rounded
       once; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, or `aggregator` is another word.
-      TypeError: an array has no floats.
+      ValueError: a shape does not fit, or `aggregator` is unknown.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -92,14 +92,14 @@ class GINConv(nnx.Module):
     Args:
       apply: an nnx module or a function of the sum; None for the sum itself.
       aggregator: see `gin_conv`.
-      init_eps: the first value of eps.
+      init_eps: the initial value of eps.
       learn_eps: whether eps is a parameter, of shape [1].
       activation: see `gin_conv`.
-      dtype: what features and eps are cast to; None for the features' own.
+      dtype: dtype to which features and eps are cast; None for the features' own.
       param_dtype: the dtype of eps.
 
     Raises:
-      ValueError: `aggregator` is another word.
+      ValueError: `aggregator` is unknown.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The layer of GIN with edge features (GINE): an MLP of a node plus its neighbors, rectified with their edges."""
+"""The layer of GIN with edge features (GINE): an MLP of a node plus the ReLU of its neighbors plus their edges."""
 
 from collections.abc import Callable
 
@@ -30,19 +30,19 @@ def gine_conv(
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, width]; those of a block's sources, or a pair, see `Block`.
+      features: floating [nodes, width]; for a block those of its sources, or a pair, see `Block`.
       edge_features: floating [edges, width].
       apply: a function of the sum, such as a network; None for the sum itself.
-      eps: a number, or an array [] or [1], by which a node counts more than its neighbors.
+      eps: a number, or an array [] or [1], the additional weight of a node relative to its neighbors.
       activation: a function of the result.
 
     Returns:
-      What `apply` makes of [nodes, width] in the dtype that both features promote to, which is added in float32 and
+      The result of `apply` for [nodes, width] in the promoted dtype of both features, summed in float32 and
       rounded once; half under autocast.
 
     Raises:
       ValueError: a shape does not fit.
-      TypeError: an array has no floats.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -79,7 +79,7 @@ def _rectified(fixed: object, inputs: Inputs) -> jax.Array:
 
 
 def _by_xla(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.Array:
-    """Returns the sums of messages [receivers, width] in at least float32; the gradient computes these again."""
+    """Returns the sums of messages [receivers, width] in float32 or higher precision; the gradient recomputes these."""
 
     @jax.checkpoint
     def added(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.Array:
@@ -96,7 +96,7 @@ def _by_chunks(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> ja
 
 
 def _elements(senders: jax.Array, edges: jax.Array) -> int:
-    """Returns of how many elements a message is."""
+    """Returns the number of elements per message."""
     del edges
     return senders.shape[1]
 
@@ -109,10 +109,10 @@ class GINEConv(nnx.Module):
 
     Args:
       apply: an nnx module or a function of the sum; None for the sum itself.
-      init_eps: the first value of eps.
+      init_eps: the initial value of eps.
       learn_eps: whether eps is a parameter, of shape [1].
       activation: see `gine_conv`.
-      dtype: what features and eps are cast to; None for the features' own.
+      dtype: dtype to which features and eps are cast; None for the features' own.
       param_dtype: the dtype of eps.
 
     Example:

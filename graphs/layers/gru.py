@@ -17,10 +17,10 @@ def gru_shapes(width: int) -> tuple[tuple[int, ...], ...]:
 @autocast_as("float32")
 @jax.checkpoint
 def gru_state(hidden: jax.Array, inputs: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
-    """Returns the next hidden state [nodes, width], in at least float32; the gradient recomputes the gates.
+    """Returns the next hidden state [nodes, width], in float32 or higher precision; the gradient recomputes the gates.
 
     Args:
-      hidden: the state, in at least float32 [nodes, width].
+      hidden: the state, in float32 or higher precision, [nodes, width].
       inputs: floating [nodes, width].
       weights: floating, of the shapes of `gru_shapes`.
 

@@ -1,4 +1,4 @@
-"""A layer for each type of edges, whose results are aggregated at the nodes that they reach (HeteroGraphConv)."""
+"""A layer for each edge type, with results aggregated at the nodes that the edges enter (HeteroGraphConv)."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from jmp_train.graphs.structure import EdgeType, Graph, HeteroGraph, graph_stora
 from jmp_train.policies.autocasting import autocast_as
 
 Aggregate = str | Callable[[Sequence[jax.Array]], jax.Array]
-# A function of a graph or a block, of the nodes' features, and of what the edges have.
+# A function of a graph or a block, of the nodes' features, and of inputs for the edges.
 Layer = Callable[..., jax.Array]
 TypedFeatures = Mapping[str, Floats]
 Kind = TypeVar("Kind", bound=str | EdgeType)
@@ -30,27 +30,27 @@ def hetero_graph_conv(
     *,
     edge_inputs: Mapping[str, Sequence[Any]] | Mapping[EdgeType, Sequence[Any]] | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns what layers make of the edges of each type, aggregated at the nodes that several types enter.
+    """Applies layers to the edges of each type, and aggregates their results at the nodes that the edges enter.
 
     Args:
-      graph: a graph of several types; or what a mini-batch's `blocks` have for one layer, a block by edge type.
-      layers: by edge type, a layer: of a graph's edges between nodes of one type it is given a `Graph` and their
-        features; of others, of blocks, and where features are a pair, a `Block` and a pair of features. Types without a
+      graph: a graph of several types; or one layer's entry of a mini-batch's `blocks`, with a block by edge type.
+      layers: by edge type, a layer. For a graph's edges between nodes of one type, it gets a `Graph` and their
+        features; otherwise, for blocks or pairs of features, a `Block` and a pair of features. Types without a
         layer are left out.
-      features: by node type, floating [nodes, ...], of blocks [sources, ...]; or a pair of such, of the senders and of
-        the receivers. Edges whose senders have none are left out.
+      features: by node type, floating [nodes, ...], for blocks [sources, ...]; or a pair of these, of the senders and
+        of the receivers. Edges whose senders have no features are left out.
       aggregate: "sum", "mean", "max" or "min" of the results, in float32 and rounded once; "stack" along axis 1, by
-        the sorted edge types; or a function of the list of results. But for "stack" and functions, a result that is
-        alone stays as it is.
-      edge_inputs: by edge type, what else its layer is called with, such as edge weights.
+        the sorted edge types; or a function of the list of results. A single result stays unchanged, except with
+        "stack" and functions.
+      edge_inputs: by edge type, further inputs of its layer, such as edge weights.
 
     Returns:
-      By node type, the results, of those types that edges with a result enter; of blocks, of their targets.
+      By node type, the results for the types that edges with a result enter; for blocks, those of their targets.
 
     Raises:
-      ValueError: `aggregate` is another word, there is no such edge type, receivers have no features, or results
+      ValueError: `aggregate` or an edge type is unknown, receivers have no features, or results
         differ in shape.
-      TypeError: the graph has one type, or the layer is given all blocks of a mini-batch.
+      TypeError: the graph has one type, or the layer gets all blocks of a mini-batch.
 
     Example:
       >>> import jax.numpy as jnp
@@ -83,7 +83,7 @@ def hetero_graph_conv(
 def _inputs(
     graph: HeteroGraph | Blocks, kind: EdgeType, features: TypedFeatures | tuple[TypedFeatures, TypedFeatures]
 ) -> tuple[Any, Any] | None:
-    """Returns the edges of a type, and the features at their ends; None where the senders have none."""
+    """Returns the edges of a type, and the features at their ends; None if the senders have none."""
     of_senders, of_receivers = features if isinstance(features, tuple) else (features, features)
     sender_type, _, receiver_type = kind
     block, is_whole = block_of(graph, kind), isinstance(graph, HeteroGraph)
@@ -130,12 +130,12 @@ class HeteroGraphConv(nnx.Module):
     """The layer of `hetero_graph_conv`: `layer(graph, features, edge_inputs=None)`.
 
     Args:
-      layers: by edge type, an nnx module or a function. Parameters are found under the type's name, or its three
-        joined by "/".
+      layers: by edge type, an nnx module or a function. Parameters are stored under the type's name, or its three
+        parts joined by "/".
       aggregate: see `hetero_graph_conv`.
 
     Raises:
-      ValueError: `aggregate` is another word, or two types have the same name.
+      ValueError: `aggregate` is unknown, or two types have the same name.
 
     Example:
       >>> import jax.numpy as jnp
@@ -176,13 +176,13 @@ class HeteroGraphConv(nnx.Module):
 
 
 def parameter_names(kinds: Iterable[Kind]) -> dict[Kind, str]:
-    """Returns the name under which each edge type's parameters are kept, its three joined by "/".
+    """Returns the name under which each edge type's parameters are stored, its three parts joined by "/".
 
     Args:
-      kinds: edge types, or names of such.
+      kinds: edge types, or their names.
 
     Raises:
-      ValueError: two types have the same name, as their own names have slashes.
+      ValueError: two types have the same name, because parts of them contain slashes.
     """
     names: dict[Kind, str] = {}
     for kind in kinds:

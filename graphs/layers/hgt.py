@@ -20,19 +20,19 @@ from jmp_train.policies.autocasting import autocast_as
 
 
 class HGTNodeWeights(NamedTuple):
-    """What `hgt_conv` has for the nodes of a type.
+    """The weights of `hgt_conv` for the nodes of a type.
 
     Attributes:
       key: floating [in, out].
       query: floating [in, out].
       value: floating [in, out].
       result: floating [out, out].
-      key_bias: floating [out], as the others.
-      query_bias: of queries.
-      value_bias: of values.
-      result_bias: of the result.
-      skip: floating [1]: the sigmoid of this weights the result, what is left of 1 the node itself; only where widths
-        are equal.
+      key_bias: floating [out].
+      query_bias: floating [out].
+      value_bias: floating [out].
+      result_bias: floating [out].
+      skip: floating [1]: its sigmoid is the weight of the result, and the rest is that of the node itself; only if
+        widths are equal.
 
     Example:
       >>> import jax.numpy as jnp
@@ -53,12 +53,12 @@ class HGTNodeWeights(NamedTuple):
 
 
 class HGTEdgeWeights(NamedTuple):
-    """What `hgt_conv` has for the edges of a type.
+    """The weights of `hgt_conv` for the edges of a type.
 
     Attributes:
-      key: floating [heads, width, width], which multiplies the senders' keys.
-      value: floating [heads, width, width], which multiplies their values.
-      prior: floating [heads], which multiplies the logits.
+      key: floating [heads, width, width], matrices for the senders' keys.
+      value: floating [heads, width, width], matrices for the senders' values.
+      prior: floating [heads], factors of the logits.
 
     Example:
       >>> import jax.numpy as jnp
@@ -82,30 +82,31 @@ def hgt_conv(
     dropout_key: jax.Array | None = None,
     implementation: str | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns attention over the edges of all types together, with keys and values of each type's own.
+    """Returns attention over the edges of all types together, with separate keys and values for each type.
 
-    An edge of type r from u to v has the logit `prior_r query_v . (key_u key_r) / sqrt(width)` in each head, and brings
-    `value_u value_r`. The softmax goes over all edges that enter v, the result is `gelu(sum) result + result_bias`,
-    joined with v's features by its type's `skip`. Logits, softmax and sums are float32, and no array is as long as the
-    edges but their indices.
+    An edge of type r from u to v has the logit `prior_r query_v . (key_u key_r) / sqrt(width)` and the message
+    `value_u value_r` in each head. The softmax is over all edges that enter v. The result is `gelu(sum) result +
+    result_bias`, combined with v's features by its type's `skip`. Logits, softmax and sums are float32, and no array
+    except the indices is as long as the edges.
 
     Args:
-      graph: a graph of several types; or what a mini-batch's `blocks` have for one layer, a block by edge type.
-      features: by node type, floating [nodes, in]; of blocks [sources, in], of which targets are the first.
+      graph: a graph of several types; or one layer's entry of a mini-batch's `blocks`, with a block by edge type.
+      features: by node type, floating [nodes, in]; for blocks [sources, in], with the targets first.
       node_weights: by node type, the weights of its nodes.
+      edge_weights: by edge type, the weights of its edges; types without weights are left out.
       edge_weights: by edge type, the weights of its edges; types that are missing are left out.
-      attention_dropout: the share of the attention weights that are dropped.
-      dropout_key: for dropout; needed if the rate is not 0.
+      attention_dropout: the fraction of the attention weights to drop.
+      dropout_key: for dropout; required if the rate is not 0.
       implementation: see `gat_attention`.
 
     Returns:
-      By type of the nodes that edges enter, [nodes, out] in the dtype that features and weights promote to; half under
+      By type of the nodes that edges enter, [nodes, out] in the promoted dtype of features and weights; half under
       autocast.
 
     Raises:
-      ValueError: a shape does not fit, a type is missing, the rate is not in [0, 1), there is no key, or there is no
-        such implementation for the graph.
-      TypeError: an array has no floats, the graph has one type, or the layer is given all blocks of a mini-batch.
+      ValueError: a shape does not fit, a type is missing, the rate is not in [0, 1), the key is missing, or the
+        graph does not support the implementation.
+      TypeError: an array is not floating, the graph has one type, or the layer gets all blocks of a mini-batch.
 
     Example:
       >>> import jax.numpy as jnp
@@ -145,7 +146,7 @@ def hgt_conv(
 
 
 class _Tables(NamedTuple):
-    """What the nodes of a type have: features, [nodes, heads, width] thrice, and what makes the result of sums."""
+    """The tables of the nodes of a type: features, three times [nodes, heads, width], and weights of the result."""
 
     rows: jax.Array
     key: jax.Array
@@ -157,7 +158,7 @@ class _Tables(NamedTuple):
 
 
 class _Attended(NamedTuple):
-    """The attention over the edges of one type, see `DotResult`, and which nodes they enter, bool [nodes]."""
+    """The attention over the edges of one type, see `DotResult`, and the nodes that they enter, bool [nodes]."""
 
     total: jax.Array
     log_sum: jax.Array
@@ -209,7 +210,7 @@ ENDS = ("key", "query", "value", "result")
 
 
 def _targets(name: str, tables: _Tables, count: int) -> _Tables:
-    """Returns what the first nodes of a type have."""
+    """Returns the tables of the first nodes of a type."""
     rows = len(tables.rows)
     if rows < count:
         raise ValueError(f"features[{name!r}] has {rows} rows, where a block has {count} targets")
@@ -227,7 +228,7 @@ def _checked_edge_weights(kind: EdgeType, weights: HGTEdgeWeights, tables: _Tabl
 
 
 def _dot_inputs(senders: _Tables, receivers: _Tables, weights: Sequence[jax.Array]) -> DotInputs:
-    """Returns queries, and keys and values times the edge type's matrices; priors and scale are in the keys'."""
+    """Returns queries, and keys and values times the edge type's matrices, with priors and scale in the keys'."""
     key_weight, value_weight, prior = weights
     scaled = autocast_as("float32")(_scaled_keys)(key_weight, prior)
     key, value, key_weight, value_weight = promoted(senders.key, senders.value, scaled, value_weight)
@@ -254,7 +255,7 @@ def _result(tables: _Tables, attended: Sequence[_Attended]) -> jax.Array:
 
 
 def _joined(attended: Sequence[_Attended]) -> jax.Array:
-    """Returns gelu of the attention over the edges of all types, [nodes, out]: softmaxes are joined by their sums."""
+    """Returns gelu of the attention over the edges of all types, [nodes, out], combining softmaxes by their sums."""
     is_entered = jnp.stack([each.is_entered for each in attended])[..., None]
     log_sums = jnp.where(is_entered, jnp.stack([each.log_sum for each in attended]), -jnp.inf)
     most = finite_or_zero(jax.lax.stop_gradient(log_sums.max(0)))
@@ -275,22 +276,22 @@ def _skipped(result: jax.Array, rows: jax.Array, skip: jax.Array) -> jax.Array:
 class HGTConv(nnx.Module):
     """The layer of `hgt_conv`: `layer(graph, features)`.
 
-    Weights are drawn uniformly as by Glorot; biases are 0, priors and skips 1.
+    Weights have a Glorot uniform initializer; biases are 0, priors and skips 1.
 
     Args:
       in_features: the width of the features, of all node types or by type.
-      out_features: the width of the results, all heads together.
+      out_features: the width of the results, over all heads.
       node_types: the types of nodes, as `graph.node_types`.
       edge_types: the types of edges, as `graph.edge_types`.
-      num_heads: how many heads there are.
+      num_heads: number of heads.
       attention_dropout: see `hgt_conv`; `train` and `eval` switch it on and off.
-      dtype: what features and parameters are cast to; None for what they promote to.
+      dtype: dtype to which features and parameters are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+      rngs: flax's random streams "params" and, for dropout, "dropout".
 
     Raises:
       ValueError: heads do not divide the width, the rate is not in [0, 1), or two edge types have the same name, their
-        three joined by "/".
+        three parts joined by "/".
 
     Example:
       >>> import jax.numpy as jnp
@@ -358,8 +359,8 @@ class HGTConv(nnx.Module):
         Args:
           graph: see `hgt_conv`.
           features: see `hgt_conv`.
-          deterministic: whether dropout is off; None for what `train` or `eval` said last.
-          rngs: random streams for dropout that go before the layer's own.
+          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
+          rngs: random streams for dropout, in place of the layer's own.
         """
 
         def cast(weights: nnx.Dict) -> dict[str, jax.Array]:

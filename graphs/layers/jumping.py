@@ -1,4 +1,4 @@
-"""Jumping knowledge: the features of all layers of a network, joined for each node."""
+"""Jumping knowledge: combines the features of all layers of a network for each node."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class JumpingWeights(NamedTuple):
     """The parameters of `jumping_knowledge` with "lstm"; gates are in torch's order: input, forget, cell, output.
 
     Attributes:
-      of_input: floating [2, width, 4 * hidden], from the first layer on and from the last.
+      of_input: floating [2, width, 4 * hidden], for the directions from the first layer and from the last.
       of_hidden: floating [2, hidden, 4 * hidden].
       input_bias: floating [2, 4 * hidden].
       hidden_bias: floating [2, 4 * hidden].
@@ -43,20 +43,20 @@ class JumpingWeights(NamedTuple):
 
 
 def jumping_knowledge(layers: Sequence[Floats], mode: str = "cat", weights: JumpingWeights | None = None) -> jax.Array:
-    """Returns one row for each node of its rows in all layers.
+    """Combines the rows of all layers for each node.
 
     Args:
-      layers: floating [nodes, width] each, of one width but for "cat".
-      mode: "cat" side by side; "max" elementwise; "lstm", the sum with weights that are a softmax over the layers of
-        what a bidirectional LSTM finds in each. Its states are float32.
+      layers: floating [nodes, width] each, of equal widths unless the mode is "cat".
+      mode: "cat" concatenates; "max" is elementwise; "lstm" is a weighted sum, with weights from a softmax over the
+        layers' outputs of a bidirectional LSTM. Its states are float32.
       weights: for "lstm".
 
     Returns:
-      [nodes, width], or with "cat" [nodes, sum of the widths], in the dtype that all promote to; half under autocast.
+      [nodes, width], or with "cat" [nodes, sum of the widths], in the promoted dtype; half under autocast.
 
     Raises:
-      ValueError: there are no layers, shapes do not fit, `mode` is another word, or weights do not go with it.
-      TypeError: an array has no floats.
+      ValueError: there are no layers, shapes do not fit, `mode` is unknown, or weights do not go with it.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,7 +102,7 @@ def _checked(weights: JumpingWeights, width: int) -> list[jax.Array]:
 
 
 def _attended(layers: jax.Array, *parameters: jax.Array) -> jax.Array:
-    """Returns the weighted sum [nodes, width] of layers [layers, nodes, width], in at least float32."""
+    """Returns the weighted sum [nodes, width] of layers [layers, nodes, width], in float32 or higher precision."""
     *gates, attention, attention_bias = (upcast(x) for x in parameters)
     layers = upcast(layers)
     onward, back = (_states(layers, *(x[way] for x in gates), reverse=bool(way)) for way in range(2))
@@ -136,18 +136,18 @@ def _states(
 class JumpingKnowledge(nnx.Module):
     """The layer of `jumping_knowledge`: `layer([first, second, ...])`.
 
-    Weights of "lstm" are drawn as torch draws those of its LSTM and its linear layers, uniformly.
+    Weights of "lstm" have the uniform initializers of torch's LSTM and linear layers.
 
     Args:
       mode: see `jumping_knowledge`.
       features: for "lstm", the width of the layers.
-      num_layers: for "lstm", how many layers there are; its states have `features * num_layers // 2` numbers.
-      dtype: what layers and parameters are cast to; None for what they promote to.
+      num_layers: for "lstm", number of layers; its states have `features * num_layers // 2` numbers.
+      dtype: dtype to which layers and parameters are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: for "lstm", flax's random streams, of which "params" is used.
+      rngs: for "lstm", flax's random streams; "params" is used.
 
     Raises:
-      ValueError: `mode` is another word, or "lstm" lacks a width, a number of layers or streams.
+      ValueError: `mode` is unknown, or "lstm" lacks a width, a number of layers or streams.
 
     Example:
       >>> import jax.numpy as jnp

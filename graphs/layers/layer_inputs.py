@@ -18,14 +18,14 @@ Word = TypeVar("Word", bound=str)
 
 
 def as_graph(graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) -> Graph | Block:
-    """Returns a graph of either make as ours, a block as it is; features of jraph's are not looked at.
+    """Returns a graph of ours or jraph's as ours, and a block unchanged; features in jraph's graphs are ignored.
 
     Args:
       graph: a graph of ours or jraph's, or a block.
-      features: the layer's own, [nodes, ...], which count the nodes of jraph's graphs under jit.
+      features: the layer's own, [nodes, ...], which determine the number of nodes of jraph's graphs under jit.
 
     Raises:
-      TypeError: it is not one of them.
+      TypeError: it is of another kind.
     """
     if isinstance(graph, jraph.GraphsTuple):
         nodes = jnp.asarray(cast(Any, features)) if has_tracers(graph.n_node) else None
@@ -37,20 +37,20 @@ def as_graph(graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) ->
 
 
 def as_floats(name: str, array: Floats | SparseRows, *shape: int | str | EllipsisType) -> jax.Array:
-    """Returns an array, checked.
+    """Returns a checked array.
 
     Args:
-      name: of the argument, for messages.
-      array: what should be an array of floats.
-      *shape: what its axes should be: a length, the name of any length, or, last, any axes.
+      name: the argument's name, for messages.
+      array: an array of floats.
+      *shape: the expected axes: a length, the name of any length, or, last, any axes.
 
     Raises:
-      TypeError: it has no floats.
+      TypeError: it is not floating.
       ValueError: it has another shape.
     """
     if array is None:
         raise TypeError(f"{name} must be floats, got None")
-    array = jnp.asarray(cast(Floats, array))  # sparse ones have been looked at before
+    array = jnp.asarray(cast(Floats, array))  # sparse features were handled before
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be floats, got {array.dtype}")
     axes = [axis for axis in shape if axis is not ...]
@@ -64,10 +64,10 @@ def as_floats(name: str, array: Floats | SparseRows, *shape: int | str | Ellipsi
 
 
 def as_edge_weight(graph: Graph | Block, edge_weight: Floats | None) -> jax.Array | None:
-    """Returns weights [edges], checked, or None.
+    """Returns checked weights [edges], or None.
 
     Raises:
-      TypeError: they are not floats.
+      TypeError: they are not floating.
       ValueError: they have another shape.
     """
     if edge_weight is None:
@@ -76,22 +76,22 @@ def as_edge_weight(graph: Graph | Block, edge_weight: Floats | None) -> jax.Arra
 
 
 def as_edge_features(graph: Graph | Block, features: Floats, width: int | str = "width") -> jax.Array:
-    """Returns features [edges, width], checked.
+    """Returns checked features [edges, width].
 
     Raises:
-      TypeError: they are not floats.
+      TypeError: they are not floating.
       ValueError: they have another shape.
     """
     return as_floats("edge_features", features, graph.connections.receivers.num_edges, width)
 
 
 def as_edge_types(graph: Graph | Block, edge_types: Ids, num_types: int) -> jax.Array:
-    """Returns types int32 [edges], checked; those that are traced are not looked at.
+    """Returns checked types int32 [edges]; the values of traced types are not checked.
 
     Args:
       graph: a graph or a block.
       edge_types: int [edges].
-      num_types: how many types there are.
+      num_types: number of types.
 
     Raises:
       TypeError: they are not integers.
@@ -118,7 +118,7 @@ def as_optional(name: str, array: Floats | None, *shape: int | str | EllipsisTyp
 
 
 def checked_word(name: str, word: str, words: Iterable[Word]) -> Word:
-    """Returns an argument that is one of some words; raises ValueError where it is another."""
+    """Returns an argument that is one of some words; raises ValueError if it is another."""
     known = list(words)
     for each in known:
         if each == word:
@@ -127,7 +127,7 @@ def checked_word(name: str, word: str, words: Iterable[Word]) -> Word:
 
 
 def check_in_degrees(graph: Graph | Block, allow_zero_in_degree: bool) -> None:
-    """Raises ValueError where no edge enters some node, that is known, and it is not allowed."""
+    """Raises ValueError if some node is known to have no incoming edge, and that is not allowed."""
     if not allow_zero_in_degree and _has_zero_in_degree(graph):
         raise ValueError(
             "no edge enters some of the nodes, and so nothing of their features would come out: "
@@ -136,7 +136,7 @@ def check_in_degrees(graph: Graph | Block, allow_zero_in_degree: bool) -> None:
 
 
 def _has_zero_in_degree(graph: Graph | Block) -> bool | None:
-    """Whether no edge enters some node that is not padding; None where that is not known."""
+    """Returns whether some node, except padding, has no incoming edge; None if that is unknown."""
     known = graph.connections.has_zero_in_degree
     if known is not None or isinstance(graph, Block) or not graph.is_padded:
         return known
@@ -146,12 +146,12 @@ def _has_zero_in_degree(graph: Graph | Block) -> bool | None:
 
 
 def promoted(*arrays: jax.Array | None) -> list[Any]:
-    """Returns arrays in the dtype that theirs promote to; None stays None."""
+    """Returns arrays in their promoted dtype; None stays None."""
     return in_dtype(common_dtype(*(x.dtype for x in arrays if x is not None)), *arrays)
 
 
 def in_dtype(dtype: DTypeLike | None, *arrays: EndFeatures | None) -> list[Any]:
-    """Returns arrays, or pairs of them, in a dtype; as they are where there is none; None stays None."""
+    """Returns arrays, or pairs of them, in a dtype, or unchanged without one; None stays None."""
     if dtype is None:
         return list(arrays)
     return [_in_dtype(dtype, x) for x in arrays]

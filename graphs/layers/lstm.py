@@ -24,14 +24,14 @@ def lstm_aggregate(
 ) -> jax.Array:
     """Returns the last hidden state of an LSTM that reads the neighbors' features, [nodes, width].
 
-    Both states are float32: what a node forgets slowly stagnates in half. The gradient recomputes
+    Both states are float32, because slow changes of a state stagnate in half precision. The gradient recomputes
     the gates.
 
     Args:
-      graph: under jit it needs `formats=("mailbox",)`.
+      graph: a graph; under jit it needs `formats=("mailbox",)`.
       features: floating [nodes, width].
-      weights: floating, of the shapes of `lstm_shapes`; the gates are torch's: input, forget, cell, output.
-      edge_weight: floating [edges], which multiplies the features.
+      weights: floating, of the shapes of `lstm_shapes`; gates are in torch's order: input, forget, cell, output.
+      edge_weight: floating [edges], factors of the features.
 
     Raises:
       TypeError: a graph under jit has no mailboxes.

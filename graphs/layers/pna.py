@@ -42,33 +42,33 @@ def pna_conv(
 ) -> jax.Array:
     """Returns products of a node with several reductions of its messages, each scaled by functions of its in-degree.
 
-    In each tower, an edge from u to v brings `[x_v, x_u, edge] @ pre_weight + pre_bias`. The part of u alone is sent:
-    that of v is added to the reductions, which are made in one pass over the edges. Let A be all reductions, side by
-    side, and S all scalers of them; the tower makes `[x_v, S(A)] @ post_weight + post_bias`, and the products of all
-    towers with `mix_weight` are the result.
+    In each tower, an edge from u to v has the message `[x_v, x_u, edge] @ pre_weight + pre_bias`. Only u's part is
+    sent; v's part is added to the reductions, which are computed in one pass over the edges. Let A be the concatenation
+    of all reductions, and S(A) that of all scalers of them. The tower computes `[x_v, S(A)] @ post_weight + post_bias`,
+    and the result is the product of all towers with `mix_weight`.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      features: floating [nodes, in]; for a block those of its sources, or a pair, see `Block`.
       pre_weight: floating [towers, 2 * in + edge_in, width].
       post_weight: floating [towers, in + scalers * aggregators * width, tower_out].
       mix_weight: floating [towers * tower_out, out].
       pre_bias: floating [towers, width].
       post_bias: floating [towers, tower_out].
       mix_bias: floating [out].
-      delta: the mean of `log(in-degree + 1)` over the nodes of the training graphs, by which scalers are relative.
-      aggregators: of "mean", "max", "min", "std", "var" and "sum".
-      scalers: of "identity"; "amplification", the logarithm of the in-degree plus 1 over delta; and "attenuation", its
-        inverse.
+      delta: the mean of `log(in-degree + 1)` over the nodes of the training graphs, the unit of the scalers.
+      aggregators: names among "mean", "max", "min", "std", "var" and "sum".
+      scalers: names among "identity"; "amplification", the logarithm of the in-degree plus 1 over delta; and
+        "attenuation", its inverse.
       edge_features: floating [edges, edge_in], or None.
       activation: a function of the result.
 
     Returns:
-      [nodes, out] in the dtype that features and weights promote to; half under autocast.
+      [nodes, out] in the promoted dtype of features and weights; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, a word is another one, or delta is not positive.
-      TypeError: an array has no floats.
+      ValueError: a shape does not fit, a word is unknown, or delta is not positive.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -115,7 +115,7 @@ def pna_conv(
     sent = _of_towers(rows.senders, there)
     if edges is None:
         reduced = _reduced(graph, sent, None, own, aggregators)
-    else:  # the gradient multiplies the edges' features again
+    else:  # the gradient recomputes the product with the edges' features
 
         @jax.checkpoint
         def with_edges(sent: jax.Array, edges: jax.Array, weight: jax.Array, own: jax.Array) -> jax.Array:
@@ -158,10 +158,10 @@ def _reduced(
 
     Args:
       graph: a graph or a block.
-      sent: the part of each message that is the sender's, [senders, towers, width].
-      brought: that which is the edge's, [edges, towers, width], or None.
-      own: that which is the receiver's, [receivers, towers, width].
-      aggregators: of `AGGREGATORS`.
+      sent: the sender's part of each message, [senders, towers, width].
+      brought: the edge's part, [edges, towers, width], or None.
+      own: the receiver's part, [receivers, towers, width].
+      aggregators: names among `AGGREGATORS`.
     """
     message = copy_u("sent", "m") if brought is None else u_add_e("sent", "brought", "m")
     reductions = [
@@ -181,7 +181,7 @@ def _reduced(
         parts = []
         for name in aggregators:
             rows = upcast(found[name])
-            if name not in ("std", "var"):  # which do not depend on what all messages have
+            if name not in ("std", "var"):  # these do not depend on a common part of all messages
                 rows = rows + (count * own if name == "sum" else own)
             parts.append(jnp.where(count > 0, rows, jnp.zeros_like(rows)).astype(found[name].dtype))
         return jnp.concatenate(parts, -1)
@@ -190,7 +190,7 @@ def _reduced(
 
 
 def _scaled(adjacency: Adjacency, scalers: Sequence[str], delta: float, parts: jax.Array) -> jax.Array:
-    """Returns the sum over the scalers of parts [nodes, scalers, towers, width] scaled, in their dtype."""
+    """Returns the sum over the scalers of scaled parts [nodes, scalers, towers, width], in their dtype."""
     logs = jnp.log1p(jnp.maximum(adjacency.in_degrees, 1).astype(accumulation_dtype(parts.dtype)))
     factors = {"identity": jnp.ones_like(logs), "amplification": logs / delta, "attenuation": delta / logs}
     scales = jnp.stack([factors[name] for name in scalers], 1)[:, :, None, None]
@@ -201,7 +201,7 @@ def _scaled(adjacency: Adjacency, scalers: Sequence[str], delta: float, parts: j
 class PNAConv(nnx.Module):
     """The layer of `pna_conv`: `layer(graph, features, edge_features=None)`.
 
-    Weights and biases are drawn as those of torch's linear layers, uniformly.
+    Weights and biases have torch's uniform initializer for linear layers.
 
     Args:
       in_features: the width of the features, and of the messages of each tower.
@@ -209,15 +209,15 @@ class PNAConv(nnx.Module):
       delta: see `pna_conv`.
       aggregators: see `pna_conv`.
       scalers: see `pna_conv`.
-      towers: how many towers there are, each of which sees all features.
+      towers: number of towers, each of which gets all features.
       edge_features: the width of the edges' features; 0 for none.
       activation: see `pna_conv`.
-      dtype: what features and parameters are cast to; None for what they promote to.
+      dtype: dtype to which features and parameters are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used.
+      rngs: flax's random streams; "params" is used.
 
     Raises:
-      ValueError: a word is another one, or towers do not divide `out_features`.
+      ValueError: a word is unknown, or towers do not divide `out_features`.
 
     Example:
       >>> import jax.numpy as jnp

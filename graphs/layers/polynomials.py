@@ -10,14 +10,14 @@ from jmp_train.graphs.structure import SparseFeatures
 
 
 def checked_terms(count: str, weight: Floats) -> jax.Array:
-    """Returns a weight [terms, in, out], checked.
+    """Returns a checked weight [terms, in, out].
 
     Args:
-      count: what its first axis is, for messages.
-      weight: of at least one term.
+      count: meaning of its first axis, for messages.
+      weight: weight of at least one term.
 
     Raises:
-      TypeError: it has no floats.
+      TypeError: it is not floating.
       ValueError: it has another rank, or no terms.
     """
     kernel = as_floats("weight", weight, count, "in", "out")
@@ -27,9 +27,9 @@ def checked_terms(count: str, weight: Floats) -> jax.Array:
 
 
 def is_narrowing(rows: jax.Array | SparseFeatures, weight: jax.Array) -> bool:
-    """Whether the products of rows [nodes, in] with weights [..., in, out] come before the hops.
+    """Returns whether the products of rows [nodes, in] with weights [..., in, out] come before the hops.
 
-    They do where that makes what hops narrower, and of sparse rows, which only a product makes an array of.
+    They do if that makes the rows of the hops narrower, and for sparse rows, which only a product turns into an array.
     """
     return isinstance(rows, SparseFeatures) or weight.shape[-2] > weight.shape[-1]
 

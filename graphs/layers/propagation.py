@@ -1,4 +1,4 @@
-"""Propagation of features over several hops: products with the normalized adjacency, one after the other."""
+"""Propagation of features over several hops: repeated products with the normalized adjacency."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -27,7 +27,7 @@ Combine = Callable[[jax.Array], jax.Array]
 
 
 class Hop(Protocol):
-    """A product with the normalized adjacency: rows [nodes, ...] to as many, in their dtype."""
+    """A product with the normalized adjacency: from rows [nodes, ...] to rows of the same shape and dtype."""
 
     def __call__(
         self, rows: jax.Array, combine: Combine | None = None, edge_weight: jax.Array | None = None
@@ -36,8 +36,8 @@ class Hop(Protocol):
 
         Args:
           rows: floating [nodes, ...].
-          combine: a function of the product, before it is rounded, to the result.
-          edge_weight: see `make_hop`, instead of the weights given there.
+          combine: returns the result, given the product before rounding.
+          edge_weight: see `make_hop`, in place of its weights.
         """
         ...
 
@@ -46,10 +46,10 @@ def make_hop(graph: Graph, norm: str, edge_weight: jax.Array | None, features: j
     """Returns the product with a graph's normalized adjacency, computed in float32 and rounded once.
 
     Args:
-      graph: who sends to whom.
+      graph: a graph.
       norm: see `graph_conv`.
       edge_weight: floating [edges], or None for 1.
-      features: of the dtype that is multiplied.
+      features: an array with the dtype of the rows.
     """
     sender_scale, receiver_scale = degree_scales(graph, checked_word("norm", norm, NORMS), features)
 
@@ -66,7 +66,7 @@ def make_hop(graph: Graph, norm: str, edge_weight: jax.Array | None, features: j
 
 
 def as_whole_graph(graph: Graph | jraph.GraphsTuple, features: Floats | SparseRows) -> Graph:
-    """Returns a graph of either make as ours; raises TypeError for blocks, whose targets cannot send again."""
+    """Returns a graph of ours or jraph's as ours; raises TypeError for blocks, whose targets cannot send again."""
     whole = as_graph(graph, features)
     if isinstance(whole, Block):
         raise TypeError("several hops need a Graph, got a Block: its targets do not send to each other")
@@ -84,7 +84,7 @@ def propagate(
     edge_dropout: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns features after `k` hops, of which each brings a share `alpha` of the first features back.
+    """Returns features after `k` hops, each of which adds a fraction `alpha` of the first features.
 
     A hop is `(1 - alpha) * neighbors + alpha * features`, where `neighbors` is the sum of the neighbors' rows, scaled
     by degrees. It is computed in float32 and stored in the features' dtype. The hops are one `jax.lax.scan`.
@@ -92,19 +92,19 @@ def propagate(
     Args:
       graph: a graph of ours or jraph's, whose own features are not used.
       features: floating [nodes, ...].
-      k: how many hops.
+      k: number of hops.
       alpha: a number in [0, 1].
       norm: see `graph_conv`.
-      edge_weight: floating [edges], which multiplies what each edge brings.
-      edge_dropout: the share of the edges that are dropped, others in each hop; the other edges count for more.
-      dropout_key: for dropout; needed if the rate is not 0.
+      edge_weight: floating [edges], factors of the messages.
+      edge_dropout: the fraction of the edges to drop, different ones in each hop; the other edges are scaled up.
+      dropout_key: for dropout; required if the rate is not 0.
 
     Returns:
       [nodes, ...] in the features' dtype; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, `k` is negative, a rate or `alpha` is out of range, or `norm` is another word.
-      TypeError: an array has no floats, or the graph is a block.
+      ValueError: a shape does not fit, `k` is negative, a rate or `alpha` is out of range, or `norm` is unknown.
+      TypeError: an array is not floating, or the graph is a block.
 
     Example:
       >>> import jax.numpy as jnp
@@ -125,7 +125,7 @@ def propagate(
     rows = as_floats("features", features, whole.num_nodes, ...)
     weight = as_edge_weight(whole, edge_weight)
     hop = make_hop(whole, norm, weight, rows)
-    first = upcast(rows)  # whose gradient is a sum over the hops
+    first = upcast(rows)  # because its gradient is a sum over the hops
     keys = None
     if edge_dropout and dropout_key is not None:
         keys = jax.random.split(dropout_key, as_count("k", k))

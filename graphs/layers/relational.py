@@ -1,4 +1,4 @@
-"""The layer of relational graph convolutional networks (RGCN): a matrix for each type of edges."""
+"""The layer of relational graph convolutional networks (RGCN): a matrix for each edge type."""
 
 import jax
 import jax.numpy as jnp
@@ -46,33 +46,33 @@ def rel_graph_conv(
 ) -> jax.Array:
     """Returns the sum of the neighbors' features times the matrices of their edges' types.
 
-    Neither messages nor matrices are stored for the edges: both are computed for a chunk of edges at a time, in
-    float32, and again for the gradient. Where a type's matrix is a mixture of bases, the features of a few edges are
+    Neither messages nor matrices are stored per edge: both are computed for a chunk of edges at a time, in
+    float32, and again for the gradient. If a type's matrix is a mixture of bases, the features of a few edges are
     mixed first and multiplied together.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
-      edge_types: int [edges]. Known ones are checked; under jit, edges of no type that there is bring nothing.
-      weight: floating [types, in, out], a matrix for each type; with coefficients [bases, in, out]; or, for matrices
-        that are 0 but in blocks on their diagonal, these, [types, blocks, in / blocks, out / blocks].
-      coefficients: floating [types, bases]: a type's matrix is the bases' sum, weighted by its row.
-      self_weight: floating [in, out], of the node itself; None to leave that out.
+      features: floating [nodes, in]; for a block those of its sources, or a pair, see `Block`.
+      edge_types: int [edges]. Known types are checked; under jit, edges with an unknown type have no message.
+      weight: floating [types, in, out], a matrix for each type; with coefficients [bases, in, out]; or, for
+        block-diagonal matrices, their blocks [types, blocks, in / blocks, out / blocks].
+      coefficients: floating [types, bases]: a type's matrix is the sum of the bases, weighted by its row.
+      self_weight: floating [in, out], weight of the node itself; None to leave the node out.
       bias: floating [out].
-      edge_weight: floating [edges], which multiplies what each edge brings, see `relation_norm`.
-      dropout_rate: the share of the result's entries that are dropped.
-      dropout_key: for dropout; needed if the rate is not 0.
+      edge_weight: floating [edges], factors of the messages, see `relation_norm`.
+      dropout_rate: the fraction of the result's entries to drop.
+      dropout_key: for dropout; required if the rate is not 0.
       activation: a function of the result.
-      norm: a function of what the edges bring, such as `nnx.LayerNorm`.
-      implementation: see `gat_attention`; "xla" too goes over the edges in chunks, as they come.
+      norm: a function of the summed messages, such as `nnx.LayerNorm`.
+      implementation: see `gat_attention`; "xla" also runs over chunks of edges, in their given order.
 
     Returns:
-      [nodes, out] in the dtype that features, weights and bias promote to; half under autocast.
+      [nodes, out] in the promoted dtype of features, weights and bias; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, a type is out of range, the rate is not in [0, 1), there is no key, or there
-        is no such implementation for the graph.
-      TypeError: an array has no floats, or types are not integers.
+      ValueError: a shape does not fit, a type is out of range, the rate is not in [0, 1), the key is missing, or the
+        graph does not support the implementation.
+      TypeError: an array is not floating, or types are not integers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -110,7 +110,7 @@ def rel_graph_conv(
 def _checked_matrices(
     weight: Floats, coefficients: Floats | None
 ) -> tuple[jax.Array, jax.Array | None, int, tuple[int, int]]:
-    """Returns weight and coefficients, checked, with the number of types and the widths before and after."""
+    """Returns checked weight and coefficients, with the number of types and the widths before and after."""
     if jnp.ndim(jnp.asarray(weight)) == 4:
         kernel = as_floats("weight", weight, "types", "blocks", "in / blocks", "out / blocks")
         if coefficients is not None:
@@ -126,10 +126,10 @@ def _checked_matrices(
 def relation_norm(graph: Graph, edge_types: Ids) -> jax.Array:
     """Returns for each edge 1 over the number of edges of its type that enter the same node; runs on the host.
 
-    As `edge_weight` of `rel_graph_conv` it makes means of the sums of each type, which the paper has.
+    Pass it as `edge_weight` of `rel_graph_conv`, to average the messages of each type as in the paper.
 
     Args:
-      graph: a graph that keeps its edges apart.
+      graph: a graph that stores single edges.
       edge_types: int [edges].
 
     Returns:
@@ -164,27 +164,27 @@ def relation_norm(graph: Graph, edge_types: Ids) -> jax.Array:
 class RelGraphConv(nnx.Module):
     """The layer of `rel_graph_conv`: `layer(graph, features, edge_types, edge_weight=None)`.
 
-    Matrices are drawn uniformly between -1 and 1 over the square root of the width that they multiply, coefficients
-    and the weight of the node itself uniformly as by Glorot with gain sqrt(2); the bias is 0.
+    Matrices have a uniform initializer between -1 and 1 over the square root of their input width; coefficients
+    and the weight of the node itself have a Glorot uniform one with gain sqrt(2); the bias is 0.
 
     Args:
       in_features: the width of the features.
       out_features: the width of the result.
-      num_types: how many types of edges there are.
+      num_types: number of edge types.
       regularizer: "none" for a matrix of each type; "basis" for mixtures of `num_bases` matrices; "bdd" for
         `num_bases` blocks on the diagonal.
-      num_bases: how many bases or blocks; None for as many as there are types. Not used with "none".
+      num_bases: number of bases or blocks; None for the number of types. Not used with "none".
       use_bias: whether there is a bias.
       use_self_weight: whether a node's own features count.
       dropout_rate: see `rel_graph_conv`; `train` and `eval` switch it on and off.
       norm: see `rel_graph_conv`; an nnx module or a function.
       activation: see `rel_graph_conv`.
-      dtype: what features and parameters are cast to; None for what they promote to.
+      dtype: dtype to which features and parameters are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+      rngs: flax's random streams "params" and, for dropout, "dropout".
 
     Raises:
-      ValueError: `regularizer` is another word, a number is not positive, blocks do not divide both widths, or the
+      ValueError: `regularizer` is unknown, a number is not positive, blocks do not divide both widths, or the
         rate is not in [0, 1).
 
     Example:
@@ -266,8 +266,8 @@ class RelGraphConv(nnx.Module):
           features: see `rel_graph_conv`.
           edge_types: see `rel_graph_conv`.
           edge_weight: see `rel_graph_conv`.
-          deterministic: whether dropout is off; None for what `train` or `eval` said last.
-          rngs: random streams for dropout that go before the layer's own.
+          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
+          rngs: random streams for dropout, in place of the layer's own.
         """
         features, weight, coefficients = in_dtype(self.dtype, features, self.weight, self.coefficients)
         self_weight, bias = in_dtype(self.dtype, self.self_weight, self.bias)

@@ -47,32 +47,32 @@ def sage_conv(
     """Returns weights times an aggregate of the neighbors, plus weights times the node itself.
 
     Args:
-      graph: a graph of ours or jraph's, whose own features are not used, or a block, but not with "lstm".
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`; or,
-        where the aggregator is "mean" or "gcn", `SparseFeatures`, of a block too.
-      weight: floating [in, out], of the aggregate.
-      self_weight: floating [in, out], of the node itself; None with "gcn".
+      graph: a graph of ours or jraph's, whose own features are not used, or, except with "lstm", a block.
+      features: floating [nodes, in]; for a block those of its sources, or a pair, see `Block`; or,
+        with the aggregators "mean" and "gcn", `SparseFeatures`, also for a block.
+      weight: floating [in, out], weight of the aggregate.
+      self_weight: floating [in, out], weight of the node itself; None with "gcn".
       bias: floating [out].
       aggregator: "mean" of the neighbors; "gcn", the mean of the neighbors and the node; "pool", the
         largest of `relu(features @ weight + bias)`, elementwise; "lstm", the last hidden state of an
         LSTM that reads the neighbors in the order of the edges, for which a graph under jit needs
         `formats=("mailbox",)`. Nodes without edges have 0.
       aggregator_weights: for "pool" a weight [in, in] and a bias [in]; for "lstm" the weights of input
-        and of hidden state, [in, 4 in] each, and their biases [4 in], the gates in torch's order.
-      edge_weight: floating [edges], which multiplies what each edge brings; means are of as many as
-        there are edges.
-      feature_dropout: the share of the features' entries that are dropped.
-      dropout_key: for dropout; needed if the rate is not 0.
+        and of hidden state, [in, 4 in] each, and their biases [4 in], with gates in torch's order.
+      edge_weight: floating [edges], factors of the messages; means divide by the number of
+        edges.
+      feature_dropout: the fraction of the features' entries to drop.
+      dropout_key: for dropout; required if the rate is not 0.
       activation: a function of the result.
-      norm: a function of the activation.
+      norm: a function applied after the activation.
 
     Returns:
       [nodes, out] in the dtype that features, weights and bias promote to; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, weights are missing, the rate is not in [0, 1), there is no key,
-        or `aggregator` is another word.
-      TypeError: an array has no floats.
+      ValueError: a shape does not fit, weights are missing, the rate is not in [0, 1), the key is missing,
+        or `aggregator` is unknown.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -158,8 +158,8 @@ def _mean_with_self(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> 
 class SAGEConv(nnx.Module):
     """The layer of `sage_conv`: `layer(graph, features, edge_weight=None)`.
 
-    Weights are drawn as by Glorot, uniformly and with gain sqrt(2); biases, and all of the LSTM,
-    uniformly between -1 and 1 over the square root of the width; the bias of "gcn" is 0.
+    Weights have a Glorot uniform initializer with gain sqrt(2); biases and the LSTM's parameters are
+    uniform between -1 and 1 over the square root of the width; the bias of "gcn" is 0.
 
     Args:
       in_features: the width of the features.
@@ -169,12 +169,12 @@ class SAGEConv(nnx.Module):
       use_bias: whether there is a bias.
       norm: see `sage_conv`; an nnx module or a function.
       activation: see `sage_conv`.
-      dtype: what features and parameters are cast to; None for what they promote to.
+      dtype: dtype to which features and parameters are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+      rngs: flax's random streams "params" and, for dropout, "dropout".
 
     Raises:
-      ValueError: `aggregator` is another word, or the rate is not in [0, 1).
+      ValueError: `aggregator` is unknown, or the rate is not in [0, 1).
 
     Example:
       >>> import jax.numpy as jnp
@@ -240,8 +240,8 @@ class SAGEConv(nnx.Module):
           graph: see `sage_conv`.
           features: see `sage_conv`.
           edge_weight: see `sage_conv`.
-          deterministic: whether dropout is off; None for what `train` or `eval` said last.
-          rngs: random streams for dropout that go before the layer's own.
+          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
+          rngs: random streams for dropout, in place of the layer's own.
         """
         arrays = (features, self.weight, self.self_weight, self.bias, *self.aggregator_weights)
         features, weight, self_weight, bias, *inner = in_dtype(self.dtype, *arrays)

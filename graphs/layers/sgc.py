@@ -36,26 +36,26 @@ def sg_conv(
 ) -> jax.Array:
     """Returns features after `k` hops, times weights: logistic regression on smoothed features.
 
-    The hops do not depend on the weights. `propagate(graph, features, k)` makes them once, and `sg_conv(None,
-    propagated, weight, bias)` trains on what it returns, without a graph; that is what `cached=True` is for elsewhere.
+    The hops do not depend on the weights. So `propagate(graph, features, k)` can compute them once, and `sg_conv(None,
+    propagated, weight, bias)` trains on its result, without a graph, as `cached=True` does in other libraries.
 
     Args:
-      graph: a graph of ours or jraph's, whose own features are not used; None where features are propagated already.
+      graph: a graph of ours or jraph's, whose own features are not used; None if features are already propagated.
       features: floating [nodes, in], or `SparseFeatures`.
-      weight: floating [in, out]; the product comes first where it reduces the number of features.
+      weight: floating [in, out]; the product comes first if it reduces the number of features.
       bias: floating [out].
-      k: how many hops.
+      k: number of hops.
       norm: see `graph_conv`.
-      edge_weight: floating [edges], which multiplies what each edge brings.
-      allow_zero_in_degree: whether there may be nodes that no edge enters; they get the bias only.
+      edge_weight: floating [edges], factors of the messages.
+      allow_zero_in_degree: True to allow nodes without incoming edges; they get only the bias.
 
     Returns:
       [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, `k` is negative, `norm` is another word, no edge enters some node, or there
+      ValueError: a shape does not fit, `k` is negative, `norm` is unknown, some node has no incoming edge, or there
         are edge weights without a graph.
-      TypeError: an array has no floats, or the graph is a block.
+      TypeError: an array is not floating, or the graph is a block.
 
     Example:
       >>> import jax.numpy as jnp
@@ -93,7 +93,7 @@ def sg_conv(
 class SGConv(nnx.Module):
     """The layer of `sg_conv`: `layer(graph, features, edge_weight=None)`, or `layer(None, propagated)`.
 
-    The weight [in, out] is drawn as by Glorot, uniformly; the bias [out] is 0.
+    The weight [in, out] has a Glorot uniform initializer; the bias [out] is 0.
 
     Args:
       in_features: the width of the features.
@@ -102,12 +102,12 @@ class SGConv(nnx.Module):
       norm: see `graph_conv`.
       use_bias: whether there is a bias.
       allow_zero_in_degree: see `sg_conv`.
-      dtype: what features, weight and bias are cast to; None for what they promote to.
+      dtype: dtype to which features, weight and bias are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used.
+      rngs: flax's random streams; "params" is used.
 
     Raises:
-      ValueError: `norm` is another word.
+      ValueError: `norm` is unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -147,7 +147,7 @@ class SGConv(nnx.Module):
     def propagate(
         self, graph: Graph | jraph.GraphsTuple, features: Floats, edge_weight: Floats | None = None
     ) -> jax.Array:
-        """Returns the features after all hops [nodes, in], which the layer takes with `graph=None`.
+        """Returns the features after all hops [nodes, in], to pass to the layer with `graph=None`.
 
         Args:
           graph: see `sg_conv`.

@@ -34,24 +34,24 @@ def tag_conv(
 ) -> jax.Array:
     """Returns the sum over i of the features after i hops, times `weight[i]`.
 
-    Where a weight reduces the number of features, the products come first, and hops are of sums that are as wide as
-    the result; else the features of all hops are multiplied at once.
+    If a weight reduces the number of features, the products come first, and the hops run on sums as wide as
+    the result; otherwise the features of all hops are multiplied at once.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used.
       features: floating [nodes, in], or `SparseFeatures`.
-      weight: floating [hops + 1, in, out]; the first is of the features themselves.
+      weight: floating [hops + 1, in, out]; the first is for the features themselves.
       bias: floating [out].
       norm: see `graph_conv`.
-      edge_weight: floating [edges], which multiplies what each edge brings.
+      edge_weight: floating [edges], factors of the messages.
       activation: a function of the result.
 
     Returns:
       [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit, or `norm` is another word.
-      TypeError: an array has no floats, or the graph is a block.
+      ValueError: a shape does not fit, or `norm` is unknown.
+      TypeError: an array is not floating, or the graph is a block.
 
     Example:
       >>> import jax.numpy as jnp
@@ -101,22 +101,22 @@ def _hops(hop: Hop, rows: jax.Array, count: int) -> jax.Array:
 class TAGConv(nnx.Module):
     """The layer of `tag_conv`: `layer(graph, features, edge_weight=None)`.
 
-    The weight [k + 1, in, out] is drawn as by Glorot, normally and with gain sqrt(2), all hops' features being
-    its input; the bias [out] is 0.
+    The weight [k + 1, in, out] has a Glorot normal initializer with gain sqrt(2) over the inputs of all hops; the
+    bias [out] is 0.
 
     Args:
       in_features: the width of the features.
       out_features: the width of the result.
-      k: how many hops.
+      k: number of hops.
       norm: see `graph_conv`.
       use_bias: whether there is a bias.
       activation: see `tag_conv`.
-      dtype: what features, weight and bias are cast to; None for what they promote to.
+      dtype: dtype to which features, weight and bias are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used.
+      rngs: flax's random streams; "params" is used.
 
     Raises:
-      ValueError: `norm` is another word.
+      ValueError: `norm` is unknown.
 
     Example:
       >>> import jax.numpy as jnp

@@ -44,43 +44,43 @@ def transformer_conv(
     activation: Activation | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns attention whose logits are products of the nodes' queries and the senders' keys.
+    """Returns attention with logits that are products of the nodes' queries and the senders' keys.
 
-    With queries, keys and values that weights make of features, and `e = edge_features @ edge_feature_weight`, an edge
-    has the logit `query[receiver] . (key[sender] + e) / sqrt(out)`, and brings `value[sender] + e`. Logits, softmax and
-    sums are float32; the gradient recomputes what belongs to edges, and `e` is never computed: weights multiply the
-    queries, and the sums of the edges' features.
+    Weights turn features into queries, keys and values. With `e = edge_features @ edge_feature_weight`, an edge
+    has the logit `query[receiver] . (key[sender] + e) / sqrt(out)` and the message `value[sender] + e`. Logits, softmax
+    and sums are float32. The gradient recomputes everything per edge, and `e` is never computed: its weights multiply
+    the queries, and the sums of the edges' features.
 
     Args:
       graph: a graph of ours or jraph's, whose own features are not used, or a block.
-      features: floating [nodes, in]; those of a block's sources, or a pair, see `Block`.
+      features: floating [nodes, in]; for a block those of its sources, or a pair, see `Block`.
       query_weight: floating [in, heads * out].
       key_weight: floating [in, heads * out].
       value_weight: floating [in, heads * out].
       query_bias: floating [heads * out].
       key_bias: floating [heads * out].
       value_bias: floating [heads * out].
-      num_heads: how many heads there are.
+      num_heads: number of heads.
       edge_features: floating [edges, width].
-      edge_feature_weight: floating [width, heads * out]; needed if edges have features.
-      self_weight: floating [in, result], of the node itself; None to leave that out.
+      edge_feature_weight: floating [width, heads * out]; required if edges have features.
+      self_weight: floating [in, result], weight of the node itself; None to leave the node out.
       self_bias: floating [result].
-      gate_weight: floating [3 * result, 1]: the result is a mean of attention and of the node itself, weighted by the
-        sigmoid of the product of this and both and their difference; None for their sum.
-      concat: whether the result has the heads side by side, or their mean.
-      attention_dropout: the share of the attention weights that are dropped, those of each head apart.
-      dropout_key: for dropout; needed if the rate is not 0.
+      gate_weight: floating [3 * result, 1]. The result is a weighted mean of attention and the node itself, with the
+        sigmoid of the product of this weight with both and their difference; None for their sum.
+      concat: True to concatenate the heads, False to average them.
+      attention_dropout: the fraction of the attention weights to drop, separately for each head.
+      dropout_key: for dropout; required if the rate is not 0.
       activation: a function of the result.
       implementation: see `gat_attention`.
 
     Returns:
-      [nodes, heads * out], or [nodes, out] without `concat`, in the dtype that features, weights and biases promote
-      to; half under autocast. Nodes without edges have their own part only.
+      [nodes, heads * out], or [nodes, out] without `concat`, in the promoted dtype of features, weights and biases;
+      half under autocast. Nodes without edges have only their own part.
 
     Raises:
-      ValueError: a shape does not fit, a weight is missing or in vain, the rate is not in [0, 1), there is no key, or
-        there is no such implementation for the graph.
-      TypeError: an array has no floats.
+      ValueError: a shape does not fit, a weight is missing or unused, the rate is not in [0, 1), the key is missing, or
+        the graph does not support the implementation.
+      TypeError: an array is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -133,7 +133,7 @@ def transformer_conv(
 def _checked_edges(
     graph: Graph | Block, features: Floats | None, weight: Floats | None, columns: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the edges' features and the weight that they are multiplied by."""
+    """Returns the checked features of the edges, and their weight."""
     if (features is None) != (weight is None):
         raise ValueError("edge_features and edge_feature_weight need each other")
     if features is None or weight is None:
@@ -144,7 +144,7 @@ def _checked_edges(
 
 @autocast_as("float32")
 def _edge_queries(query: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns [nodes, heads, features]: a product with an edge's features is one of the query and their own product."""
+    """Returns [nodes, heads, features], whose products with edge features equal those of query and `e`."""
     rows = upcast(query)
     kernel = upcast(weight).reshape(-1, *query.shape[1:])
     return jnp.einsum("nhd,fhd->nhf", rows, kernel, precision="highest")
@@ -152,7 +152,7 @@ def _edge_queries(query: jax.Array, weight: jax.Array) -> jax.Array:
 
 @autocast_as("float32")
 def _combined(attention: DotResult, weight: jax.Array | None, concat: bool) -> jax.Array:
-    """Returns what senders and edges bring, all heads side by side or their mean, in at least float32."""
+    """Returns the combined results of senders and edges, heads concatenated or averaged, in at least float32."""
     total = attention.total
     if attention.edge_total is not None and weight is not None:
         kernel = upcast(weight).reshape(-1, *total.shape[1:])
@@ -163,7 +163,7 @@ def _combined(attention: DotResult, weight: jax.Array | None, concat: bool) -> j
 
 @autocast_as("float32")
 def _gated(result: jax.Array, own: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns a mean of both, weighted by what a gate makes of them."""
+    """Returns a mean of both, weighted by a gate."""
     result, own = upcast(result), upcast(own)
     gate = jax.nn.sigmoid(jnp.concatenate([result, own, result - own], 1) @ upcast(weight))
     return gate * own + (1 - gate) * result
@@ -172,25 +172,25 @@ def _gated(result: jax.Array, own: jax.Array, weight: jax.Array) -> jax.Array:
 class TransformerConv(nnx.Module):
     """The layer of `transformer_conv`: `layer(graph, features, edge_features=None)`.
 
-    Weights are drawn uniformly as by Glorot; biases are 0.
+    Weights have a Glorot uniform initializer; biases are 0.
 
     Args:
       in_features: the width of the features.
       out_features: the width of each head.
-      num_heads: how many heads there are.
-      edge_width: the width of the edges' features; None where they have none.
+      num_heads: number of heads.
+      edge_width: the width of the edges' features; None if they have none.
       use_bias: whether there are biases.
       use_self_weight: whether a node's own features count.
       use_gate: whether a gate weights them, see `transformer_conv`.
       concat: see `transformer_conv`.
       attention_dropout: see `transformer_conv`; `train` and `eval` switch it on and off.
       activation: see `transformer_conv`.
-      dtype: what features and parameters are cast to; None for what they promote to.
+      dtype: dtype to which features and parameters are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
-      rngs: flax's random streams, of which "params" is used, and "dropout" if there is any.
+      rngs: flax's random streams "params" and, for dropout, "dropout".
 
     Raises:
-      ValueError: the rate is not in [0, 1), or there is a gate of nothing.
+      ValueError: the rate is not in [0, 1), or there is a gate without the node's own features.
 
     Example:
       >>> import jax.numpy as jnp
@@ -263,8 +263,8 @@ class TransformerConv(nnx.Module):
           graph: see `transformer_conv`.
           features: see `transformer_conv`.
           edge_features: see `transformer_conv`.
-          deterministic: whether dropout is off; None for what `train` or `eval` said last.
-          rngs: random streams for dropout that go before the layer's own.
+          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
+          rngs: random streams for dropout, in place of the layer's own.
         """
         features, edge_features, *weights = in_dtype(
             self.dtype, features, edge_features, self.query_weight, self.key_weight, self.value_weight

@@ -9,7 +9,7 @@ Blocks = Mapping[EdgeType, Block]
 
 
 def checked_typed_edges(graph: Any) -> None:
-    """Raises an error unless a layer of several types can take it.
+    """Raises an error unless a layer of several types can take a graph.
 
     Args:
       graph: a graph of several types, or a block by edge type.
@@ -30,32 +30,29 @@ def of_edge_types(graph: HeteroGraph | Blocks, values: Mapping[Any, Any]) -> dic
     """Returns values by edge type, as triples.
 
     Args:
-      graph: whose edge types they are.
-      values: by the triple, or by the name in its middle where that is unique.
-
-    Raises:
-      ValueError: there is no such type, or there are several.
+      graph: a graph with these edge types.
+      values: by the triple, or by the name in its middle if that is unique.
     """
     known = graph.edge_types if isinstance(graph, HeteroGraph) else tuple(graph)
     return {find_edge_type(kind, known): value for kind, value in values.items()}
 
 
 def block_of(graph: HeteroGraph | Blocks, kind: EdgeType) -> Block:
-    """Returns the edges of a type, of a graph too.
+    """Returns the edges of a type, also for a graph.
 
     Args:
       graph: see `checked_typed_edges`.
-      kind: which edges.
+      kind: the type of the edges.
     """
     return Block(graph.connections[kind]) if isinstance(graph, HeteroGraph) else graph[kind]
 
 
 def num_rows(graph: HeteroGraph | Blocks, node_type: str, kinds: Iterable[EdgeType]) -> int | str:
-    """Returns how many rows the features of a type of nodes have; "nodes", any number, where blocks do not say.
+    """Returns the number of rows of the features of a node type; "nodes", any number, if blocks do not tell.
 
     Args:
       graph: see `checked_typed_edges`.
-      node_type: which nodes.
+      node_type: the type of the nodes.
       kinds: the types of the edges that are used.
 
     Raises:

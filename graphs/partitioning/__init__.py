@@ -1,4 +1,4 @@
-"""One graph over many devices: its nodes cut into parts with the edges that enter them, or its features alone."""
+"""One graph over many devices: its nodes in parts with the edges that enter them, or only its features."""
 
 from jmp_train.graphs.partitioning.node_parts import partition_nodes as partition_nodes
 from jmp_train.graphs.partitioning.partitioned_graph import PartitionedGraph as PartitionedGraph

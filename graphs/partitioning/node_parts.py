@@ -1,4 +1,4 @@
-"""Which part each node of a graph belongs to: parts of like size between which few edges run; on the host."""
+"""Assigns the nodes of a graph to parts of similar size with few edges between them; runs on the host."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,19 +8,19 @@ from jmp_train.graphs.sampling import HostEdges, host_edges
 from jmp_train.graphs.structure import Graph, as_count
 from jmp_train.graphs.transforms import edges_on_host
 
-SLACK = 1.05  # parts may be that much larger than the mean, so that nodes can join their neighbors
-PASSES = 3  # over all nodes: of further ones the cut hardly gains
+SLACK = 1.05  # largest size of a part relative to the mean, so that nodes can join their neighbors
+PASSES = 3  # over all nodes; more hardly improve the cut
 
 
 def partition_nodes(graph: Graph | HostEdges, n_parts: int, *, method: str = "greedy") -> np.ndarray:
-    """Returns the part of each node, for `partition`; parts have like numbers of nodes and of edges that enter them.
+    """Returns the part of each node, for `partition`; parts have similar numbers of nodes and of incoming edges.
 
     Args:
       graph: a graph without padding, or its edges in the host's memory.
-      n_parts: how many parts there are to be, at most as many as nodes.
-      method: "greedy" takes the nodes in reverse Cuthill-McKee order, three times, and puts each where most of its
-        neighbors are, unless there is little room left; it is a loop in Python, of some 20 microseconds a node.
-        "ranges" cuts the nodes, in the order that they have, into ranges: at once, and as good as that order.
+      n_parts: number of parts, at most the number of nodes.
+      method: "greedy" visits the nodes in reverse Cuthill-McKee order, three times, and puts each where most of its
+        neighbors are, unless there is little room left. It is a loop in Python, about 20 microseconds per node.
+        "ranges" cuts the nodes in their given order into ranges: instantly, with a quality that depends on the order.
 
     Returns:
       Int32 [nodes], from 0 to `n_parts` - 1; the same on every run.
@@ -70,11 +70,11 @@ def edges_of(graph: Graph | HostEdges) -> HostEdges:
 
 
 def checked_count(n_parts: int, edges: HostEdges) -> int:
-    """Returns the number of parts; raises where there are not as many nodes.
+    """Returns the number of parts; raises an error if there are fewer nodes.
 
     Args:
       n_parts: see `partition_nodes`.
-      edges: of the graph.
+      edges: edges of the graph.
     """
     count = as_count("n_parts", n_parts)
     if not 1 <= count <= edges.num_targets:
@@ -83,7 +83,7 @@ def checked_count(n_parts: int, edges: HostEdges) -> int:
 
 
 def _loads(edges: HostEdges) -> np.ndarray:
-    """Returns a node's share of all edges plus its share of all nodes: either sum is a device's work or memory."""
+    """Returns each node's fraction of all edges plus its fraction of all nodes, which measures work and memory."""
     return edges.in_degrees / max(edges.num_edges, 1) + 1 / edges.num_targets
 
 
@@ -105,7 +105,7 @@ def _greedy(edges: HostEdges, n_parts: int) -> np.ndarray:
     starts, neighbors = both.indptr, both.indices
     loads = _loads(edges)
     capacity = SLACK * loads.sum() / n_parts
-    parts = np.full(count, n_parts, np.int32)  # no part yet
+    parts = np.full(count, n_parts, np.int32)  # `n_parts` for no part yet
     sizes = np.zeros(n_parts + 1)
     order = reverse_cuthill_mckee(both, symmetric_mode=True)
     for _ in range(PASSES):
@@ -113,7 +113,8 @@ def _greedy(edges: HostEdges, n_parts: int) -> np.ndarray:
             sizes[parts[node]] -= loads[node]
             there = np.bincount(parts[neighbors[starts[node] : starts[node + 1]]], minlength=n_parts + 1)
             room = 1 - (sizes[:n_parts] + loads[node]) / capacity
-            # A hundredth of a neighbor everywhere: what has none goes where most room is, and nothing where none is.
+            # A hundredth of a neighbor everywhere, so that nodes without neighbors go where most room is, and none to
+            # full parts.
             parts[node] = ((there[:n_parts] + 0.01) * room).argmax()
             sizes[parts[node]] += loads[node]
     return parts

@@ -1,4 +1,4 @@
-"""`partition`: a graph cut by nodes, a part for each device, all of the same shapes; made on the host."""
+"""`partition`: splits a graph by nodes into a part per device, all of the same shapes; runs on the host."""
 
 import dataclasses
 import functools
@@ -27,13 +27,13 @@ from jmp_train.graphs.structure import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartitionedGraph:
-    """A graph that is cut into parts, in the host's memory. Make it with `partition`.
+    """A graph split into parts, in the host's memory. Create it with `partition`.
 
     Attributes:
-      parts: a `graphs.stack` of a `GraphPart` for each device, which a batch takes in place of a graph.
+      parts: a `graphs.stack` of a `GraphPart` for each device, for a batch in place of a graph.
       nodes: int32 [parts, rows], the node of each part's own rows, ascending; -1 for padding.
-      num_nodes: how many nodes the graph has.
-      num_edges: how many edges the graph has.
+      num_nodes: number of nodes of the graph.
+      num_edges: number of edges of the graph.
 
     Example:
       >>> import numpy as np
@@ -52,7 +52,7 @@ class PartitionedGraph:
 
     @functools.cached_property
     def places(self) -> np.ndarray:
-        """Int64 [nodes], the row of each node in what `take` returns."""
+        """Int64 [nodes], the row of each node in the result of `take`."""
         is_node = self.nodes.ravel() >= 0
         places = np.empty(self.num_nodes, np.int64)
         places[self.nodes.ravel()[is_node]] = np.flatnonzero(is_node)
@@ -60,15 +60,15 @@ class PartitionedGraph:
 
     @property
     def halo_rows(self) -> int:
-        """How many rows all devices send for a layer, without padding; so many nodes are seen by other parts."""
+        """Number of rows that all devices send for a layer, without padding: the nodes seen by other parts."""
         return int((self.parts.graphs.sent_rows < self.nodes.shape[1]).sum())
 
     def take(self, features: ArrayLike, *, fill: float = 0) -> np.ndarray:
-        """Returns features of all nodes as the parts have them, to be sharded along the first axis.
+        """Returns features of all nodes in the order of the parts, to be sharded along the first axis.
 
         Args:
           features: [nodes, ...].
-          fill: what padding gets; -1 in labels says where there is no node.
+          fill: value for padding; -1 in labels marks rows without a node.
 
         Returns:
           [parts * rows, ...], in the host's memory.
@@ -79,17 +79,17 @@ class PartitionedGraph:
         return _taken("features", features, self.nodes, self.num_nodes, "nodes", fill)
 
     def take_edges(self, features: ArrayLike, *, fill: float = 0) -> np.ndarray:
-        """Returns features of all edges as the parts have them, to be sharded along the first axis.
+        """Returns features of all edges in the order of the parts, to be sharded along the first axis.
 
         Args:
-          features: [edges, ...], in the order in which edges were given.
-          fill: what padding gets.
+          features: [edges, ...], in the given order of the edges.
+          fill: value for padding.
 
         Returns:
           [parts * edges of a part, ...], in the host's memory.
 
         Raises:
-          ValueError: there is another number of rows, or it is not known which edge is which.
+          ValueError: there is another number of rows, or the graph does not store single edges.
         """
         edge_ids = self.parts.graphs.edge_ids
         if edge_ids is None:
@@ -97,7 +97,7 @@ class PartitionedGraph:
         return _taken("features", features, edge_ids, self.num_edges, "edges", fill)
 
     def restore(self, rows: ArrayLike) -> np.ndarray:
-        """Returns rows of all parts, such as logits, in the order of the nodes: what `take` did is undone.
+        """Returns rows of all parts, such as logits, in the order of the nodes: the inverse of `take`.
 
         Args:
           rows: [parts * rows, ...].
@@ -132,18 +132,18 @@ def partition(
     axis: str = "data",
     formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> PartitionedGraph:
-    """Returns a graph cut by nodes: each part has some of the nodes and all edges that enter these.
+    """Splits a graph by nodes: each part has some of the nodes and all edges that enter these.
 
-    A layer then needs of other parts the rows of nodes that send to its own, the halo, which devices exchange. All
-    parts are padded to the same shapes. Runs on the host, where all of it stays; of several processes, each makes the
-    same parts.
+    A layer then needs from other parts the rows of nodes that send to its own, the halo, which devices exchange. All
+    parts are padded to the same shapes. It runs on the host, where the result stays; each of several processes computes
+    the same parts.
 
     Args:
       graph: a graph without padding, whose own features are not used, or its edges in the host's memory.
-      n_parts: how many, one for each device.
-      method: see `partition_nodes`; or int [nodes], the part of each node, as `pymetis.part_graph` makes it.
-      axis: the mesh axis along which devices have the parts.
-      formats: of "coo" and "csr", the indices to make, see `from_edges`.
+      n_parts: number of parts, one per device.
+      method: see `partition_nodes`; or int [nodes], the part of each node, for example from `pymetis.part_graph`.
+      axis: the mesh axis of the devices.
+      formats: the indices to create, from "coo" and "csr", see `from_edges`.
 
     Returns:
       The parts.
@@ -177,14 +177,14 @@ def partition(
     owners = partition_nodes(edges, count, method=method) if isinstance(method, str) else _checked(method, edges, count)
     own = [np.flatnonzero(owners == part).astype(np.int32) for part in range(count)]
     rows = max(map(len, own))
-    local = np.empty(edges.num_targets, np.int64)  # of each node, its row in its part
+    local = np.empty(edges.num_targets, np.int64)  # each node's row in its part
     for nodes in own:
         local[nodes] = np.arange(len(nodes))
     halos = [_halo(edges, nodes, owners, count, part) for part, nodes in enumerate(own)]
     most_sent = max(len(nodes) for halo in halos for nodes in halo)
     num_edges = max(int(edges.in_degrees[nodes].sum()) for nodes in own)
     check_int32("a part has", rows + count * most_sent, "rows")
-    with jax.default_device(_cpu()):  # the accelerator may have no room for the whole
+    with jax.default_device(_cpu()):  # the accelerator may be too small for the whole graph
         parts = [
             _part(edges, part, own, halos, local, (rows, most_sent, num_edges), axis, formats) for part in range(count)
         ]
@@ -200,7 +200,7 @@ def _cpu() -> Any:
 
 
 def _checked(method: Ids, edges: HostEdges, count: int) -> np.ndarray:
-    """Returns the part of each node that is given as such."""
+    """Returns the checked parts of the nodes, given as an array."""
     owners = np.asarray(method)
     if owners.shape != (edges.num_targets,) or not np.issubdtype(owners.dtype, np.integer):
         raise ValueError(
@@ -240,15 +240,15 @@ def _part(
     axis: str,
     formats: Sequence[str],
 ) -> GraphPart:
-    """Returns a part of a graph, its arrays in the host's memory.
+    """Returns a part of a graph, with its arrays in the host's memory.
 
     Args:
-      edges: of the whole graph.
-      part: which.
+      edges: edges of the whole graph.
+      part: index of the part.
       own: the nodes of each part.
-      halos: of each part, the nodes of each other one that it sees.
-      local: of each node, its row in its part.
-      shape: how many own rows, rows sent to each part, and edges a part is padded to.
+      halos: for each part, the nodes of each other one that it sees.
+      local: for each node, its row in its part.
+      shape: padded numbers of own rows, rows sent to each part, and edges.
       axis: see `partition`.
       formats: see `partition`.
     """
@@ -259,7 +259,7 @@ def _part(
     for other, seen in enumerate(halos[part]):
         start = rows + other * most_sent
         sources[start : start + len(seen)] = seen
-    place = np.empty(edges.num_sources, np.int64)  # what is not seen is not read
+    place = np.empty(edges.num_sources, np.int64)  # only places of visible nodes are set and read
     place[sources[sources >= 0]] = np.flatnonzero(sources >= 0)
     places = _places_of_edges(edges, nodes)
     receivers = np.repeat(np.arange(len(nodes)), edges.in_degrees[nodes])

@@ -1,4 +1,4 @@
-"""Features of all nodes in shares over devices, and the fetching of those rows that a mini-batch reads."""
+"""Features of all nodes sharded over devices, and the exchange of rows that a mini-batch reads."""
 
 import dataclasses
 import math
@@ -19,16 +19,16 @@ from jmp_train.policies.pytrees import pvary
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShardedFeatures:
-    """Rows of all nodes, of which each device along a mesh axis has a share; make it with `shard_features`.
+    """Rows of all nodes, sharded over the devices along a mesh axis; create it with `shard_features`.
 
-    It goes into the batch as it is, and a step of `data_parallel` or `sharded_step` gives each device its own share;
-    `take` then fetches rows from all of them. Row i is on device `i % num_shards`, so that nodes with many edges, or of
-    one time, are spread.
+    Put it into the batch; a step of `data_parallel` or `sharded_step` then passes its own shard to each device, and
+    `take` fetches rows from all of them. Row i is on device `i % num_shards`, so that nodes with many edges, or of
+    the same time, are spread over devices.
 
     Args:
-      rows: [num_shards * rows of a share, ...]; within `shard_map`, [rows of a share, ...].
-      num_rows: how many rows there are, without padding.
-      num_shards: how many devices have a share.
+      rows: [num_shards * rows of a shard, ...]; within `shard_map`, [rows of a shard, ...].
+      num_rows: number of rows, without padding.
+      num_shards: number of devices with a shard.
       axis_name: the mesh axis.
 
     Example:
@@ -51,27 +51,27 @@ class ShardedFeatures:
 
     @property
     def share(self) -> int:
-        """How many rows each device has, padding included."""
+        """Number of rows per device, padding included."""
         return -(-self.num_rows // self.num_shards)
 
     def take(self, ids: Ids) -> jax.Array:
-        """Returns some rows, on each device its own, within `shard_map` over the mesh axis.
+        """Returns rows by their ids, different ones on each device, within `shard_map` over the mesh axis.
 
-        Devices send one another the ids that they read, and then these rows, in the dtype in which they are stored:
-        in each round as many as a device reads of another one on average, and four standard deviations more. Where a
-        device reads more of another one, all of them have a further round, so that no row is lost, whatever the ids.
-        Rows are data: they have no gradient, and asking for one under jit is an error.
+        Devices send one another the ids that they read, and then these rows, in their stored dtype. One round transfers
+        as many rows as a device reads from another one on average, and four standard deviations more. If a
+        device needs more, all of them run a further round, so no row is lost, whatever the ids.
+        Rows are data: they have no gradient, and requesting one under jit raises an error.
 
         Args:
-          ids: int32 [reads]; -1 for padding, which gets 0. Others that are out of range get NaN, as of `jnp.take`.
+          ids: int32 [reads]; -1 for padding, which gets 0. Others that are out of range get NaN, as in `jnp.take`.
 
         Returns:
           [reads, ...].
 
         Raises:
           TypeError: ids are not integers.
-          ValueError: ids have another rank than 1, it is not called over a mesh axis of that name with a device for
-            each share, or shares were split further.
+          ValueError: ids have another rank than 1, or it is called outside a mesh axis of that name with a device for
+            each shard, or shards were split further.
         """
         ids = jnp.asarray(ids)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -81,7 +81,7 @@ class ShardedFeatures:
         self._check_share()
         ids = ids.astype(jnp.int32)
         width = (1,) * (self.rows.ndim - 1)
-        # a row of zeros, and for ids that are out of range what jax fills in where there is none
+        # a row of zeros, and for ids out of range the fill value of jax
         is_wrong = (ids >= self.num_rows) | (ids < -1)
         found = jnp.zeros((1, *self.rows.shape[1:]), self.rows.dtype).at[is_wrong.astype(jnp.int32)]
         found = pvary(found.get(mode="fill"), (self.axis_name,))
@@ -111,7 +111,7 @@ class ShardedFeatures:
         return lax.all_to_all(rows, self.axis_name, split_axis=0, concat_axis=0)
 
     def _room(self, count: int) -> int:
-        """Returns how many rows a device reads of another one in a round, at most."""
+        """Returns the largest number of rows that a device reads from another one in a round."""
         mean = count / self.num_shards
         return min(count, self.share, math.ceil(mean + 4 * math.sqrt(mean)))
 
@@ -138,20 +138,20 @@ class ShardedFeatures:
 def shard_features(
     features: ArrayLike, mesh: Mesh, axis: str = "data", *, dtype: DTypeLike | None = None
 ) -> ShardedFeatures:
-    """Returns features of which each device along a mesh axis has every so-manieth row, for mini-batches on them.
+    """Returns features sharded over the devices along a mesh axis, row by row in turn, for mini-batches.
 
-    A process reads the rows of its own devices only: of a `numpy.memmap`, or what else slices like an array, the others
-    are not in its memory.
+    A process only reads the rows of its own devices: from a `numpy.memmap`, or another object that slices like an
+    array, the others are not loaded.
 
     Args:
       features: [nodes, ...], the same in all processes.
       mesh: the devices.
       axis: the mesh axis along which batches are split.
-      dtype: in which rows are stored and sent; None for the features' own. A half type halves memory and traffic; take
-        the policy's compute dtype, to which a policy casts what is in the batch.
+      dtype: dtype in which rows are stored and sent; None for the features' own. A half type halves memory and traffic;
+        use the policy's compute dtype, to which a policy casts the batch.
 
     Returns:
-      The shares, one array over the devices.
+      The sharded features, one array over the devices.
 
     Raises:
       ValueError: there are no rows, or the mesh has no such axis.

@@ -1,4 +1,4 @@
-"""Work on whole graphs: readouts of a batch's graphs, pooling, and norms over real nodes."""
+"""Operations on whole graphs: readouts of a batch's graphs, pooling, and norms over real nodes."""
 
 from jmp_train.graphs.readout.graph_features import broadcast_edges as broadcast_edges
 from jmp_train.graphs.readout.graph_features import broadcast_nodes as broadcast_nodes

@@ -1,6 +1,6 @@
-"""What nodes and edges make of one another within each graph of a batch, and what they read of their graph.
+"""Softmax, running sums and broadcasts within each graph of a batch.
 
-All is computed in float32 and rounded once, and padding has zeros.
+Everything is computed in float32 and rounded once, and padding has zeros.
 """
 
 import jax
@@ -18,7 +18,7 @@ def softmax_nodes(graph: AnyBatch, feature: str | Floats) -> jax.Array:
       feature: see `readout_nodes`; -inf masks.
 
     Returns:
-      [nodes, ...] in the feature's floating dtype; 0 of padding.
+      [nodes, ...] in the feature's floating dtype; 0 for padding.
 
     Raises:
       ValueError: see `readout_nodes`.
@@ -42,7 +42,7 @@ def softmax_edges(graph: AnyBatch, feature: str | Floats) -> jax.Array:
       feature: see `readout_edges`; -inf masks.
 
     Returns:
-      [edges, ...] in the feature's floating dtype; 0 of padding.
+      [edges, ...] in the feature's floating dtype; 0 for padding.
 
     Raises:
       ValueError: see `readout_edges`.
@@ -60,14 +60,14 @@ def softmax_edges(graph: AnyBatch, feature: str | Floats) -> jax.Array:
 
 
 def broadcast_nodes(graph: AnyBatch, of_graphs: Floats) -> jax.Array:
-    """Returns what each of the nodes reads of its graph, with gradients added in float32.
+    """Returns the values of graphs for each of their nodes, with gradients summed in float32.
 
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
       of_graphs: an array [graphs, ...].
 
     Returns:
-      [nodes, ...] in the dtype of `of_graphs`; 0 of padding.
+      [nodes, ...] in the dtype of `of_graphs`; 0 for padding.
 
     Raises:
       ValueError: there is another number of graphs.
@@ -84,14 +84,14 @@ def broadcast_nodes(graph: AnyBatch, of_graphs: Floats) -> jax.Array:
 
 
 def broadcast_edges(graph: AnyBatch, of_graphs: Floats) -> jax.Array:
-    """Returns what each of the edges reads of its graph, with gradients added in float32.
+    """Returns the values of graphs for each of their edges, with gradients summed in float32.
 
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
       of_graphs: an array [graphs, ...].
 
     Returns:
-      [edges, ...] in the dtype of `of_graphs`; 0 of padding.
+      [edges, ...] in the dtype of `of_graphs`; 0 for padding.
 
     Raises:
       ValueError: there is another number of graphs.
@@ -117,14 +117,14 @@ def edge_cumsum(
       graph: see `readout_edges`.
       values: the name of a feature of the edges, or an array [edges, ...].
       by: "dst" for the edges that enter the same node, "src" for those that leave it, "graph" for those of a graph.
-      exclusive: whether an edge itself is left out of its sum.
-      reverse: whether sums go from the last edge to the first.
+      exclusive: True to leave an edge out of its own sum.
+      reverse: True to sum from the last edge to the first.
 
     Returns:
-      [edges, ...] in the dtype of the values; 0 of padding. See `segment_cumsum`.
+      [edges, ...] in the dtype of the values; 0 for padding. See `segment_cumsum`.
 
     Raises:
-      ValueError: see `readout_edges`; or `by` is another word.
+      ValueError: see `readout_edges`; or `by` is unknown.
       TypeError: see `readout_edges`.
 
     Example:

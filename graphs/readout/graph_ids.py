@@ -1,4 +1,4 @@
-"""The graph of a batch that each node or edge belongs to, padding excluded."""
+"""The graph of a batch to which each node or edge belongs, without padding."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ AnyBatch = Graph | jraph.GraphsTuple
 
 
 def batch_of(graph: AnyBatch) -> Graph:
-    """Returns a graph of either make as ours.
+    """Returns a graph of ours or jraph's as ours.
 
     Raises:
       TypeError: it is neither.
@@ -27,7 +27,7 @@ def batch_of(graph: AnyBatch) -> Graph:
 
 
 def graph_segments(graph: Graph, part: Part) -> Incidence:
-    """Returns the graph of the batch that each node, or edge, belongs to; padding counts nowhere.
+    """Returns the graph of the batch to which each node, or edge, belongs; padding does not count.
 
     Args:
       graph: a graph or a batch, padded or not, also under jit.
@@ -47,7 +47,7 @@ def rows_of(graph: Graph, part: Part, feature: str | Floats) -> jax.Array:
     Args:
       graph: a graph or a batch.
       part: "nodes" or "edges".
-      feature: the name of one that the graph has, or the rows themselves.
+      feature: the name of a feature of the graph, or the rows themselves.
 
     Raises:
       ValueError: there is no such feature, or another number of rows.
@@ -63,16 +63,16 @@ def rows_of(graph: Graph, part: Part, feature: str | Floats) -> jax.Array:
 
 
 def checked_rows(name: str, rows: Floats, count: int, kind: str) -> jax.Array:
-    """Returns rows as an array, checked.
+    """Returns rows as a checked array.
 
     Args:
-      name: of the argument, for messages.
-      rows: what should be an array [count, ...].
-      count: how many rows there are to be.
-      kind: of what there is one row for each.
+      name: the argument's name, for messages.
+      rows: an array [count, ...].
+      count: the expected number of rows.
+      kind: what the rows belong to, for messages.
 
     Raises:
-      ValueError: there are others.
+      ValueError: there is another number of rows.
     """
     array = jnp.asarray(rows)
     if array.ndim == 0 or array.shape[0] != count:

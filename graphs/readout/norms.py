@@ -1,4 +1,4 @@
-"""Norms over the real nodes of a batch: padding is no part of their statistics, which are float32."""
+"""Norms over the real nodes of a batch: their float32 statistics ignore padding."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ def masked_moments(
 
     Args:
       rows: floating [rows, ...].
-      mask: bool [rows], which rows count; None for all.
-      axis_name: the mesh axis over whose devices rows are counted together, each row once; None for this one's.
+      mask: bool [rows], True for rows that count; None for all.
+      axis_name: the mesh axis over whose devices rows are counted together, each row once; None for this device's rows.
 
     Returns:
-      Two arrays [...], at least float32; 0 where no row counts.
+      Two arrays [...], float32 or higher precision; 0 if no row counts.
 
     Example:
       >>> mean, variance = masked_moments(jnp.array([1.0, 3.0, 99.0]), jnp.array([True, True, False]))
@@ -55,11 +55,11 @@ def masked_moments(
 
 
 class BatchNorm(nnx.BatchNorm):
-    """flax's batch norm, whose mask may leave out another number of rows on each device.
+    """flax's batch norm with a mask that may leave out a different number of rows on each device.
 
-    Statistics are those of the rows of the mask, of all devices of `axis_name`, each row counted once; they are
-    computed in two passes in float32, and kept so. Where no row counts at all, the running statistics stay. What comes
-    out has the dtype of what comes in, or `dtype`. Parameters and options are those of `flax.nnx.BatchNorm`.
+    Statistics are those of the rows in the mask, over all devices of `axis_name`, each row counted once. They are
+    computed in two passes in float32, and stored in float32. If no row counts at all, the running statistics stay. The
+    output has the dtype of the input, or `dtype`. Parameters and options are those of `flax.nnx.BatchNorm`.
 
     Args:
       num_features: the width of the rows.
@@ -75,12 +75,12 @@ class BatchNorm(nnx.BatchNorm):
     """
 
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: jax.Array | None = None) -> jax.Array:
-        """Returns the rows, normalized.
+        """Returns the normalized rows.
 
         Args:
           x: floating [rows, num_features].
-          use_running_average: whether the running statistics are taken; None for the layer's own choice.
-          mask: bool [rows], which rows count; None for all. What comes out of others has no meaning.
+          use_running_average: True to use the running statistics; None for the layer's own choice.
+          mask: bool [rows], True for rows that count; None for all. The outputs of other rows have no meaning.
         """
         x = jnp.asarray(x)
         if x.ndim != 2:
@@ -122,18 +122,18 @@ def graph_norm(
     *,
     eps: float = 1e-5,
 ) -> jax.Array:
-    """Returns features normalized over the nodes of each graph of a batch, with a share of the mean subtracted.
+    """Returns features normalized over the nodes of each graph of a batch, with a fraction of the mean subtracted.
 
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
       features: floating [nodes, width].
-      scale: floating [width], of the result; None for 1.
-      bias: floating [width], of the result; None for 0.
-      mean_scale: floating [width], the share of the mean that is subtracted; None for 1.
-      eps: is added to the variance, in float32.
+      scale: floating [width], factor of the result; None for 1.
+      bias: floating [width], added to the result; None for 0.
+      mean_scale: floating [width], the fraction of the mean to subtract; None for 1.
+      eps: added to the variance, in float32.
 
     Returns:
-      [nodes, width] in the features' dtype; what comes out of padding has no meaning.
+      [nodes, width] in the features' dtype; the outputs for padding have no meaning.
 
     Raises:
       ValueError: shapes do not fit.
@@ -174,7 +174,7 @@ def graph_norm(
 
 
 class GraphNorm(nnx.Module):
-    """The layer of `graph_norm`: `layer(graph, features)`, PyTorch Geometric's.
+    """The layer of `graph_norm`: `layer(graph, features)`, as in PyTorch Geometric.
 
     Args:
       num_features: the width of the features.
@@ -194,7 +194,7 @@ class GraphNorm(nnx.Module):
         self.mean_scale = nnx.Param(jnp.ones(num_features, param_dtype))
 
     def __call__(self, graph: AnyBatch, features: jax.Array) -> jax.Array:
-        """Returns the features, normalized, [nodes, num_features].
+        """Returns the normalized features, [nodes, num_features].
 
         Args:
           graph: see `graph_norm`.

@@ -1,4 +1,4 @@
-"""Attention pooling and Set2Set: graphs as sums of nodes that are weighted by a softmax over each graph."""
+"""Attention pooling and Set2Set: graphs as sums of nodes, weighted by a softmax over each graph."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def attention_pooling(graph: AnyBatch, features: Floats, logits: Floats) -> jax.
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
       features: floating [nodes, ...].
-      logits: floating [nodes, 1] or of as many axes as the features, to which it broadcasts.
+      logits: floating [nodes, 1], or with as many axes as the features, to which it broadcasts.
 
     Returns:
       [graphs, ...] in the dtype that both promote to, computed in float32 and rounded once.
@@ -57,11 +57,11 @@ def attention_pooling(graph: AnyBatch, features: Floats, logits: Floats) -> jax.
 
 
 class GlobalAttentionPooling(nnx.Module):
-    """The layer of `attention_pooling`: `layer(graph, features)`, DGL's.
+    """The layer of `attention_pooling`: `layer(graph, features)`, as in DGL.
 
     Args:
-      gate: an nnx module or a function, of features [nodes, width] to logits [nodes, 1].
-      transform: a module or function of what is added up; None for the features themselves.
+      gate: an nnx module or a function from features [nodes, width] to logits [nodes, 1].
+      transform: a module or function of the features to sum; None for the features themselves.
 
     Example:
       >>> from jmp_train.graphs import batch, from_edges
@@ -76,7 +76,7 @@ class GlobalAttentionPooling(nnx.Module):
         self.transform = transform
 
     def __call__(self, graph: AnyBatch, features: jax.Array) -> jax.Array:
-        """Returns what each graph makes of its nodes, [graphs, width].
+        """Returns the pooled features of each graph, [graphs, width].
 
         Args:
           graph: see `attention_pooling`.
@@ -87,10 +87,10 @@ class GlobalAttentionPooling(nnx.Module):
 
 
 class SortPooling(nnx.Module):
-    """The layer of `sort_pooling`: `layer(graph, features)`, DGL's.
+    """The layer of `sort_pooling`: `layer(graph, features)`, as in DGL.
 
     Args:
-      k: how many nodes each graph keeps.
+      k: number of nodes kept per graph.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -102,7 +102,7 @@ class SortPooling(nnx.Module):
         self.k = as_count("k", k)
 
     def __call__(self, graph: AnyBatch, features: jax.Array) -> jax.Array:
-        """Returns the nodes that each graph keeps, [graphs, k * width].
+        """Returns the kept nodes of each graph, [graphs, k * width].
 
         Args:
           graph: see `sort_pooling`.
@@ -112,20 +112,20 @@ class SortPooling(nnx.Module):
 
 
 def set2set(graph: AnyBatch, features: Floats, weights: Sequence[LSTMWeights], steps: int) -> jax.Array:
-    """Returns what an LSTM finds that looks at the nodes of each graph several times, whatever their order.
+    """Returns the output of an LSTM that attends to the nodes of each graph several times, in no particular order.
 
-    In each step its state attends to the nodes, and what it finds is its next input.
+    In each step its state attends to the nodes, and the result is its next input.
 
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
       features: floating [nodes, width].
-      weights: of each layer of the LSTM those of its input [2 * width, 4 * width], of further layers [width,
-        4 * width], and of its state [width, 4 * width], and two biases [4 * width]; gates as torch orders them: input,
+      weights: for each layer of the LSTM, the weights of its input [2 * width, 4 * width], in further layers [width,
+        4 * width], of its state [width, 4 * width], and two biases [4 * width]; gates in torch's order: input,
         forget, cell, output.
-      steps: how many times.
+      steps: number of steps.
 
     Returns:
-      [graphs, 2 * width] in the features' dtype: the state, and what it last found. States are float32.
+      [graphs, 2 * width] in the features' dtype: the state, and the last result. States are float32.
 
     Raises:
       ValueError: shapes do not fit.
@@ -164,8 +164,8 @@ def lstm_layer_shapes(width: int, layer: int) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of the weights and biases of one layer of Set2Set's LSTM.
 
     Args:
-      width: of the features.
-      layer: which, counted from 0.
+      width: width of the features.
+      layer: index of the layer, from 0.
     """
     enters = 2 * width if layer == 0 else width
     return (enters, 4 * width), (width, 4 * width), (4 * width,), (4 * width,)
@@ -206,14 +206,14 @@ def _lstm_cell(
 
 
 class Set2Set(nnx.Module):
-    """The layer of `set2set`: `layer(graph, features)`, DGL's.
+    """The layer of `set2set`: `layer(graph, features)`, as in DGL.
 
     Args:
       features: the width of a node's features.
       steps: see `set2set`.
-      layers: of the LSTM.
+      layers: number of layers of the LSTM.
       param_dtype: the dtype of the weights.
-      rngs: flax's streams; weights are drawn as torch's, uniformly.
+      rngs: flax's streams; weights are initialized uniformly, as in torch.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -240,7 +240,7 @@ class Set2Set(nnx.Module):
         )
 
     def __call__(self, graph: AnyBatch, features: jax.Array) -> jax.Array:
-        """Returns what the LSTM finds in each graph, [graphs, 2 * width].
+        """Returns the output of the LSTM for each graph, [graphs, 2 * width].
 
         Args:
           graph: see `set2set`.

@@ -1,6 +1,6 @@
-"""Readouts: what the graphs of a batch make of their nodes or edges, under DGL's names.
+"""Readouts: reductions of the nodes or edges of each graph of a batch, under DGL's names.
 
-All is computed in float32 and rounded once. Padding counts nowhere, and padding graphs have zeros.
+Everything is computed in float32 and rounded once. Padding does not count, and padding graphs have zeros.
 
 Source: https://docs.dgl.ai/api/python/dgl.html#batching-and-reading-out-ops
 """
@@ -23,20 +23,20 @@ OPERATIONS: Mapping[str, Callable[[Adjacency, jax.Array], jax.Array]] = {name: R
 def readout_nodes(
     graph: AnyBatch, feature: str | Floats, weight: str | Floats | None = None, *, op: str = "sum"
 ) -> jax.Array:
-    """Returns what each graph of a batch makes of its nodes.
+    """Returns a reduction of the nodes of each graph of a batch.
 
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
       feature: the name of a feature of the nodes, or an array [nodes, ...].
-      weight: the name or the array of what the nodes are multiplied by before, [nodes] or [nodes, ...]; None for 1.
+      weight: the name or the array of a factor of the nodes, [nodes] or [nodes, ...]; None for 1.
       op: "sum", "mean", "max", "min", "var" or "std".
 
     Returns:
-      [graphs, ...] in the feature's dtype; 0 of graphs without nodes, and of padding graphs. Sums and means of
-      integers are as of `segment_sum` and `segment_mean`.
+      [graphs, ...] in the feature's dtype; 0 for graphs without nodes and for padding graphs. Sums and means of
+      integers have the dtypes of `segment_sum` and `segment_mean`.
 
     Raises:
-      ValueError: a feature is missing, or shapes do not fit, or `op` is another word.
+      ValueError: a feature is missing, shapes do not fit, or `op` is unknown.
       TypeError: it is no graph.
 
     Example:
@@ -52,20 +52,20 @@ def readout_nodes(
 def readout_edges(
     graph: AnyBatch, feature: str | Floats, weight: str | Floats | None = None, *, op: str = "sum"
 ) -> jax.Array:
-    """Returns what each graph of a batch makes of its edges.
+    """Returns a reduction of the edges of each graph of a batch.
 
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
       feature: the name of a feature of the edges, or an array [edges, ...].
-      weight: the name or the array of what the edges are multiplied by before, [edges] or [edges, ...]; None for 1.
+      weight: the name or the array of a factor of the edges, [edges] or [edges, ...]; None for 1.
       op: "sum", "mean", "max", "min", "var" or "std".
 
     Returns:
-      [graphs, ...] in the feature's dtype; 0 of graphs without edges, and of padding graphs. Sums and means of
-      integers are as of `segment_sum` and `segment_mean`.
+      [graphs, ...] in the feature's dtype; 0 for graphs without edges and for padding graphs. Sums and means of
+      integers have the dtypes of `segment_sum` and `segment_mean`.
 
     Raises:
-      ValueError: a feature is missing, or shapes do not fit, or `op` is another word.
+      ValueError: a feature is missing, shapes do not fit, or `op` is unknown.
       TypeError: it is no graph.
 
     Example:
@@ -182,7 +182,7 @@ def mean_edges(graph: AnyBatch, feature: str | Floats, weight: str | Floats | No
 
 
 def max_nodes(graph: AnyBatch, feature: str | Floats, weight: str | Floats | None = None) -> jax.Array:
-    """Returns the largest of the nodes of each graph of a batch, elementwise.
+    """Returns the elementwise maximum of the nodes of each graph of a batch.
 
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
@@ -207,7 +207,7 @@ def max_nodes(graph: AnyBatch, feature: str | Floats, weight: str | Floats | Non
 
 
 def max_edges(graph: AnyBatch, feature: str | Floats, weight: str | Floats | None = None) -> jax.Array:
-    """Returns the largest of the edges of each graph of a batch, elementwise.
+    """Returns the elementwise maximum of the edges of each graph of a batch.
 
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
@@ -233,7 +233,7 @@ def max_edges(graph: AnyBatch, feature: str | Floats, weight: str | Floats | Non
 
 
 def min_nodes(graph: AnyBatch, feature: str | Floats, weight: str | Floats | None = None) -> jax.Array:
-    """Returns the least of the nodes of each graph of a batch, elementwise.
+    """Returns the elementwise minimum of the nodes of each graph of a batch.
 
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
@@ -258,7 +258,7 @@ def min_nodes(graph: AnyBatch, feature: str | Floats, weight: str | Floats | Non
 
 
 def min_edges(graph: AnyBatch, feature: str | Floats, weight: str | Floats | None = None) -> jax.Array:
-    """Returns the least of the edges of each graph of a batch, elementwise.
+    """Returns the elementwise minimum of the edges of each graph of a batch.
 
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
@@ -306,7 +306,7 @@ def _product(rows: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _aligned(weight: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns a weight with the axes that it lacks inserted after its first."""
+    """Returns a weight with missing axes inserted after its first."""
     shape = (weight.shape[0], *[1] * (rows.ndim - weight.ndim), *weight.shape[1:])
     if len(shape) != rows.ndim or any(x not in (1, y) for x, y in zip(shape, rows.shape, strict=True)):
         raise ValueError(f"weight has shape {weight.shape}, which does not fit the feature's, {rows.shape}")

@@ -1,4 +1,4 @@
-"""The largest nodes or edges of each graph of a batch, by one of their features or each feature by itself."""
+"""The largest nodes or edges of each graph of a batch, by one of their features or by each feature separately."""
 
 import math
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from jmp_train.graphs.structure import Incidence, as_count, in_float32, upcast
 
 
 class TopK(NamedTuple):
-    """The first rows of each graph, in the order that was asked for.
+    """The first rows of each graph, in the requested order.
 
     Attributes:
-      values: [graphs, k, ...], the rows; 0 where a graph has fewer.
-      places: int32 [graphs, k], or [graphs, k, ...] where each feature is by itself: the rows' places in their
-        graph, counted from 0; -1 where a graph has fewer.
+      values: [graphs, k, ...], the rows; 0 if a graph has fewer.
+      places: int32 [graphs, k], or [graphs, k, ...] if each feature is sorted separately: the rows' places in their
+        graph, from 0; -1 if a graph has fewer.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -37,12 +37,12 @@ def topk_nodes(
     Args:
       graph: a graph or a batch of ours or jraph's, padded or not.
       feature: the name of a feature of the nodes, or an array [nodes, ...], real.
-      k: how many.
-      descending: whether the largest come first; else the least do. NaN comes last.
-      sortby: the place on the last axis of [nodes, width] by which rows are sorted; None for each entry by itself.
+      k: number of nodes.
+      descending: True to put the largest first, False for the smallest. NaN comes last.
+      sortby: index on the last axis of [nodes, width] by which rows are sorted; None sorts each entry separately.
 
     Returns:
-      The values and the places in their graph. Of equal ones the first node comes first.
+      The values and the places in their graph. Among equal ones the first node comes first.
 
     Raises:
       ValueError: the feature is missing, `k` is negative, or `sortby` is out of range.
@@ -66,7 +66,7 @@ def topk_edges(
     Args:
       graph: see `topk_nodes`.
       feature: the name of a feature of the edges, or an array [edges, ...], real.
-      k: how many.
+      k: number of edges.
       descending: see `topk_nodes`.
       sortby: see `topk_nodes`.
 
@@ -113,7 +113,7 @@ def _topk(graph: AnyBatch, part: Part, feature: str | Floats, k: int, descending
 
 
 def _sorted_places(segments: Incidence, keys: jax.Array, descending: bool) -> jax.Array:
-    """Returns the rows' numbers, int32 [rows, columns], by segment and, within it, by each column of the keys."""
+    """Returns the row numbers, int32 [rows, columns], sorted by segment and then by each column of the keys."""
     if keys.dtype == jnp.bool_:
         keys = keys.astype(jnp.int32)
     if descending:
@@ -124,16 +124,16 @@ def _sorted_places(segments: Incidence, keys: jax.Array, descending: bool) -> ja
 
 
 def sort_pooling(graph: AnyBatch, features: Floats, k: int) -> jax.Array:
-    """Returns the k nodes with the largest channel of each graph of a batch, one after the other, each node sorted.
+    """Returns the k nodes with the largest channel of each graph of a batch, concatenated, each node sorted.
 
     Args:
       graph: see `topk_nodes`.
       features: floating [nodes, width].
-      k: how many nodes.
+      k: number of nodes.
 
     Returns:
-      [graphs, k * width] in the features' dtype: of each node its sorted features, the largest last; nodes descend by
-      that one. 0 where a graph has fewer nodes.
+      [graphs, k * width] in the features' dtype: for each node its sorted features, the largest last; nodes descend by
+      their largest feature. 0 if a graph has fewer nodes.
 
     Raises:
       ValueError: shapes do not fit.

@@ -1,4 +1,4 @@
-"""Adjacency: the edges' two ends with their indices, made and checked once on the host."""
+"""Adjacency: both ends of the edges with their indices, created and checked once on the host."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from jmp_train.graphs.structure.incidence_building import (
 
 FORMATS = ("coo", "csr", "mailbox")
 DEFAULT_FORMATS = ("coo", "csr")
-# Sorted edges of so few take no memory worth fitting to their degrees: graphs of one size share a program.
+# So few sorted edges take little memory, so their shapes need not depend on degrees: graphs of one size share programs.
 FIXED_EDGES = 2**14
 
 
@@ -46,16 +46,16 @@ class Adjacency:
     """The edges of a graph, without features.
 
     Attributes:
-      ends: the node that each edge leaves, and the node that it enters; None where edges were not to
-        have places of their own.
-      neighbors: the edges sorted by either end, for chunked kernels; None where they were not asked for.
+      ends: the nodes that the edges leave, and the nodes that they enter; None without "coo", when edges
+        have no places of their own.
+      neighbors: the edges sorted by either end, for chunked kernels; None without "csr".
       mailboxes: the nodes by in-degree, ascending, for reductions by user-defined functions; None
-        where they were not asked for.
-      has_zero_in_degree: whether some node is entered by no edge; None where that is not known, or to be
+        without "mailbox".
+      has_zero_in_degree: whether some node has no incoming edge; None if that is unknown, or must be
         the same for all graphs of a size.
     """
 
-    is_index: ClassVar[bool] = True  # no model computes with what is in it, see `check_casts`
+    is_index: ClassVar[bool] = True  # no model computes with its arrays, see `check_casts`
 
     ends: tuple[Incidence, Incidence] | None
     neighbors: CSRAndCSC | None = None
@@ -74,38 +74,38 @@ class Adjacency:
 
     @property
     def _ends(self) -> tuple[Incidence, Incidence]:
-        """The ends; where there are none, edges cannot have features either."""
+        """Both ends; without them, edges cannot have features either."""
         if self.ends is None:
             raise ValueError(NOT_APART)
         return self.ends
 
     @property
     def num_edges(self) -> int:
-        """How many edges there are, those that count nowhere included."""
+        """Number of edges, including those that do not count."""
         if self.neighbors is not None:
             return self.neighbors.by_target.num_edges
         return self.receivers.num_edges
 
     @property
     def num_senders(self) -> int:
-        """How many nodes there are to send."""
+        """Number of sending nodes."""
         return self.out_degrees.shape[0]
 
     @property
     def num_receivers(self) -> int:
-        """How many nodes there are to receive."""
+        """Number of receiving nodes."""
         return self.in_degrees.shape[0]
 
     @property
     def out_degrees(self) -> jax.Array:
-        """Int32 [senders], how many edges leave each node."""
+        """Int32 [senders], number of edges that leave each node."""
         if self.neighbors is not None:
             return self.neighbors.by_source.degrees
         return self.senders.degrees
 
     @property
     def in_degrees(self) -> jax.Array:
-        """Int32 [receivers], how many edges enter each node."""
+        """Int32 [receivers], number of edges that enter each node."""
         if self.neighbors is not None:
             return self.neighbors.by_target.degrees
         return self.receivers.degrees
@@ -120,15 +120,15 @@ def make_adjacency(
     formats: Sequence[str] = DEFAULT_FORMATS,
     where: str = "",
 ) -> Adjacency:
-    """Returns the adjacency of edges that are known, checked.
+    """Returns the checked adjacency of known edges.
 
     Args:
       senders: int [edges].
       receivers: int [edges].
-      num_senders: how many nodes there are to send.
-      num_receivers: how many nodes there are to receive.
-      formats: the indices to make, of `FORMATS`.
-      where: of which edge type, for messages.
+      num_senders: number of sending nodes.
+      num_receivers: number of receiving nodes.
+      formats: the indices to create, from `FORMATS`.
+      where: edge type, for messages.
 
     Raises:
       TypeError: ids are not integers, or traced.
@@ -141,7 +141,7 @@ def make_adjacency(
 
 
 def formats_made(adjacency: Adjacency) -> tuple[str, ...]:
-    """Returns the formats that an adjacency was made with."""
+    """Returns the formats of an adjacency."""
     kept = {
         "coo": adjacency.ends,
         "csr": adjacency.neighbors,
@@ -151,12 +151,12 @@ def formats_made(adjacency: Adjacency) -> tuple[str, ...]:
 
 
 def formats_of_size(num_edges: int) -> tuple[str, ...]:
-    """Returns the indices that so many edges are worth: sorted ones where they save memory; by the count alone."""
+    """Returns the formats for a number of edges, with sorted edges if they save memory."""
     return DEFAULT_FORMATS if num_edges > FIXED_EDGES else ("coo",)
 
 
 def check_formats(formats: Sequence[str]) -> None:
-    """Raises TypeError or ValueError where formats are not a sequence, or none of `FORMATS`."""
+    """Raises TypeError or ValueError if formats are not a sequence from `FORMATS`."""
     if isinstance(formats, str):
         raise TypeError(f"formats must be a sequence of names, got {formats!r}")
     unknown = [name for name in formats if name not in FORMATS]
@@ -167,7 +167,7 @@ def check_formats(formats: Sequence[str]) -> None:
 def checked_ends(
     senders: Ids, receivers: Ids, num_senders: int, num_receivers: int, *, where: str = ""
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ends of edges that are known, checked; see `make_adjacency`."""
+    """Returns the checked ends of known edges; see `make_adjacency`."""
     ids = [_host_ids(name, x, where) for name, x in (("senders", senders), ("receivers", receivers))]
     if ids[0].shape != ids[1].shape:
         first = min(map(len, ids))
@@ -193,16 +193,16 @@ def make_adjacency_checked(
     formats: Sequence[str] = ("coo",),
     is_fixed: bool = False,
 ) -> Adjacency:
-    """Returns the adjacency of edges that are known; those out of range count nowhere.
+    """Returns the adjacency of known edges; those out of range do not count.
 
     Args:
       senders: int [edges].
       receivers: int [edges].
-      num_senders: how many nodes there are to send.
-      num_receivers: how many nodes there are to receive.
-      formats: the indices to make, of `FORMATS`.
-      is_fixed: whether structure and shapes are to depend on the counts alone, and not on who sends to
-        whom, but for those of mailboxes.
+      num_senders: number of sending nodes.
+      num_receivers: number of receiving nodes.
+      formats: the indices to create, from `FORMATS`.
+      is_fixed: True if structure and shapes, except those of mailboxes, must depend only on the counts, not on the
+        edges.
     """
     check_int32("the graph has", len(senders), "edges")
     senders, receivers = clipped_ids(senders, num_senders), clipped_ids(receivers, num_receivers)
@@ -229,11 +229,11 @@ def make_adjacency_traced(senders: jax.Array, receivers: jax.Array, num_senders:
 
 
 def make_mailboxes(receivers: np.ndarray, num_receivers: int) -> tuple[Mailbox, ...]:
-    """Returns the nodes by in-degree, ascending; those without edges are in none.
+    """Returns the nodes by in-degree, ascending, without nodes that have no edges.
 
     Args:
-      receivers: int [edges]; edges with an id out of range are in none.
-      num_receivers: how many nodes there are.
+      receivers: int [edges]; edges with an id out of range are left out.
+      num_receivers: number of nodes.
     """
     edges = np.flatnonzero((receivers >= 0) & (receivers < num_receivers))
     edges = edges[np.argsort(receivers[edges], kind="stable")].astype(np.int32)
@@ -260,4 +260,4 @@ def _host_ids(name: str, ids: Ids, where: str) -> np.ndarray:
         raise TypeError(f"{name}{where} must be integers, got {array.dtype}{example}")
     check_int32(f"{name}{where} has", len(array), "edges")
     is_large_enough = array.dtype in (np.int32, np.int64, np.uint64)
-    return array if is_large_enough else array.astype(np.int64)  # int8 cannot hold n_node
+    return array if is_large_enough else array.astype(np.int64)  # int8 may be too small for n_node

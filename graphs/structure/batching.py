@@ -1,4 +1,4 @@
-"""Batches of graphs, and padding to fixed shapes, in jraph's conventions; all of it on the host."""
+"""Batches of graphs, and padding to fixed shapes, in jraph's conventions; everything runs on the host."""
 
 from collections.abc import Sequence
 
@@ -19,14 +19,14 @@ def batch(graphs: Sequence[Graph], *, formats: Sequence[str] | None = None) -> G
 
     Args:
       graphs: unpadded graphs, or batches of them, with the same features.
-      formats: see `from_edges`; None for those that any of the graphs has, and "csr" too of more than 16,384 edges.
+      formats: see `from_edges`; None for the formats of any of the graphs, and "csr" for more than 16,384 edges.
 
     Returns:
-      One graph that holds them all, unconnected with each other, in their order.
+      One graph with all of them, unconnected with each other, in their order.
 
     Raises:
-      ValueError: there are no graphs, one is padded, or their features differ; the message says which. Or
-        they have more nodes or edges together than int32 can number.
+      ValueError: there are no graphs, one is padded, or their features differ; the message has the difference. Or
+        together they have more nodes or edges than int32 can number.
       TypeError: a graph is traced.
 
     Example:
@@ -56,7 +56,7 @@ def unbatch(graph: Graph, *, formats: Sequence[str] | None = None) -> list[Graph
 
     Args:
       graph: a batch.
-      formats: see `from_edges`; None for those that the graph has, and "csr" too of more
+      formats: see `from_edges`; None for the graph's formats, and "csr" for more
         than 16,384 edges.
 
     Returns:
@@ -83,26 +83,26 @@ def pad(
     *,
     formats: Sequence[str] | None = None,
 ) -> Graph:
-    """Returns a graph with padding, so that graphs of different sizes share compiled programs; on the host.
+    """Returns a graph with padding, so that graphs of different sizes share compiled programs; runs on the host.
 
-    Graphs of equal sizes, features and formats have one structure, whatever their edges, but for mailboxes: they share
-    a program, and `stack` takes them. So layers cannot know under jit whether each node is entered by an edge,
-    and refuse one that is not outside of jit only. Padding nodes and edges belong to one more graph, and are
-    followed by empty graphs. Padding edges count nowhere: no sum, mean, softmax or degree knows of them.
+    Graphs of equal sizes, features and formats have one structure except for mailboxes, whatever their edges: they
+    share a program, and `stack` accepts them. So layers cannot know under jit whether each node has an incoming edge,
+    and only refuse one without outside of jit. Padding nodes and edges belong to one more graph,
+    followed by empty graphs. Padding edges count nowhere: sums, means, softmax and degrees ignore them.
 
     Args:
       graph: a graph or batch without padding.
-      n_node: how many nodes it is to have; one more than it has, at least.
-      n_edge: how many edges it is to have.
-      n_graph: how many graphs it is to have, one more than it has, at least; None for one more.
-      formats: see `from_edges`; None for those that the graph has, and "csr" too of more
+      n_node: number of nodes after padding; larger than before.
+      n_edge: number of edges after padding.
+      n_graph: number of graphs after padding, larger than before; None for one more.
+      formats: see `from_edges`; None for the graph's formats, and "csr" for more
         than 16,384 edges.
 
     Returns:
       The graph, `is_padded`.
 
     Raises:
-      ValueError: the graph is padded already, or too large; the message says by how much.
+      ValueError: the graph is padded already, or too large; the message has the excess.
       TypeError: the graph is traced, or a number is not an integer.
 
     Example:
@@ -132,11 +132,11 @@ def unpad(graph: Graph, *, formats: Sequence[str] | None = None) -> Graph:
 
     Args:
       graph: a padded graph.
-      formats: see `from_edges`; None for those that the graph has, and "csr" too of more
+      formats: see `from_edges`; None for the graph's formats, and "csr" for more
         than 16,384 edges.
 
     Returns:
-      The graph that was padded.
+      The graph before padding.
 
     Raises:
       ValueError: the graph is not padded.
@@ -154,7 +154,7 @@ def unpad(graph: Graph, *, formats: Sequence[str] | None = None) -> Graph:
 
 
 def node_mask(graph: Graph) -> jax.Array:
-    """Returns which nodes are not padding, bool [nodes]; also under jit.
+    """Returns a mask of the nodes that are not padding, bool [nodes]; also under jit.
 
     Args:
       graph: a graph.
@@ -172,7 +172,7 @@ def node_mask(graph: Graph) -> jax.Array:
 
 
 def edge_mask(graph: Graph) -> jax.Array:
-    """Returns which edges are not padding, bool [edges]; also under jit.
+    """Returns a mask of the edges that are not padding, bool [edges]; also under jit.
 
     Args:
       graph: a graph.
@@ -190,7 +190,7 @@ def edge_mask(graph: Graph) -> jax.Array:
 
 
 def graph_mask(graph: Graph) -> jax.Array:
-    """Returns which graphs of a batch are not padding, bool [graphs]; also under jit.
+    """Returns a mask of the graphs of a batch that are not padding, bool [graphs]; also under jit.
 
     Args:
       graph: a graph.
@@ -218,7 +218,7 @@ def _mask(graph: Graph, count: int, counts: jax.Array) -> jax.Array:
 def _from_jraph(
     graphs: jraph.GraphsTuple, formats: Sequence[str] | None, sources: Sequence[Graph], *, padded: bool = False
 ) -> Graph:
-    """Returns jraph's graphs as ours, in the formats that are asked for; if none are, in all that the sources have."""
+    """Returns jraph's graphs as ours, in the given formats, or in all formats of the sources if none are given."""
     if formats is None:
         made = {name for source in sources for name in formats_made(source.connections)}
         made |= {*formats_of_size(int(np.sum(graphs.n_edge)))}
@@ -239,4 +239,4 @@ def _check_graph(name: str, graph: Graph) -> None:
 
 
 def _on_host(graph: Graph) -> jraph.GraphsTuple:
-    return jax.tree.map(np.array, to_jraph(graph))  # copies: jraph writes into what it gets
+    return jax.tree.map(np.array, to_jraph(graph))  # copied, because jraph writes into its arguments

@@ -1,4 +1,4 @@
-"""Blocks: bipartite graphs of the edges that one layer of a mini-batch needs."""
+"""Blocks: bipartite graphs with the edges that one layer of a mini-batch needs."""
 
 import dataclasses
 from typing import Any
@@ -18,19 +18,19 @@ from jmp_train.graphs.structure.incidence_building import padded_incidence
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Edges from sources to targets, padded, as a pytree that goes through jit.
+    """Edges from sources to targets, padded, as a pytree that can be passed through jit.
 
-    Layers take it in place of a graph: of features [sources, ...] they make [targets, ...]. Where a layer
-    needs the targets' own features, they are the first rows of the sources', unless it is given a pair
-    (features of the sources, features of the targets). `NeighborSampler` makes blocks. Padding edges
-    count nowhere, as in padded graphs.
+    Layers take it in place of a graph, and turn features [sources, ...] into [targets, ...]. If a layer
+    needs the targets' own features, they are the first rows of the sources' features, unless it gets a pair
+    (features of the sources, features of the targets). `NeighborSampler` creates blocks. Padding edges
+    do not count, as in padded graphs.
 
     Args:
-      connections: who sends to whom.
-      whole_degrees: int32 [sources] and [targets], how many edges leave and enter these in the graph that
-        the block was drawn from; None where it is the whole.
-      edge_ids: int32 [edges], which edge of that graph each is, -1 for padding; None where that was not
-        kept.
+      connections: the adjacency of sources and targets.
+      whole_degrees: int32 [sources] and [targets], number of edges that leave and enter them in the graph from which
+        the block was drawn; None if the block is the whole graph.
+      edge_ids: int32 [edges], id of each edge in that graph, -1 for padding; None if it was not
+        stored.
 
     Example:
       >>> import numpy as np
@@ -45,27 +45,27 @@ class Block:
 
     @property
     def num_sources(self) -> int:
-        """How many nodes there are to send, padding included."""
+        """Number of sources, padding included."""
         return self.connections.num_senders
 
     @property
     def num_targets(self) -> int:
-        """How many nodes there are to receive, padding included."""
+        """Number of targets, padding included."""
         return self.connections.num_receivers
 
     @property
     def num_edges(self) -> int:
-        """How many edges there are, padding included."""
+        """Number of edges, padding included."""
         return self.connections.num_edges
 
     @property
     def in_degrees(self) -> jax.Array:
-        """Int32 [targets], how many edges enter each target."""
+        """Int32 [targets], number of edges that enter each target."""
         return self.connections.in_degrees
 
     @property
     def out_degrees(self) -> jax.Array:
-        """Int32 [sources], how many edges leave each source."""
+        """Int32 [sources], number of edges that leave each source."""
         return self.connections.out_degrees
 
     def graph(
@@ -74,7 +74,7 @@ class Block:
         targets: Features | None = None,
         edges: Features | None = None,
     ) -> HeteroGraph:
-        """Returns the block as a graph, for `update_all` and its kin.
+        """Returns the block as a graph, for `update_all` and similar functions.
 
         Args:
           sources: arrays [sources, ...] by name.
@@ -106,19 +106,19 @@ def padded_block(
     whole_degrees: tuple[np.ndarray, np.ndarray] | None = None,
     edge_ids: np.ndarray | None = None,
 ) -> Block:
-    """Returns a block whose shapes depend on the counts alone, its arrays in the host's memory.
+    """Returns a block whose shapes depend only on the counts, with its arrays in the host's memory.
 
-    Edges are sorted too, for chunked kernels, if there are more than 16,384.
+    For more than 16,384 edges, it also has sorted edges for chunked kernels.
 
     Args:
       senders: int [at most num_edges], places among the sources.
       receivers: int [at most num_edges], places among the targets.
-      num_sources: how many nodes there are to send.
-      num_targets: how many nodes there are to receive.
-      num_edges: how many edges the block is to have.
-      most_in: no target has more edges; None for `num_edges`.
-      most_out: no source has more edges; None for `num_edges`.
-      has_zero_in_degree: whether some target is entered by no edge, padding aside; None where unknown.
+      num_sources: number of sources.
+      num_targets: number of targets.
+      num_edges: number of edges of the block.
+      most_in: largest number of edges of a target; None for `num_edges`.
+      most_out: largest number of edges of a source; None for `num_edges`.
+      has_zero_in_degree: whether some target, except padding, has no incoming edge; None if unknown.
       whole_degrees: int [at most num_sources] and [at most num_targets], see `Block`.
       edge_ids: int [as senders], see `Block`.
     """
@@ -130,7 +130,7 @@ def padded_block(
         degrees = tuple(filled(*pair, 0) for pair in zip(whole_degrees, counts, strict=True))
     which: Any = None if edge_ids is None else filled(edge_ids, num_edges, -1)
     neighbors = None
-    if num_edges > FIXED_EDGES:  # fewer take no memory worth streaming
+    if num_edges > FIXED_EDGES:  # messages of fewer edges take too little memory for chunks
         leaving, entering = filled(senders, num_edges, num_sources), filled(receivers, num_edges, num_targets)
         by_source = edge_order(leaving, entering, num_sources, num_targets)
         by_target = edge_order(entering, leaving, num_targets, num_sources)

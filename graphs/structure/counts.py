@@ -14,9 +14,9 @@ def as_count(name: str, count: SupportsIndex, most: int = LARGEST_COUNT) -> int:
     """Returns a number of nodes or edges as an int.
 
     Args:
-      name: of the argument, for the message.
-      count: what should be an integer from 0 to `most`.
-      most: the largest number that is right.
+      name: the argument's name, for the message.
+      count: an integer from 0 to `most`.
+      most: the largest valid number.
 
     Raises:
       TypeError: it is not an integer; a bool is not one.
@@ -41,12 +41,12 @@ def as_count(name: str, count: SupportsIndex, most: int = LARGEST_COUNT) -> int:
 
 
 def check_int32(what: str, count: int, noun: str = "") -> None:
-    """Raises ValueError where int32 cannot number so many nodes, edges or places.
+    """Raises ValueError if int32 cannot number this many nodes, edges or places.
 
     Args:
-      what: for the message, what comes before the number.
-      count: how many there are.
-      noun: and what comes after it.
+      what: text of the message before the number.
+      count: the number.
+      noun: text after the number.
 
     Example:
       >>> check_int32("senders has", 2**31, "edges")
@@ -62,12 +62,12 @@ def as_counts(name: str, counts: ArrayLike) -> np.ndarray:
     """Returns numbers of nodes or edges of the graphs of a batch, int64 [graphs].
 
     Args:
-      name: of the argument, for the message.
-      counts: what should be integers [graphs] from 0 to `LARGEST_COUNT`; the sum may be larger.
+      name: the argument's name, for the message.
+      counts: integers [graphs] from 0 to `LARGEST_COUNT`; the sum may be larger.
 
     Raises:
       TypeError: they are not integers.
-      ValueError: they have several axes, or one is negative or too large; the message says which.
+      ValueError: they have several axes, or one is negative or too large; the message names it.
     """
     array = np.asarray(counts)
     array = array if array.size else array.astype(np.int32)  # an empty list is float64
@@ -83,5 +83,5 @@ def as_counts(name: str, counts: ArrayLike) -> np.ndarray:
 
 
 def _shown(number: int) -> str:
-    """Returns the number; of one with many digits, which Python would not print, the length."""
+    """Returns the number as text, or its length if it has too many digits for Python to print."""
     return str(number) if abs(number) < 10**30 else f"<integer of {number.bit_length()} bits>"

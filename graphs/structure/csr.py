@@ -1,10 +1,10 @@
 """CSR in blocks of a few edges: the edges sorted by one end, for chunked kernels.
 
-A block holds up to 32 edges of one node. Sums are added in rows, of which each node has one: its first 32
-blocks add to it. Every further 32 blocks have a row of their own, which adds to the node's in the end,
-together with at most 31 others of these; and so on. So no number is the sum of many in turn, which keeps
+A block holds up to 32 edges of one node. Sums accumulate in rows. Each node has its own row, to which its first 32
+blocks are added. Every further 32 blocks have a row of their own, which is finally added to the node's row
+together with at most 31 other such rows; and so on. So no number is a long sequential sum, which keeps
 rounding errors near 1e-6 of the terms' magnitudes (see `accumulation`), and few rows are added to the
-nodes' own.
+nodes' rows.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ from jmp_train.graphs.structure.incidence import BLOCK
 
 NOT_APART = 'the graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'
 WIDTHS = (8, 16, BLOCK)
-BLOCK_COST = 4  # a block costs as much as that many edges: its row is written and added once more
+BLOCK_COST = 4  # cost of a block in edges: its row is written and added once more
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CSR:
-    """The edges that leave each node, or enter each; those that count nowhere are in none.
+    """The edges that leave each node, or enter each; edges that do not count are left out.
 
     Attributes:
       others: int32 [counted edges], the node at the other end of each, sorted by the node at this end.
-      edges: int32 [counted edges], which edge each is; None where edges have no places of their own.
-      slots: int32 [edges], where each edge stands, its block times the width plus its place there; -1 if
-        it counts nowhere; None where edges have no places of their own.
-      starts: int32 [blocks], where each block begins in `others`.
-      counts: int32 [blocks], how many edges it has.
-      nodes: int32 [blocks], the node that has it.
-      rows: int32 [blocks], the row that it adds to, a node's or a further one.
-      further: int32 [further rows] of each level, the rows that they add to in the end.
-      degrees: int32 [nodes], how many edges each node has.
-      width: no block has more edges.
-      num_edges: how many there are, those that count nowhere included.
+      edges: int32 [counted edges], the id of each edge; None if edges have no places of their own.
+      slots: int32 [edges], the position of each edge: its block times the width plus its place there; -1 if
+        it does not count; None if edges have no places of their own.
+      starts: int32 [blocks], the start of each block in `others`.
+      counts: int32 [blocks], number of edges in the block.
+      nodes: int32 [blocks], node of the block.
+      rows: int32 [blocks], the row to which the block is added, a node's or a further one.
+      further: int32 [further rows] of each level, the rows to which they are finally added.
+      degrees: int32 [nodes], number of edges of each node.
+      width: largest number of edges per block.
+      num_edges: number of edges, including those that do not count.
     """
 
     others: jax.Array
@@ -57,34 +57,34 @@ class CSR:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are at this end."""
+        """Number of nodes at this end."""
         return self.degrees.shape[0]
 
     @property
     def edge_ids(self) -> jax.Array:
-        """Int32 [counted edges], which edge each is; ValueError where edges have no places of their own."""
+        """Int32 [counted edges], the id of each edge; raises ValueError if edges have no places of their own."""
         return _kept_apart(self.edges)
 
     @property
     def edge_slots(self) -> jax.Array:
-        """Int32 [edges], where each edge stands; ValueError where edges have no places of their own."""
+        """Int32 [edges], the position of each edge; raises ValueError if edges have no places of their own."""
         return _kept_apart(self.slots)
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return self.starts.shape[0]
 
     @property
     def num_rows(self) -> int:
-        """How many rows sums are added in."""
+        """Number of rows in which sums accumulate."""
         return self.num_nodes + sum(level.shape[0] for level in self.further)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EdgePlaces:
-    """Which edges stand where in blocks, in place of those of another `CSR`; see its attributes."""
+    """The edges' ids and positions in blocks, which replace those of another `CSR`; see its attributes."""
 
     edges: jax.Array
     slots: jax.Array
@@ -95,12 +95,12 @@ class EdgePlaces:
 class CSRAndCSC:
     """The edges sorted by the node that they leave, and by the node that they enter.
 
-    In a symmetric graph the neighbors of a node are the same in both directions, and so their arrays are there once.
+    In a symmetric graph, a node has the same neighbors in both directions, so their arrays are stored only once.
 
     Attributes:
-      leaving: by the node that they leave; of a symmetric graph only which edges these are, None where they have no
-        places of their own.
-      by_target: by the node that they enter.
+      leaving: the edges by the node that they leave; for a symmetric graph only their ids and positions, None if they
+        have no places of their own.
+      by_target: the edges by the node that they enter.
     """
 
     leaving: CSR | EdgePlaces | None
@@ -116,12 +116,12 @@ class CSRAndCSC:
         return dataclasses.replace(self.by_target, edges=self.leaving.edges, slots=self.leaving.slots)
 
     def reversed(self) -> "CSRAndCSC":
-        """Returns the edges reversed."""
+        """Returns the reversed edges."""
         return CSRAndCSC(self.by_target, self.by_source)
 
 
 def csr_and_csc(by_source: EdgeOrder, by_target: EdgeOrder, *, have_places: bool, is_fixed: bool = False) -> CSRAndCSC:
-    """Returns what `host_csr_and_csc` does, on the default device."""
+    """Returns the result of `host_csr_and_csc` on the default device."""
     found = host_csr_and_csc(by_source, by_target, have_places=have_places, is_fixed=is_fixed)
     return jax.tree.map(jnp.asarray, found)
 
@@ -132,10 +132,10 @@ def host_csr_and_csc(
     """Returns the edges sorted by either end, in the host's memory.
 
     Args:
-      by_source: the edges by the nodes that they leave; those with an end out of range count nowhere.
+      by_source: the edges by the nodes that they leave; those with an end out of range do not count.
       by_target: the same edges by the nodes that they enter.
-      have_places: whether `edges` and `slots` are kept, which edge features need.
-      is_fixed: whether shapes are to depend on the counts alone, as large as any degrees need.
+      have_places: True to store `edges` and `slots`, which edge features need.
+      is_fixed: True if shapes must depend only on the counts, and are then large enough for any degrees.
     """
     common = None if is_fixed else _neighbors_if_symmetric(by_source, by_target, have_places)
     if common is None:
@@ -147,10 +147,10 @@ def host_csr_and_csc(
 
 
 def _neighbors_if_symmetric(by_source: EdgeOrder, by_target: EdgeOrder, have_places: bool) -> np.ndarray | None:
-    """Returns the neighbors by node, where those that nodes send to are those that send to them, in one order.
+    """Returns the neighbors by node, in one order, if they are the same in both directions; otherwise None.
 
-    Edges that have no places of their own may be in any order within a node. Few graphs that are not symmetric have
-    equal degrees in both directions, so that little is compared, and nothing is sorted, of most.
+    Edges without places of their own may be in any order within a node. Few graphs that are not symmetric have
+    equal degrees in both directions, so most need little comparison, and no sorting.
     """
     orders = (by_source, by_target)
     if not all(order.all_count for order in orders) or not np.array_equal(by_source.degrees, by_target.degrees):
@@ -165,7 +165,7 @@ def _neighbors_if_symmetric(by_source: EdgeOrder, by_target: EdgeOrder, have_pla
 
 def _ascending_within_nodes(degrees: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Returns the neighbors of each node in ascending order."""
-    count = max(len(degrees), 1)  # other ends are of the same nodes
+    count = max(len(degrees), 1)  # other ends are among the same nodes
     keys = np.repeat(np.arange(len(degrees)) * count, degrees) + others
     keys.sort()
     return (keys % count).astype(np.int32)
@@ -188,13 +188,13 @@ def _sorted(order: EdgeOrder, have_places: bool, is_fixed: bool) -> CSR:
 def from_degrees(
     degrees: np.ndarray, others: np.ndarray, edges: np.ndarray | None, num_edges: int, *, is_fixed: bool = False
 ) -> CSR:
-    """Returns edges that are sorted, in blocks.
+    """Returns sorted edges in blocks.
 
     Args:
-      degrees: int [nodes], how many edges each node has.
+      degrees: int [nodes], number of edges of each node.
       others: int [counted edges], the nodes at the other ends, sorted by the node at this end.
-      edges: int [counted edges], which edges these are; None where they have no places of their own.
-      num_edges: how many edges there are, those that count nowhere included.
+      edges: int [counted edges], ids of these edges; None if they have no places of their own.
+      num_edges: number of edges, including those that do not count.
       is_fixed: see `csr_and_csc`.
 
     Raises:
@@ -212,7 +212,7 @@ def _from_degrees(
     order: EdgeOrder | None = None,
     is_fixed: bool = False,
 ) -> CSR:
-    """Returns what `from_degrees` does, in the host's memory; `order` is the same edges, if all count, to save time."""
+    """Returns the result of `from_degrees`, in the host's memory; `order` has the same edges, if all count."""
     num_nodes = len(degrees)
 
     def most_blocks(width: int) -> int:
@@ -221,7 +221,7 @@ def _from_degrees(
         return (num_edges + (width - 1) * min(num_nodes, num_edges)) // width
 
     width = min(WIDTHS, key=lambda width: most_blocks(width) * (width + BLOCK_COST))
-    length = most_blocks(width)  # blocks without edges follow those that are needed
+    length = most_blocks(width)  # blocks without edges follow the needed ones
     if edges is not None:
         check_int32("places of the sorted edges are", length * width)
     num_blocks = -(-degrees // width)
@@ -259,16 +259,16 @@ def _from_degrees(
 
 
 def _rows(nodes: np.ndarray, num_nodes: int, most: int | None) -> list[np.ndarray]:
-    """Returns the rows that blocks add to, then those that the further rows add to, level by level.
+    """Returns the rows to which blocks are added, then those to which the further rows are added, level by level.
 
     Args:
-      nodes: int [blocks], the node that has each, ascending.
-      num_nodes: how many nodes there are.
-      most: there are never more blocks, and levels are as long as so many may need; None for what these need.
+      nodes: int [blocks], the node of each block, ascending.
+      num_nodes: number of nodes.
+      most: largest number of blocks, which determines the lengths of the levels; None for what these blocks need.
     """
     levels, num_rows, owners = [], num_nodes, nodes
     while True:
-        first = np.searchsorted(owners, owners)  # owners ascend: where each one's begin
+        first = np.searchsorted(owners, owners)  # owners ascend, so this is where each one's entries begin
         groups = (np.arange(len(owners)) - first) // BLOCK
         is_further = groups > 0
         starts_row = is_further & ((np.arange(len(owners)) - first) % BLOCK == 0)

@@ -10,18 +10,18 @@ from jmp_train.graphs.structure.host_ids import ascends, counting_sort
 
 @dataclasses.dataclass(frozen=True)
 class EdgeOrder:
-    """The edges in the order of the nodes at one end, those of one node in the order in which they were given.
+    """The edges in the order of the nodes at one end; edges of one node keep their given order.
 
-    Edges whose node is out of range come first, where its id is -1, and last, where it is `num_nodes`.
+    Edges with a node out of range come first if its id is -1, and last if it is `num_nodes`.
 
     Attributes:
       ids: int32 [edges], the node at this end, from -1 to `num_nodes`.
       others: int32 [edges], the node at the other end, from -1 to `num_others`.
-      edges: int32 [edges], which edge is at each place; None where they were given in order.
+      edges: int32 [edges], the edge at each place; None if they were given in order.
       sorted_others: int32 [edges], the other ends in that order.
-      counts: int64 [num_nodes + 2], how many edges have each id, from -1 on.
-      num_nodes: how many nodes there are at this end.
-      num_others: how many there are at the other end.
+      counts: int64 [num_nodes + 2], number of edges with each id, from -1 on.
+      num_nodes: number of nodes at this end.
+      num_others: number of nodes at the other end.
     """
 
     ids: np.ndarray
@@ -34,27 +34,27 @@ class EdgeOrder:
 
     @property
     def num_edges(self) -> int:
-        """How many edges there are."""
+        """Number of edges."""
         return len(self.ids)
 
     @property
     def has_all_nodes(self) -> bool:
-        """Whether the node at this end is in range everywhere."""
+        """Whether all nodes at this end are in range."""
         return not self.counts[[0, -1]].any()
 
     @property
     def all_count(self) -> bool:
-        """Whether both nodes are in range everywhere."""
+        """Whether both nodes of all edges are in range."""
         return self.has_all_nodes and _in_range(self.others, self.num_others)
 
     @property
     def degrees(self) -> np.ndarray:
-        """Int64 [nodes], how many edges have each node at this end."""
+        """Int64 [nodes], number of edges with each node at this end."""
         return self.counts[1:-1]
 
     @functools.cached_property
     def places(self) -> np.ndarray:
-        """Int32 [edges], at which place each edge is."""
+        """Int32 [edges], the place of each edge."""
         places = np.arange(self.num_edges, dtype=np.int32)
         if self.edges is None:
             return places
@@ -64,7 +64,7 @@ class EdgeOrder:
 
     @property
     def starts(self) -> np.ndarray:
-        """Int32 [nodes + 1], at which place each node's edges begin, and where the last node's end."""
+        """Int32 [nodes + 1], the place at which each node's edges begin, and at which the last node's end."""
         return np.cumsum(self.counts)[:-1].astype(np.int32)
 
 
@@ -74,11 +74,11 @@ def edge_order(ids: np.ndarray, others: np.ndarray, num_nodes: int, num_others: 
     Args:
       ids: int32 [edges], the node at this end, from -1 to `num_nodes`.
       others: int32 [edges], the node at the other end.
-      num_nodes: how many nodes there are at this end.
-      num_others: how many there are at the other end.
+      num_nodes: number of nodes at this end.
+      num_others: number of nodes at the other end.
     """
     count = num_nodes + 2
-    if ascends(ids):  # a copy, for the caller may change the array that was given
+    if ascends(ids):  # copied, because the caller may change the array
         edges, sorted_others, counts = None, others.copy(), np.bincount(ids + 1, minlength=count)
     else:
         edges, sorted_others, counts = counting_sort(ids + 1, count, others)

@@ -1,4 +1,4 @@
-"""What has another name in DGL and PyTorch Geometric: said where a graph is asked for it."""
+"""Names from DGL and PyTorch Geometric: errors that name their counterpart here."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,7 +11,7 @@ _FUNCTIONS = (
 _CAST = "jmp_train.cast_to_half(graph), cast_to_full(graph)"
 _WHOLE = "nothing: a function returns a new graph, and the old one is still there"
 
-# name there -> what does it here, of a `Graph`
+# name there -> counterpart here, for a `Graph`
 GRAPH_NAMES: Mapping[str, str] = MappingProxyType(
     {name: f"jmp_train.graphs.{name}(graph, ...)" for name in _FUNCTIONS}
     | {
@@ -40,7 +40,7 @@ GRAPH_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# the same of a `HeteroGraph`
+# the same for a `HeteroGraph`
 HETERO_NAMES: Mapping[str, str] = MappingProxyType(
     {name: here for name, here in GRAPH_NAMES.items() if here.startswith("jmp_train") or here == _WHOLE}
     | {
@@ -57,14 +57,14 @@ HETERO_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def look_up(graph: object, name: str, names: Mapping[str, str]) -> Any:
-    """Raises AttributeError for a name that a graph has not: for another library's name with what does it here.
+    """Raises AttributeError for a missing attribute of a graph; for another library's name with the counterpart here.
 
     Args:
-      graph: that was asked for it.
+      graph: the graph.
       name: the name.
       names: `GRAPH_NAMES` or `HETERO_NAMES`.
     """
     if name in names:
         kind = type(graph).__name__
         raise AttributeError(f"a {kind} has no {name!r}, as DGL's or PyTorch Geometric's; here it is {names[name]}")
-    return object.__getattribute__(graph, name)  # of a property that raised an AttributeError this raises it again
+    return object.__getattribute__(graph, name)  # raises again if a property raised the AttributeError

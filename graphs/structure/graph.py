@@ -27,21 +27,21 @@ Features = Mapping[str, ArrayLike]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A directed graph, or a batch of them, as a pytree that goes through jit.
+    """A directed graph, or a batch of graphs, as a pytree that can be passed through jit.
 
-    Make it with `from_edges` or `from_jraph`, on the host. Without features it holds two edge-long int32
+    Create it with `from_edges` or `from_jraph`, on the host. Without features it holds two edge-long int32
     arrays with `formats=("coo",)`, or `("csr",)`, and eight with both. Edges keep the order in which they
     were given.
 
     Args:
       nodes: arrays [nodes, ...] by name.
       edges: arrays [edges, ...] by name.
-      connections: who sends to whom.
-      n_node: int32 [graphs], the nodes of each graph of the batch.
-      n_edge: int32 [graphs], the edges of each graph of the batch.
-      globals: any pytree of what belongs to the graphs.
-      is_padded: whether the last graphs are padding, in jraph's conventions. Padding edges then count
-        nowhere: no sum, mean, softmax or degree knows of them, not even that of the padding node.
+      connections: the adjacency of the nodes.
+      n_node: int32 [graphs], number of nodes in each graph of the batch.
+      n_edge: int32 [graphs], number of edges in each graph of the batch.
+      globals: any pytree of values of the graphs.
+      is_padded: whether the last graphs are padding, in jraph's conventions. Padding edges then do not
+        count: sums, means, softmax and degrees ignore them, even those of the padding node.
 
     Example:
       >>> import jax.numpy as jnp
@@ -60,12 +60,12 @@ class Graph:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are, padding included."""
+        """Number of nodes, padding included."""
         return self.connections.in_degrees.shape[0]
 
     @property
     def num_edges(self) -> int:
-        """How many edges there are, padding included."""
+        """Number of edges, padding included."""
         return self.connections.num_edges
 
     @property
@@ -80,12 +80,12 @@ class Graph:
 
     @property
     def in_degrees(self) -> jax.Array:
-        """Int32 [nodes], how many edges enter each node."""
+        """Int32 [nodes], number of edges that enter each node."""
         return self.connections.in_degrees
 
     @property
     def out_degrees(self) -> jax.Array:
-        """Int32 [nodes], how many edges leave each node."""
+        """Int32 [nodes], number of edges that leave each node."""
         return self.connections.out_degrees
 
     def with_nodes(self, /, **features: ArrayLike) -> "Graph":
@@ -106,7 +106,7 @@ class Graph:
         new = checked_features("edges", features, self.connections.receivers.num_edges)
         return dataclasses.replace(self, edges=FrozenDict({**self.edges, **new}))
 
-    if not TYPE_CHECKING:  # or a type checker would take any name
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
             return look_up(self, name, GRAPH_NAMES)
@@ -126,13 +126,13 @@ def from_edges(
     Args:
       senders: int [edges], the node that each edge leaves.
       receivers: int [edges], the node that each edge enters.
-      n_node: how many nodes there are, at most 2**31 - 1: ids are int32.
+      n_node: number of nodes, at most 2**31 - 1, because ids are int32.
       nodes: arrays [n_node, ...] by name.
       edges: arrays [edges, ...] by name, in the order of the edges.
-      formats: the indices to make. "coo" has both ends of each edge; "csr" has the edges sorted by
-        either end, by which large sums and attention are chunked, fast and without messages in memory;
+      formats: the indices to create. "coo" has both ends of each edge. "csr" has the edges sorted by
+        either end, so that large sums and attention run in chunks, fast and without messages in memory.
         "mailbox" groups nodes by in-degree, which reductions by user-defined functions need under jit.
-        "csr" alone takes the least memory, and knows no edge apart: no edge features, senders or
+        "csr" alone takes the least memory, but does not store single edges: no edge features, senders or
         receivers. All others include "coo".
 
     Returns:
@@ -144,7 +144,7 @@ def from_edges(
         message names the edge or feature. Or there are more nodes or edges than int32 can number.
 
     Warns:
-      CollapsedValuesWarning: float32 cannot tell float64 values of a feature apart.
+      CollapsedValuesWarning: different float64 values of a feature become equal in float32.
 
     Example:
       >>> graph = from_edges([0, 0, 2], [1, 2, 1], 3)
@@ -167,9 +167,9 @@ def rand_graph(num_nodes: int, num_edges: int, *, seed: int = 0, formats: Sequen
     """Returns a graph with edges between nodes drawn uniformly, with replacement.
 
     Args:
-      num_nodes: how many nodes.
-      num_edges: how many edges.
-      seed: of numpy's generator: the same seed gives the same graph.
+      num_nodes: number of nodes.
+      num_edges: number of edges.
+      seed: seed of NumPy's generator: the same seed gives the same graph.
       formats: see `from_edges`.
 
     Returns:
@@ -191,19 +191,19 @@ def rand_graph(num_nodes: int, num_edges: int, *, seed: int = 0, formats: Sequen
 
 
 def checked_features(name: str, features: Features, rows: int) -> Mapping[str, jax.Array]:
-    """Returns features as arrays, immutable.
+    """Returns features as arrays in an immutable mapping.
 
     Args:
       name: "nodes" or "edges", for messages.
       features: arrays by name.
-      rows: how many rows each must have.
+      rows: number of rows of each.
 
     Raises:
       TypeError: a feature is not an array.
       ValueError: a feature has another number of rows, or 64-bit integers that do not fit into 32 bits.
 
     Warns:
-      CollapsedValuesWarning: float32 cannot tell float64 values of a feature apart.
+      CollapsedValuesWarning: different float64 values of a feature become equal in float32.
     """
     if not isinstance(features, Mapping):
         kind = type(features).__name__
@@ -225,7 +225,7 @@ def checked_features(name: str, features: Features, rows: int) -> Mapping[str, j
 
 
 def _listed(feature: Any) -> Any:
-    """Returns a list of numbers as NumPy's array, and all else as it is."""
+    """Returns a list of numbers as a NumPy array, and other values unchanged."""
     if not isinstance(feature, list | tuple) or has_tracers(feature):
         return feature
     try:

@@ -1,4 +1,4 @@
-"""`GraphPart`: a device's part of a graph that is cut by nodes, and the exchange of rows that others have."""
+"""`GraphPart`: a device's part of a graph partitioned by nodes, and the exchange of rows between devices."""
 
 import dataclasses
 
@@ -16,15 +16,15 @@ from jmp_train.graphs.structure.storage import in_float32, upcast
 class GraphPart(Block):
     """The rows of nodes that a device owns, and all edges that enter these, within `shard_map` over a mesh axis.
 
-    A block whose targets are the device's own rows. Its sources are these, followed by the halo: rows of other
-    devices, in as many places for each of them. Layers take it in place of a graph, with features of the own rows,
-    and exchange what they send; `with_halo` does that for `update_all`, `gat_attention` and other functions that take
-    features of a block's sources. All parts of a graph have the same shapes. `partition` makes them.
+    It is a block whose targets are the device's own rows. Its sources are these, followed by the halo: rows of the
+    other devices, with the same number of places for each. Layers take it in place of a graph, with features of the own
+    rows, and exchange the rows that they send. `with_halo` does so for `update_all`, `gat_attention` and other
+    functions of features of a block's sources. All parts of a graph have the same shapes. `partition` creates them.
 
     Args:
-      is_node: bool [targets], whether a row is a node; the last ones may be padding, which no edge enters or leaves.
-      sent_rows: int32 [parts, most], which own rows each device is sent; the number of targets fills up.
-      axis_name: the mesh axis, which has a device for each part.
+      is_node: bool [targets], whether a row is a node; the last ones may be padding, which has no edges.
+      sent_rows: int32 [parts, most], own rows to send to each device, filled up with the number of targets.
+      axis_name: the mesh axis, with a device for each part.
 
     Example:
       >>> import jax, numpy as np
@@ -45,23 +45,23 @@ class GraphPart(Block):
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts the graph is cut."""
+        """Number of parts of the graph."""
         return self.sent_rows.shape[0]
 
     def with_halo(self, features: ArrayLike) -> jax.Array:
-        """Returns the features of the block's sources: those of the own rows, and those that other devices send.
+        """Returns the features of the block's sources: those of the own rows, and those from other devices.
 
-        They are sent in the dtype in which they are stored, half under autocast, and so are the gradients of what was
-        sent. With these, each device adds up its rows' gradients in float32, and rounds once.
+        They are sent in the dtype in which they are stored, half under autocast, and so are their
+        gradients. Each device then sums its rows' gradients in float32, and rounds once.
 
         Args:
-          features: [targets, ...], of the device's own rows.
+          features: [targets, ...], features of the device's own rows.
 
         Returns:
           [sources, ...].
 
         Raises:
-          ValueError: there is another number of rows, or it is not called over a mesh axis of that name with a
+          ValueError: there is another number of rows, or it is called outside a mesh axis of that name with a
             device for each part.
         """
         rows = jnp.asarray(features)
@@ -72,7 +72,7 @@ class GraphPart(Block):
         self._check_axis()
 
         def own_and_sent(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-            rows = upcast(rows)  # so that gradients are added in float32
+            rows = upcast(rows)  # so that gradients are summed in float32
             return rows, rows.at[self.sent_rows].get(mode="fill", fill_value=0)
 
         own, sent = in_float32(own_and_sent, rows)

@@ -20,14 +20,14 @@ EdgeType = tuple[str, str, str]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeteroGraph:
-    """A directed graph with several types of nodes and edges, as a pytree that goes through jit.
+    """A directed graph with several types of nodes and edges, as a pytree that can be passed through jit.
 
     An edge type is a triple: the type of the senders, a name, the type of the receivers.
 
     Args:
       nodes: by node type, arrays [nodes of that type, ...] by name.
       edges: by edge type, arrays [edges of that type, ...] by name.
-      connections: by edge type, who sends to whom.
+      connections: by edge type, the adjacency of its nodes.
       n_node: each node type with the number of its nodes.
 
     Example:
@@ -44,10 +44,10 @@ class HeteroGraph:
     n_node: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
 
     def edge_type(self, name: str | EdgeType | None) -> EdgeType:
-        """Returns the edge type of that name.
+        """Returns the edge type of a name.
 
         Args:
-          name: the triple, or the name in its middle where that is unique; None where there is one only.
+          name: the triple, or the name in its middle if that is unique; None if there is only one type.
 
         Raises:
           ValueError: there is no such type, or there are several.
@@ -58,7 +58,7 @@ class HeteroGraph:
         """Returns the graph with node features added or replaced.
 
         Args:
-          node_type: which nodes.
+          node_type: the type of the nodes.
           **features: arrays [nodes of that type, ...] by name.
         """
         new = checked_features(f"nodes[{node_type!r}]", features, self.num_nodes(node_type))
@@ -69,7 +69,7 @@ class HeteroGraph:
         """Returns the graph with edge features added or replaced.
 
         Args:
-          etype: which edges.
+          etype: the type of the edges.
           **features: arrays [edges of that type, ...] by name.
         """
         kind = self.edge_type(etype)
@@ -80,19 +80,19 @@ class HeteroGraph:
 
     @property
     def node_types(self) -> tuple[str, ...]:
-        """The types of nodes, in the order in which they were given."""
+        """The types of nodes, in the given order."""
         return tuple(kind for kind, _ in self.n_node)
 
     @property
     def edge_types(self) -> tuple[EdgeType, ...]:
-        """The types of edges, sorted: a dictionary that goes through jit keeps no other order."""
+        """The types of edges, sorted, because a dictionary that passes through jit keeps no other order."""
         return tuple(sorted(self.connections))
 
     def num_edges(self, etype: str | EdgeType | None = None) -> int:
-        """Returns how many edges of a type there are.
+        """Returns the number of edges of a type.
 
         Args:
-          etype: which edges, see `edge_type`.
+          etype: the type of the edges, see `edge_type`.
         """
         return self.connections[self.edge_type(etype)].num_edges
 
@@ -100,10 +100,10 @@ class HeteroGraph:
         """Returns the node that each edge of a type leaves, int32 [edges of that type].
 
         Args:
-          etype: which edges, see `edge_type`.
+          etype: the type of the edges, see `edge_type`.
 
         Raises:
-          ValueError: the graph keeps no edge apart.
+          ValueError: the graph does not store single edges.
         """
         return self.connections[self.edge_type(etype)].senders.ids
 
@@ -111,34 +111,34 @@ class HeteroGraph:
         """Returns the node that each edge of a type enters, int32 [edges of that type].
 
         Args:
-          etype: which edges, see `edge_type`.
+          etype: the type of the edges, see `edge_type`.
 
         Raises:
-          ValueError: the graph keeps no edge apart.
+          ValueError: the graph does not store single edges.
         """
         return self.connections[self.edge_type(etype)].receivers.ids
 
     def in_degrees(self, etype: str | EdgeType | None = None) -> jax.Array:
-        """Returns how many edges of a type enter each node, int32 [nodes of the type at their end].
+        """Returns the number of edges of a type that enter each node, int32 [receiving nodes].
 
         Args:
-          etype: which edges, see `edge_type`.
+          etype: the type of the edges, see `edge_type`.
         """
         return self.connections[self.edge_type(etype)].in_degrees
 
     def out_degrees(self, etype: str | EdgeType | None = None) -> jax.Array:
-        """Returns how many edges of a type leave each node, int32 [nodes of the type at their start].
+        """Returns the number of edges of a type that leave each node, int32 [sending nodes].
 
         Args:
-          etype: which edges, see `edge_type`.
+          etype: the type of the edges, see `edge_type`.
         """
         return self.connections[self.edge_type(etype)].out_degrees
 
     def num_nodes(self, node_type: str) -> int:
-        """Returns how many nodes of a type there are.
+        """Returns the number of nodes of a type.
 
         Args:
-          node_type: which nodes.
+          node_type: the type of the nodes.
 
         Raises:
           ValueError: there is no such type.
@@ -148,18 +148,18 @@ class HeteroGraph:
             raise ValueError(f"node_type={node_type!r} is not one of {', '.join(map(repr, counts))}")
         return counts[node_type]
 
-    if not TYPE_CHECKING:  # or a type checker would take any name
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
             return look_up(self, name, HETERO_NAMES)
 
 
 def find_edge_type(name: str | EdgeType | None, known: Iterable[EdgeType]) -> EdgeType:
-    """Returns the edge type of that name, see `HeteroGraph.edge_type`.
+    """Returns the edge type of a name, see `HeteroGraph.edge_type`.
 
     Args:
       name: the triple, the name in its middle, or None.
-      known: the edge types that there are.
+      known: the existing edge types.
     """
     known = list(known)
     found = [kind for kind in known if name is None or name in (kind, kind[1])]
@@ -181,7 +181,7 @@ def hetero_from_edges(
 
     Args:
       edges_by_type: for each edge type its senders and its receivers, int [edges].
-      n_node: how many nodes of each type there are.
+      n_node: number of nodes of each type.
       nodes: by node type, arrays [nodes, ...] by name.
       edges: by edge type, arrays [edges, ...] by name.
       formats: see `from_edges`.
@@ -191,7 +191,7 @@ def hetero_from_edges(
 
     Raises:
       TypeError: see `from_edges`.
-      ValueError: see `from_edges`; or a type is unknown, or no triple.
+      ValueError: see `from_edges`; or a type is unknown, or not a triple.
 
     Example:
       >>> graph = hetero_from_edges({("user", "plays", "game"): ([0, 1], [0, 0])}, {"user": 2, "game": 1})
@@ -226,11 +226,11 @@ def hetero_of(
     nodes: Mapping[str, Features],
     edges: Mapping[EdgeType, Features],
 ) -> HeteroGraph:
-    """Returns the graph of adjacencies that are made already.
+    """Returns the graph of existing adjacencies.
 
     Args:
-      adjacencies: by edge type, who sends to whom.
-      n_node: how many nodes of each type there are.
+      adjacencies: by edge type, the adjacency of its nodes.
+      n_node: number of nodes of each type.
       nodes: by node type, arrays [nodes, ...] by name.
       edges: by edge type, arrays [edges, ...] by name.
     """

@@ -4,29 +4,29 @@ import numpy as np
 
 
 def filled(array: np.ndarray, length: int, value: int) -> np.ndarray:
-    """Returns int32 [length]: an array, followed by a value."""
+    """Returns int32 [length]: an array padded with a value."""
     result = np.full(length, value, np.int32)
     result[: len(array)] = array
     return result
 
 
 def ascends(ids: np.ndarray) -> bool:
-    """Whether no number is less than the one before it."""
+    """Returns whether no number is less than the one before it."""
     return bool((ids[1:] >= ids[:-1]).all())
 
 
 def counting_sort(ids: np.ndarray, count: int, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the places of ids in their order, as a stable argsort, the values there, and how often each id comes.
+    """Returns the stable argsort of ids, the values in that order, and the count of each id.
 
-    scipy counts, which takes linear time: a matrix with an entry a column is turned from columns to rows.
+    scipy counts in linear time: it converts a sparse matrix with one entry per column from columns to rows.
 
     Args:
       ids: int32, from 0 to below `count`.
-      count: how many different ids there may be.
-      values: an array as long.
+      count: number of possible ids.
+      values: an array of the same length.
 
     Returns:
-      The places, int32; the values; and the numbers, int64 [count].
+      The places, int32; the values; and the counts, int64 [count].
     """
     from scipy.sparse import csc_array
 

@@ -1,10 +1,10 @@
 """Incidence of edges and nodes: gathers and segment sums, forward and backward in blocks.
 
-The rows of a segment are added in blocks of at most 32, the blocks again in blocks, and so on, so that
-rounding errors stay near 1e-6 of the terms' magnitudes however many there are: in float32 a running sum
-of 100,000 equal terms errs by 1e-4 of it, and one of 1,024 small ones beside a large one by 3e-5. A read
-goes the same way backward, first to the blocks and then to the rows, so that the gradient, which jax
-derives, is added in blocks as well, in every order and under every transform.
+The rows of a segment are summed in blocks of at most 32, the blocks again in blocks, and so on. So
+rounding errors stay near 1e-6 of the terms' magnitudes for any number of terms. In float32, a running sum
+of 100,000 equal terms has a relative error of 1e-4, and one of 1,024 small terms next to a large one of 3e-5. A read
+uses the same levels backward, first the blocks and then the rows, so that jax's derivative of it is also
+summed in blocks, in every order and under every transform.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ BLOCK = 32
 class Incidence:
     """The segment of each edge: the node it leaves, or the node it enters.
 
-    Where a segment has more than 32 edges, edges belong to blocks and blocks to segments: instead of the
-    segments of the edges, their blocks are kept, so that this costs no further edge-long array.
+    If a segment has more than 32 edges, edges belong to blocks and blocks to segments. Then the blocks of the edges are
+    stored instead of their segments, so that this takes no additional edge-long array.
 
     Attributes:
-      rows: int [edges], the block of each edge, or its segment where there are no blocks; an index
-        beyond the last one for edges that count nowhere.
-      degrees: int32 [segments], how many edges each segment has.
-      blocks: the segment of each block; None where there are no blocks.
-      all_count: whether it is known that all edges count, which saves looking.
+      rows: int [edges], the block of each edge, or its segment if there are no blocks; an index
+        beyond the last one for edges that do not count.
+      degrees: int32 [segments], number of edges of each segment.
+      blocks: the segment of each block; None if there are no blocks.
+      all_count: whether all edges are known to count, which saves a check.
     """
 
     rows: jax.Array
@@ -41,27 +41,27 @@ class Incidence:
 
     @property
     def num_segments(self) -> int:
-        """How many segments there are."""
+        """Number of segments."""
         return self.degrees.shape[0]
 
     @property
     def num_edges(self) -> int:
-        """How many edges there are, those that count nowhere included."""
+        """Number of edges, including those that do not count."""
         return self.rows.shape[0]
 
     @property
     def num_rows(self) -> int:
-        """How many blocks there are, or segments where there are no blocks."""
+        """Number of blocks, or of segments if there are no blocks."""
         return self.num_segments if self.blocks is None else self.blocks.num_edges
 
     @property
     def is_counted(self) -> jax.Array:
-        """Bool [edges], whether an edge counts somewhere."""
+        """Bool [edges], whether an edge counts."""
         return self.rows < self.num_rows
 
     @property
     def ids(self) -> jax.Array:
-        """Int [edges], the segment of each edge; the number of segments where it counts nowhere."""
+        """Int [edges], the segment of each edge; the number of segments if it does not count."""
         if self.blocks is None:
             return self.rows
         return jnp.asarray(self.blocks.ids).at[self.rows].get(mode="fill", fill_value=self.num_segments)
@@ -72,7 +72,7 @@ class Incidence:
         return Incidence(jnp.where(is_kept, self.rows, self.num_rows), degrees, self.blocks)
 
     def read(self, data: jax.Array) -> jax.Array:
-        """Returns each edge's row [edges, ...] of data [segments, ...], upcast; 0 where it has none."""
+        """Returns each edge's row [edges, ...] of data [segments, ...], upcast; 0 for edges that do not count."""
         if self.num_segments == 0:
             return jnp.zeros((self.num_edges, *data.shape[1:]), data.dtype)
         return self._of_rows(data if self.blocks is None else self.blocks.read(data))
@@ -85,7 +85,7 @@ class Incidence:
         return sums if self.blocks is None else self.blocks.sum(sums)
 
     def mean(self, data: jax.Array) -> jax.Array:
-        """Returns the means [segments, ...] of data [edges, ...], upcast; 0 of segments without edges."""
+        """Returns the means [segments, ...] of data [edges, ...], upcast; 0 for segments without edges."""
         sizes = jnp.maximum(self.degrees, 1).astype(data.dtype)
         return self.sum(data) / rows_like(sizes, data)
 
@@ -100,11 +100,11 @@ class Incidence:
         return self.sum(self.softmax(data * temperature) * data)
 
     def max(self, data: jax.Array) -> jax.Array:
-        """Returns the largest [segments, ...] of data [edges, ...]; -inf of segments without edges."""
+        """Returns the largest [segments, ...] of data [edges, ...]; -inf for segments without edges."""
         return jraph.segment_max(data, self.ids, self.num_segments)
 
     def min(self, data: jax.Array) -> jax.Array:
-        """Returns the least [segments, ...] of data [edges, ...]; inf of segments without edges."""
+        """Returns the smallest [segments, ...] of data [edges, ...]; inf for segments without edges."""
         return jraph.segment_min(data, self.ids, self.num_segments)
 
     def argmax(self, data: jax.Array) -> jax.Array:
@@ -112,11 +112,11 @@ class Incidence:
         return self._first_equal(data, self.max(data))
 
     def argmin(self, data: jax.Array) -> jax.Array:
-        """Returns the first edges, int32 [segments, ...], with the least data [edges, ...]; -1 without edges."""
+        """Returns the first edges, int32 [segments, ...], with the smallest data [edges, ...]; -1 without edges."""
         return self._first_equal(data, self.min(data))
 
     def _first_equal(self, data: jax.Array, extreme: jax.Array) -> jax.Array:
-        """Returns the first edge of each segment whose data, or NaN, are those of the segment."""
+        """Returns the first edge of each segment whose data equal the segment's extreme, or are both NaN."""
         data, extreme = jax.lax.stop_gradient((data, extreme))
         wanted = self.read(extreme)
         is_found = equal_or_nan(data, wanted)
@@ -125,14 +125,14 @@ class Incidence:
         return jnp.where(first < self.num_edges, first, -1)
 
     def cumsum(self, data: jax.Array, *, exclusive: bool = False, reverse: bool = False) -> jax.Array:
-        """Returns the sums [edges, ...] of data, upcast, up to each edge of its segment; 0 where it has none.
+        """Returns the sums [edges, ...] of data, upcast, up to each edge of its segment; 0 for edges that do not count.
 
-        The sums are made in pairs, of pairs and so on, so that no number is the sum of many in turn.
+        It sums pairs, pairs of pairs and so on, so that no number is a long sequential sum.
 
         Args:
           data: [edges, ...].
-          exclusive: whether an edge's own data is left out.
-          reverse: whether sums go from the last edge to the first.
+          exclusive: True to leave out an edge's own data.
+          reverse: True to sum from the last edge to the first.
         """
         order = jnp.argsort(self.ids, stable=True)
         ids, rows = self.ids[order], data.at[order].get(mode="promise_in_bounds", unique_indices=True)
@@ -147,9 +147,9 @@ class Incidence:
         return jnp.zeros_like(sums).at[order].set(sums, unique_indices=True)
 
     def softmax(self, logits: jax.Array) -> jax.Array:
-        """Returns the softmax [edges, ...] of float32 logits in each segment; 0 where all are -inf.
+        """Returns the softmax [edges, ...] of float32 logits in each segment; 0 if all are -inf.
 
-        Powers are taken of differences to the largest of their block, and blocks scaled afterward.
+        Exponentials are taken of differences to the largest logit of their block, and blocks are scaled afterward.
         """
         if not self.all_count:
             logits = jnp.where(rows_like(self.is_counted, logits), logits, -jnp.inf)
@@ -164,7 +164,7 @@ class Incidence:
         return powers * self._of_rows(scales * self.blocks.read(reciprocal(total)))
 
     def _of_rows(self, table: jax.Array) -> jax.Array:
-        """Returns the rows [edges, ...] of blocks, or of segments where there are no blocks; 0 for others."""
+        """Returns the rows [edges, ...] of blocks, or of segments if there are no blocks; 0 for others."""
         if self.all_count:
             return table.at[self.rows].get(mode="promise_in_bounds")
         return table.at[self.rows].get(mode="fill", fill_value=0)
@@ -173,14 +173,14 @@ class Incidence:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FurtherBlocks:
-    """The segment of each block, where the first blocks are one for each segment, and further ones follow.
+    """The segment of each block, where the first blocks are one per segment, and further ones follow.
 
-    It does what an `Incidence` of blocks does. Few segments need a further block, so that little is added.
+    It replaces an `Incidence` of blocks. Few segments need a further block, so few rows are added.
 
     Attributes:
-      segments: int32 [further blocks], those segments that have further blocks; the number of segments fills up.
-      further: of each further block, the place of its segment there.
-      num_segments: how many segments there are.
+      segments: int32 [further blocks], the segments with further blocks, filled up with the number of segments.
+      further: for each further block, the place of its segment in `segments`.
+      num_segments: number of segments.
     """
 
     segments: jax.Array
@@ -189,7 +189,7 @@ class FurtherBlocks:
 
     @property
     def num_edges(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return self.num_segments + self.further.num_edges
 
     @property
@@ -202,7 +202,7 @@ class FurtherBlocks:
     def read(self, data: jax.Array) -> jax.Array:
         """Returns each block's row [blocks, ...] of data [segments, ...]."""
         rows = self.further.read(data.at[self.segments].get(mode="fill", fill_value=0))
-        # XLA would make the row of a block again for each edge that reads it on CPUs.
+        # Without it, XLA would compute the row of a block again for each edge that reads it, on CPUs.
         return jax.lax.optimization_barrier(jnp.concatenate([data, rows]))
 
     def sum(self, data: jax.Array) -> jax.Array:
@@ -220,10 +220,10 @@ class FurtherBlocks:
 
 
 def _largest(data: jax.Array, ids: jax.Array, count: int) -> jax.Array:
-    """Returns the largest [count, ...] of data [edges, ...] by ids; -inf where there are none."""
+    """Returns the largest [count, ...] of data [edges, ...] by ids; -inf if there are none."""
     if data.dtype != jnp.float32:
         return jraph.segment_max(data, ids, count)
-    # As integers of the same order, for which XLA's maximum is three times as fast on CPUs.
+    # As integers of the same order, because XLA's maximum of integers is three times as fast on CPUs.
     bits = jax.lax.bitcast_convert_type(data, jnp.int32)
     most = jraph.segment_max(_ordered(bits), ids, count)
     least = _ordered(jax.lax.bitcast_convert_type(jnp.float32(-jnp.inf), jnp.int32))
@@ -231,12 +231,12 @@ def _largest(data: jax.Array, ids: jax.Array, count: int) -> jax.Array:
 
 
 def _ordered(bits: jax.Array) -> jax.Array:
-    """Returns the bits of float32 as integers of the same order, and back."""
+    """Converts the bits of float32 to integers of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _segmented_sums(rows: jax.Array, is_start: jax.Array, reverse: bool) -> jax.Array:
-    """Returns running sums of rows [edges, ...] that begin anew where a mask, bool [edges], says so."""
+    """Returns running sums of rows [edges, ...] that start again at True in a mask, bool [edges]."""
 
     def join(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         (has_start, total), (starts, more) = left, right

@@ -1,4 +1,4 @@
-"""Builds incidences of ids that are traced, or known on the host, with shapes by degrees or counts."""
+"""Builds incidences of ids that are traced, or known on the host, with shapes that depend on degrees or counts."""
 
 import dataclasses
 from typing import Any
@@ -17,8 +17,8 @@ def incidence_of(ids: jax.Array, num_segments: int, *, is_sorted: bool = False) 
     """Returns the incidence of ids that may be traced.
 
     Args:
-      ids: int [edges]; edges with an id out of range count nowhere.
-      num_segments: how many segments there are.
+      ids: int [edges]; edges with an id out of range do not count.
+      num_segments: number of segments.
       is_sorted: whether the ids ascend.
     """
     ids = jnp.clip(ids, -1, num_segments).astype(jnp.int32)
@@ -31,10 +31,10 @@ def incidence_of(ids: jax.Array, num_segments: int, *, is_sorted: bool = False) 
 
 
 def incidence_on_host(order: EdgeOrder) -> Incidence:
-    """Returns the incidence of edges that are known, with blocks only where they are needed.
+    """Returns the incidence of known edges, with blocks only if they are needed.
 
     Args:
-      order: the edges by the nodes that are the segments; those with a node out of range count nowhere.
+      order: the edges by the nodes that are the segments; those with a node out of range do not count.
     """
     most = order.degrees.max(initial=0)
     incidence = _in_blocks(np, order.ids, order.places, order.starts, int(most))
@@ -42,13 +42,13 @@ def incidence_on_host(order: EdgeOrder) -> Incidence:
 
 
 def fixed_incidence(ids: np.ndarray, num_segments: int) -> Incidence:
-    """Returns the incidence of ids that are known, whose structure and shapes depend on the counts alone.
+    """Returns the incidence of known ids, with structure and shapes that depend only on the counts.
 
-    A segment of at most 32 edges is one block, and so its sums are those of `incidence_on_host` to the bit.
+    A segment of at most 32 edges is one block, so its sums equal those of `incidence_on_host` bitwise.
 
     Args:
-      ids: int [edges]; edges with an id out of range count nowhere.
-      num_segments: how many segments there are.
+      ids: int [edges]; edges with an id out of range do not count.
+      num_segments: number of segments.
     """
     return jax.tree.map(jnp.asarray, _fixed_incidence(ids, num_segments))
 
@@ -77,13 +77,13 @@ def _fixed_incidence(ids: Any, num_segments: int) -> Incidence:
 
 
 def padded_incidence(ids: np.ndarray, num_segments: int, num_edges: int, most: int | None = None) -> Incidence:
-    """Returns the incidence of ids that are known, of shapes that depend on the counts alone.
+    """Returns the incidence of known ids, with shapes that depend only on the counts.
 
     Args:
       ids: int [at most num_edges], all in range.
-      num_segments: how many segments there are.
-      num_edges: how many edges there are to be; those that are added count nowhere.
-      most: no segment has more edges; None for `num_edges`.
+      num_segments: number of segments.
+      num_edges: number of edges; the added ones do not count.
+      most: largest number of edges per segment; None for `num_edges`.
 
     Returns:
       The incidence, its arrays in the host's memory.
@@ -100,10 +100,10 @@ def padded_incidence(ids: np.ndarray, num_segments: int, num_edges: int, most: i
 
 
 def most_in_as_many_levels(most: int) -> int:
-    """Returns the largest number of edges of a segment that takes no more levels of blocks.
+    """Returns the largest number of edges per segment that needs no more levels of blocks than a given one.
 
     Args:
-      most: such a number.
+      most: the given number.
 
     Example:
       >>> most_in_as_many_levels(7), most_in_as_many_levels(100)
@@ -111,35 +111,35 @@ def most_in_as_many_levels(most: int) -> int:
     """
     largest = BLOCK
     while largest < most:
-        largest = (largest - 1) * BLOCK - 1  # the inverse of what `_incidence` passes on
+        largest = (largest - 1) * BLOCK - 1  # the inverse of the reduction in `_incidence`
     return largest
 
 
 def _incidence(xp: Any, ids: Any, num_segments: int, most: int) -> Incidence:
-    """Returns the incidence of ids that ascend.
+    """Returns the incidence of ascending ids.
 
     Args:
       xp: numpy or jax.numpy.
-      ids: int32 [edges]; -1 and the number of segments where an edge counts nowhere.
-      num_segments: how many segments there are.
-      most: no segment has more edges.
+      ids: int32 [edges]; -1 and the number of segments for edges that do not count.
+      num_segments: number of segments.
+      most: largest number of edges per segment.
     """
     starts = xp.searchsorted(ids, xp.arange(num_segments + 1, dtype=xp.int32)).astype(xp.int32)
     return _in_blocks(xp, ids, xp.arange(ids.shape[0], dtype=xp.int32), starts, most)
 
 
 def _in_blocks(xp: Any, ids: Any, places: Any, starts: Any, most: int) -> Incidence:
-    """Returns the incidence of ids whose places in order are known.
+    """Returns the incidence of ids with known places in order.
 
-    An edge's block is its segment plus its place divided by 32: both ascend in order, so that different pairs
-    of these have different sums, and segments share no block.
+    An edge's block is its segment plus its place divided by 32. Both ascend in order, so different pairs
+    have different sums, and segments share no block.
 
     Args:
       xp: numpy or jax.numpy.
-      ids: int32 [edges]; -1 and the number of segments where an edge counts nowhere.
-      places: int32 [edges], at which place in order each edge is.
-      starts: int32 [segments + 1], at which place each segment's edges begin, and where the last one's end.
-      most: no segment has more edges.
+      ids: int32 [edges]; -1 and the number of segments for edges that do not count.
+      places: int32 [edges], the place of each edge in order.
+      starts: int32 [segments + 1], the place at which each segment's edges begin, and at which the last one's end.
+      most: largest number of edges per segment.
     """
     num_segments, num_edges = starts.shape[0] - 1, ids.shape[0]
     degrees = starts[1:] - starts[:-1]
@@ -151,5 +151,5 @@ def _in_blocks(xp: Any, ids: Any, places: Any, starts: Any, most: int) -> Incide
     rows = xp.where(is_counted, ids + places // BLOCK, count).astype(xp.int32)
     first_blocks = xp.arange(num_segments, dtype=xp.int32) + starts[:-1] // BLOCK
     owners = xp.searchsorted(first_blocks, xp.arange(count, dtype=xp.int32), side="right") - 1
-    owners = xp.maximum(owners, 0).astype(xp.int32)  # the first blocks may be those of no segment
+    owners = xp.maximum(owners, 0).astype(xp.int32)  # the first blocks may belong to no segment
     return Incidence(rows, degrees, _incidence(xp, owners, num_segments, most // BLOCK + 2))

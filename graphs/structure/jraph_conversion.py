@@ -1,4 +1,4 @@
-"""Conversion from and to jraph's graphs, and functions that take either."""
+"""Conversion from and to jraph's graphs, and functions that accept either."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +28,11 @@ OurGraph = TypeVar("OurGraph", Graph, HeteroGraph)
 
 
 def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequence[str] = ("coo",)) -> Graph:
-    """Returns jraph's graphs as a graph. Under jit nothing is checked, and indices are made on the device.
+    """Converts jraph's graphs to a graph. Under jit, nothing is checked, and the device computes the indices.
 
     Args:
       graphs: `nodes` and `edges` are dictionaries of arrays, any other trees of them, or None. A single array
-        becomes the feature "x", and one in a tree is named by its path, such as "a/b".
+        becomes the feature "x", and an array in a tree gets its path as name, such as "a/b".
       padded: whether `jraph.pad_with_graphs` padded it.
       formats: see `from_edges`; under jit only "coo".
 
@@ -40,8 +40,8 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
       The graph.
 
     Raises:
-      TypeError: ids are not integers, or a feature is not an array; or formats are asked for that jit cannot make.
-      ValueError: see `from_edges`, of globals too; or senders or receivers are missing, or counts do not add up.
+      TypeError: ids are not integers, or a feature is not an array; or formats are requested that jit cannot create.
+      ValueError: see `from_edges`, also for globals; or senders or receivers are missing, or counts do not add up.
 
     Example:
       >>> import jraph, numpy as np
@@ -95,7 +95,7 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
 
 
 def to_jraph(graph: Graph) -> jraph.GraphsTuple:
-    """Returns the graph as jraph's, padding edges as self-loops on the first padding node.
+    """Converts a graph to jraph's, with padding edges as self-loops on the first padding node.
 
     Args:
       graph: a graph.
@@ -128,7 +128,7 @@ def to_jraph(graph: Graph) -> jraph.GraphsTuple:
 def accepts_jraph(
     function: Callable[Concatenate[Any, Params], Any],
 ) -> Callable[Concatenate[AnyGraph, Params], AnyGraph]:
-    """Returns the function that takes a GraphsTuple too, and then returns one."""
+    """Returns a function that also takes a GraphsTuple, and then returns one."""
 
     @functools.wraps(function)
     def on_any_graph(graph: Any, /, *args: Params.args, **kwargs: Params.kwargs) -> Any:
@@ -150,13 +150,13 @@ def accepts_jraph(
 
 
 def first_padding(n_node: jax.Array) -> jax.Array:
-    """Returns the index of the graph that holds all padding: the last one that has nodes."""
+    """Returns the index of the graph with all padding: the last one that has nodes."""
     graphs = n_node.shape[0]
     return graphs - 1 - jnp.argmax(n_node[::-1] > 0)
 
 
 def _nested_like(old: Any, features: Any) -> Any:
-    """Returns features nested as in old ones, those that are new on top; by path where those are not a mapping."""
+    """Returns features nested like old ones, with new ones at the top; by path if the old ones are not a mapping."""
     paths = {path for path, _ in named_leaves(old)}
     if not isinstance(old, Mapping) or not paths <= features.keys():
         return features
@@ -165,13 +165,13 @@ def _nested_like(old: Any, features: Any) -> Any:
 
 
 def _totals(graphs: jraph.GraphsTuple) -> dict[str, int]:
-    """Returns how many nodes and edges the graphs of a batch have together, which may be beyond int32."""
+    """Returns the total numbers of nodes and edges of a batch, which may be beyond int32."""
     counts = {"n_node": graphs.n_node, "n_edge": graphs.n_edge}
     return {name: int(as_counts(name, each).sum()) for name, each in counts.items()}
 
 
 def _as_features(name: str, features: Any) -> dict[str, jax.Array]:
-    """Returns the arrays of a tree by their paths, "x" for the tree that is one."""
+    """Returns the arrays of a tree by their paths, "x" for a single array."""
     arrays = {}
     for path, feature in named_leaves(features):
         key = path or "x"

@@ -1,4 +1,4 @@
-"""Node features most of which are 0, such as bags of words, as the edges of a graph from columns to rows."""
+"""Sparse node features, such as bags of words, as the edges of a graph from columns to rows."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from jmp_train.policies.pytrees import has_tracers
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SparseFeatures:
-    """A matrix of features [nodes, width] of which only entries that are not 0 are kept, as a pytree.
+    """A matrix of features [nodes, width] that stores only nonzero entries, as a pytree.
 
-    Make it with `sparse_features`, on the host. `GraphConv`, `SAGEConv`, `GATConv` and `GATv2Conv`, and the
-    functions of these, take it in place of an array: its product with a weight, which comes first, reads
-    only these entries, adds them in float32 and stores the result in the weight's dtype.
+    Create it with `sparse_features`, on the host. `GraphConv`, `SAGEConv`, `GATConv` and `GATv2Conv`, and their
+    functions, take it in place of an array. Its product with a weight, which comes first, reads
+    only these entries, sums them in float32 and stores the result in the weight's dtype.
 
     Attributes:
       connections: an edge for each entry, from its column to its row.
@@ -37,24 +37,24 @@ class SparseFeatures:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many nodes there are, and how many features each has."""
+        """The numbers of nodes and of features."""
         return self.connections.num_receivers, self.connections.num_senders
 
     @property
     def dtype(self) -> np.dtype:
-        """That of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def num_entries(self) -> int:
-        """How many entries are kept."""
+        """Number of stored entries."""
         return self.values.shape[0]
 
     def map_values(self, function: Callable[[jax.Array], jax.Array]) -> "SparseFeatures":
-        """Returns the features with other values, where 0 stays 0.
+        """Returns the features with other values; zeros stay 0.
 
         Args:
-          function: of the values [entries], such as dropout.
+          function: a function of the values [entries], such as dropout.
         """
         return dataclasses.replace(self, values=function(self.values))
 
@@ -62,22 +62,22 @@ class SparseFeatures:
         """Returns the features in another dtype.
 
         Args:
-          dtype: which one.
+          dtype: the dtype.
         """
         return self.map_values(lambda values: values.astype(dtype))
 
     def toarray(self) -> jax.Array:
         """Returns the features [nodes, width] with all zeros."""
-        connections = jax.tree.map(jnp.asarray, self.connections)  # which may be in the host's memory
+        connections = jax.tree.map(jnp.asarray, self.connections)  # may be in the host's memory
         ends = connections.receivers.ids, connections.senders.ids
         return jnp.zeros(self.shape, self.dtype).at[ends].add(self.values)
 
 
 def sparse_features(matrix: Any) -> SparseFeatures:
-    """Returns the entries of a matrix that are not 0; runs on the host.
+    """Returns the nonzero entries of a matrix; runs on the host.
 
     Args:
-      matrix: floating [nodes, width], an array or a sparse matrix of scipy's, whose entries at one place are added.
+      matrix: floating [nodes, width], an array or a sparse matrix of scipy's, whose duplicate entries are summed.
 
     Returns:
       The features in the matrix's dtype, by row and then column, on the default device.
@@ -100,7 +100,7 @@ def sparse_features(matrix: Any) -> SparseFeatures:
     if array.ndim != 2:
         raise ValueError(f"matrix must have shape [nodes, width], got shape {array.shape}")
     if scipy.sparse.issparse(array):
-        entries = array.tocsr().tocoo()  # duplicates of another format are added on the way
+        entries = array.tocsr().tocoo()  # sums duplicates of other formats
         entries.sum_duplicates()
         is_entry = entries.data != 0
         order = np.lexsort((entries.col[is_entry], entries.row[is_entry]))

@@ -1,4 +1,4 @@
-"""Stacks: graphs of one structure in arrays with one more axis, to be shared between devices and micro-batches."""
+"""Stacks: graphs of one structure in arrays with one more axis, to distribute over devices and micro-batches."""
 
 import dataclasses
 import functools
@@ -19,12 +19,12 @@ from jmp_train.policies.pytrees import change_nodes, find_nodes, named_leaves
 class GraphStack:
     """Several graphs of the same structure and shapes, a pytree whose arrays are [count, ...].
 
-    A batch that is sharded along its first axis is split between the graphs of a stack, and a train step gives each
-    graph to the loss function as it was before. Make it with `stack`. `jax.vmap` and `jax.lax.scan` go over
+    A batch that is sharded along its first axis is split between the graphs of a stack, and a train step passes single
+    graphs to the loss function. Create it with `stack`. `jax.vmap` and `jax.lax.scan` run over
     `stack.graphs`.
 
     Args:
-      graphs: the graph, or what was stacked, with arrays [count, ...].
+      graphs: the stacked graph or tree, with arrays [count, ...].
 
     Example:
       >>> import jax
@@ -37,14 +37,14 @@ class GraphStack:
     graphs: Any
 
     def __len__(self) -> int:
-        """How many graphs there are."""
+        """Number of graphs."""
         return jax.tree.leaves(self.graphs)[0].shape[0]
 
     def __getitem__(self, place: int) -> Any:
         """Returns one of the graphs.
 
         Args:
-          place: which; negative ones count from the end.
+          place: index of the graph; negative ones count from the end.
 
         Raises:
           IndexError: there is none.
@@ -59,15 +59,15 @@ def stack(graphs: Sequence[Any]) -> GraphStack:
     """Returns graphs as one stack, for the batch of a step on several devices or with micro-batches.
 
     Args:
-      graphs: graphs of ours or jraph's, or any trees of arrays that hold graphs, such as dictionaries of a
-        `Block` and the features of its nodes; all of the same structure, shapes and dtypes. `pad` makes
-        graphs of different sizes so.
+      graphs: graphs of ours or jraph's, or any trees of arrays that contain graphs, such as dictionaries of a
+        `Block` and the features of its nodes; all of the same structure, shapes and dtypes. Use `pad` for
+        graphs of different sizes.
 
     Returns:
-      The stack, in the order of the graphs; in the host's memory where all of them are.
+      The stack, in the order of the graphs; in the host's memory if all of them are.
 
     Raises:
-      ValueError: there are no graphs, or one differs from the first; the message says in what.
+      ValueError: there are no graphs, or one differs from the first; the message has the difference.
 
     Example:
       >>> from jmp_train.graphs import from_edges, pad
@@ -91,7 +91,7 @@ def unstack(stack: GraphStack) -> list[Any]:
     """Returns the graphs of a stack.
 
     Args:
-      stack: what `stack` returned.
+      stack: from `stack`.
 
     Raises:
       TypeError: it is not a stack.
@@ -107,7 +107,7 @@ def unstack(stack: GraphStack) -> list[Any]:
 
 
 def _with_one_rule_on_zero_in_degree(graphs: Sequence[Any]) -> list[Any]:
-    """Returns graphs that all say that some node is entered by no edge, where one of them does."""
+    """Returns graphs that all claim a node without incoming edges if one of them does."""
     adjacencies = [[node for _, node in find_nodes(graph, Adjacency)] for graph in graphs]
     known = {node.has_zero_in_degree for nodes in adjacencies for node in nodes}
     if len(known) < 2:
