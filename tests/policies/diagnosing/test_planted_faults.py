@@ -13,7 +13,11 @@ from planting import Fault, Way
 
 import jmp_train as jt
 
-pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore::jmp_train.MissingLossScaleWarning")]
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.filterwarnings("ignore::jmp_train.MissingLossScaleWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),  # of a constant, which is a fault
+]
 
 
 def harmful(report: jt.NumericsReport) -> list[jt.Problem]:
