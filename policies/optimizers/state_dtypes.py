@@ -33,7 +33,6 @@ from jmp_train.policies.pytrees import (
     arrays_of_variables,
     change_nodes,
     is_optimizer_variable,
-    path_name,
     refuse_overwritten,
     select_tree,
     upcast_to_float32,
@@ -42,14 +41,16 @@ from jmp_train.policies.quantizing import (
     BLOCK_DTYPES,
     BlockQuantized,
     Item,
+    code_of,
     dequantize,
     fold_in_each,
-    from_indices,
+    from_bits,
     map_alike,
-    quantize,
-    requantize_indices,
+    quantize_bits,
+    requantize_bits,
     round_to,
-    to_indices,
+    split_in_two,
+    to_bits,
 )
 from jmp_train.policies.types import Grads, Params, PyTree
 
@@ -161,7 +162,7 @@ def with_state_dtypes(
             result, inner_state = inner.update(grads, decoded, float32_params, **extra_args)
             if return_params and params is not None:
                 result = add_updates(params, result, on_addition)
-        next_key, step_key = (None, None) if state.key is None else jax.random.split(state.key)
+        next_key, step_key = (None, None) if state.key is None else split_in_two(state.key)
         for _, scaled in scaled_states(inner_state):
             next_key = select_tree(scaled.last_taken, next_key, state.key)
         encoded = _encoded(rules, inner_state, old_state, owners, step_key)
@@ -199,7 +200,7 @@ def _check_rounding(rounding: object, key: jax.Array | None) -> None:
         raise ValueError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")
     if key is not None:
         if rounding == "nearest":
-            raise ValueError("key is for rounding='stochastic'")
+            raise ValueError("key is only for rounding='stochastic'")
         check_key(key)
 
 
@@ -223,16 +224,12 @@ def _encoded(rules: StateRules, state: PyTree, old: PyTree, owners: Owners, key:
     for row, (number, dtype) in enumerate(dtypes.items()):
         path, x = paths_and_leaves[number]
         quantized = before.get(path) if dtype in BLOCK_DTYPES else None
-        is_dynamic = quantized is not None and dtype in ("int8", "uint8")
-        # XLA's CPU loops over float8 run many times slower than the same program unrolled.
-        alone = dtype.startswith("float8")
-        name = path_name(path) if alone else owners.name_without_numbers(path)
-        kind = _Kind("dynamic" if is_dynamic else dtype, rules.block_size, name)
-        old_indices = None if quantized is None else to_indices(quantized)
-        items.append(Item(kind, (row, dtype == "int8"), (x, old_indices)))
+        kind = _Kind(code_of(dtype), rules.block_size, owners.name_without_numbers(path))
+        old_bits = None if quantized is None else to_bits(quantized)
+        items.append(Item(kind, (row, dtype == "int8"), x, old_bits))
     keys = None if key is None else fold_in_each(key, list(dtypes))
     for (number, dtype), encoded in zip(dtypes.items(), map_alike(_encode, items, keys), strict=True):
-        leaves[number] = from_indices(encoded, dtype) if is_quantized(encoded) else encoded
+        leaves[number] = from_bits(encoded, dtype) if is_quantized(encoded) else encoded
     return structure.unflatten(leaves)
 
 
@@ -240,30 +237,31 @@ class _Kind(NamedTuple):
     """The common properties of arrays that are encoded in one loop.
 
     Attributes:
-      dtype: the stored dtype; "dynamic" for int8 and uint8, which each array has itself.
+      code: the stored dtype; "dynamic" for int8 and uint8, which the numbers of each array tell apart.
       block_size: largest number of elements per block.
       name: name of the parameter without numbers. It is the same in all blocks of a model, and so is the sharding.
         Other arrays of equal shapes may be sharded differently, and a stack would move them between devices.
     """
 
-    dtype: str
+    code: str
     block_size: int
     name: str
 
 
-def _encode(kind: _Kind, numbers: tuple[jax.Array, ...], arrays: tuple[jax.Array, Any], keys: jax.Array | None) -> Any:
-    """Returns the stored form of an array, with indices in place of int8 codes.
+def _encode(kind: _Kind, numbers: tuple[jax.Array, ...], x: jax.Array, old: Any, keys: jax.Array | None) -> Any:
+    """Returns the stored form of an array, with codes as bits.
 
     Args:
       kind: the common properties.
       numbers: the row of its key, and whether it is stored in int8.
-      arrays: the array, and its old value in blocks, with indices, or None.
+      x: the array.
+      old: its old value in blocks, with codes as bits; or None.
       keys: random keys, or None to round to the nearest.
     """
-    (row, signed), (x, old) = numbers, arrays
-    float32, key = x.astype(jnp.float32), None if keys is None else keys[row]
-    if old is not None:
-        return requantize_indices(float32, old, signed, key)
-    if kind.dtype not in BLOCK_DTYPES:
-        return round_to(float32, kind.dtype, key)
-    return to_indices(quantize(float32, kind.dtype, key, block_size=kind.block_size))
+    (row, signed), float32 = numbers, x.astype(jnp.float32)
+    key = None if keys is None else keys[row]
+    if kind.code in ("bfloat16", "float16"):
+        return round_to(float32, kind.code, key)
+    if old is None:
+        return quantize_bits(float32, kind.code, signed, key, kind.block_size)
+    return requantize_bits(float32, old, kind.code, signed, key)
