@@ -1,6 +1,7 @@
 """What `jmp_train.diagnose` costs beside the step that it looks at: compile time, run time and memory.
 
     python benchmarks/diagnose.py [--rounds 1] [--policy mixed_float16] [--json FILE]
+    python benchmarks/diagnose.py --cases vit-tiny --reports 30
     python benchmarks/diagnose.py --tiny --rounds 1     # in a small size, to see that it runs
 
 Three steps with a loss scale, each in a process of its own: the task `mnist`'s network, a small vision
@@ -9,9 +10,12 @@ graph like Reddit's. Compile time is that of tracing and compiling, in seconds o
 first call less one run. The run of a diagnosis is what each further step of it takes, and its first report what a user
 waits for. Memory of the step is what XLA plans for arguments, results and temporaries; of the diagnosis the most that
 its arrays took at any time, looked at every two milliseconds, without what is within one of its programs.
+
+Then one process makes `--reports` reports of a small vision transformer, and says by how much its memory grows.
 """
 
 import argparse
+import gc
 import json
 import resource
 import statistics
@@ -20,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ from jmp_train.runs import setup_of, train_batches
 from jmp_train.tasks import load_task, vit
 from jmp_train.tasks.models import VisionTransformer
 
-GOAL, MEMORY_GOAL = 3.0, 5.0
+GOAL, MEMORY_GOAL, GROWTH_GOAL = 3.0, 5.0, 200
 CASES = ("mnist", "vit-tiny", "gat")
 COLUMNS = (
     ("compile_seconds", 1, "s"),
@@ -51,13 +54,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--policy", default="mixed_float16")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--case", choices=CASES, help="measure this one here, and print it as JSON")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES)
+    parser.add_argument("--reports", type=int, default=30)
+    parser.add_argument("--case", choices=(*CASES, "growth"), help="measure this one here, and print it as JSON")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.case == "growth":
+        print(json.dumps(growth(*case("vit-tiny", args.policy, True), args.reports)))
+        return
     if args.case:
         print(json.dumps(measured(*case(args.case, args.policy, args.tiny), args.rounds)))
         return
-    results = {name: in_a_process(name, args) for name in CASES}
+    results: dict[str, Any] = {name: in_a_process(name, args) for name in args.cases}
     print(f"{'':<10}{'operations':>11}{'':>4}{'compile':>18}{'compile, CPU':>20}{'run':>22}{'memory':>24}")
     for name, found in results.items():
         step, diagnosis = found["step"], found["diagnosis"]
@@ -67,15 +75,22 @@ def main() -> None:
         ]
         print(f"{name:<10}{found['operations']:>11}    " + "  ".join(f"{cell:>20}" for cell in cells))
         kept = f"of which the process keeps {found['kept_megabytes']:.0f} MB"
-        print(f"{'':<10}the first report after {found['first_report_seconds']:.1f} s, {kept}")
+        seconds = f"{found['first_report_seconds']:.1f} s ({found['first_report_cpu_seconds']:.1f} s of CPU)"
+        print(f"{'':<10}the first report after {seconds}, {kept}", flush=True)
     print(f"diagnosis / step; goal at most {GOAL:g} in compile time, {MEMORY_GOAL:g} in memory")
+    if args.reports:
+        found = results["growth"] = in_a_process("growth", args)
+        first, last = found["megabytes"][0], found["megabytes"][-1]
+        print(f"{args.reports} reports in one process: {first:.0f} MB after the first, {last:.0f} MB after the last")
+        print(f"grown by {last - first:.0f} MB; goal at most {GROWTH_GOAL}")
     if args.json:
         write_results(args.json, results)
 
 
 def in_a_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Returns what a fresh process measures, so that no case has another's programs."""
-    command = [sys.executable, __file__, "--case", name, "--rounds", str(args.rounds), "--policy", args.policy]
+    command = [sys.executable, __file__, "--case", name, "--policy", args.policy]
+    command += ["--rounds", str(args.rounds), "--reports", str(args.reports)]
     result = subprocess.run(
         [*command, *(["--tiny"] if args.tiny else [])], check=True, stdout=subprocess.PIPE, text=True
     )
@@ -116,16 +131,17 @@ def measured(step: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> di
     compile_times = time.perf_counter() - wall, time.process_time() - cpu
     planned = planned_bytes(compiled)
     resident = resident_megabytes()
-    first = timed(lambda: jt.diagnose(step, *args))
+    first, _ = timed(lambda: jt.diagnose(step, *args))
     kept = resident_megabytes() - resident
-    report, peak = watched(lambda: jt.diagnose(step, *args))
-    # Loops are compiled anew in each call, but not in each of its steps.
-    once, more = (timed(partial(jt.diagnose, step, *args, steps=steps)) for steps in (1, 1 + rounds))
+    # Programs are compiled anew in each call, but not in each of its steps.
+    (once, report), peak = watched(lambda: timed(lambda: jt.diagnose(step, *args)))
+    more, _ = timed(lambda: jt.diagnose(step, *args, steps=1 + rounds))
     run_wall, run_cpu = ((after - before) / rounds for before, after in zip(once, more, strict=True))
-    plain = [timed(lambda: jax.block_until_ready(compiled(*args))) for _ in range(rounds + 1)][1:]
+    plain = [timed(lambda: jax.block_until_ready(compiled(*args)))[0] for _ in range(rounds + 1)][1:]
     return {
         "operations": len(report.rows),
         "first_report_seconds": first[0],
+        "first_report_cpu_seconds": first[1],
         "kept_megabytes": kept,
         "step": {
             "compile_seconds": compile_times[0],
@@ -154,11 +170,22 @@ def planned_bytes(compiled: Any) -> int:
     return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, float]:
-    """Returns the seconds that a call takes, and those of CPU."""
+def timed(run: Callable[[], Any]) -> tuple[tuple[float, float], Any]:
+    """Returns the seconds that a call takes, and those of CPU; and its result."""
     wall, cpu = time.perf_counter(), time.process_time()
-    run()
-    return time.perf_counter() - wall, time.process_time() - cpu
+    result = run()
+    return (time.perf_counter() - wall, time.process_time() - cpu), result
+
+
+def growth(step: Callable[..., Any], args: tuple[Any, ...], reports: int) -> dict[str, Any]:
+    """Returns the megabytes that a process has in use after each report."""
+    megabytes = []
+    for number in range(reports):
+        jt.diagnose(step, *args)
+        gc.collect()
+        megabytes.append(resident_megabytes())
+        print(f"  report {number + 1}: {megabytes[-1]:.0f} MB", file=sys.stderr, flush=True)
+    return {"megabytes": megabytes}
 
 
 def watched(run: Callable[[], Any]) -> tuple[Any, int]:

@@ -1,9 +1,9 @@
 """Mixed-precision training for JAX, as transformations of pure functions.
 
-`import jmp_train as jt` offers what a training script needs: policies, loss scales, autocast, train steps, checkpoints.
-`jt.graphs` passes messages on graphs, `jt.data` reads and batches data, `jt.aot` compiles ahead of time for a target
-GPU, `jt.distributed` connects several processes; `jt.policies`, `jt.autocasting`, `jt.steps`, `jt.parallel` and
-`jt.checkpoints` hold what fewer scripts need. Everything that jmp 0.0.4 has is here under the same names.
+`import jmp_train as jt` offers the names for training scripts: policies, loss scales, autocast, train steps and
+checkpoints. `jt.graphs` passes messages on graphs, `jt.data` reads and batches data, `jt.aot` compiles ahead of time
+for a target GPU, `jt.distributed` connects several processes; `jt.policies`, `jt.autocasting`, `jt.steps`,
+`jt.parallel` and `jt.checkpoints` hold names for special needs. All names of jmp 0.0.4 are here unchanged.
 """
 
 from jmp_train import current_folder  # noqa: F401, I001 - before all modules that may be in the current folder

@@ -1,4 +1,4 @@
-"""Tables of csv files that are checked: as many rows as others say, ids in range, whole numbers, finite features."""
+"""Checked tables of csv files: number of rows, ids in range, integers, finite features."""
 
 import warnings
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from jmp_train.graphs.datasets.file_limits import faults_named
 from jmp_train.graphs.structure import LARGEST_COUNT
 from jmp_train.policies import CollapsedValuesWarning
 
-LARGEST_EXACT = 2**24  # up to which float32 has all whole numbers
-MOST_CLASSES = 2**16  # or as many as there are rows: a label in a damaged file sizes no model
+LARGEST_EXACT = 2**24  # up to which float32 represents all integers
+MOST_CLASSES = 2**16  # or the number of rows, so that a label in a damaged file does not make a model huge
 
 Table = Callable[..., np.ndarray]
 
 
 def read_table(path: Path, dtype: DTypeLike, rows: int | None = None, *, max_bytes: int | None) -> np.ndarray:
-    """Returns what `read_csv_table` does; errors of the system name the file."""
+    """Returns the result of `read_csv_table`; errors of the system name the file."""
     with faults_named(path):
         return read_csv_table(path, dtype, rows=rows, max_bytes=max_bytes)
 
@@ -38,12 +38,12 @@ def read_ids(
 
     Args:
       read: reads a table.
-      path: of the file.
-      columns: how many columns it has.
-      count: how many nodes there are.
-      rows: how many rows are expected.
-      first: the id that the file gives to the first node.
-      known: for messages, what there are so many of.
+      path: the file.
+      columns: number of columns.
+      count: number of nodes.
+      rows: expected number of rows.
+      first: the id of the first node in the file.
+      known: what the ids count, for messages.
     """
     ids = read(path, np.int32, rows)
     if not ids.size:
@@ -69,7 +69,7 @@ def read_features(read: Table, path: Path, rows: int, counted_by: Path) -> np.nd
 
 
 def warn_of_rounding(path: Path, numbers: np.ndarray) -> None:
-    """Warns if a column of a float32 table has numbers so large that float32 rounds whole ones: ids, or times."""
+    """Warns if a column of a float32 table has integers so large that float32 rounds them, such as ids or times."""
     largest = np.nanmax(np.abs(numbers), axis=0, initial=0)
     is_rounded = np.isfinite(largest) & (largest > LARGEST_EXACT)
     if is_rounded.any():
@@ -83,7 +83,7 @@ def warn_of_rounding(path: Path, numbers: np.ndarray) -> None:
 
 
 def whole(path: Path, numbers: np.ndarray, is_given: np.ndarray, most: int = LARGEST_COUNT) -> np.ndarray:
-    """Returns int32 [rows] of float64 [rows, 1]; those that are given must be whole, from 0 to `most`."""
+    """Returns int32 [rows] from float64 [rows, 1]; given entries must be integers from 0 to `most`."""
     is_right = (numbers >= 0) & (numbers <= most) & (numbers == np.floor(numbers))
     is_wrong = is_given & ~is_right
     if is_wrong.any():
@@ -95,20 +95,20 @@ def whole(path: Path, numbers: np.ndarray, is_given: np.ndarray, most: int = LAR
 
 
 def check_finite(path: Path, table: np.ndarray) -> None:
-    """Raises ValueError where a number is infinite or NaN."""
+    """Raises ValueError if a number is infinite or NaN."""
     is_finite = np.isfinite(table).all(axis=1)
     if not is_finite.all():
         raise ValueError(f"{path}: row {is_finite.argmin()} is not finite")
 
 
 def check_columns(path: Path, table: np.ndarray, columns: int) -> None:
-    """Raises ValueError where a table has another number of columns."""
+    """Raises ValueError if a table has another number of columns."""
     if table.shape[1] != columns:
         raise ValueError(f"{path} has {table.shape[1]} columns, where {columns} are wanted")
 
 
 def check_rows(path: Path, table: np.ndarray, rows: int, counted_by: Path) -> None:
-    """Raises ValueError where a table has another number of rows than another file says."""
+    """Raises ValueError if a table does not have the number of rows in another file."""
     if len(table) > rows:
         raise ValueError(f"{path} has more rows than the {rows} that {counted_by.name} says")
     if len(table) != rows:

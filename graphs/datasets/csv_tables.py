@@ -16,25 +16,25 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.datasets.file_limits import check_bytes, most_bytes, one_line
 
-_BLOCK = 2**21  # bytes of text that are parsed at once; no line is longer
-_GZIP = b"\x1f\x8b"  # how such files begin
-_ZIPPED = 2**17  # bytes that are unzipped at once
+_BLOCK = 2**21  # bytes of text parsed at once, and of the longest line
+_GZIP = b"\x1f\x8b"  # the first bytes of gzip files
+_ZIPPED = 2**17  # bytes unzipped at once
 
 
 def read_csv_table(
     path: Path, dtype: DTypeLike, *, rows: int | None = None, max_bytes: int | None = None
 ) -> np.ndarray:
-    r"""Reads a csv file of numbers, at the speed of `numpy.loadtxt`; empty lines are passed over.
+    r"""Reads a csv file of numbers, at the speed of `numpy.loadtxt`; empty lines are skipped.
 
     Args:
       path: the file; it is gzipped if its name ends with `.gz`.
-      dtype: of the numbers: int32, float32 or float64.
-      rows: how many rows are expected: room is made for them at once, and reading ends soon after them.
-      max_bytes: how many bytes the text may have, and the numbers may take; None for 100 times the file's
+      dtype: dtype of the numbers: int32, float32 or float64.
+      rows: expected number of rows: memory is allocated for them at once, and reading ends soon after them.
+      max_bytes: largest number of bytes of the text, and of the numbers; None for 100 times the file's
         size, and 256 MiB at least.
 
     Returns:
-      An array of that dtype [rows, columns]; [0, 0] if the file is empty. Where the file has more rows than
+      An array of that dtype [rows, columns]; [0, 0] if the file is empty. If the file has more rows than
       expected, not all of them.
 
     Raises:
@@ -59,8 +59,8 @@ def read_csv_table(
 def _parsed(path: Path, dtype: np.dtype, rows: int | None, most: int) -> np.ndarray:
     table, count = np.zeros((0, 0), dtype), 0
     with warnings.catch_warnings(), _fast_sources() as source:
-        warnings.simplefilter("ignore", UserWarning)  # that the file is empty
-        warnings.simplefilter("error", DeprecationWarning)  # that 1.5 is read as the integer 1
+        warnings.simplefilter("ignore", UserWarning)  # about an empty file
+        warnings.simplefilter("error", DeprecationWarning)  # about 1.5 read as the integer 1
         for block in _blocks(path, most):
             columns = table.shape[1] if count else None
             try:
@@ -77,7 +77,7 @@ def _parsed(path: Path, dtype: np.dtype, rows: int | None, most: int) -> np.ndar
             if not count:
                 is_room = rows is not None and rows * part[0].nbytes <= most
                 table = np.empty((max(needed, rows if is_room else 0), part.shape[1]), dtype)
-            elif needed > len(table):  # in place: there is no second copy of a large table
+            elif needed > len(table):  # in place, without a second copy of a large table
                 table.resize((max(needed, len(table) * 5 // 4), part.shape[1]), refcheck=False)
             table[count:needed] = part
             count = needed
@@ -88,7 +88,7 @@ def _parsed(path: Path, dtype: np.dtype, rows: int | None, most: int) -> np.ndar
 
 
 def _blocks(path: Path, most: int) -> Iterator[memoryview]:
-    """Yields the text of a file, of at most so many bytes, in blocks of whole lines."""
+    """Yields the text of a file, at most `most` bytes, in blocks of whole lines."""
     parts, size, length = [], 0, 0
     for chunk in _unzipped(path) if path.suffix == ".gz" else _read(path, _BLOCK):
         length += len(chunk)
@@ -114,7 +114,7 @@ def _read(path: Path, size: int) -> Iterator[bytes]:
 
 
 def _unzipped(path: Path) -> Iterator[bytes]:
-    """Yields the content of a gzip file, of one member or several; `gzip` takes longer for it."""
+    """Yields the content of a gzip file with one or several members, faster than `gzip`."""
     unzip, is_within, is_first = zlib.decompressobj(31), False, True
     for data in _read(path, _ZIPPED):
         if is_first and not _GZIP.startswith(data[:2]):
@@ -131,9 +131,9 @@ def _unzipped(path: Path) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _fast_sources() -> Iterator[Callable[[memoryview], Any]]:
-    """Yields a function that makes of a block of text what `numpy.loadtxt` reads.
+    """Yields a function that prepares a block of text for `numpy.loadtxt`.
 
-    Of short lines, it reads a named file in half the time of an open one; Linux gives names to memory.
+    For short lines, it reads a named file in half the time of an open one; Linux has named files in memory.
     """
     file = _memory_file()
     if file is None:
@@ -143,7 +143,7 @@ def _fast_sources() -> Iterator[Callable[[memoryview], Any]]:
 
     def written(block: memoryview) -> str:
         os.pwrite(file, block, 0)
-        os.ftruncate(file, len(block))  # afterward: its pages are used again
+        os.ftruncate(file, len(block))  # afterward, so that its pages are reused
         return name
 
     try:
@@ -153,7 +153,7 @@ def _fast_sources() -> Iterator[Callable[[memoryview], Any]]:
 
 
 def _memory_file() -> int | None:
-    """Returns a file in memory; None where such a file has no name that can be opened."""
+    """Returns a file in memory; None if such a file has no name to open it by."""
     if sys.platform != "linux" or not os.path.isdir("/proc/self/fd"):
         return None
     try:
@@ -167,13 +167,13 @@ def _lines(block: memoryview) -> IO[str]:
 
 
 def _faults(block: memoryview, dtype: np.dtype, before: int, columns: int | None) -> Iterator[str]:
-    """Says what is wrong with a part of a table, row by row: numpy's words differ between its versions.
+    """Yields the faults of a part of a table, row by row, because NumPy's messages differ between its versions.
 
     Args:
       block: its text.
-      dtype: of its numbers.
-      before: how many rows came before.
-      columns: how many columns these have; None where there are none.
+      dtype: dtype of its numbers.
+      before: number of rows before it.
+      columns: number of columns of these; None if there are none.
     """
     whole = dtype.kind == "i"
     lines = (line.removesuffix("\n") for line in _lines(block))
@@ -190,7 +190,7 @@ def _faults(block: memoryview, dtype: np.dtype, before: int, columns: int | None
 
 def _is_number(field: str, whole: bool) -> bool:
     if whole:
-        digits = field.strip()  # of all that numpy passes over, \x1e too, which `int` does not
+        digits = field.strip()  # of everything that NumPy skips, including \x1e, which `int` does not
         return bool(re.fullmatch(r"[+-]?[0-9]{1,20}", digits)) and -(2**31) <= int(digits) < 2**31
     try:
         float(field)

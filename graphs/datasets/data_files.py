@@ -1,15 +1,15 @@
-"""Finds the files of a data set in a folder, and names those that are missing."""
+"""Finds the files of a data set in a folder, and names missing ones."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
 def find_file(folder: Path, names: Sequence[str]) -> Path | None:
-    """Returns the first file of these names that is there, or None.
+    """Returns the first existing file of some names, or None.
 
     Args:
-      folder: where to look.
-      names: what the file may be called.
+      folder: the folder.
+      names: possible names of the file.
     """
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
@@ -23,16 +23,16 @@ def find_files(
     """Returns the files of a data set.
 
     Args:
-      data_dir: where to look.
-      names: by key, what each file may be called; the first that is there is taken.
-      public: where the data set is public, for messages.
-      facts: by key, what else a message says of a file, on a line of its own; None for nothing.
+      data_dir: the folder.
+      names: by key, possible names of each file; the first that exists is taken.
+      public: public address of the data set, for messages.
+      facts: by key, further text about a file for messages, on its own line; None for nothing.
 
     Returns:
       The paths by key.
 
     Raises:
-      FileNotFoundError: there is no such folder, or files are missing; the message names them all.
+      FileNotFoundError: the folder does not exist, or files are missing; the message names them all.
 
     Example:
       >>> import tempfile
@@ -62,7 +62,7 @@ def describe_files(names: Mapping[str, Sequence[str]], facts: Mapping[str, str])
     """Returns an indented line for each file, with a line break before it.
 
     Args:
-      names: by key, what each file may be called.
-      facts: by key, what else there is to say of it.
+      names: by key, possible names of each file.
+      facts: by key, further text about it.
     """
     return "".join(f"\n  {' or '.join(choices)} ({facts[key]})" for key, choices in names.items())

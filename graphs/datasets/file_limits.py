@@ -1,4 +1,4 @@
-"""Limits on the memory that a data file may ask for, and system errors that name the file."""
+"""Limits on the memory that reading a data file may take, and system errors that name the file."""
 
 import contextlib
 import errno
@@ -8,20 +8,20 @@ from pathlib import Path
 
 from jmp_train.graphs.structure import as_count
 
-# What the public data sets need. Cora's allx is 9.8 MB from a file of 0.26; Citeseer's, 34 MB, and Pubmed's,
-# 36 MB, have 32 and 50 words a row of 8 bytes or 12 each: 60 times the file at most. ogbn-arxiv and ogbn-products
+# The needs of the public data sets. Cora's allx takes 9.8 MB from a file of 0.26; Citeseer's, 34 MB, and Pubmed's,
+# 36 MB, have 32 and 50 words per row of 8 or 12 bytes each: 60 times the file at most. ogbn-arxiv and ogbn-products
 # have 87 MB and 980 MB of features, 9 MB and 495 MB of edges; as text of random digits they shrink to a third.
-# Reddit has 561 MB of features and 0.9 or 1.8 GB of edges, whose senders hardly shrink; one sorted array of
-# ids alone shrinks to a 500th, and so archives are judged as a whole.
+# Reddit has 561 MB of features and 0.9 or 1.8 GB of edges, whose senders hardly shrink. A single sorted array of
+# ids shrinks to a 500th, so the limit applies to archives as a whole.
 _LEAST = 2**28
 _TIMES = 100
 
 
 def most_bytes(max_bytes: int | None, *paths: Path) -> int:
-    r"""Returns how many bytes arrays may take that are made of some files together.
+    r"""Returns the largest number of bytes for the arrays from some files together.
 
     Args:
-      max_bytes: so many; None for 100 times the files' size, and 256 MiB at least.
+      max_bytes: the limit; None for 100 times the files' size, and 256 MiB at least.
       paths: the files.
 
     Example:
@@ -37,12 +37,12 @@ def most_bytes(max_bytes: int | None, *paths: Path) -> int:
 
 
 def check_bytes(what: str, count: int, most: int) -> None:
-    """Raises ValueError where something would take too many bytes.
+    """Raises ValueError if something would take too many bytes.
 
     Args:
-      what: the file, and of what in it, for the message.
-      count: how many bytes it would take.
-      most: how many it may take.
+      what: the file, and the part of it, for the message.
+      count: number of bytes needed.
+      most: number of bytes allowed.
 
     Example:
       >>> check_bytes("ind.cora.allx: a matrix [9, 9]", 324, 300)
@@ -55,7 +55,7 @@ def check_bytes(what: str, count: int, most: int) -> None:
 
 @contextlib.contextmanager
 def faults_named(path: Path) -> Iterator[None]:
-    """Raises faults of reading a file that do not name it, and a lack of memory, as an OSError that does."""
+    """Turns errors of reading without a file name, and a lack of memory, into an OSError with the name."""
     try:
         yield
     except MemoryError:

@@ -1,4 +1,4 @@
-"""`GraphData`, a data set of many graphs in the host's memory, of each of which something is to be predicted."""
+"""`GraphData`, a data set of many graphs with labels, in the host's memory."""
 
 import dataclasses
 import functools
@@ -17,21 +17,21 @@ def _none() -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class GraphData:
-    """Many graphs, as they came from files, one after the other; nothing of them is on a device.
+    """Many graphs from files, one after the other; nothing is on a device.
 
     Attributes:
-      n_node: int32 [graphs], the nodes of each graph.
-      n_edge: int32 [graphs], the edges of each graph.
+      n_node: int32 [graphs], number of nodes of each graph.
+      n_edge: int32 [graphs], number of edges of each graph.
       senders: int32 [edges of all], the node that each edge leaves, counted from 0 in its graph.
       receivers: int32 [edges of all], the node that each edge enters, counted from 0 in its graph.
-      labels: int32 [graphs], the class of each graph; or float32 [graphs, tasks], NaN where it is not known.
-      num_classes: how many classes there are; None where labels are numbers.
-      nodes: what is known of nodes, arrays [nodes of all, ...] by name.
-      edges: what is known of edges, arrays [edges of all, ...] by name.
-      graphs: what else is known of graphs, arrays [graphs, ...] by name.
-      train: int32 [graphs to train on], which these are; empty where the files have no split.
-      validation: int32 [graphs to choose a model by], as `train`.
-      test: int32 [graphs to test it on], as `train`.
+      labels: int32 [graphs], the class of each graph; or float32 [graphs, tasks], NaN if unknown.
+      num_classes: number of classes; None if labels are numbers.
+      nodes: features of nodes, arrays [nodes of all, ...] by name.
+      edges: features of edges, arrays [edges of all, ...] by name.
+      graphs: further features of graphs, arrays [graphs, ...] by name.
+      train: int32 [training graphs], their indices; empty if the files have no split.
+      validation: int32 [validation graphs], as `train`.
+      test: int32 [test graphs], as `train`.
 
     Example:
       >>> import numpy as np
@@ -55,24 +55,24 @@ class GraphData:
     test: np.ndarray = dataclasses.field(default_factory=_none)
 
     def __len__(self) -> int:
-        """Returns how many graphs there are."""
+        """Returns the number of graphs."""
         return len(self.n_node)
 
     @functools.cached_property
     def node_starts(self) -> np.ndarray:
-        """Int64 [graphs + 1], where the nodes of each graph begin, and where the last ones end."""
+        """Int64 [graphs + 1], the start of each graph's nodes, and the end of the last ones."""
         return np.append(0, np.cumsum(self.n_node, dtype=np.int64))
 
     @functools.cached_property
     def edge_starts(self) -> np.ndarray:
-        """Int64 [graphs + 1], where the edges of each graph begin, and where the last ones end."""
+        """Int64 [graphs + 1], the start of each graph's edges, and the end of the last ones."""
         return np.append(0, np.cumsum(self.n_edge, dtype=np.int64))
 
     def graph(self, place: SupportsIndex, *, formats: Sequence[str] = ("coo",)) -> Graph:
-        """Returns one of the graphs, with what is known of its nodes and edges, on the default device.
+        """Returns one of the graphs with the features of its nodes and edges, on the default device.
 
         Args:
-          place: which graph, counted from 0.
+          place: index of the graph, from 0.
           formats: see `from_edges`.
 
         Raises:

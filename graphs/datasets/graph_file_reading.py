@@ -1,4 +1,4 @@
-"""Reads the files that `save_graphs` wrote: nothing in them is trusted, and only the graphs that are wanted is read."""
+"""Reads the files of `save_graphs`, without trusting their content, and only the requested graphs."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from jmp_train.graphs.datasets.graph_files import FORMAT, VERSION, Arrays
 from jmp_train.graphs.datasets.safetensors_format import SafetensorsFile
 from jmp_train.graphs.structure import EdgeType, Graph, HeteroGraph, as_count, as_counts, from_edges, hetero_from_edges
 
-_BYTES_OF_A_NODE = 16  # degrees, and where the edges of each node begin, in both directions
+_BYTES_OF_A_NODE = 16  # degrees, and the start of each node's edges, in both directions
 
 
 def load_graphs(
@@ -26,20 +26,20 @@ def load_graphs(
     *,
     max_bytes: int | None = None,
 ) -> tuple[list[Graph | HeteroGraph], Arrays]:
-    """Returns the graphs of a file that `save_graphs` wrote, and its labels.
+    """Returns the graphs of a file from `save_graphs`, and its labels.
 
     Args:
       path: the file.
-      indices: which graphs, counted from 0; None for all. Only these are read.
-      max_bytes: how many bytes the indices of nodes may take; None for 100 times the file's size, and 256 MiB
+      indices: indices of graphs, from 0; None for all. Only these are read.
+      max_bytes: largest number of bytes for the indices of nodes; None for 100 times the file's size, and 256 MiB
         at least.
 
     Returns:
-      The graphs, with the formats that they had, their arrays on the default device; and the labels, numpy arrays.
+      The graphs, with their formats and with arrays on the default device; and the labels, NumPy arrays.
 
     Raises:
-      ValueError: the file is damaged, another one or of a later version, or asks for more memory than it may; an
-        array wants `jax_enable_x64`; or there is no such graph. The message names the file, the graph and the fault.
+      ValueError: the file is damaged, of another kind or of a later version, or needs more memory than allowed; an
+        array needs `jax_enable_x64`; or there is no such graph. The message names the file, the graph and the fault.
       OSError: the file cannot be read, or does not fit into memory.
 
     Example:
@@ -70,7 +70,7 @@ def _opened(path: Path) -> SafetensorsFile:
 
 
 def _read(path: Path, file: SafetensorsFile, start: str) -> Arrays:
-    """Returns the arrays whose names begin so, by the rest of their names."""
+    """Returns the arrays whose names begin with `start`, by the rest of their names."""
     try:
         return {name.removeprefix(start): file.read(name) for name in file.names if name.startswith(start)}
     except ValueError as fault:
@@ -78,7 +78,7 @@ def _read(path: Path, file: SafetensorsFile, start: str) -> Arrays:
 
 
 def _known(path: Path, metadata: Mapping[str, str], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns what the metadata say of each graph, checked as far as it goes without the arrays."""
+    """Returns the metadata of each graph, checked as far as possible without the arrays."""
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is not a file of graphs: its format is {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.get("format_version") != VERSION:
@@ -100,7 +100,7 @@ def _known(path: Path, metadata: Mapping[str, str], names: Sequence[str]) -> lis
 
 
 def _fault(what: object) -> str | None:
-    """Returns what is wrong with the metadata of a graph, or None."""
+    """Returns the fault in the metadata of a graph, or None."""
     if not isinstance(what, dict) or what.get("kind") not in ("graph", "hetero"):
         return "name no kind of graph"
     formats = what.get("formats")
@@ -119,7 +119,7 @@ def _fault(what: object) -> str | None:
 
 
 def _lists(value: object, length: int) -> list[list[Any]] | None:
-    """Returns a list of lists of some length; None for what is none."""
+    """Returns a list of lists of some length; None for other values."""
     is_one = isinstance(value, list) and all(isinstance(part, list) and len(part) == length for part in value)
     return cast(list[list[Any]], value) if is_one else None
 
@@ -134,7 +134,7 @@ def _places(path: Path, indices: SupportsIndex | Sequence[SupportsIndex], count:
 
 
 def _put_together(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> Graph | HeteroGraph:
-    """Returns a graph of its arrays, all of which have to be used."""
+    """Returns a graph built from its arrays, all of which must be used."""
     try:
         graph = (_graph if what["kind"] == "graph" else _hetero_graph)(where, what, arrays, most)
         if arrays:
@@ -193,7 +193,7 @@ def _pop_all(arrays: Arrays, of: str) -> Arrays:
 
 
 def _on_device(of: str, arrays: Arrays) -> Mapping[str, jax.Array]:
-    """Returns arrays of jax; raises ValueError where it would take another dtype for one."""
+    """Returns jax arrays; raises ValueError if jax would change the dtype of one."""
     for name, array in arrays.items():
         if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
             raise ValueError(f"{of}[{name!r}] is {array.dtype}, which wants jax_enable_x64")

@@ -1,9 +1,9 @@
-"""Graphs as safetensors files of one's own, and back: structure, features, and labels of the whole.
+"""Writes graphs to safetensors files, with structure, features and labels.
 
-The arrays of the graph at place 3 have the names "3/senders", "3/receivers", "3/n_node", "3/n_edge",
-"3/nodes/<name>", "3/edges/<name>" and "3/globals/<name>"; of a graph with several types, "3/senders/<edge type>",
-"3/nodes/<node type>/<name>" and their kin, where a type is its place in the lists of the metadata. Labels are
-"labels/<name>". The metadata say `format` and `format_version`, and in `graphs`, as JSON, what each graph is.
+The arrays of the graph with index 3 have the names "3/senders", "3/receivers", "3/n_node", "3/n_edge",
+"3/nodes/<name>", "3/edges/<name>" and "3/globals/<name>". A graph with several types has "3/senders/<edge type>",
+"3/nodes/<node type>/<name>" and so on, where a type is its index in the lists of the metadata. Labels are
+"labels/<name>". The metadata have `format`, `format_version` and, as JSON, `graphs` with a description of each.
 """
 
 import json
@@ -31,16 +31,16 @@ def save_graphs(
     graphs: Graph | HeteroGraph | Sequence[Graph | HeteroGraph],
     labels: Mapping[str, ArrayLike] | None = None,
 ) -> None:
-    """Writes graphs to a safetensors file, atomically: under its name there is never half a file.
+    """Writes graphs to a safetensors file atomically, so that a partial file never has its name.
 
     Args:
-      path: the file; its folder exists. A file that is there is replaced.
-      graphs: one or several, batches too, without padding; `globals` are a dictionary of arrays, or None.
-      labels: arrays by name, of whatever belongs to all of them.
+      path: the file, in a folder that exists. An existing file is replaced.
+      graphs: one or several graphs or batches, without padding; `globals` are a dictionary of arrays, or None.
+      labels: arrays by name that belong to all graphs.
 
     Raises:
-      TypeError: a graph is not one, or traced; or something else is not an array, or of a dtype that the file
-        does not hold. The message names it.
+      TypeError: a graph is of another kind, or traced; or a value is not an array, or has a dtype that the file
+        cannot hold. The message names it.
       ValueError: a graph is padded.
 
     Example:
@@ -66,7 +66,7 @@ def save_graphs(
 
 
 def _taken_apart(name: str, graph: object) -> tuple[Arrays, dict[str, Any]]:
-    """Returns the arrays of a graph by their names in the file, and what the metadata say of it."""
+    """Returns the arrays of a graph by their names in the file, and its metadata."""
     if isinstance(graph, HeteroGraph):
         return _hetero_taken_apart(name, graph)
     if not isinstance(graph, Graph):
@@ -110,7 +110,7 @@ def _check_values(name: str, graph: Graph | HeteroGraph) -> None:
 
 
 def _named(of: str, features: Mapping[str, Any], where: str = "") -> Arrays:
-    """Returns arrays by their names in the file; raises TypeError for what it cannot hold."""
+    """Returns arrays by their names in the file; raises TypeError if the file cannot hold them."""
     arrays = {}
     for name, feature in features.items():
         if not isinstance(name, str) or not name.isprintable():

@@ -1,4 +1,4 @@
-"""`LinkData`, a data set of link prediction in the host's memory: a graph, and links that it may or may not have."""
+"""`LinkData`, a data set for link prediction in the host's memory: a graph, and links that it may have."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ def _none() -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Links that are there, and pairs of nodes that are not linked, to tell them from.
+    """Existing links, and pairs of nodes without a link.
 
     Attributes:
       senders: int32 [links], the node that each link leaves.
-      receivers: int32 [links], the node that each enters.
-      negative_senders: int32 [negatives]; or [links, 1] where each link has negatives of its own.
+      receivers: int32 [links], the node that each link enters.
+      negative_senders: int32 [negatives]; or [links, 1] if each link has its own negatives.
       negative_receivers: int32 [negatives], the other node of each pair; or [links, negatives of each].
-      values: what else is known of the links, arrays [links, ...] by name.
+      values: further features of the links, arrays [links, ...] by name.
 
     Example:
       >>> links = Links(np.array([0, 2], np.int32), np.array([1, 0], np.int32))
@@ -34,23 +34,23 @@ class Links:
     values: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Returns how many links there are."""
+        """Returns the number of links."""
         return len(self.senders)
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkData:
-    """A graph whose missing links are to be found, as it came from files; nothing of it is on a device.
+    """A graph from files whose missing links are to be predicted; nothing is on a device.
 
     Attributes:
-      senders: int32 [edges], the node that each edge of the graph leaves, along which messages pass.
+      senders: int32 [edges], the node that each edge of the graph leaves; messages use these edges.
       receivers: int32 [edges], the node that each edge enters.
-      num_nodes: how many nodes there are.
-      train: the links to train on.
-      validation: the links to choose a model by.
-      test: the links to test it on.
-      nodes: what is known of nodes, arrays [nodes, ...] by name.
-      edges: what is known of edges, arrays [edges, ...] by name.
+      num_nodes: number of nodes.
+      train: the training links.
+      validation: the validation links.
+      test: the test links.
+      nodes: features of nodes, arrays [nodes, ...] by name.
+      edges: features of edges, arrays [edges, ...] by name.
 
     Example:
       >>> ends = np.array([[0, 1], [1, 0]], np.int32)
@@ -71,5 +71,5 @@ class LinkData:
 
     @property
     def num_edges(self) -> int:
-        """How many edges the graph has; one in both directions counts twice."""
+        """Number of edges of the graph; an edge in both directions counts twice."""
         return len(self.senders)

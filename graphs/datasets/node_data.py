@@ -8,19 +8,19 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class NodeData:
-    """A graph whose nodes are to be classified, as it came from files; nothing of it is on a device.
+    """A graph from files whose nodes are to be classified; nothing is on a device.
 
     Attributes:
       senders: int32 [edges], the node that each edge leaves.
       receivers: int32 [edges], the node that each edge enters.
       features: float32 [nodes, width].
-      labels: int32 [nodes], the class of each node; -1 where it is not known.
-      num_classes: how many classes there are.
-      train: int32 [nodes to train on], which these are.
-      validation: int32 [nodes to choose a model by].
-      test: int32 [nodes to test it on].
-      nodes: what else is known of nodes, arrays [nodes, ...] by name.
-      edges: what is known of edges, arrays [edges, ...] by name.
+      labels: int32 [nodes], the class of each node; -1 if unknown.
+      num_classes: number of classes.
+      train: int32 [training nodes], their ids.
+      validation: int32 [validation nodes], their ids.
+      test: int32 [test nodes], their ids.
+      nodes: further features of nodes, arrays [nodes, ...] by name.
+      edges: features of edges, arrays [edges, ...] by name.
 
     Example:
       >>> ends = np.array([[0, 1], [1, 0]], np.int32)
@@ -43,10 +43,10 @@ class NodeData:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are."""
+        """Number of nodes."""
         return len(self.labels)
 
     @property
     def num_edges(self) -> int:
-        """How many edges there are; one in both directions counts twice."""
+        """Number of edges; an edge in both directions counts twice."""
         return len(self.senders)

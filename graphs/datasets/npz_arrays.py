@@ -1,4 +1,4 @@
-"""Arrays of npz files: read without unpickling anything, and only if their sizes are those of the file."""
+"""Reads arrays of npz files without unpickling, and only if their sizes match the file."""
 
 import errno
 import io
@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 
 from jmp_train.graphs.datasets.file_limits import check_bytes, most_bytes, one_line
 
-_LONGEST_HEADER = 10_000  # as numpy reads at most
+_LONGEST_HEADER = 10_000  # NumPy's limit
 _MOST_AXES = 8
 _SUFFIX = ".npy"
 
@@ -22,14 +22,14 @@ def read_npz(path: Path, names: Sequence[str], *, max_bytes: int | None = None) 
     """Returns arrays of an npz file.
 
     Args:
-      path: the file, as `numpy.savez` or `numpy.savez_compressed` writes it.
-      names: which of its arrays.
-      max_bytes: how many bytes these may take together; None for 100 times the file's size, and 256 MiB
+      path: the file, from `numpy.savez` or `numpy.savez_compressed`.
+      names: names of the arrays to read.
+      max_bytes: largest number of bytes of these together; None for 100 times the file's size, and 256 MiB
         at least.
 
     Raises:
       ValueError: the file is not an npz file, is damaged, lacks an array, or has one of objects; or arrays would take
-        more than they may. The message names the file, the array and the fault.
+        more memory than allowed. The message names the file, the array and the fault.
       OSError, MemoryError: as the system raises them.
 
     Example:
@@ -59,9 +59,9 @@ def read_npz(path: Path, names: Sequence[str], *, max_bytes: int | None = None) 
         raise
     except _TooLargeError as error:
         raise ValueError(str(error)) from None
-    except Exception as error:  # what wrong bytes lead zipfile and numpy to
+    except Exception as error:  # of any kind, raised by zipfile and NumPy for damaged bytes
         is_of_system = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
-        if is_of_system:  # and no seek to a place before the file
+        if is_of_system:  # and not a seek to a negative position
             raise
         raise ValueError(f"{path}: {part} cannot be read: {one_line(error)}") from None
     missing = [name for name in names if name not in arrays]
@@ -71,7 +71,7 @@ def read_npz(path: Path, names: Sequence[str], *, max_bytes: int | None = None) 
 
 
 class _TooLargeError(ValueError):
-    """A message that says all."""
+    """An error whose message is complete."""
 
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str, most: int) -> np.ndarray:
@@ -80,7 +80,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str, most: int
     with archive.open(info) as file:
         start = io.BytesIO(file.read(_LONGEST_HEADER))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that Python 2 wrote the file
+        warnings.simplefilter("ignore")  # about files written by Python 2
         shape, dtype = _header(start)
         count = math.prod(shape) * dtype.itemsize
         try:
@@ -96,7 +96,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str, most: int
 
 
 def _header(start: io.BytesIO) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns shape and dtype; the place in `start` is then where the content begins."""
+    """Returns shape and dtype, and leaves the position in `start` at the beginning of the content."""
     version = npy.read_magic(start)
     if version == (1, 0):
         shape, _, dtype = npy.read_array_header_1_0(start)

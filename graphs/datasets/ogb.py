@@ -43,22 +43,22 @@ def read_ogb(
     Each file may be gzipped (`edge.csv.gz`) or not (`edge.csv`); none has a header.
 
     Args:
-      data_dir: the folder of `raw`, with edge, num-node-list, num-edge-list, node-feat, node-label and, where
-        there are any, edge-feat and node_year; and of `split/<scheme>`, with train, valid and test.
-      split: the name of the scheme; where there is one only, it need not be named.
-      add_inverse_edge: whether each edge is followed by the same one the other way round, with the same
+      data_dir: the folder of `raw`, with edge, num-node-list, num-edge-list, node-feat, node-label and
+        optionally edge-feat and node_year; and of `split/<scheme>`, with train, valid and test.
+      split: the name of the scheme; optional if there is only one.
+      add_inverse_edge: True to follow each edge by the same edge in the other direction, with the same
         features, as OGB does for ogbn-products.
-      max_bytes: how many bytes the text of a file may have, and its numbers may take; None for 100 times the
-        file's size, and 256 MiB at least. The text of OGB's files is about 3 times as long as they are.
+      max_bytes: largest number of bytes of a file's text, and of its numbers; None for 100 times the
+        file's size, and 256 MiB at least. The text of OGB's files is about 3 times as long as the files.
 
     Returns:
-      The data, edges and ids of the split in the order of the files; years are `nodes["year"]`, int32
+      The data, with edges and ids of the split in the order of the files; years are `nodes["year"]`, int32
       [nodes], and features of edges `edges["feat"]`, float32 [edges, width]. A label that is NaN is -1.
 
     Raises:
-      FileNotFoundError: files are missing; the message names them and says where they are public.
-      ValueError: `split` is not one of the schemes, or does not choose among several; or a file is damaged, or
-        asks for more memory than it may, or does not fit the others: the message names it, and the row and
+      FileNotFoundError: files are missing; the message has their names and public address.
+      ValueError: `split` is not one of the schemes, or is missing for several; or a file is damaged,
+        needs more memory than allowed, or does not fit the others: the message has its name, the row and
         the fault.
       OSError: a file cannot be read, or does not fit into memory.
 

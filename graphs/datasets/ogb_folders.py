@@ -1,4 +1,4 @@
-"""What the folders of the Open Graph Benchmark (OGB) have in common: tables in `raw`, and parts in `split/<scheme>`."""
+"""The common folders of the Open Graph Benchmark (OGB): tables in `raw`, and parts in `split/<scheme>`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ _PARTS = ("train", "valid", "test")
 
 
 def raw_folder(data_dir: Path | str) -> Path:
-    """Returns the folder of the tables; raises ValueError where it is of the binary layout."""
+    """Returns the folder of the tables; raises ValueError if it has the binary layout."""
     raw = Path(data_dir) / "raw"
     if (raw / "data.npz").is_file():
         raise ValueError(f"{raw / 'data.npz'} is of OGB's binary layout (ogbn-papers100M), which is not supported")
@@ -21,24 +21,24 @@ def raw_folder(data_dir: Path | str) -> Path:
 
 
 def find_table(folder: Path, name: str) -> Path | None:
-    """Returns the file of a table that need not be there."""
+    """Returns the file of an optional table, or None."""
     return find_file(folder, [name + ending for ending in _ENDINGS])
 
 
 def find_tables(folder: Path, names: Sequence[str], public: str, endings: Sequence[str] = _ENDINGS) -> dict[str, Path]:
-    """Returns the files of tables; raises FileNotFoundError where one is missing.
+    """Returns the files of tables; raises FileNotFoundError if one is missing.
 
     Args:
-      folder: where they are.
-      names: of the tables.
-      public: where the data sets are public, for messages.
-      endings: of the files' names.
+      folder: their folder.
+      names: names of the tables.
+      public: public address of the data sets, for messages.
+      endings: endings of the files' names.
     """
     return find_files(folder, {name: [name + ending for ending in endings] for name in names}, public)
 
 
 def find_split(folder: Path, split: str | None, public: str, endings: Sequence[str] = _ENDINGS) -> dict[str, Path]:
-    """Returns the three files of a scheme; of None, of the only one that is there."""
+    """Returns the three files of a scheme; for None, of the only scheme."""
     schemes = sorted(path.name for path in folder.glob("*/"))
     if not schemes:
         raise FileNotFoundError(f"{folder} has no folder of a split; {public}")
@@ -68,14 +68,14 @@ def read_counts(read: Table, path: Path) -> np.ndarray:
 def read_parts(
     read: Table, paths: Mapping[str, Path], count: int, known: str, faults: Mapping[str, np.ndarray] | None = None
 ) -> list[np.ndarray]:
-    """Returns the ids of training, validation and test, int32 [ids of that part]; none is there twice.
+    """Returns the distinct ids of training, validation and test, int32 [ids of that part].
 
     Args:
       read: reads a table.
-      paths: of the three files.
-      count: how many nodes or graphs there are.
-      known: for messages, what there are so many of.
-      faults: by what is said of them, which must not be there, bool [count].
+      paths: the three files.
+      count: number of nodes or graphs.
+      known: what the ids count, for messages.
+      faults: by description of a fault, the ids that have it, bool [count].
     """
     parts, is_taken = [], np.full(count, False)
     for name, path in paths.items():
@@ -96,7 +96,7 @@ def read_parts(
 
 
 def with_inverse(ends: np.ndarray, edges: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns edges, each followed by the same one the other way round, and their features twice.
+    """Returns edges, each followed by its reverse, and their features twice.
 
     Args:
       ends: int [edges, 2].

@@ -43,17 +43,17 @@ def read_ogb_graphs(
     Each file may be gzipped (`edge.csv.gz`) or not (`edge.csv`); none has a header.
 
     Args:
-      data_dir: the folder of `raw`, with edge, num-node-list, num-edge-list, graph-label and, where there are any,
+      data_dir: the folder of `raw`, with edge, num-node-list, num-edge-list, graph-label and optionally
         node-feat and edge-feat; and of `split/<scheme>`, with train, valid and test.
-      split: the name of the scheme, such as "scaffold"; where there is one only, it need not be named.
-      add_inverse_edge: whether each edge is followed by the same one the other way round, with the same features, as
+      split: the name of the scheme, such as "scaffold"; optional if there is only one.
+      add_inverse_edge: True to follow each edge by the same edge in the other direction, with the same features, as
         OGB does for its molecules and for ogbg-ppa.
       max_bytes: see `read_ogb`.
 
     Returns:
-      The data, with OGB's split. A column of whole numbers from 0 on are classes; other labels, and those of several
-      tasks, are float32 [graphs, tasks], NaN where not known, and `num_classes` is None. Features are `nodes["feat"]`
-      and `edges["feat"]`, [rows, width]: int32 if all are whole, as those of molecules, which are categories, else
+      The data, with OGB's split. A single column of integers from 0 on are classes; other labels, and those of several
+      tasks, are float32 [graphs, tasks], NaN if unknown, with `num_classes` None. Features are `nodes["feat"]`
+      and `edges["feat"]`, [rows, width]: int32 if all are integers, as the categories of molecules, otherwise
       float32.
 
     Raises:
@@ -138,7 +138,7 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> tuple[
 
 
 def _read_features(read: Table, raw: Path, name: str, rows: int, counted_by: Path) -> dict[str, np.ndarray]:
-    """Returns the table of that name as "feat" if it is there."""
+    """Returns the table of a name as "feat" if it exists."""
     path = find_table(raw, name)
     if path is None:
         return {}

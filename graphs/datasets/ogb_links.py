@@ -34,25 +34,25 @@ def read_ogb_links(
 ) -> LinkData:
     r"""Reads a data set of links in OGB's layout, such as ogbl-collab or ogbl-citation2.
 
-    The files of the split are what `torch.save` wrote. Torch is not needed, and nothing that they name is called.
+    The files of the split were written by `torch.save`. Torch is not needed, and nothing that they name is called.
 
     Args:
-      data_dir: the folder of `raw`, with edge, num-node-list, num-edge-list and, where there are any, node-feat,
+      data_dir: the folder of `raw`, with edge, num-node-list, num-edge-list and optionally node-feat,
         node_year, edge-feat, edge_weight and edge_year, each `.csv.gz` or `.csv`; and of `split/<scheme>`, with
         train.pt, valid.pt and test.pt.
-      split: the name of the scheme, such as "time"; where there is one only, it need not be named.
-      add_inverse_edge: whether each edge of the graph is followed by the same one the other way round, as OGB does
+      split: the name of the scheme, such as "time"; optional if there is only one.
+      add_inverse_edge: True to follow each edge of the graph by the same edge in the other direction, as OGB does
         for ogbl-ppa, ogbl-collab and ogbl-ddi.
-      max_bytes: see `read_ogb`; and of the split's files, how many bytes they may have, None for 4 GiB.
+      max_bytes: see `read_ogb`; also the largest size of the split's files, None for 4 GiB.
 
     Returns:
-      The data: `nodes` and `edges` by the names "feat", "weight" and "year", float32 [rows, width]; of links, what the
-      split's files have more, such as "weight" and "year", as it is.
+      The data: `nodes` and `edges` by the names "feat", "weight" and "year", float32 [rows, width]; for links, further
+      entries of the split's files, such as "weight" and "year", unchanged.
 
     Raises:
       FileNotFoundError: see `read_ogb`.
-      ValueError: see `read_ogb`; or a split's file has neither `edge` nor `source_node` and `target_node`, as those of
-        knowledge graphs, or has what is no array of numbers.
+      ValueError: see `read_ogb`; or a split's file has neither `edge` nor `source_node` and `target_node`, as for
+        knowledge graphs, or has an entry that is not an array of numbers.
       OSError: see `read_ogb`.
 
     Example:
@@ -91,7 +91,7 @@ def read_ogb_links(
 
 
 def _read_known(read: Table, raw: Path, names: Mapping[str, str], rows: int, counted_by: Path) -> dict[str, np.ndarray]:
-    """Returns the tables that are there, float32 [rows, width]."""
+    """Returns the tables that exist, float32 [rows, width]."""
     found = {name: find_table(raw, file) for file, name in names.items()}
     return {name: read_features(read, path, rows, counted_by) for name, path in found.items() if path is not None}
 

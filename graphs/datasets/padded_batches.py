@@ -1,4 +1,4 @@
-"""Batches of the graphs of a data set, padded to a few sizes, made on the host of arrays that are there."""
+"""Batches of the graphs of a data set, padded to a few sizes, built on the host from existing arrays."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ MULTIPLE = 8
 
 @dataclasses.dataclass(frozen=True)
 class PaddedSize:
-    """To how many nodes, edges and graphs a batch is padded.
+    """The padded numbers of nodes, edges and graphs of a batch.
 
     Attributes:
-      n_node: one more than the nodes of the batch, at least.
-      n_edge: how many edges.
-      n_graph: one more than the graphs of the batch, at least.
+      n_node: number of nodes, larger than without padding.
+      n_edge: number of edges.
+      n_graph: number of graphs, larger than without padding.
 
     Example:
       >>> PaddedSize(n_node=64, n_edge=128, n_graph=9).n_node
@@ -46,14 +46,14 @@ def padded_sizes(
 ) -> tuple[PaddedSize, ...]:
     """Returns sizes for batches of a data set's graphs, ascending; any batch fits into the last.
 
-    A program is compiled for each size that batches have. Nine of ten batches, drawn by chance, fit into the first of
+    A program is compiled for each size that batches have. Nine of ten random batches fit into the first of
     two sizes; 99 of a hundred into the second of three, and so on.
 
     Args:
       data: the graphs.
-      batch_size: how many graphs a batch has.
-      places: int [some graphs], of which batches are made; None for all.
-      buckets: how many sizes; sizes that are the same come once.
+      batch_size: number of graphs per batch.
+      places: int [some graphs], the graphs for batches; None for all.
+      buckets: number of sizes; equal sizes are listed once.
 
     Raises:
       ValueError: there are fewer graphs, or a number is not positive.
@@ -92,10 +92,10 @@ def first_that_holds(data: GraphData, sizes: Sequence[PaddedSize], parts: Sequen
     Args:
       data: the graphs.
       sizes: ascending, see `padded_sizes`.
-      parts: of each batch, which graphs, int [graphs of the batch].
+      parts: for each batch, its graphs, int [graphs of the batch].
 
     Raises:
-      ValueError: none holds them all.
+      ValueError: no size holds them all.
 
     Example:
       >>> import numpy as np
@@ -120,14 +120,14 @@ def padded_batch(
     *,
     formats: Sequence[str] | None = None,
 ) -> Graph:
-    """Returns some graphs of a data set as one padded graph; on the host.
+    """Returns some graphs of a data set as one padded graph; runs on the host.
 
-    All batches of a size have one structure, and share programs: see `pad`, of `batch` of these graphs, which this is.
+    All batches of a size have one structure, and share programs. The result equals `pad` of `batch` of these graphs.
 
     Args:
       data: the graphs.
-      places: int [graphs of the batch], which; one may come more than once.
-      size: what it is padded to; None for one more node and graph than there are.
+      places: int [graphs of the batch], indices of the graphs, possibly repeated.
+      size: padded size; None for one more node and graph than there are.
       formats: see `pad`.
 
     Raises:
@@ -155,7 +155,7 @@ def padded_batch(
     nodes = _rows(data.node_starts[chosen], n_node)
     edges = _rows(data.edge_starts[chosen], n_edge)
     firsts = np.repeat(np.cumsum(n_node) - n_node, n_edge)
-    # Padding edges are those of a node that is not there: they count nowhere.
+    # Padding edges are between nodes out of range, so they do not count.
     senders, receivers = (
         filled(known[edges] + firsts, size.n_edge, size.n_node) for known in (data.senders, data.receivers)
     )
@@ -190,11 +190,11 @@ def _checked_places(data: GraphData, places: ArrayLike | Sequence[int] | None) -
 
 
 def _rows(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns the numbers from each start on, as many as its count, one after the other."""
+    """Returns the ranges of numbers from each start, `counts` long, one after the other."""
     before = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
 
 
 def _filled(rows: np.ndarray, count: int) -> np.ndarray:
-    """Returns rows, followed by rows of 0."""
+    """Returns rows padded with zeros."""
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])

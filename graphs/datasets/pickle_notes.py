@@ -1,9 +1,9 @@
-"""Pickles carried out as plain data: what they name is noted, and neither imported nor called.
+"""Interprets pickles as plain data: the objects that they name are recorded, and neither imported nor called.
 
-A pickle is a program: what it names is imported and called. Here nothing of it is called. Its instructions
-are carried out on numbers, strings, lists, tuples and dictionaries; of the few names that a kind of file uses, it is
-noted what they would be called with, and from those notes, once they are checked, arrays are made. Any other name and
-any instruction that the files have no use for is an error.
+A pickle is a program: unpickling imports and calls the objects that it names. Here nothing is called. Its instructions
+operate on numbers, strings, lists, tuples and dictionaries. For the few names that a kind of file uses, a note records
+the arguments of the call, and arrays are built from checked notes. Any other name and
+any instruction that the files do not need is an error.
 """
 
 import dataclasses
@@ -20,35 +20,35 @@ _DTYPE = "numpy dtype"
 _ARRAY = "numpy ndarray"
 _MAKERS = {f"numpy.{core}.multiarray _reconstruct" for core in ("core", "_core")}
 _DICTS = {"collections defaultdict", "collections OrderedDict"}
-_PLAIN = (3, None, None, None, -1, -1, 0)  # the state of a dtype without fields, but for its order
-_BYTES, _ENCODE = "__builtin__ bytes", "_codecs encode"  # how Python 3 writes bytes for Python 2
-STORAGE = "persistent"  # of a note: what a pickle says is stored beside it
+_PLAIN = (3, None, None, None, -1, -1, 0)  # the state of a dtype without fields, except its order
+_BYTES, _ENCODE = "__builtin__ bytes", "_codecs encode"  # Python 3's forms of bytes for Python 2
+STORAGE = "persistent"  # of a note: a reference to data stored next to the pickle
 
 PYTHON2_ARRAYS = {_DTYPE, _ARRAY, "numpy.core.multiarray _reconstruct"}
 PYTHON3_ARRAYS = {_DTYPE, _ARRAY, *_MAKERS, _BYTES, _ENCODE}
 
 
 class Refused(Exception):
-    """A fault whose text goes on after the name of the file."""
+    """A fault; the caller puts the name of the file before its message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """What a pickle would import."""
+    """A name that a pickle would import."""
 
     text: str
 
 
 @dataclasses.dataclass(slots=True)
 class Note:
-    """What a pickle would call, with which arguments, and the state that it would set afterward."""
+    """A call that a pickle would make, with its arguments, and the state that it would set afterward."""
 
     name: str
     arguments: tuple[Any, ...]
     state: Any = None
 
 
-# What instructions raise that stand in a wrong place; `pickletools` also warns, and warnings may be errors.
+# Errors of instructions in a wrong place; `pickletools` also warns, and warnings may be errors.
 FAULTS = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError),
     *(TypeError, ValueError, Warning),
@@ -65,24 +65,24 @@ _LITERALS = {
 def carried_out(
     source: bytes | IO[bytes], names: Collection[str], *, most: int | None = None, has_storages: bool = False
 ) -> Any:
-    r"""Returns what the instructions of a pickle leave: see `pickletools` for what each of them does.
+    r"""Returns the result of a pickle's instructions, which `pickletools` describes.
 
     Args:
-      source: the pickle; of a file, it is read from where that is, and no further than to its end.
-      names: what it may name, each its module and its name.
-      most: how many instructions it may have; None for any number.
-      has_storages: whether it may speak of what is stored beside it, as torch's do.
+      source: the pickle; a file is read from its current position, and only to the pickle's end.
+      names: the names that it may use, each a module and a name.
+      most: largest number of instructions; None for no limit.
+      has_storages: True if it may refer to data stored next to it, as torch's pickles do.
 
     Raises:
-      Refused: it names something else.
-      Exception: one of `FAULTS`: it is damaged, or another pickle.
+      Refused: it uses another name.
+      Exception: one of `FAULTS`: it is damaged, or of another kind.
 
     Example:
       >>> carried_out(b"\x80\x02]K\x07a.", ())
       [7]
     """
     stack: list[Any] = []
-    memo: dict[Any, Any] = {}  # and no list, which a number in a damaged file could make huge
+    memo: dict[Any, Any] = {}  # not a list, which a number in a damaged file could make huge
     for count, (instruction, argument, _) in enumerate(pickletools.genops(source)):
         if most is not None and count >= most:
             raise ValueError(f"there are more than {most} instructions")
@@ -116,7 +116,7 @@ def _allowed(name: str, names: Collection[str]) -> Name:
 
 
 def _last(stack: list[Any]) -> Any:
-    """Returns the last value of the stack; a mark is not one."""
+    """Returns the last value of the stack, which must not be a mark."""
     if stack[-1] is _MARK:
         raise ValueError("there is a mark where a value is expected")
     return stack[-1]
@@ -128,7 +128,7 @@ def _pop(stack: list[Any]) -> Any:
 
 
 def _marked(stack: list[Any]) -> list[Any]:
-    """Takes what was pushed after the last mark from the stack, and the mark."""
+    """Removes the values after the last mark from the stack, and the mark, and returns the values."""
     values = []
     while (value := stack.pop()) is not _MARK:
         values.append(value)
@@ -151,7 +151,7 @@ def _append(stack: list[Any], values: list[Any]) -> None:
 
 def _set_items(stack: list[Any], items: list[Any]) -> None:
     keys, values = items[::2], items[1::2]
-    # A tuple of tuples of tuples, each the same twice, would be hashed for ever.
+    # Hashing would take forever for nested tuples that contain the same tuple twice at each level.
     if not isinstance(stack[-1], dict) or not {type(key) for key in keys} <= {int, str}:
         raise TypeError("items are set in what is not a dictionary, or under what is not a number or name")
     stack[-1].update(zip(keys, values, strict=True))
@@ -190,7 +190,7 @@ _STEPS: dict[str, Callable[[list[Any]], None]] = {
 
 
 def array_of(note: Any) -> np.ndarray:
-    """Returns the array whose making was noted."""
+    """Returns the array described by a note."""
     if not isinstance(note, Note) or note.name not in _MAKERS:
         raise TypeError("there is no array where one is expected")
     kind, shape, code = note.arguments
@@ -223,7 +223,7 @@ def _dtype(note: Any) -> np.dtype:
 
 
 def _bytes_of(value: Any) -> bytes:
-    """Returns bytes, which Python 2 wrote as they are, and Python 3 as text that would be encoded."""
+    """Returns bytes, which Python 2 wrote directly, and Python 3 as text to encode."""
     if isinstance(value, Note) and value.state is None:
         if value.name == _BYTES and value.arguments == ():
             return b""
@@ -240,7 +240,7 @@ def is_name(value: Any, name: str) -> bool:
 
 
 def check_shape(shape: Any) -> None:
-    """Raises ValueError where a value of a pickle is not a shape of one or two axes."""
+    """Raises ValueError if a value of a pickle is not a shape of one or two axes."""
     is_tuple = isinstance(shape, tuple) and len(shape) <= 2
     if not is_tuple or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError("the shape of an array is not one or two integers from 0")

@@ -1,7 +1,7 @@
-"""Cora, Citeseer and Pubmed: graphs of citations, in the eight files that Planetoid published of each.
+"""Cora, Citeseer and Pubmed: citation graphs, in the eight files that Planetoid published for each.
 
-Papers are nodes, words that they use are features, and the subject is the class. The split is the public
-one: 20 nodes of each class to train on, 500 to choose a model by, 1,000 to test it on.
+Papers are nodes, their words are features, and their subject is the class. The split is the public
+one: 20 training nodes of each class, 500 validation nodes and 1,000 test nodes.
 """
 
 from collections.abc import Mapping
@@ -22,33 +22,33 @@ _MATRICES, _LABELS = ("x", "tx", "allx"), ("y", "ty", "ally")
 _SUFFIXES = (*_MATRICES, *_LABELS, "graph", "test.index")
 _VALIDATION = 500
 _LONGEST_ID = 1024  # bytes of a line of test.index, blanks included
-_MAX_WIDTH = 2**16  # columns of features: a damaged file's width must not take all memory
+_MAX_WIDTH = 2**16  # columns of features, so that a damaged file's width does not exhaust the memory
 
 Paths = Mapping[str, Path]
 
 
 def read_planetoid(data_dir: Path | str, name: str = "cora", *, max_bytes: int | None = None) -> NodeData:
-    """Reads one of Planetoid's three graphs of citations.
+    """Reads one of Planetoid's three citation graphs.
 
-    The files are pickles, of which nothing is imported or called: a file that asks for more than arrays,
+    The files are pickles, from which nothing is imported or called. A file that uses more than arrays,
     sparse matrices, lists and dictionaries is refused.
 
     Args:
       data_dir: the folder of `ind.<name>.x`, `.y`, `.tx`, `.ty`, `.allx`, `.ally`, `.graph` and
         `.test.index`.
       name: "cora", "citeseer" or "pubmed", in any case.
-      max_bytes: how large a file may be, and how many bytes the features may take; None for 64 MiB, and for
+      max_bytes: largest size of a file, and of the features; None for 64 MiB, and for
         100 times the size of the matrices' files, 256 MiB at least. The public data sets are far below.
 
     Returns:
-      The data. Each edge is there in both directions and once, self-loops as in the file, sorted by receiver, then
-      sender; features are the file's, not normalized; ids of the split ascend. Citeseer's 15 papers of
-      which only the number is known have features of 0 and the label -1.
+      The data. Each edge is there once in each direction, self-loops as in the file, sorted by receiver, then
+      sender; features are the file's, not normalized; ids of the split ascend. 15 papers of Citeseer,
+      of which only the number is known, have features of 0 and the label -1.
 
     Raises:
-      FileNotFoundError: files are missing; the message names them and says where they are public.
-      ValueError: the name is another one; or a file is damaged, asks for what it should not or for more
-        memory than it may, or does not fit the others: the message names it and the fault.
+      FileNotFoundError: files are missing; the message has their names and public address.
+      ValueError: the name is unknown; or a file is damaged, uses other names, needs more
+        memory than allowed, or does not fit the others: the message has its name and the fault.
       OSError: a file cannot be read, or does not fit into memory.
 
     Example:
@@ -92,7 +92,7 @@ https://github.com/kimiyoung/planetoid/tree/master/data
 
 
 def _features(paths: Paths, matrices: Mapping[str, Any], num_nodes: int, test: np.ndarray, most: int) -> np.ndarray:
-    """Returns float32 [nodes, width], of at most so many bytes; 0 where nothing is known."""
+    """Returns float32 [nodes, width], at most `most` bytes; 0 for nodes without features."""
     known, width = matrices["allx"].shape
     what = f"{paths['allx']}: {num_nodes} rows of {width} columns"
     check_bytes(what, 4 * num_nodes * width, most)
@@ -100,7 +100,7 @@ def _features(paths: Paths, matrices: Mapping[str, Any], num_nodes: int, test: n
     matrices["allx"].toarray(out=features[:known])
     features[test] = matrices["tx"].toarray()
     for suffix, ids in (("allx", slice(known)), ("tx", test)):
-        if not np.isfinite(features[ids]).all():  # of several values for one place, the sum
+        if not np.isfinite(features[ids]).all():  # the sum of several values for one entry
             raise ValueError(_too_large(paths[suffix]))
     return features
 
@@ -153,7 +153,7 @@ def _too_large(path: Path) -> str:
 
 
 def _read_labels(path: Path, max_bytes: int | None) -> np.ndarray:
-    """Returns bool [rows, classes], True once a row."""
+    """Returns bool [rows, classes], True once per row."""
     with faults_named(path):
         one_hot = read_python2_pickle(path, max_bytes=max_bytes)
         return _one_hot(path, one_hot)
@@ -169,7 +169,7 @@ def _one_hot(path: Path, one_hot: object) -> np.ndarray:
 
 
 def _check_widths(paths: Paths, matrices: Mapping[str, Any], labels: Mapping[str, np.ndarray]) -> int:
-    """Checks that features and labels fit each other, and returns how many classes there are."""
+    """Checks that features and labels fit each other, and returns the number of classes."""
     width, num_classes = matrices["allx"].shape[1], labels["ally"].shape[1]
     for of_features, of_labels in zip(_MATRICES, _LABELS, strict=True):
         matrix, one_hot = matrices[of_features], labels[of_labels]
@@ -199,7 +199,7 @@ def _read_test_ids(path: Path, known: int, num_nodes: int) -> np.ndarray:
 
 
 def _read_lines(path: Path, num_nodes: int) -> list[bytes]:
-    """Returns the words of the file, and no more of it than ids of so many nodes may take."""
+    """Returns the words of the file, reading no more than the ids of all nodes may take."""
     with faults_named(path), path.open("rb") as file:
         text = file.read(_LONGEST_ID * (num_nodes + 1) + 1)
     if len(text) > _LONGEST_ID * (num_nodes + 1):

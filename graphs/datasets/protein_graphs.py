@@ -1,4 +1,4 @@
-"""Made proteins, with the structure of TU Dortmund's PROTEINS: small graphs of secondary structure elements."""
+"""Synthetic proteins with the structure of TU Dortmund's PROTEINS: small graphs of secondary structure elements."""
 
 import numpy as np
 
@@ -6,22 +6,22 @@ from jmp_train.graphs.datasets.graph_data import GraphData
 
 PROTEINS_GRAPHS = 1113
 KINDS = 3  # helix, sheet, turn
-STAY = (0.8, 0.33)  # by class, how often an element is of the kind of the one before it
+STAY = (0.8, 0.33)  # by class, the probability that an element has the kind of the one before it
 CONTACT = 0.3
 NOISE = 0.05
 
 
 def synthetic_proteins(count: int = PROTEINS_GRAPHS, *, seed: int = 0) -> GraphData:
-    """Returns made graphs in two classes, which differ in which kinds of elements are neighbors.
+    """Returns synthetic graphs in two classes, which differ in the kinds of neighboring elements.
 
-    As in PROTEINS a node is an element, a helix, a sheet or a turn, and has as neighbors those next to it in the chain
-    and some that are near. Numbers of nodes are those of PROTEINS, 4 to 620, 39 in the mean, with 3.7 edges a node.
-    In one class an element mostly is of the kind of the one before it, and in the other not; of each kind there are as
-    many in both, so that only a model that looks at neighbors tells the classes apart. One label of 20 is wrong.
+    As in PROTEINS, a node is an element (a helix, a sheet or a turn), and its neighbors are those next to it in the
+    chain and some that are near. Numbers of nodes are those of PROTEINS, 4 to 620 with a mean of 39, with 3.7 edges per
+    node. In one class an element usually has the kind of the one before it, and in the other not. Both have the same
+    number of each kind, so only a model that uses neighbors separates the classes. One label of 20 is wrong.
 
     Args:
-      count: how many graphs.
-      seed: of numpy's generator: the same seed makes the same graphs.
+      count: number of graphs.
+      seed: seed of NumPy's generator: the same seed gives the same graphs.
 
     Example:
       >>> data = synthetic_proteins(20)
@@ -48,7 +48,7 @@ def synthetic_proteins(count: int = PROTEINS_GRAPHS, *, seed: int = 0) -> GraphD
 
 
 def _edges(random: np.random.Generator, size: int) -> np.ndarray:
-    """Returns the ends of edges, [2, edges]: along the chain, and of some that are 3 to 5 apart, in both directions."""
+    """Returns the ends of edges, [2, edges]: along the chain, and between some 3 to 5 apart, in both directions."""
     chain = np.arange(size - 1)
     pairs = [np.stack([chain, chain + 1])]
     for apart in (3, 4, 5):

@@ -1,6 +1,6 @@
-"""Pickles of Python 2 with arrays, sparse matrices or lists of neighbors in them, read as plain data.
+"""Reads pickles of Python 2 with arrays, sparse matrices or lists of neighbors as plain data.
 
-The files of Planetoid use six names, and no other may be there; `pickle_notes` says how they are read.
+The files of Planetoid use six names, and no other is allowed; `pickle_notes` describes how they are read.
 """
 
 import sys
@@ -27,7 +27,7 @@ _NAMES = {*PYTHON2_ARRAYS, _MATRIX, "collections defaultdict", "__builtin__ list
 
 
 class SparseRows(NamedTuple):
-    """A sparse matrix by rows: of row `r`, columns and values stand from `indptr[r]` to `indptr[r + 1]`.
+    """A sparse matrix by rows: columns and values of row `r` are from `indptr[r]` to `indptr[r + 1]`.
 
     Attributes:
       indptr: integers [rows + 1], ascending from 0 to the number of values.
@@ -43,17 +43,17 @@ class SparseRows(NamedTuple):
 
 
 def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
-    r"""Reads a pickle of protocol 2, as Python 2 wrote it, without importing or calling what it names.
+    r"""Reads a pickle of protocol 2, written by Python 2, without importing or calling the objects that it names.
 
     Args:
       path: the file.
-      max_bytes: how large it may be; None for 64 MiB. What is made of it takes up to 40 times as much.
+      max_bytes: largest size of the file; None for 64 MiB. The result takes up to 40 times as much.
 
     Returns:
-      An array, a `SparseRows` or a dictionary, whatever the file holds; the last is not checked further.
+      The content of the file, an array, a `SparseRows` or a dictionary; the last is not checked further.
 
     Raises:
-      ValueError: the file is damaged or too large, or is another pickle; the message names it and the fault.
+      ValueError: the file is damaged or too large, or is another pickle; the message has its name and the fault.
       OSError, MemoryError: as the system raises them.
 
     Example:
@@ -84,7 +84,7 @@ def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
 
 
 def _matrix(note: Note) -> SparseRows:
-    """Returns the parts of the matrix whose making was noted; they fit each other."""
+    """Returns the checked parts of the matrix described by a note."""
     if not isinstance(note.state, dict) or note.state.get("format") != "csr":
         raise ValueError("a sparse matrix is not in the format 'csr'")
     indptr, indices, data = (array_of(note.state[name]) for name in ("indptr", "indices", "data"))

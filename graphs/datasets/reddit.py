@@ -14,28 +14,28 @@ from jmp_train.graphs.structure import LARGEST_COUNT
 REDDIT_FEATURES = 602
 REDDIT_CLASSES = 41
 
-REDDIT_GRAPH_FILES = ("reddit_graph.npz", "reddit_self_loop_graph.npz")  # either will do
+REDDIT_GRAPH_FILES = ("reddit_graph.npz", "reddit_self_loop_graph.npz")  # either of them
 REDDIT_DATA_FILE = "reddit_data.npz"
 REDDIT_SOURCE = "Reddit's two files are public in https://data.dgl.ai/dataset/reddit.zip"
 
-_TRAIN, _VALIDATION, _TEST = 1, 2, 3  # what `node_types` says of a node
+_TRAIN, _VALIDATION, _TEST = 1, 2, 3  # the values of `node_types`
 
 
 def read_reddit(data_dir: Path | str, *, max_bytes: int | None = None) -> NodeData:
-    """Reads Reddit's graph: posts, connected where a user commented on both, whose class is their community.
+    """Reads Reddit's graph of posts, which are connected if a user commented on both; their class is their community.
 
     Args:
       data_dir: the folder of `reddit_graph.npz`, or `reddit_self_loop_graph.npz`, and `reddit_data.npz`.
-      max_bytes: how many bytes the arrays of a file may take; None for 100 times the file's size, and
-        256 MiB at least, which the public files are far below.
+      max_bytes: largest number of bytes of a file's arrays; None for 100 times the file's size, and
+        256 MiB at least. The public files are far below.
 
     Returns:
-      The data, its edges as they are in the file; features have 602 columns, and there are 41 classes.
+      The data, with edges in the order of the file, 602 features and 41 classes.
 
     Raises:
-      FileNotFoundError: a file is missing; the message says where it is public.
-      ValueError: a file is damaged, asks for more than it may, or does not fit the other; the message names
-        it and the fault.
+      FileNotFoundError: a file is missing; the message has its public address.
+      ValueError: a file is damaged, needs more memory than allowed, or does not fit the other; the message has
+        its name and the fault.
       OSError: a file cannot be read, or does not fit into memory.
 
     Example:
@@ -66,7 +66,7 @@ def read_reddit(data_dir: Path | str, *, max_bytes: int | None = None) -> NodeDa
 
 
 def _read_nodes(path: Path, num_nodes: int, counted_by: str, max_bytes: int | None) -> list[Any]:
-    """Returns features, labels, the number of classes, and which nodes are for what."""
+    """Returns features, labels, the number of classes, and the nodes of each part of the split."""
     arrays = read_npz(path, ("feature", "label", "node_types"), max_bytes=max_bytes)
     shapes = {
         "feature": (num_nodes, REDDIT_FEATURES),
@@ -100,7 +100,7 @@ def sorted_ends(keys: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarra
 
     Args:
       keys: int64 [edges], `receiver * num_nodes + sender` of each edge; sorted in place.
-      num_nodes: how many nodes there are.
+      num_nodes: number of nodes.
 
     Example:
       >>> sorted_ends(np.array([2 * 3 + 0, 0 * 3 + 1]), 3)
@@ -133,7 +133,7 @@ def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarr
 
 
 def _value(array: np.ndarray) -> Any:
-    """Returns what a small array holds; of a large one, a word."""
+    """Returns the value of a small array; for a large one, a description."""
     return array.tolist() if array.nbytes <= 256 else "of many elements"
 
 

@@ -1,4 +1,4 @@
-"""The safetensors format, read and written with numpy alone: a header of JSON, then the bytes of the arrays.
+"""Reads and writes the safetensors format with NumPy alone: a header of JSON, then the bytes of the arrays.
 
 Reference: https://huggingface.co/docs/safetensors.
 """
@@ -35,11 +35,11 @@ _METADATA = "__metadata__"
 
 
 class SafetensorsFile:
-    """A file that is open for reading; its header is checked, and arrays are read when they are asked for.
+    """A file open for reading, with a checked header; arrays are read on request.
 
     Attributes:
       metadata: texts by name.
-      names: of the arrays.
+      names: names of the arrays.
 
     Raises:
       ValueError: the file is damaged, or not of this format.
@@ -79,7 +79,7 @@ class SafetensorsFile:
         """Returns one of the arrays.
 
         Args:
-          name: of the array.
+          name: name of the array.
         """
         dtype, shape, begin, end = self._arrays[name]
         self._file.seek(self._start + begin)
@@ -110,12 +110,12 @@ def serialized(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) ->
     """Returns the content of a file.
 
     Args:
-      arrays: by name, of `DTYPES`; names are valid unicode.
+      arrays: arrays by name, with dtypes in `DTYPES`; names are valid unicode.
       metadata: texts by name.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     parts, begin = [], 0
-    # As the format's own writer: the widest elements first, so that all are aligned.
+    # As in the format's own writer: the widest elements first, so that all are aligned.
     for name in sorted(arrays, key=lambda name: (-arrays[name].itemsize, name)):
         array = arrays[name]
         content = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False).tobytes()
@@ -135,7 +135,7 @@ def _metadata(metadata: Any) -> dict[str, str]:
 
 
 def _place(name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
-    """Returns dtype, shape, and where the bytes of an array begin and end."""
+    """Returns dtype, shape, and the range of an array's bytes."""
     fields = entry if isinstance(entry, dict) else {}
     dtype: Any = fields.get("dtype")
     shape: Any = fields.get("shape")
@@ -151,12 +151,12 @@ def _place(name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
 
 
 def _are_counts(numbers: Any) -> bool:
-    """Whether something is a list of numbers from 0, few enough for numpy's axes and below its largest size."""
+    """Returns whether a value is a list of numbers from 0, with few enough axes and a small enough size for NumPy."""
     return isinstance(numbers, list) and len(numbers) <= 32 and all(type(n) is int and 0 <= n < 2**62 for n in numbers)
 
 
 def _check_places(arrays: Mapping[str, tuple[np.dtype, tuple[int, ...], int, int]], size: int) -> None:
-    """Raises ValueError where arrays overlap, or leave bytes of the file over."""
+    """Raises ValueError if arrays overlap, or leave bytes of the file unused."""
     last = 0
     for begin, end in sorted((begin, end) for _, _, begin, end in arrays.values()):
         if begin != last:

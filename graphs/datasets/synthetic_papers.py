@@ -1,4 +1,4 @@
-"""A synthetic graph of papers with the shapes of Cora, for machines without its files; labels can be learned."""
+"""A synthetic graph of papers with the shapes of Cora and learnable labels, for machines without its files."""
 
 import numpy as np
 
@@ -7,24 +7,24 @@ from jmp_train.graphs.datasets.node_data import NodeData
 NODES, FEATURES, CLASSES = 2708, 1433, 7
 TRAIN_OF_A_CLASS, VALIDATION, TEST = 20, 500, 1000
 
-_CITED = 2  # papers by each paper, so that there are about as many edges as in Cora, 10,556
-_WITHIN = 0.8  # of the citations stay within a class, of Cora's 0.81
-_WORDS = 18  # drawn for a paper, as many as Cora's have
-_OF_THE_CLASS = 0.25  # of the words are drawn from those of the paper's class
+_CITED = 2  # papers cited by each paper, for about as many edges as in Cora, 10,556
+_WITHIN = 0.8  # fraction of citations within a class; 0.81 in Cora
+_WORDS = 18  # drawn for each paper, as many as Cora's papers have
+_OF_THE_CLASS = 0.25  # fraction of words drawn from those of the paper's class
 
 
 def synthetic_cora(seed: int = 0) -> NodeData:
     """Returns synthetic papers that cite each other, with Cora's counts of nodes, words and classes.
 
     A paper cites two earlier ones, mostly of its class, and old ones more often; some words are more
-    frequent in its class. Neither alone tells all.
+    frequent in its class. Neither citations nor words alone determine the class.
 
     Args:
-      seed: of numpy's generator: the same seed gives the same data.
+      seed: seed of NumPy's generator: the same seed gives the same data.
 
     Returns:
-      The data, with each edge in both directions and no self-loops. A feature is 1 where the paper has the word,
-      else 0. 20 nodes of each class are to train on, 500 to validate, 1,000 to test.
+      The data, with each edge in both directions and no self-loops. A feature is 1 if the paper has the word,
+      otherwise 0. There are 20 training nodes of each class, 500 validation nodes and 1,000 test nodes.
 
     Example:
       >>> data = synthetic_cora()
@@ -58,9 +58,9 @@ def _citations(random: np.random.Generator, labels: np.ndarray) -> tuple[np.ndar
     citing = np.repeat(np.arange(1, NODES, dtype=np.int32), _CITED)
     by_class = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[by_class], np.arange(CLASSES))
-    rank = np.empty(NODES, np.int64)  # how many earlier papers of its class there are
+    rank = np.empty(NODES, np.int64)  # number of earlier papers of its class
     rank[by_class] = np.arange(NODES) - starts[labels[by_class]]
-    age = random.random(len(citing)) ** 2  # of the earlier papers, the older the more often
+    age = random.random(len(citing)) ** 2  # among the earlier papers, older ones more often
     among_class = by_class[starts[labels[citing]] + (age * rank[citing]).astype(np.int64)]
     among_all = (age * citing).astype(np.int64)
     is_within = (random.random(len(citing)) < _WITHIN) & (rank[citing] > 0)
@@ -68,7 +68,7 @@ def _citations(random: np.random.Generator, labels: np.ndarray) -> tuple[np.ndar
 
 
 def _words(random: np.random.Generator, labels: np.ndarray) -> np.ndarray:
-    """Returns which paper has which word, float32 [nodes, words]; the words of a class are every 7th."""
+    """Returns the words of each paper, float32 [nodes, words]; the words of a class are every 7th."""
     drawn = random.integers(FEATURES, size=(NODES, _WORDS))
     of_class = random.integers(FEATURES // CLASSES, size=drawn.shape) * CLASSES + labels[:, None]
     is_of_class = random.random(drawn.shape) < _OF_THE_CLASS

@@ -1,12 +1,12 @@
-"""A synthetic graph of Reddit's size and kind: communities, hubs, and features that tell the classes apart.
+"""A synthetic graph of Reddit's size and kind: communities, hubs, and features that separate the classes.
 
 At scale 1 it has Reddit's 232,965 nodes and 114,615,892 edges (each pair in both directions, none twice, no
 self-loops). A smaller scale shrinks both alike, so that the mean degree stays 492, but no graph is denser than one edge
-for eight pairs of nodes: below a scale of 0.0169 the mean degree is an eighth of the number of nodes.
-Degrees fall as one over their rank, from about Reddit's largest, 21,657, at scale 1, and from less than half
-of the nodes in a small graph. Up to three quarters of a node's edges go to its own class, fewer where half of
-that class would not be enough: 0.6 of all at scale 1, 0.7 at 0.02. So that a class has room for them there are
-fewer classes in a small graph: one for twice the mean degree of nodes, which is 4 at a scale of 0.02, and
+per eight pairs of nodes: below a scale of 0.0169 the mean degree is an eighth of the number of nodes.
+Degrees decrease as one over their rank, from about Reddit's largest, 21,657, at scale 1, and from less than half
+of the nodes in a small graph. Up to three quarters of a node's edges go to its own class, fewer if half of
+that class would not be enough: 0.6 of all at scale 1, 0.7 at 0.02. To leave room for them, a small graph has
+fewer classes: one per twice the mean degree of nodes, which makes 4 at a scale of 0.02, and
 Reddit's 41 from 0.174 on.
 """
 
@@ -17,25 +17,25 @@ from jmp_train.graphs.datasets.reddit import REDDIT_CLASSES, REDDIT_FEATURES, so
 
 NODES = 232_965
 EDGES = 114_615_892
-TRAIN, TEST = 153_431, 55_703  # how many nodes; the other 23,831 are for validation
+TRAIN, TEST = 153_431, 55_703  # numbers of nodes; the other 23,831 are for validation
 
 _FEWEST = 100  # nodes
 _DENSEST = 1 / 8  # of all pairs
-_WITHIN = 3 / 4  # the share of a node's edges that go to its own class, if it has room
-_DRAWN_FOR_LARGEST = 36_000  # about 21,000 are left of them: between hubs, edges are drawn many times
+_WITHIN = 3 / 4  # the fraction of a node's edges that go to its own class, if it has room
+_DRAWN_FOR_LARGEST = 36_000  # about 21,000 of them remain, because edges between hubs are drawn many times
 _DRAWN_AT_ONCE = 2**22
 
 
 def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> NodeData:
-    """Returns a graph like Reddit's, with as many nodes and edges as the module says.
+    """Returns a graph like Reddit's, with the numbers of nodes and edges in the module's docstring.
 
     Args:
-      scale: the share of Reddit's nodes and edges, at most 1.
-      seed: of numpy's generator: the same seed gives the same data.
+      scale: the fraction of Reddit's nodes and edges, at most 1.
+      seed: seed of NumPy's generator: the same seed gives the same data.
 
     Returns:
-      The data; edges sorted by receiver, then sender. A node's features are its class's center and
-      as much normal noise, of mean 0 and variance 1 together, as Reddit's are.
+      The data, with edges sorted by receiver, then sender. A node's features are its class's center plus
+      the same amount of normal noise, with mean 0 and variance 1 together, as Reddit's.
 
     Raises:
       ValueError: the scale is not in (0, 1], or leaves fewer than 100 nodes.
@@ -57,7 +57,7 @@ def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> NodeData:
     centers = random.standard_normal((classes, REDDIT_FEATURES), np.float32)
     centers -= centers.mean(axis=0)
     features = random.standard_normal((nodes, REDDIT_FEATURES), np.float32)
-    for start in range(0, nodes, 2**14):  # no second array of the features' size
+    for start in range(0, nodes, 2**14):  # without a second array of the features' size
         rows = features[start : start + 2**14]
         rows += centers[labels[start : start + 2**14]]
         rows *= np.float32(0.5**0.5)
@@ -70,10 +70,10 @@ def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> NodeData:
 
 
 def heavy_tailed(count: int, mean: float, largest: float) -> np.ndarray:
-    """Returns degrees that fall as one over their rank: a Pareto distribution's, cut off at the largest.
+    """Returns degrees that decrease as one over their rank: a Pareto distribution, cut off at the largest.
 
     Args:
-      count: how many.
+      count: number of degrees.
       mean: their mean, less than the largest.
       largest: the largest.
 
@@ -91,7 +91,7 @@ def heavy_tailed(count: int, mean: float, largest: float) -> np.ndarray:
         return 1 / (1 / largest + ranks * (1 / least - 1 / largest))
 
     low, high = 0.0, largest
-    for _ in range(60):  # the least degree, by bisection: the mean grows with it
+    for _ in range(60):  # finds the smallest degree by bisection, because the mean increases with it
         least = (low + high) / 2
         low, high = (least, high) if degrees(least).mean() < mean else (low, least)
     return degrees(high)
@@ -102,7 +102,7 @@ def both_directions(pairs: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.n
 
     Args:
       pairs: int64 [pairs], `one * num_nodes + other` for each pair.
-      num_nodes: how many nodes there are.
+      num_nodes: number of nodes.
 
     Example:
       >>> both_directions(np.array([0 * 3 + 1, 1 * 3 + 2]), 3)
@@ -117,7 +117,7 @@ def both_directions(pairs: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.n
 
 
 def _draw_pairs(random: np.random.Generator, labels: np.ndarray, count: int) -> np.ndarray:
-    """Returns different pairs of nodes, int64 [count], as `lesser * nodes + greater`."""
+    """Returns distinct pairs of nodes, int64 [count], as `lesser * nodes + greater`."""
     nodes = len(labels)
     members = np.argsort(labels, kind="stable").astype(np.int32)  # the classes one after another
     degrees = random.permutation(heavy_tailed(nodes, 2 * count / nodes, min(_DRAWN_FOR_LARGEST, nodes / 2)))
@@ -149,7 +149,7 @@ def _draw_pairs(random: np.random.Generator, labels: np.ndarray, count: int) -> 
         drawn = np.concatenate([draw(min(_DRAWN_AT_ONCE, wanted - at)) for at in range(0, wanted, _DRAWN_AT_ONCE)])
         drawn.sort()
         pairs = np.concatenate([pairs, drawn])
-        pairs.sort(kind="stable")  # which finds that these are two sorted parts
+        pairs.sort(kind="stable")  # detects that these are two sorted parts
         pairs = pairs[np.concatenate([[True], pairs[1:] != pairs[:-1]])]
         share_of_new = max((len(pairs) - before) / wanted, 0.01)
     surplus = random.choice(len(pairs), len(pairs) - count, replace=False, shuffle=False)

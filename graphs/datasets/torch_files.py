@@ -1,4 +1,4 @@
-"""Arrays in the files of `torch.save`, such as OGB's splits of links; torch is not needed, and nothing is unpickled.
+"""Reads arrays from files of `torch.save`, such as OGB's splits of links, without torch and without unpickling.
 
 A file is a zip archive with a pickle in it, or, before torch 1.6, several pickles one after the other.
 """
@@ -28,7 +28,7 @@ from jmp_train.graphs.datasets.pickle_notes import (
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of an old file
 _VERSION = 1001
-_MOST_INSTRUCTIONS = 10_000  # a dictionary of arrays has some 30 for each
+_MOST_INSTRUCTIONS = 10_000  # a dictionary of arrays has about 30 per array
 _LARGEST = 2**32  # bytes; the largest of the public files, ogbl-citation2's, have 0.8 GB
 _TENSOR = "torch._utils _rebuild_tensor_v2"
 _STORAGES = {
@@ -42,18 +42,18 @@ _NAMES = {*PYTHON3_ARRAYS, *_STORAGES, _TENSOR, "collections OrderedDict"}
 
 
 def read_torch_arrays(path: Path, *, max_bytes: int | None = None) -> dict[str, np.ndarray]:
-    """Reads a dictionary of arrays of numpy's, or of tensors of torch's, that `torch.save` wrote.
+    """Reads a dictionary of NumPy arrays or torch tensors from a file of `torch.save`.
 
     Args:
       path: the file.
-      max_bytes: how many bytes the file may have; None for 4 GiB. The arrays have no more together.
+      max_bytes: largest size of the file, and of all arrays together; None for 4 GiB.
 
     Returns:
       The arrays by their names, of one or two axes.
 
     Raises:
-      ValueError: the file is damaged, too large, or another one; or it holds something else. The message names it and
-        the fault.
+      ValueError: the file is damaged, too large, or of another kind; or it has other content. The message has its name
+        and the fault.
       OSError: the file cannot be read, or does not fit into memory.
 
     Example:
@@ -104,7 +104,7 @@ def _of_archive(archive: zipfile.ZipFile, size: int) -> dict[str, np.ndarray]:
 
 
 def _of_pickles(file: IO[bytes]) -> Any:
-    """Returns what is in a file of pickles: a number that marks it, its version, the system, the value, storages."""
+    """Returns the value in a file of pickles: a number that marks it, its version, the system, the value, storages."""
     if _carried_out(file) != _MAGIC or _carried_out(file) != _VERSION:
         raise ValueError("it does not begin as such files do")
     _carried_out(file)
@@ -133,7 +133,7 @@ def _arrays(value: Any, stored: Callable[[str], bytes] | None, size: int) -> dic
 
 
 def _tensor(note: Note, stored: Callable[[str], bytes]) -> np.ndarray:
-    """Returns the tensor whose making was noted: all of what is stored for it, or a part without gaps."""
+    """Returns the tensor described by a note: all of its storage, or a part without gaps."""
     storage, first, shape, strides, requires_grad, hooks = note.arguments
     is_plain = isinstance(requires_grad, bool) and hooks == {}
     if not isinstance(storage, Note) or storage.name != STORAGE or not is_plain:

@@ -28,23 +28,23 @@ def read_tu(data_dir: Path | str, name: str | None = None, *, max_bytes: int | N
 
     Args:
       data_dir: the folder of `<name>_A.txt`, `<name>_graph_indicator.txt`, `<name>_graph_labels.txt` or
-        `<name>_graph_attributes.txt`, and, where there are any, `<name>_node_labels.txt`, `<name>_node_attributes.txt`,
+        `<name>_graph_attributes.txt`, and optionally `<name>_node_labels.txt`, `<name>_node_attributes.txt`,
         `<name>_edge_labels.txt` and `<name>_edge_attributes.txt`; or the folder that holds that folder, `<name>`.
-      name: of the data set, in any case; None for the only one that is there.
-      max_bytes: how many bytes the text of a file may have, and its numbers may take; None for 100 times the
+      name: name of the data set, in any case; None for the only one in the folder.
+      max_bytes: largest number of bytes of a file's text, and of its numbers; None for 100 times the
         file's size, and 256 MiB at least.
 
     Returns:
       The data: graphs in the order of their numbers; nodes and edges of each in the order of the files; no split.
       Classes are numbered from 0, ascending with the file's numbers. Labels of nodes and edges are
-      `nodes["label"]` and `edges["label"]`, int32 [rows], or [rows, columns] where there are several, each column
+      `nodes["label"]` and `edges["label"]`, int32 [rows], or [rows, columns] if there are several, each column
       counted from 0; attributes are `nodes["attr"]`, `edges["attr"]` and `graphs["attr"]`, float32 [rows,
       width]. Without labels of graphs, the attributes of graphs are the labels.
 
     Raises:
-      FileNotFoundError: files are missing; the message names them and says where they are public.
-      ValueError: `name` does not choose among several data sets, or is no name; or a file is damaged, or asks for
-        more memory than it may, or does not fit the others: the message names it, and the row and the fault.
+      FileNotFoundError: files are missing; the message has their names and public address.
+      ValueError: `name` is unknown, or is missing for several data sets; or a file is damaged, needs
+        more memory than allowed, or does not fit the others: the message has its name, the row and the fault.
       OSError: a file cannot be read, or does not fit into memory.
 
     Example:
@@ -72,13 +72,13 @@ def read_tu(data_dir: Path | str, name: str | None = None, *, max_bytes: int | N
     ends = read_ids(read, paths["A"], 2, len(owners), first=1)
     _check_apart(paths["A"], owners[ends])
 
-    # Nodes and edges of a graph come to stand together; in most files they do already.
+    # Puts the nodes and edges of each graph together; in most files they already are.
     node_order = np.argsort(owners, kind="stable")
     n_node = np.bincount(owners, minlength=len(labels)).astype(np.int32)
     of_edge = owners[ends[:, 0]]
     edge_order = np.argsort(of_edge, kind="stable")
     n_edge = np.bincount(of_edge, minlength=len(labels)).astype(np.int32)
-    places = np.empty(len(owners), np.int32)  # of a node in its graph
+    places = np.empty(len(owners), np.int32)  # index of a node in its graph
     firsts = np.repeat(np.cumsum(n_node) - n_node, n_node)
     places[node_order] = np.arange(len(owners)) - firsts
     senders, receivers = np.ascontiguousarray(places[ends[edge_order]].T)
@@ -95,7 +95,7 @@ def read_tu(data_dir: Path | str, name: str | None = None, *, max_bytes: int | N
 
 
 def _find_data_set(folder: Path, name: str | None) -> tuple[Path, str]:
-    """Returns the folder of a data set's files, and its name as these spell it."""
+    """Returns the folder of a data set's files, and its name as spelled in these."""
     if name is not None and (not name or set(name) & set("/\\\0*?[")):
         raise ValueError(f"name={name!r} is not the name of a data set")
     ending = "_graph_indicator.txt"
@@ -131,7 +131,7 @@ def _read_targets(read: Table, path: Path) -> tuple[np.ndarray, int | None]:
 
 
 def _read_known(read: Table, folder: Path, stem: str, rows: int, counted_by: Path) -> dict[str, np.ndarray]:
-    """Returns labels and attributes of nodes, edges or graphs, those that are there."""
+    """Returns the existing labels and attributes of nodes, edges or graphs."""
     known = {}
     if path := find_file(folder, (f"{stem}_labels.txt",)):
         known["label"] = _read_labels(read, path, rows, counted_by)

@@ -27,6 +27,7 @@ from jmp_train.graphs.kernels.implementations import EdgeOperation as EdgeOperat
 from jmp_train.graphs.kernels.mapped_sum import MAPPED_SUM as MAPPED_SUM
 from jmp_train.graphs.kernels.mapped_sum import MappedInputs as MappedInputs
 from jmp_train.graphs.kernels.messages_xla import REDUCTIONS as REDUCTIONS
+from jmp_train.graphs.kernels.messages_xla import CheckedMessage as CheckedMessage
 from jmp_train.graphs.kernels.messages_xla import Reductions as Reductions
 from jmp_train.graphs.kernels.messages_xla import combined_rows as combined_rows
 from jmp_train.graphs.kernels.messages_xla import messages_by_xla as messages_by_xla

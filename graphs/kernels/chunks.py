@@ -92,7 +92,7 @@ def pvary_alike(tree: Tree) -> Tree:
     Then the loops' carries do, and gradients of arrays that were the same everywhere are added up by jax.
     """
     axes = {name for x in jax.tree.leaves(tree) for name in jax.typeof(x).manual_axis_type.varying}
-    return pvary(tree, sorted(axes))
+    return pvary(tree, sorted(axes)) if axes else tree
 
 
 def run_chunked(kernel: Callable[..., Tree], edges: CSRAndCSC | None, *arguments: Any) -> Tree:
@@ -104,7 +104,8 @@ def run_chunked(kernel: Callable[..., Tree], edges: CSRAndCSC | None, *arguments
       *arguments: pytrees of arrays.
     """
     assert edges is not None  # without them "xla" is chosen
-    return opaque_to_autocast(kernel)(*pvary_alike((edges, *arguments)))
+    alike = pvary_alike((edges, *arguments))
+    return opaque_to_autocast(kernel)(*alike)
 
 
 def sum_of_rows(data: jax.Array) -> jax.Array:

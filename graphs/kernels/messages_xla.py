@@ -4,18 +4,19 @@ Compilers for GPUs fuse reads, arithmetic and the addition, so that what sums ne
 is not stored.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_train.graphs.fn import Message, Operation, Reduce, Reduction
 from jmp_train.graphs.structure import (
     Adjacency,
     as_inexact,
     common_dtype,
-    in_float32,
     root_or_zero,
     rows_like,
     upcast,
@@ -26,29 +27,44 @@ Operands = Sequence[jax.Array]
 Reductions = tuple[Reduce, ...]
 
 
-def messages_by_xla(adjacency: Adjacency, message: Message, operands: Operands) -> jax.Array:
-    """Returns the message of each edge, [edges, ...] in the operands' common dtype.
+@dataclasses.dataclass(frozen=True)
+class CheckedMessage:
+    """A built-in message whose features exist and fit.
+
+    Attributes:
+      message: the message.
+      shape: of one edge's message.
+      dtype: in which it is computed, if its features are floats of one precision; None otherwise.
+    """
+
+    message: Message
+    shape: tuple[int, ...]
+    dtype: np.dtype | None
+
+
+def messages_by_xla(adjacency: Adjacency, message: CheckedMessage, *operands: jax.Array) -> jax.Array:
+    """Returns the message of each edge, [edges, ...] in at least float32.
 
     Args:
       adjacency: who sends to whom.
       message: which.
-      operands: its features.
+      *operands: its features, as they are stored.
     """
-    return in_float32(lambda *operands: _messages(message, operands, adjacency), *operands)
+    return _messages(message.message, operands, adjacency)
 
 
 def reductions_by_xla(
-    adjacency: Adjacency, message: Message, reductions: Reductions, operands: Operands
+    adjacency: Adjacency, message: CheckedMessage, reductions: Reductions, *operands: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns what the receivers make of their messages, [receivers, ...] by name in the operands' common dtype.
+    """Returns what the receivers make of their messages, [receivers, ...] by name in at least float32.
 
     Args:
       adjacency: who sends to whom.
       message: which.
       reductions: which, all of this message.
-      operands: the message's features.
+      *operands: the message's features, as they are stored.
     """
-    return in_float32(lambda *operands: _reductions(message, reductions, operands, adjacency), *operands)
+    return _reductions(message.message, reductions, operands, adjacency)
 
 
 def reduce_rows(adjacency: Adjacency, reductions: Reductions, messages: jax.Array) -> dict[str, jax.Array]:
@@ -81,12 +97,9 @@ def _messages(message: Message, operands: Operands, adjacency: Adjacency) -> jax
 
 def _computed(message: Message, operands: Operands, adjacency: Adjacency) -> jax.Array:
     """Returns the messages [edges, ...] in the dtype in which they are computed."""
-    reads = []
-    for (end, _), operand in zip(message.operands, operands, strict=True):
-        rows = upcast(operand)
-        if end != "e":
-            rows = (adjacency.senders if end == "u" else adjacency.receivers).read(rows)
-        reads.append(rows)
+    rows = [upcast(operand) for operand in operands]
+    ends = {"u": adjacency.senders, "v": adjacency.receivers}
+    reads = [x if end == "e" else ends[end].read(x) for (end, _), x in zip(message.operands, rows, strict=True)]
     if len(reads) == 1:
         return reads[0]
     left, right = reads

@@ -29,14 +29,14 @@ def weighted_sum(
     """Returns the sums [receivers, heads, width] of weights times the senders' rows, computed in float32.
 
     Args:
-      dtype: the result's; None for that which data and weights promote to.
+      dtype: the result's; None for that in which it is computed.
       edges: who sends to whom.
       scales: of the rows and sums.
       data: floating [senders, heads, width].
       weights: floating [edges, heads] or [edges, 1]; None for 1.
     """
     common = data.dtype if weights is None else common_dtype(data.dtype, weights.dtype)
-    dtype = jnp.dtype(common if dtype is None else dtype)
+    dtype = accumulation_dtype(common) if dtype is None else jnp.dtype(dtype)
     chunked = functools.partial(_chunked_sum, dtype)
     arguments = edges.by_target, scales, data, weights
     if not takes(dtype, *arguments):

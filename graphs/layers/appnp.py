@@ -74,7 +74,7 @@ class APPNPConv(nnx.Module):
       edge_dropout: see `propagate`; `train` and `eval` switch it on and off.
       norm: see `graph_conv`.
       dtype: dtype to which features are cast; None for their own.
-      rngs: flax's random streams, of which "dropout" is used; required if the rate is not 0.
+      rngs: flax's random streams; "dropout" is used, and required if the rate is not 0.
 
     Raises:
       ValueError: the rate is not in [0, 1), has no streams, or `norm` is unknown.

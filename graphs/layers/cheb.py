@@ -47,7 +47,7 @@ def cheb_conv(
       activation: a function of the result.
 
     Returns:
-      [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
+      [nodes, out] in the promoted dtype of features, weight and bias; half under autocast.
 
     Raises:
       ValueError: a shape does not fit.

@@ -65,7 +65,7 @@ def nn_conv(
       implementation: see `rel_graph_conv`.
 
     Returns:
-      [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
+      [nodes, out] in the promoted dtype of features, weight and bias; half under autocast.
 
     Raises:
       ValueError: a shape does not fit, `aggregator` is unknown, or the graph does not support the implementation.

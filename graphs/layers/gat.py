@@ -67,7 +67,7 @@ def gat_conv(
       allow_zero_in_degree: True to allow nodes without incoming edges; they get residual and bias.
 
     Returns:
-      [nodes, heads, out] in the dtype that features, weights and bias promote to; half under autocast.
+      [nodes, heads, out] in the promoted dtype of features, weights and bias; half under autocast.
 
     Raises:
       ValueError: a shape does not fit, a rate is not in [0, 1), the key is missing, or some node has no incoming

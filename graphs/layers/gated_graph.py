@@ -55,7 +55,7 @@ def gated_graph_conv(
       edge_weight: floating [edges], factors of the messages.
 
     Returns:
-      [nodes, width] in the dtype that features and weights promote to; half under autocast.
+      [nodes, width] in the promoted dtype of features and weights; half under autocast.
 
     Raises:
       ValueError: a shape does not fit, a type is out of range or types are missing, or `num_steps` is not positive.

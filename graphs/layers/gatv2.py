@@ -70,7 +70,7 @@ def gatv2_conv(
       allow_zero_in_degree: True to allow nodes without incoming edges; they get the residual.
 
     Returns:
-      [nodes, heads, out] in the dtype that features, weights and biases promote to; half under autocast.
+      [nodes, heads, out] in the promoted dtype of features, weights and biases; half under autocast.
 
     Raises:
       ValueError: see `gat_conv`; or there is a bias without its weight.

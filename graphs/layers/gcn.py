@@ -57,7 +57,7 @@ def graph_conv(
       allow_zero_in_degree: True to allow nodes without incoming edges; they get only the bias.
 
     Returns:
-      [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
+      [nodes, out] in the promoted dtype of features, weight and bias; half under autocast.
 
     Raises:
       ValueError: a shape does not fit, `norm` is unknown, or some node has no incoming edge.

@@ -67,7 +67,7 @@ def sage_conv(
       norm: a function applied after the activation.
 
     Returns:
-      [nodes, out] in the dtype that features, weights and bias promote to; half under autocast.
+      [nodes, out] in the promoted dtype of features, weights and bias; half under autocast.
 
     Raises:
       ValueError: a shape does not fit, weights are missing, the rate is not in [0, 1), the key is missing,

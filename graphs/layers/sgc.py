@@ -50,7 +50,7 @@ def sg_conv(
       allow_zero_in_degree: True to allow nodes without incoming edges; they get only the bias.
 
     Returns:
-      [nodes, out] in the dtype that features, weight and bias promote to; half under autocast.
+      [nodes, out] in the promoted dtype of features, weight and bias; half under autocast.
 
     Raises:
       ValueError: a shape does not fit, `k` is negative, `norm` is unknown, some node has no incoming edge, or there

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jmp_train.graphs.fn import Message, Operation, Reduce
 from jmp_train.graphs.kernels import (
+    CheckedMessage,
     Inputs,
     Reductions,
     Scales,
@@ -26,16 +27,7 @@ from jmp_train.graphs.kernels import (
     weighted_sender,
     weighted_sum,
 )
-from jmp_train.graphs.structure import (
-    Adjacency,
-    accumulation_dtype,
-    common_dtype,
-    graph_storage,
-    in_float32,
-    inverse_degrees,
-    is_one_precision,
-    root_or_zero,
-)
+from jmp_train.graphs.structure import Adjacency, CSRAndCSC, inverse_degrees, root_or_zero
 
 _FIELDS = {"u": "senders", "v": "receivers", "e": "edge"}
 
@@ -53,25 +45,18 @@ class _BuiltIn:
         return rows[0] if len(rows) == 1 else combined_rows(self.operation, *rows)
 
 
-def elements_of_reductions(message: Message, reductions: Reductions, operands: Sequence[jax.Array]) -> int | None:
+def elements_of_reductions(message: CheckedMessage, reductions: Reductions, *operands: jax.Array) -> int | None:
     """Returns of how many elements a message of floats of one precision is; None of others.
 
     Args:
       message: which.
       reductions: which.
-      operands: the message's features.
+      *operands: the message's features.
     """
     del reductions
-    if not is_one_precision(*operands):
+    if message.dtype is None:
         return None
-    return math.prod(_shape(message, operands)) if message.operation != "dot" else math.prod(operands[0].shape[1:])
-
-
-def _shape(message: Message, operands: Sequence[jax.Array]) -> tuple[int, ...]:
-    """Returns the shape of one edge's message."""
-    rank = max(x.ndim for x in operands) - 1
-    shape = jnp.broadcast_shapes(*[(1,) * (rank - x.ndim + 1) + x.shape[1:] for x in operands])
-    return (*shape[:-1], 1) if message.operation == "dot" and shape else shape
+    return math.prod(operands[0].shape[1:] if message.message.operation == "dot" else message.shape)
 
 
 def _heads(message: Message, operands: Sequence[jax.Array]) -> int | None:
@@ -93,37 +78,30 @@ def _heads(message: Message, operands: Sequence[jax.Array]) -> int | None:
 
 
 def chunked_reductions(
-    adjacency: Adjacency,
-    message: Message,
-    reductions: Reductions,
-    operands: Sequence[jax.Array],
+    adjacency: Adjacency, message: CheckedMessage, reductions: Reductions, *operands: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns what the receivers make of their messages, [receivers, ...] by name in the operands' common dtype.
+    """Returns what the receivers make of their messages, [receivers, ...] by name in at least float32.
 
     Args:
       adjacency: who sends to whom, with `neighbors`.
       message: which.
       reductions: which.
-      operands: the message's features.
+      *operands: the message's features, as they are stored.
     """
-    ends = tuple(end for end, _ in message.operands)
-    shape, heads = _shape(message, operands), _heads(message, operands)
-    is_empty = not all(x.size for x in operands)
-
-    def compute(*operands: jax.Array) -> dict[str, jax.Array]:
-        if is_empty:
-            dtype = accumulation_dtype(common_dtype(*[x.dtype for x in operands]))
-            return {reduce.out: _of_nothing(reduce, (adjacency.num_receivers, *shape), dtype) for reduce in reductions}
-        by_end = dict(zip(ends, operands, strict=True))
-        if heads is None:
-            inputs = Inputs(**{_FIELDS[end]: x for end, x in by_end.items()})
-            return _reduced(_BuiltIn(message.operation, ends), adjacency, inputs, reductions)
-        data = by_end["u"].reshape(by_end["u"].shape[0], heads, -1)
-        weights = by_end["e"].reshape(-1, heads, 1) if "e" in by_end else ()
-        found = _reduced(weighted_sender, adjacency, Inputs(weights, data), reductions)
-        return {name: x.reshape(-1, *shape) for name, x in found.items()}
-
-    return in_float32(compute, *operands)
+    ends = tuple(end for end, _ in message.message.operands)
+    if not all(x.size for x in operands):
+        assert message.dtype is not None  # or "xla" is chosen
+        shape = adjacency.num_receivers, *message.shape
+        return {reduce.out: _of_nothing(reduce, shape, message.dtype) for reduce in reductions}
+    by_end = dict(zip(ends, operands, strict=True))
+    heads = _heads(message.message, operands)
+    if heads is None:
+        inputs = Inputs(**{_FIELDS[end]: x for end, x in by_end.items()})
+        return _reduced(_BuiltIn(message.message.operation, ends), adjacency, inputs, reductions)
+    data = by_end["u"].reshape(by_end["u"].shape[0], heads, -1)
+    weights = by_end["e"].reshape(-1, heads, 1) if "e" in by_end else ()
+    found = _reduced(weighted_sender, adjacency, Inputs(weights, data), reductions)
+    return {name: x.reshape(-1, *message.shape) for name, x in found.items()}
 
 
 def _of_nothing(reduce: Reduce, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -162,38 +140,38 @@ def _weighted(adjacency: Adjacency, inputs: Inputs, *, is_mean: bool) -> jax.Arr
     """Returns the sums or means [receivers, heads, width] of weighted senders."""
     data, weights = inputs.senders, None if isinstance(inputs.edge, tuple) else inputs.edge[..., 0]
     scales = Scales(receivers=inverse_degrees(adjacency.in_degrees, data) if is_mean else None)
-    add = functools.partial(weighted_sum, accumulation_dtype(data.dtype))
-    return run_chunked(add, adjacency.neighbors, scales, data, weights)
+    return run_chunked(functools.partial(weighted_sum, None), adjacency.neighbors, scales, data, weights)
 
 
-def elements_of_dot(message: Message, operands: Sequence[jax.Array]) -> int | None:
+def elements_of_dot(message: CheckedMessage, *operands: jax.Array) -> int | None:
     """Returns how many elements are multiplied for an edge; None where it is not a product of rows of one shape.
 
     Args:
       message: which.
-      operands: its features.
+      *operands: its features.
     """
-    ends = {end for end, _ in message.operands}
-    if message.operation != "dot" or ends != {"u", "v"}:
+    ends = {end for end, _ in message.message.operands}
+    if message.message.operation != "dot" or ends != {"u", "v"} or message.dtype is None:
         return None
     left, right = operands
     is_one_shape = left.ndim > 1 and left.shape[1:] == right.shape[1:]
-    return math.prod(left.shape[1:]) if is_one_shape and is_one_precision(left, right) else None
+    return math.prod(left.shape[1:]) if is_one_shape else None
 
 
-def chunked_dot(adjacency: Adjacency, message: Message, operands: Sequence[jax.Array]) -> jax.Array:
+def chunked_dot(adjacency: Adjacency, message: CheckedMessage, *operands: jax.Array) -> jax.Array:
     """Returns the products [edges, ..., 1] of rows at both ends, in the operands' common dtype.
 
     Args:
       adjacency: who sends to whom, with `neighbors`.
       message: which.
-      operands: its features.
+      *operands: its features, as they are stored.
     """
-    by_end = {end: graph_storage(x) for (end, _), x in zip(message.operands, operands, strict=True)}
-    _, *inner, width = operands[0].shape
+    by_end = {end: x for (end, _), x in zip(message.message.operands, operands, strict=True)}
+    *inner, width = operands[0].shape[1:]
     if not all(operand.size for operand in operands):
-        dtype = common_dtype(*(operand.dtype for operand in operands))
-        return jnp.zeros((adjacency.num_edges, *inner, 1), dtype)
-    rows = [by_end[end].reshape(-1, math.prod(inner), width) for end in "uv"]
-    result = run_chunked(edge_dot, adjacency.neighbors, Scales(), *rows)
-    return graph_storage(result).reshape(-1, *inner, 1)
+        return jnp.zeros((adjacency.num_edges, *message.shape), message.dtype)
+
+    def kernel(edges: CSRAndCSC, *rows: jax.Array) -> jax.Array:  # reshaped within, where autocast casts nothing
+        return edge_dot(edges, Scales(), *(x.reshape(-1, math.prod(inner), width) for x in rows))
+
+    return run_chunked(kernel, adjacency.neighbors, by_end["u"], by_end["v"]).reshape(-1, *message.shape)

@@ -9,8 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.fn import Reduce
-from jmp_train.graphs.kernels import EdgeIds, EdgeOperation, Inputs, Reduced, Reductions, Terms, reduce_edges
-from jmp_train.graphs.messages.built_in import reduce_messages
+from jmp_train.graphs.kernels import (
+    EdgeIds,
+    EdgeOperation,
+    Inputs,
+    Reduced,
+    Reductions,
+    Terms,
+    reduce_edges,
+    reduce_rows,
+)
 from jmp_train.graphs.messages.edge_messages import PerEdge, Shapes, chosen_features
 from jmp_train.graphs.messages.frames import Frame
 from jmp_train.graphs.messages.user_functions import call_message_function
@@ -18,6 +26,7 @@ from jmp_train.graphs.structure import (
     Adjacency,
     finite_or_zero,
     graph_storage,
+    in_float32,
     inverse_degrees,
     moments_about,
     reciprocal,
@@ -48,8 +57,13 @@ def reduce_all(frame: Frame, messages: Messages, reductions: Reductions) -> dict
     results = {}
     for name in dict.fromkeys(reduce.message for reduce in reductions):
         some = tuple(reduce for reduce in reductions if reduce.message == name)
-        results |= reduce_messages(frame.adjacency, messages[name], some)
+        reduced = functools.partial(_of_rows, frame.adjacency, some)
+        results |= in_float32(reduced, messages[name])
     return results
+
+
+def _of_rows(adjacency: Adjacency, reductions: Reductions, messages: jax.Array) -> dict[str, jax.Array]:
+    return reduce_rows(adjacency, reductions, upcast(messages))
 
 
 def _by_xla(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions: Reductions) -> dict[str, jax.Array]:

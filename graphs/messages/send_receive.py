@@ -1,13 +1,18 @@
 """Messages of edges and their reduction at nodes, by built-in or user-defined functions."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
-from jmp_train.graphs.fn import BuiltIn, Message, Reduce
-from jmp_train.graphs.messages.built_in import (
-    compute_messages,
-    compute_reductions,
+from jmp_train.graphs.fn import BuiltIn, End, Message, Reduce
+from jmp_train.graphs.kernels import CheckedMessage, EdgeOperation, Reductions, messages_by_xla, reductions_by_xla
+from jmp_train.graphs.messages.chunked import (
+    chunked_dot,
+    chunked_reductions,
+    elements_of_dot,
+    elements_of_reductions,
 )
 from jmp_train.graphs.messages.edge_messages import PerEdge
 from jmp_train.graphs.messages.frames import Frame
@@ -17,6 +22,20 @@ from jmp_train.graphs.messages.user_functions import (
     NodeFunction,
     call_message_function,
     call_reduce_function,
+)
+from jmp_train.graphs.structure import accumulation_dtype, in_float32, is_one_precision
+
+_ENDS: dict[End, str] = {"u": "sender", "v": "receiver", "e": "edge"}
+
+MESSAGES = EdgeOperation(
+    {"xla": messages_by_xla, "chunked": chunked_dot},
+    elements_of_dot,
+    "makes u_dot_v of floats of one shape and precision; these are other messages",
+)
+REDUCED_MESSAGES = EdgeOperation(
+    {"xla": reductions_by_xla, "chunked": chunked_reductions},
+    elements_of_reductions,
+    "reduces messages of floats of one precision; these are others",
 )
 
 # What `update_all` and its kin take: one reduction, several of the same messages, or a function.
@@ -42,7 +61,9 @@ def send(
       TypeError: the function returns no dictionary of arrays.
     """
     if isinstance(message, Message):
-        return {message.out: compute_messages(frame, message, implementation)}
+        checked, operands = _checked(frame, message)
+        kernel = functools.partial(MESSAGES, implementation, frame.adjacency, checked)
+        return {message.out: in_float32(kernel, *operands)}
     _check_function("message", message, 'fn.copy_u("h", "m")')
     return call_message_function(message, frame, ids)
 
@@ -70,7 +91,10 @@ def receive(
         assert callable(reduce)
         return call_reduce_function(reduce, frame, send(frame, message))
     if isinstance(message, Message):
-        return compute_reductions(frame, message, reductions, implementation)
+        _check_names(message, reductions)
+        checked, operands = _checked(frame, message)
+        kernel = functools.partial(REDUCED_MESSAGES, implementation, frame.adjacency, checked, reductions)
+        return in_float32(kernel, *operands)
     if isinstance(message, PerEdge):
         return PER_EDGE(implementation, frame.adjacency, frame, message, reductions)
     if implementation == "chunked":
@@ -97,3 +121,44 @@ def _reductions(reduce: Reduction) -> tuple[Reduce, ...] | None:
 def _check_function(name: str, function: object, example: str) -> None:
     if not callable(function) or isinstance(function, BuiltIn):
         raise TypeError(f"{name} must be a function, or built in, such as {example}, got {function!r}")
+
+
+def _check_names(message: Message, reductions: Reductions) -> None:
+    for reduce in reductions:
+        if reduce.message != message.out:
+            raise ValueError(
+                f"{message.name} makes the message {message.out!r}, but {reduce.reduction} wants {reduce.message!r}"
+            )
+
+
+def _checked(frame: Frame, message: Message) -> tuple[CheckedMessage, list[jax.Array]]:
+    """Returns a built-in message and its features."""
+    features = {"u": frame.src, "v": frame.dst, "e": frame.data}
+    operands = []
+    for end, name in message.operands:
+        if name not in features[end]:
+            known = ", ".join(map(repr, features[end])) or "none"
+            raise ValueError(f"{message.name}: no {_ENDS[end]} feature {name!r}; there are: {known}")
+        operands.append(features[end][name])
+    shape = operands[0].shape[1:] if len(operands) == 1 else _shape(message, *operands)
+    dtype = accumulation_dtype(operands[0].dtype) if is_one_precision(*operands) else None
+    return CheckedMessage(message, shape, dtype), operands
+
+
+def _shape(message: Message, left: jax.Array, right: jax.Array) -> tuple[int, ...]:
+    """Returns the shape of one edge's message."""
+    shapes = left.shape[1:], right.shape[1:]
+    rank = max(map(len, shapes))
+    aligned = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    fault = "the last axes differ" if message.operation == "dot" and aligned[0][-1:] != aligned[1][-1:] else ""
+    try:
+        shape = jnp.broadcast_shapes(*aligned)
+    except ValueError:
+        shape, fault = (), fault or "they do not broadcast"
+    if fault:
+        (left_end, left_name), (right_end, right_name) = message.operands
+        raise ValueError(
+            f"{message.name}: feature {left_name!r} of the {_ENDS[left_end]} and {right_name!r} of the "
+            f"{_ENDS[right_end]} have shapes {shapes[0]} and {shapes[1]} after their first axes: {fault}"
+        )
+    return (*shape[:-1], 1) if message.operation == "dot" and shape else shape

@@ -1,4 +1,4 @@
-"""Mini-batches of graphs that are larger than the device."""
+"""Mini-batches of graphs that are larger than the device's memory."""
 
 from jmp_train.graphs.sampling.edge_batches import EdgeMiniBatch as EdgeMiniBatch
 from jmp_train.graphs.sampling.edge_batches import EdgeSampler as EdgeSampler

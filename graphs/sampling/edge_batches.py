@@ -20,19 +20,19 @@ Ends = Mapping[EdgeType, tuple[np.ndarray, np.ndarray]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EdgeMiniBatch:
-    """What a model needs to know of some edges and their negatives; arrays in the host's memory, padded.
+    """The input of a model for some edges and their negatives; padded arrays in the host's memory.
 
-    The ends of edges are places among the rows that the last layer returns. Padding edges have the ends 0. Of a graph
+    The ends of edges are indices of rows that the last layer returns. Padding edges have the ends 0. For a graph
     of several types, blocks, edges and their ends are by edge type, inputs and seeds by node type.
 
     Attributes:
       blocks: a block for each layer, the first layer's first.
       inputs: int32 [sources of the first layer], the nodes whose features the first layer reads, -1 for padding.
-      seeds: int32 [most ends], the nodes that the last layer's rows are of, -1 for padding.
-      edge_ids: int32 [batch size], which edges these are, -1 for padding.
+      seeds: int32 [most ends], the nodes of the last layer's rows, -1 for padding.
+      edge_ids: int32 [batch size], ids of the edges, -1 for padding.
       senders: int32 [batch size], the row of the node that each edge leaves.
       receivers: int32 [batch size], the row of the node that each edge enters.
-      negative_receivers: int32 [batch size, negatives], rows of nodes that stand for receivers which are none.
+      negative_receivers: int32 [batch size, negatives], rows of the negatives' receivers.
 
     Example:
       >>> from jmp_train.graphs import host_edges
@@ -54,18 +54,18 @@ class EdgeMiniBatch:
 
 @dataclasses.dataclass(frozen=True)
 class EdgeSampler:
-    """Draws mini-batches of edges; make it with `edge_sampler`.
+    """Draws mini-batches of edges; create it with `edge_sampler`.
 
     `jmp_train.data.neighbor_batches` takes it, with ids of edges in place of seeds.
 
     Attributes:
       neighbors: draws the neighbors of the edges' ends.
       ends: by edge type, int32 [edges], senders and receivers of all edges that batches may have.
-      batch_size: the largest number of edges, of all types together.
-      negatives: how many negatives each edge gets.
-      excluded: by type of a batch's edges and by edge type, int64 [edges, ...], the edges that no message may take
-        where each edge is in a batch; -1 for none.
-      sizes: of the layers, for each shape that batches may have, the smallest first.
+      batch_size: the largest number of edges, over all types together.
+      negatives: number of negatives per edge.
+      excluded: by type of a batch's edges and by edge type, int64 [edges, ...], the edges that messages must not use
+        when each edge is in a batch; -1 for none.
+      sizes: the sizes of the layers, for each shape that batches may have, the smallest first.
 
     Example:
       >>> from jmp_train.graphs import host_edges
@@ -85,19 +85,20 @@ class EdgeSampler:
         """Returns the mini-batch of some edges.
 
         Args:
-          edge_ids: int [at most the batch size], which edges; by edge type where batches have several.
-          random: numpy's generator; the same one gives the same batch.
+          edge_ids: int [at most the batch size], ids of the edges; by edge type if batches have several.
+          random: NumPy's generator; the same one gives the same batch.
 
         Raises:
-          ValueError: there are too many edges, an id is out of range or no integer, or a type is unknown or missing.
+          ValueError: there are too many edges, an id is out of range or not an integer, or a type is unknown or
+            missing.
         """
         return self.sample_several([edge_ids], random)[0]
 
     def sample_several(self, parts: Sequence[Any], random: np.random.Generator) -> list[EdgeMiniBatch]:
-        """Returns the mini-batches of several lists of edges, all of one shape, as a `stack` of them needs.
+        """Returns the mini-batches of several lists of edges, all of one shape, as for a `stack`.
 
         Args:
-          parts: of each the edges, see `sample`.
+          parts: the edges of each mini-batch, see `sample`.
           random: see `sample`.
 
         Raises:
@@ -114,10 +115,10 @@ class EdgeSampler:
         return [self._batch(*each) for each in zip(padded, parts, found, strict=True)]
 
     def layers_on_trial(self, random: np.random.Generator) -> list[Layer]:
-        """Returns the layers, without padding, of a batch of edges drawn by chance.
+        """Returns the layers, without padding, of a batch of randomly drawn edges.
 
         Args:
-          random: numpy's generator.
+          random: NumPy's generator.
         """
         counts = np.array([len(senders) for senders, _ in self.ends.values()])
         total = int(counts.sum())
@@ -145,7 +146,7 @@ class EdgeSampler:
         return ids
 
     def _left_out(self, ids: EdgeIds) -> EdgeIds:
-        """Returns the edges that no message may take, by edge type."""
+        """Returns the edges that messages must not use, by edge type."""
         found: dict[EdgeType, list[np.ndarray]] = {}
         for kind, others in self.excluded.items():
             for other, table in others.items():
@@ -153,9 +154,9 @@ class EdgeSampler:
         return {kind: np.unique(np.concatenate(several)) for kind, several in found.items()}
 
     def _ends(self, ids: EdgeIds, random: np.random.Generator) -> tuple[Nodes, dict[EdgeType, list[np.ndarray]]]:
-        """Returns the nodes at the ends of edges and negatives, by type and each once, and the places of the ends.
+        """Returns the distinct nodes at the ends of edges and negatives, by type, and the indices of the ends.
 
-        Places are those of senders, receivers and negatives, by edge type.
+        Indices are those of senders, receivers and negatives, by edge type.
         """
         lists: dict[str, list[np.ndarray]] = {}
         for kind, (senders, receivers) in self.ends.items():
@@ -167,7 +168,7 @@ class EdgeSampler:
         for node_type, several in lists.items():
             nodes[node_type], each = np.unique(np.concatenate(several), return_inverse=True)
             places[node_type] = iter(np.split(each, np.cumsum([len(some) for some in several])))
-        # in the order in which they were put there
+        # in the order of insertion
         return nodes, {kind: [next(places[end]) for end in (kind[0], kind[2], kind[2])] for kind in self.ends}
 
     def _batch(
@@ -204,32 +205,32 @@ def edge_sampler(
 ) -> EdgeSampler:
     """Returns a sampler of edges with the neighbors of their ends.
 
-    A model that is to tell whether an edge is there must not see it: of the neighbors that are drawn, those along an
-    edge of the batch are left out, and with "reverse" or "reverse_types" those along its reverse too.
+    A model that predicts whether an edge exists must not see it. So messages do not use edges of the batch and,
+    with "reverse" or "reverse_types", their reverses.
 
     Args:
-      edges: along which messages pass, made with `keep_edge_ids=True`; of one type, or of several.
+      edges: the edges for messages, created with `keep_edge_ids=True`; of one type, or of several.
       fanouts: see `neighbor_sampler`.
-      senders: int [edges], the node that each edge leaves, in the order that `host_edges` was given. Of several types,
-        by edge type, of those whose edges batches are to have.
+      senders: int [edges], the node that each edge leaves, in the order passed to `host_edges`. For several types,
+        by edge type, for the types whose edges batches have.
       receivers: int [edges], the node that each edge enters; as `senders`.
-      batch_size: how many edges a batch has, of all types together. Each type is padded to as many.
-      negatives: how many negatives each edge gets, its sender with nodes drawn uniformly of the receivers' type.
-      exclude: "self", "reverse", "reverse_types", or None: no edge is left out.
+      batch_size: number of edges per batch, over all types together. Each type is padded to this number.
+      negatives: number of negatives per edge: its sender with nodes drawn uniformly from the receivers' type.
+      exclude: "self", "reverse", "reverse_types", or None to exclude no edge.
       reverse_ids: int [edges], the reverse of each edge among those of its own type, or -1; for "reverse".
-        `reverse_edge_ids` finds them. By edge type where `senders` are.
+        `reverse_edge_ids` finds them. By edge type if `senders` are.
       reverse_types: the type whose edges are the reverse of each type's, in the same order; for "reverse_types".
       replace: see `neighbor_sampler`.
-      num_trials: how many batches of edges are drawn on trial, with their negatives, to measure the sizes of layers.
+      num_trials: number of trial batches of edges, with their negatives, that measure the sizes of layers.
 
     Returns:
       The sampler.
 
     Raises:
-      TypeError: a number or ids are not integers, or of several types something is not by edge type.
-      ValueError: see `neighbor_sampler`; or there are no edges, `exclude` is another word, `reverse_ids` or
-        `reverse_types` do not fit it, edges were made without their ids, their numbers differ, or an edge's reverse
-        is another one.
+      TypeError: a number or ids are not integers, or an argument for several types is not by edge type.
+      ValueError: see `neighbor_sampler`; or there are no edges, `exclude` is unknown, `reverse_ids` or
+        `reverse_types` do not fit it, edges were created without their ids, their numbers differ, or an edge's reverse
+        is wrong.
 
     Example:
       >>> import numpy as np
@@ -284,7 +285,7 @@ def _by_type(name: str, ids: Any, is_alone: bool) -> Mapping[EdgeType, Any]:
 
 
 def _checked_ends(edges: Edges, senders: Mapping[EdgeType, Any], receivers: Mapping[EdgeType, Any]) -> Ends:
-    node_counts(edges)  # which raises where types disagree
+    node_counts(edges)  # raises if types disagree
     ends = {}
     for kind in {**senders, **receivers}:
         where = "" if kind == EDGE else f" of {kind}"
@@ -304,7 +305,7 @@ def _checked_ends(edges: Edges, senders: Mapping[EdgeType, Any], receivers: Mapp
 
 
 def _most_ends(edges: Edges, ends: Ends, size: int, negatives: int) -> dict[str, int]:
-    """Returns how many nodes of each type the ends of a batch's edges and negatives can be."""
+    """Returns the largest number of nodes of each type at the ends of a batch's edges and negatives."""
     counts, most = node_counts(edges), {}
     for kind in ends:
         for node_type in (kind[0], kind[2]):

@@ -1,4 +1,4 @@
-"""Which edges no message may take where an edge is in a mini-batch: itself and its reverse, by which it is told."""
+"""The edges that messages must not use when an edge is in a mini-batch: itself and its reverse, which reveal it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,10 +20,10 @@ def checked_exclusion(
     reverse_ids: Mapping[EdgeType, Any] | None,
     reverse_types: Mapping[EdgeType, EdgeType] | None,
 ) -> Excluded:
-    """Returns, by type of a batch's edges and by edge type, the edges that are left out with each, int64 [edges, ...].
+    """Returns, by type of a batch's edges and by edge type, the edges excluded with each, int64 [edges, ...].
 
     Args:
-      edges: by edge type.
+      edges: the edges by type.
       ends: by type of a batch's edges, their senders and receivers.
       exclude: see `edge_sampler`.
       reverse_ids: by edge type, see `edge_sampler`.
@@ -47,7 +47,7 @@ def checked_exclusion(
             excluded[kind] = {kind: np.stack([own, reverse], axis=1)}
         if reverse_types is not None:
             other = _checked_reverse_type(kind, reverse_types, edges, ends)
-            excluded[kind][other] = own  # the same ids; of a type that is its own reverse, loops only
+            excluded[kind][other] = own  # the same ids; for a type that is its own reverse, only loops
     for kind in [*ends, *(other for others in excluded.values() for other in others)]:
         if edges[kind].edge_ids is None:
             of = "" if kind == EDGE else f" of {kind}"
@@ -75,7 +75,7 @@ def _checked_reverse_type(
     edges: Edges,
     ends: Mapping[EdgeType, tuple[np.ndarray, np.ndarray]],
 ) -> EdgeType:
-    """Returns the type of an edge type's reverse, whose edges are the same, the other way round, in the same order."""
+    """Returns the reverse of an edge type, after checking that it has the same edges, reversed, in the same order."""
     if kind not in reverse_types:
         raise ValueError(f"reverse_types lacks edge type {kind!r}")
     other, (senders, receivers) = reverse_types[kind], ends[kind]

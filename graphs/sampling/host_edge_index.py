@@ -1,6 +1,6 @@
 """Edges in the host's memory, sorted by receiver, and neighbor sampling from them.
 
-Nothing here is on a device, so that a graph may be larger than its memory.
+Nothing here is on a device, so a graph may be larger than the device's memory.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ ALL = -1  # the fanout that takes all edges
 
 @dataclasses.dataclass(frozen=True)
 class HostEdges:
-    """Edges of one type, sorted by the node that they enter. Make them with `host_edges`.
+    """Edges of one type, sorted by the node that they enter. Create them with `host_edges`.
 
     Attributes:
-      starts: int64 [targets + 1], where the edges of each target begin in `sources`.
+      starts: int64 [targets + 1], the start of each target's edges in `sources`.
       sources: int32 [edges], the node that each edge leaves.
-      edge_ids: int64 [edges], which of the given edges each is; None where that was not to be kept.
-      num_sources: how many nodes there are to send.
+      edge_ids: int64 [edges], the id of each edge in the given order; None if ids are not stored.
+      num_sources: number of sending nodes.
 
     Example:
       >>> edges = host_edges([2, 1, 0], [0, 1, 0], 3)
@@ -37,22 +37,22 @@ class HostEdges:
 
     @property
     def num_targets(self) -> int:
-        """How many nodes there are to receive."""
+        """Number of receiving nodes."""
         return len(self.starts) - 1
 
     @property
     def num_edges(self) -> int:
-        """How many edges there are."""
+        """Number of edges."""
         return len(self.sources)
 
     @functools.cached_property
     def in_degrees(self) -> np.ndarray:
-        """Int64 [targets], how many edges enter each node."""
+        """Int64 [targets], number of edges that enter each node."""
         return np.diff(self.starts)
 
     @functools.cached_property
     def out_degrees(self) -> np.ndarray:
-        """Int64 [sources], how many edges leave each node."""
+        """Int64 [sources], number of edges that leave each node."""
         return np.bincount(self.sources, minlength=self.num_sources)
 
     @functools.cached_property
@@ -62,7 +62,7 @@ class HostEdges:
 
     @functools.cached_property
     def has_zero_in_degree(self) -> bool:
-        """Whether some node is entered by no edge."""
+        """Whether some node has no incoming edge."""
         return bool((self.in_degrees == 0).any())
 
 
@@ -79,11 +79,11 @@ def host_edges(
 
     Args:
       senders: int [edges], the node that each edge leaves.
-      receivers: int [edges], the node that each edge enters. Edges that are sorted by it are not copied.
-      n_node: how many nodes there are, or how many that send; at most 2**31 - 1.
-      n_receivers: how many nodes there are that receive, where these are of another type.
-      keep_edge_ids: whether it is kept which edge is which, as features of edges need it.
-      where: of which edge type, for messages.
+      receivers: int [edges], the node that each edge enters. Sorted edges are not copied.
+      n_node: number of nodes, or of sending nodes; at most 2**31 - 1.
+      n_receivers: number of receiving nodes, if these are of another type.
+      keep_edge_ids: True to store the ids of edges, which edge features need.
+      where: edge type, for messages.
 
     Returns:
       The edges.
@@ -122,15 +122,15 @@ def sample_in_edges(
     """Returns edges that enter nodes, drawn uniformly and independently for each node.
 
     Args:
-      edges: of which to draw.
+      edges: the edges to draw from.
       nodes: int [nodes], the targets.
-      fanout: how many edges to draw for each; of nodes with fewer, all are taken. -1 for all of all.
-      random: numpy's generator.
-      replace: whether an edge may be drawn more than once; then nodes with any edge have `fanout`.
+      fanout: number of edges to draw for each; nodes with fewer get all their edges. -1 for all edges of all nodes.
+      random: NumPy's generator.
+      replace: True to draw with replacement; then nodes with any edge have `fanout`.
 
     Returns:
-      For each edge which node it enters, int64 [drawn], a place in `nodes`, ascending; and which edge it
-      is, int64 [drawn], a place in `edges.sources`.
+      For each edge its target, int64 [drawn], an index into `nodes`, ascending; and the edge,
+      int64 [drawn], an index into `edges.sources`.
 
     Raises:
       ValueError: the fanout is neither positive nor -1.
@@ -146,7 +146,7 @@ def sample_in_edges(
         raise ValueError(f"fanout={fanout} must be positive, or -1 for all edges")
     first = edges.starts[nodes]
     degrees = edges.starts[np.asarray(nodes) + 1] - first
-    if not replace and fanout != ALL:  # arrays [nodes, fanout] follow
+    if not replace and fanout != ALL:  # the arrays below are [nodes, fanout]
         fanout = min(fanout, max(int(degrees.max(initial=0)), 1))
     if fanout == ALL:
         owners = np.repeat(np.arange(len(degrees)), degrees)
@@ -163,7 +163,7 @@ def sample_in_edges(
 
 
 def _subsets(degrees: np.ndarray, size: int, random: np.random.Generator) -> np.ndarray:
-    """Returns int64 [nodes, size]: in each row a subset of the numbers below a degree, or all of them."""
+    """Returns int64 [nodes, size]: each row has a random subset of the numbers below a degree, or all of them."""
     offsets = np.tile(np.arange(size), (len(degrees), 1))
     is_large = degrees > size
     least = degrees[is_large] - size
@@ -179,24 +179,24 @@ def _subsets(degrees: np.ndarray, size: int, random: np.random.Generator) -> np.
 
 
 def renumbered(first: np.ndarray, others: list[np.ndarray], count: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns the nodes of several lists, each once but for the first list, and where each stands.
+    """Returns the distinct nodes of several lists, the first list unchanged, and the index of each node.
 
     Args:
-      first: int [nodes], which keep their places.
+      first: int [nodes], which keep their indices.
       others: int [nodes] each.
-      count: all ids are below it.
+      count: upper bound of the ids.
 
     Returns:
-      Int32 [nodes], `first` and then the other nodes; and int32, the place of each node of `others`.
+      Int32 [nodes], `first` and then the other nodes; and int32, the index of each node of `others`.
     """
     ids = np.concatenate([np.empty(0, np.int32), *others])
-    places = np.empty(count, np.int32)  # what is not written below is not read
+    places = np.empty(count, np.int32)  # only entries written below are read
     places[ids] = -1
     places[first] = np.arange(len(first), dtype=np.int32)
     new = ids[places[ids] < 0]
     turn = np.arange(len(new), dtype=np.int32)
     places[new] = turn
-    new = new[places[new] == turn]  # of equal ids, one has written last
+    new = new[places[new] == turn]  # among equal ids, the one written last
     places[new] = len(first) + np.arange(len(new), dtype=np.int32)
     nodes = np.concatenate([first, new]).astype(np.int32, copy=False)
     return nodes, [places[other] for other in others]

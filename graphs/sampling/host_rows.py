@@ -1,4 +1,4 @@
-"""Rows of arrays that stay in the host's memory, or on disk, and of matrices most of whose entries are 0."""
+"""Rows of arrays that stay in the host's memory or on disk, and of sparse matrices."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from jmp_train.graphs.structure import SparseFeatures, as_count, most_in_as_many
 
 
 def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
-    """Returns some rows of an array of the host, such as those of a mini-batch's `inputs`.
+    """Returns rows of an array of the host, such as those of a mini-batch's `inputs`.
 
     Args:
-      array: [nodes, ...], an array of numpy's; a `numpy.memmap` is read where it is needed only.
+      array: [nodes, ...], a NumPy array; only the requested rows of a `numpy.memmap` are read.
       ids: int [rows], such as a mini-batch's `inputs` or a block's `edge_ids`; -1 for padding, which gets 0.
-      dtype: of the result; None for the array's own. A half type halves what goes to the device.
+      dtype: dtype of the result; None for the array's own. A half type halves the transfer to the device.
 
     Returns:
       [rows, ...].
 
     Raises:
       ValueError: an id is out of range.
-      TypeError: ids are not integers, or `ids` is None, as `edge_ids` of edges that were not kept apart.
+      TypeError: ids are not integers, or `ids` is None, as for `edge_ids` that were not stored.
 
     Example:
       >>> take_rows(np.array([[1.0], [2.0]]), np.array([1, -1, 0])).tolist()
@@ -45,21 +45,21 @@ def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None
 def take_sparse_rows(
     matrix: Any, ids: np.ndarray, dtype: DTypeLike | None = None, *, num_entries: int | None = None
 ) -> SparseFeatures:
-    """Returns some rows of a sparse matrix of the host, such as those of a mini-batch's `inputs`, for its first layer.
+    """Returns rows of a sparse matrix of the host, such as those of a mini-batch's `inputs`, for its first layer.
 
-    Entries are padded, so that all batches with as many ids share one program.
+    Entries are padded, so that all batches with the same number of ids share one program.
 
     Args:
-      matrix: floating [nodes, width], of scipy's in the format "csr".
+      matrix: floating [nodes, width], of scipy in the format "csr".
       ids: int [rows]; -1 for padding, which gets 0.
-      dtype: of the result; None for the matrix's own.
-      num_entries: how many entries the result has; None for as many as so many different rows have at most.
+      dtype: dtype of the result; None for the matrix's own.
+      num_entries: number of entries of the result; None for the largest of any such number of different rows.
 
     Returns:
       [rows, width], its arrays in the host's memory.
 
     Raises:
-      TypeError: the matrix is another one.
+      TypeError: the matrix is of another kind.
       ValueError: an id is out of range, or the rows have more entries.
 
     Example:

@@ -33,21 +33,21 @@ def layerwise_inference(
     batch_size: int = 1024,
     max_edges: int = 2**18,
 ) -> Any:
-    """Returns what layers make of all nodes, each of whose neighbors count; the result is the host's.
+    """Returns the results of layers for all nodes, with all of their neighbors, in the host's memory.
 
-    Each layer is computed for all nodes before the next one, some nodes at a time, so that no node is
-    computed twice, and the device holds a block and its rows only. Each layer is compiled once.
+    Each layer is computed for all nodes before the next one, some nodes at a time. So no node is
+    computed twice, and the device holds only a block and its rows. Each layer is compiled once.
 
     Args:
-      layers: functions `layer(block, rows)` from rows [sources, ...] to rows [targets, ...]; of several
+      layers: functions `layer(block, rows)` from rows [sources, ...] to rows [targets, ...]; for several
         types, `layer(blocks, rows)` from dictionaries by edge type and by node type to one by node type.
-      edges: of one type, or of several.
-      features: floating [nodes, ...]; by node type where there are several.
-      batch_size: how many nodes of a type are computed at a time, at most.
-      max_edges: how many edges of a type these may have; a node that has more is computed alone.
+      edges: the edges of one type, or of several.
+      features: floating [nodes, ...]; by node type if there are several.
+      batch_size: largest number of nodes of a type computed at a time.
+      max_edges: largest number of their edges of a type; a node with more is computed alone.
 
     Returns:
-      [nodes, ...] in the last layer's dtype; by node type where there are several.
+      [nodes, ...] in the last layer's dtype; by node type if there are several.
 
     Raises:
       TypeError: a number is not an integer.
@@ -93,7 +93,7 @@ def _all_rows(
     *,
     is_alone: bool,
 ) -> dict[str, np.ndarray]:
-    """Returns what a layer makes of all nodes, by node type."""
+    """Returns the results of a layer for all nodes, by node type."""
     results: dict[str, np.ndarray] = {}
 
     def write(targets: Ranges, result: Any) -> None:
@@ -127,7 +127,7 @@ def _block(
 
 
 def _sizes(edges: Edges, ranges: Sequence[Ranges]) -> tuple[LayerSizes, dict[str, int]]:
-    """Returns sizes into which the blocks of all ranges fit, and how many targets these have at most."""
+    """Returns sizes into which the blocks of all ranges fit, and their largest number of targets."""
     fanout, random = dict.fromkeys(edges, ALL), np.random.default_rng(0)
     num_targets = {kind: max(len(part[kind]) for part in ranges) for kind in ranges[0]}
     largest = LayerSizes(num_targets, dict.fromkeys(edges, 0), dict.fromkeys(edges, 0))
@@ -138,7 +138,7 @@ def _sizes(edges: Edges, ranges: Sequence[Ranges]) -> tuple[LayerSizes, dict[str
 
 
 def _ranges(edges: Edges, batch_size: int, max_edges: int) -> Iterator[Ranges]:
-    """Yields which nodes of each type are computed together; nodes of some types may be at their end."""
+    """Yields ranges of nodes of each type that are computed together; the ranges of some types may be empty."""
     counts = node_counts(edges)
     begins = dict.fromkeys(counts, 0)
     while any(begins[node_type] < count for node_type, count in counts.items()):

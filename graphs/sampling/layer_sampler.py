@@ -1,4 +1,4 @@
-"""What all samplers of mini-batches share: layers of sampled neighbors, and the sizes to which these are padded."""
+"""The common base of samplers of mini-batches: layers of sampled neighbors, and their padded sizes."""
 
 import dataclasses
 import functools
@@ -33,14 +33,14 @@ EdgeIds = Mapping[EdgeType, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class LayerSampler:
-    """Draws the layers of mini-batches, whose seeds are of one node type or of several.
+    """Draws the layers of mini-batches, with seeds of one node type or of several.
 
     Attributes:
-      edges: by edge type, the edges.
-      fanouts: for each layer, by edge type, how many edges are drawn for each node.
+      edges: the edges by type.
+      fanouts: for each layer, by edge type, number of edges drawn per node.
       num_seeds: by node type, the largest number of seeds; types may be missing.
       replace: whether edges are drawn with replacement.
-      sizes: of the layers, for each shape that batches may have, the smallest first.
+      sizes: the sizes of the layers, for each shape that batches may have, the smallest first.
     """
 
     edges: Edges
@@ -54,7 +54,7 @@ class LayerSampler:
 
         Args:
           seeds: by node type, int [seeds].
-          random: numpy's generator.
+          random: NumPy's generator.
           excluded: see `sample_layer`.
         """
         layers, targets = [], seeds
@@ -67,11 +67,11 @@ class LayerSampler:
     def padded(
         self, several: Sequence[Sequence[Layer]], left_out: Collection[EdgeType] = ()
     ) -> list[tuple[tuple[Any, ...], Any]]:
-        """Returns the blocks and the inputs of several batches, all of one shape, as a `MiniBatch` has them.
+        """Returns the blocks and the inputs of several batches, all of one shape, for a `MiniBatch`.
 
         Args:
-          several: of each batch the layers.
-          left_out: the edge types of which edges may have been left out.
+          several: the layers of each batch.
+          left_out: the edge types with edges that may have been excluded.
         """
         sizes = _fitting(self.sizes, several)
         num_targets = [*(size.sources for size in sizes[1:]), self.num_seeds]
@@ -85,7 +85,7 @@ class LayerSampler:
         return padded
 
     def alone(self, by_type: Mapping[Any, Any]) -> Any:
-        """Returns the one value where the graph has one type, the mapping where it has several."""
+        """Returns the single value if the graph has one type, or the mapping if it has several."""
         is_alone = set(self.edges) == {EDGE}
         return next(iter(by_type.values())) if is_alone else FrozenDict(by_type)
 
@@ -106,7 +106,7 @@ class LayerSampler:
 
         Args:
           trials: the layers of each of these batches.
-          most: of each layer, what no batch exceeds.
+          most: for each layer, sizes that no batch exceeds.
         """
         needed = ([sizes_needed(layer) for layer in layers] for layers in trials)
         largest = functools.reduce(_larger, needed)
@@ -123,7 +123,7 @@ def checked_fanouts(fanouts: Sequence[int | Fanout], edges: Edges) -> tuple[dict
 
     Args:
       fanouts: see `neighbor_sampler`.
-      edges: by edge type.
+      edges: the edges by type.
     """
     if not fanouts:
         raise ValueError("fanouts is empty: a model has a layer at least")

@@ -1,4 +1,4 @@
-"""How well scores tell links from pairs that are none: AUC, mean reciprocal rank, hits; on the host, in float64.
+"""Metrics of scores for link prediction: AUC, mean reciprocal rank, hits; on the host, in float64.
 
 Reference: Hu et al., Open Graph Benchmark, https://arxiv.org/abs/2005.00687 (its evaluator of links).
 """
@@ -14,10 +14,10 @@ Numbers = ArrayLike | Sequence[float] | Sequence[Sequence[float]]
 
 
 def roc_auc(labels: Numbers, scores: Numbers) -> float:
-    """Returns how often one that is a link scores higher than one that is none; equal scores count half.
+    """Returns how often a link scores higher than a pair that is no link; equal scores count half.
 
     Args:
-      labels: bool or 0 and 1 [pairs], which are links.
+      labels: bool or 0 and 1 [pairs], true for links.
       scores: floating [pairs].
 
     Raises:
@@ -45,11 +45,11 @@ def roc_auc(labels: Numbers, scores: Numbers) -> float:
 
 
 def mean_reciprocal_rank(positives: Numbers, negatives: Numbers) -> float:
-    """Returns the mean of 1 over the rank of each link among its negatives; ranks of equal scores are the mean one.
+    """Returns the mean of 1 over the rank of each link among its negatives; equal scores get their mean rank.
 
     Args:
       positives: floating [links], their scores.
-      negatives: floating [links, k], the scores of each one's negatives.
+      negatives: floating [links, k], the scores of each link's negatives.
 
     Raises:
       ValueError: shapes do not fit, there are no links, or a score is NaN.
@@ -66,12 +66,12 @@ def mean_reciprocal_rank(positives: Numbers, negatives: Numbers) -> float:
 
 
 def hits_at(k: int, positives: Numbers, negatives: Numbers) -> float:
-    """Returns the share of links that score higher than the `k`-th highest of all negatives.
+    """Returns the fraction of links that score higher than the `k`-th highest of all negatives.
 
     Args:
-      k: how many negatives may be higher, and one more.
+      k: rank of the negative with which links are compared.
       positives: floating [links], their scores.
-      negatives: floating [...], the scores of all negatives; with fewer than `k` the share is 1.
+      negatives: floating [...], the scores of all negatives; with fewer than `k` the fraction is 1.
 
     Raises:
       ValueError: there are no links, `k` is not positive, or a score is NaN.
@@ -96,7 +96,7 @@ def _pair(positives: Numbers, negatives: Numbers) -> tuple[np.ndarray, np.ndarra
 
 
 def _scores(name: str, scores: Numbers, rank: int | None = None) -> np.ndarray:
-    """Returns float64, none of which is NaN."""
+    """Returns float64 scores, after checking that none is NaN."""
     array = scores if isinstance(scores, jax.Array) else np.asarray(scores)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"{name} must be floating, got {array.dtype}")

@@ -1,7 +1,7 @@
-"""Negatives of links: pairs of nodes that stand for edges that are not there.
+"""Negatives of links: pairs of nodes that stand for edges that do not exist.
 
-Those of a step are drawn under jit of a random key, or on the host of numpy's generator, and always have the same
-shapes, so that fresh ones do not retrace.
+Those of a step are drawn under jit from a random key, or on the host from NumPy's generator. They always have the same
+shapes, so fresh ones do not cause a retrace.
 
 Reference: dgl.dataloading.negative_sampler of Deep Graph Library, https://www.dgl.ai.
 """
@@ -17,16 +17,16 @@ from jmp_train.graphs.structure import as_count, checked_ends
 def uniform_negatives(key: jax.Array, senders: Ids, num_nodes: int, k: int = 1) -> tuple[jax.Array, jax.Array]:
     """Returns `k` pairs for each edge: its sender, and a node drawn uniformly; under jit or not.
 
-    A pair may be an edge, or a self-loop, by chance.
+    A pair may be an edge or a self-loop by chance.
 
     Args:
       key: a random key; a fresh one gives fresh pairs.
       senders: int [edges], the node that each edge leaves.
-      num_nodes: how many nodes there are to draw from.
-      k: how many pairs each edge gets.
+      num_nodes: number of nodes to draw from.
+      k: number of pairs per edge.
 
     Returns:
-      The senders and the receivers, int32 [edges * k]; those of one edge stand together.
+      The senders and the receivers, int32 [edges * k]; those of one edge are together.
 
     Raises:
       TypeError: a number is not an integer.
@@ -46,16 +46,16 @@ def uniform_negatives(key: jax.Array, senders: Ids, num_nodes: int, k: int = 1) 
 def in_batch_negatives(key: jax.Array, senders: Ids, receivers: Ids, k: int = 1) -> tuple[jax.Array, jax.Array]:
     """Returns `k` pairs for each edge of a batch: its sender, and the receivers of other edges; under jit or not.
 
-    The rows of these nodes are in the batch already. Popular nodes are drawn as often as they receive.
+    The rows of these nodes are in the batch already. Nodes are drawn in proportion to their in-degree in the batch.
 
     Args:
       key: a random key; a fresh one gives fresh pairs.
       senders: int [edges], the node that each edge leaves.
       receivers: int [edges], the node that each edge enters.
-      k: how many pairs each edge gets, of `k` different other edges; less than there are edges.
+      k: number of pairs per edge, from `k` different other edges; less than the number of edges.
 
     Returns:
-      The senders and the receivers, int32 [edges * k]; those of one edge stand together.
+      The senders and the receivers, int32 [edges * k]; those of one edge are together.
 
     Raises:
       TypeError: `k` is not an integer.
@@ -85,15 +85,15 @@ def global_negatives(
     *,
     allow_self_loops: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns pairs of nodes, drawn uniformly of all that are no edges of a graph, each at most once; on the host.
+    """Returns distinct pairs of nodes drawn uniformly from those that are no edges of a graph; on the host.
 
     Args:
-      random: numpy's generator.
+      random: NumPy's generator.
       senders: int [edges], the node that each edge of the graph leaves.
       receivers: int [edges], the node that each edge enters.
-      num_nodes: how many nodes there are.
-      count: how many pairs to draw.
-      allow_self_loops: whether a node may be paired with itself.
+      num_nodes: number of nodes.
+      count: number of pairs.
+      allow_self_loops: True to allow pairs of a node with itself.
 
     Returns:
       The senders and the receivers, int32 [count].
@@ -119,21 +119,21 @@ def global_negatives(
         raise ValueError(f"count={count} pairs are wanted, where {free} are no edges")
     # The pair at place p of those that are free has p free ones before it, and some that are taken.
     places = _distinct(random, free, count)
-    before = taken - np.arange(len(taken))  # how many free pairs come before each that is taken
+    before = taken - np.arange(len(taken))  # number of free pairs before each taken one
     keys = places + np.searchsorted(before, places, side="right")
     found = np.divmod(keys, max(num_nodes, 1))
     return found[0].astype(np.int32), found[1].astype(np.int32)
 
 
 def reverse_edge_ids(senders: Ids, receivers: Ids, num_nodes: int) -> np.ndarray:
-    """Returns which edge is the reverse of each edge, int64 [edges]; -1 where there is none; on the host.
+    """Returns the reverse of each edge, int64 [edges]; -1 if there is none; on the host.
 
     Parallel edges are matched in their order, the first with the first; a self-loop is its own reverse.
 
     Args:
       senders: int [edges], the node that each edge leaves.
       receivers: int [edges], the node that each edge enters.
-      num_nodes: how many nodes there are.
+      num_nodes: number of nodes.
 
     Raises:
       TypeError: ids are not integers, or are traced.
@@ -147,7 +147,7 @@ def reverse_edge_ids(senders: Ids, receivers: Ids, num_nodes: int) -> np.ndarray
     first, second = (ids.astype(np.int64) for ids in checked_ends(senders, receivers, count, count))
     forward, backward = _keys(first, second, count), _keys(second, first, count)
     forward_order, backward_order = (np.argsort(keys, kind="stable") for keys in (forward, backward))
-    ranks = np.empty(len(forward), np.int64)  # of an edge among those parallel to it
+    ranks = np.empty(len(forward), np.int64)  # of an edge among its parallel edges
     forward, wanted = forward[forward_order], backward[backward_order]
     ranks[forward_order] = np.arange(len(forward)) - np.searchsorted(forward, forward)
     places = np.searchsorted(forward, wanted) + ranks[backward_order]
@@ -169,5 +169,5 @@ def _distinct(random: np.random.Generator, count: int, size: int) -> np.ndarray:
     while len(found) < size:
         drawn = random.integers(0, count, 2 * size)
         together = np.concatenate([found, drawn])
-        found = together[np.sort(np.unique(together, return_index=True)[1])]  # as they come
+        found = together[np.sort(np.unique(together, return_index=True)[1])]  # in the order drawn
     return found[:size]

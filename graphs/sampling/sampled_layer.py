@@ -1,4 +1,4 @@
-"""One layer of a mini-batch: its sampled edges, its padding buckets, and the blocks made of it."""
+"""One layer of a mini-batch: its sampled edges, its padding buckets, and its blocks."""
 
 import dataclasses
 import functools
@@ -11,10 +11,10 @@ import numpy as np
 from jmp_train.graphs.sampling.host_edge_index import ALL, HostEdges, renumbered, sample_in_edges
 from jmp_train.graphs.structure import Block, EdgeType, filled, most_in_as_many_levels, padded_block
 
-EDGE: EdgeType = ("node", "edge", "node")  # of a graph that has one type
-MARGIN = 1.1  # of the sizes over the largest batch that was measured
+EDGE: EdgeType = ("node", "edge", "node")  # the edge type of a graph with one type
+MARGIN = 1.1  # factor of the sizes over the largest measured batch
 STEP = 1.5  # from one size to the next
-MULTIPLE = 64  # of which sizes are
+MULTIPLE = 64  # of sizes
 
 Edges = Mapping[EdgeType, HostEdges]
 Fanout = Mapping[EdgeType, int]
@@ -27,8 +27,8 @@ class Layer(NamedTuple):
 
     Attributes:
       nodes: by node type, int32 [sources], the targets first.
-      num_targets: by node type, how many these are.
-      ends: by edge type, the places of each edge's ends, int [edges], and which edge it is.
+      num_targets: by node type, number of targets.
+      ends: by edge type, the indices of each edge's ends, int [edges], and the id of the edge.
     """
 
     nodes: dict[str, np.ndarray]
@@ -38,11 +38,11 @@ class Layer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerSizes:
-    """To what a layer is padded, or what it needs.
+    """The padded or required sizes of a layer.
 
     Attributes:
-      sources: by node type, how many nodes there are.
-      edges: by edge type, how many edges.
+      sources: by node type, number of nodes.
+      edges: by edge type, number of edges.
       most_out: by edge type, the largest number of edges that leave a node.
     """
 
@@ -51,7 +51,7 @@ class LayerSizes:
     most_out: Mapping[EdgeType, int]
 
     def combine(self, other: "LayerSizes", function: Callable[[int, int], int]) -> "LayerSizes":
-        """Returns what a function makes of each of these counts and that of the other sizes."""
+        """Applies a function to each of these counts and that of the other sizes."""
 
         def combined(mine: Mapping[Any, int], theirs: Mapping[Any, int]) -> dict[Any, int]:
             return {key: function(mine[key], theirs[key]) for key in mine}
@@ -63,7 +63,7 @@ class LayerSizes:
         )
 
     def hold(self, needed: "LayerSizes") -> bool:
-        """Whether a layer that needs these sizes fits in."""
+        """Returns whether a layer that needs the given sizes fits in."""
         return self.combine(needed, max) == self
 
 
@@ -79,12 +79,12 @@ def sample_layer(
     """Returns one layer of a batch.
 
     Args:
-      edges: by edge type.
+      edges: the edges by type.
       targets: by node type, int [targets]; types may be missing.
-      fanout: by edge type.
-      random: numpy's generator.
+      fanout: the fanout by edge type.
+      random: NumPy's generator.
       replace: see `sample_in_edges`.
-      excluded: by edge type, int [edges], edges that are left out where they are drawn; types may be missing. None
+      excluded: by edge type, int [edges], edges to leave out if they are drawn; types may be missing. None
         for none.
     """
     none = np.empty(0, np.int32)
@@ -109,14 +109,14 @@ def sample_layer(
 def _without(
     edges: HostEdges, owners: np.ndarray, places: np.ndarray, excluded: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the edges that were drawn but those that are to be left out."""
-    assert edges.edge_ids is not None  # which is checked where edges are left out
+    """Returns the drawn edges without those to exclude."""
+    assert edges.edge_ids is not None  # checked when exclusion is requested
     is_kept = ~np.isin(edges.edge_ids[places], excluded)
     return owners[is_kept], places[is_kept]
 
 
 def node_counts(edges: Edges) -> dict[str, int]:
-    """Returns how many nodes of each type there are; raises ValueError where edge types disagree."""
+    """Returns the number of nodes of each type; raises ValueError if edge types disagree."""
     counts: dict[str, int] = {}
     for kind, these in edges.items():
         if not (isinstance(kind, tuple) and len(kind) == 3):
@@ -132,7 +132,7 @@ def node_counts(edges: Edges) -> dict[str, int]:
 
 
 def sizes_needed(layer: Layer) -> LayerSizes:
-    """Returns the sizes of a layer as it is."""
+    """Returns the sizes of a layer without padding."""
     most_out = {kind: int(np.bincount(senders).max(initial=0)) for kind, (senders, _, _) in layer.ends.items()}
     return LayerSizes(
         {kind: len(nodes) for kind, nodes in layer.nodes.items()},
@@ -144,13 +144,13 @@ def sizes_needed(layer: Layer) -> LayerSizes:
 def largest_sizes(
     edges: Edges, num_targets: Counts, num_repeated: Counts, fanout: Fanout, *, replace: bool
 ) -> LayerSizes:
-    """Returns sizes that no layer with so many targets exceeds.
+    """Returns sizes that no layer with this many targets exceeds.
 
     Args:
-      edges: by edge type.
+      edges: the edges by type.
       num_targets: by node type; types may be missing.
       num_repeated: by node type, how many of these may be the same node; types may be missing.
-      fanout: by edge type.
+      fanout: the fanout by edge type.
       replace: see `sample_in_edges`.
     """
     counts = node_counts(edges)
@@ -171,11 +171,11 @@ def largest_sizes(
 
 
 def padding_buckets(needed: Sequence[LayerSizes], most: Sequence[LayerSizes]) -> tuple[Any, ...]:
-    """Returns sizes of the layers, from a little more than is needed up to the most there can be.
+    """Returns sizes of the layers, from a little above the measured ones up to the largest possible.
 
     Args:
-      needed: of each layer.
-      most: of each layer.
+      needed: measured sizes of each layer.
+      most: largest possible sizes of each layer.
     """
     factor, steps = MARGIN, []
     while not steps or steps[-1] != tuple(most):
@@ -187,7 +187,7 @@ def padding_buckets(needed: Sequence[LayerSizes], most: Sequence[LayerSizes]) ->
 
 
 def _grown(factor: float, number: int, _: int) -> int:
-    """Returns a multiple that is larger by a factor at least; a number that was 0 on trial grows too."""
+    """Returns a multiple that is at least `factor` times as large; a number that was 0 in the trials grows too."""
     return -(-math.ceil(max(number, 1) * factor) // MULTIPLE) * MULTIPLE
 
 
@@ -209,11 +209,11 @@ def blocks_of(
 
     Args:
       layer: the layer.
-      sizes: what it is to have.
-      num_targets: by node type, how many targets it is to have; types may be missing.
-      edges: of which its edges were drawn.
-      fanout: how many for each node.
-      left_out: the edge types of which edges may have been left out, so that a target may be entered by none.
+      sizes: the sizes of the layer.
+      num_targets: by node type, padded number of targets; types may be missing.
+      edges: the edges from which it was drawn.
+      fanout: the fanout by edge type.
+      left_out: the edge types with edges that may have been excluded, so that a target may have no incoming edge.
     """
     blocks = {}
     for kind, (senders, receivers, drawn) in layer.ends.items():

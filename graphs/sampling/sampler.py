@@ -1,8 +1,8 @@
-"""Mini-batches of a graph that is larger than the device: sampled neighbors, in blocks of fixed shapes.
+"""Mini-batches of a graph that is larger than the device's memory: sampled neighbors, in blocks of fixed shapes.
 
 A layer's targets are the first of its sources, and the sources of one layer are the targets of the one
 before it. All arrays are padded to sizes that were measured once, so that one compiled program serves all
-batches; a batch that is larger takes the next sizes, and none loses an edge.
+batches. A larger batch takes the next sizes, and no batch loses an edge.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from jmp_train.graphs.structure import EdgeType, as_count, filled
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MiniBatch:
-    """What a model needs to know of some nodes, its seeds; arrays in the host's memory, padded.
+    """The input of a model for some nodes, its seeds; padded arrays in the host's memory.
 
     Attributes:
-      blocks: a block for each layer, the first layer's first; by edge type where there are several.
+      blocks: a block for each layer, the first layer's first; by edge type if there are several.
       inputs: int32 [sources of the first layer], the nodes whose features the first layer reads, -1 for
-        padding; by node type where there are several. Its first ones are the seeds.
-      seeds: int32 [batch size], the nodes that the last layer's result is of, -1 for padding.
+        padding; by node type if there are several. It begins with the seeds.
+      seeds: int32 [batch size], the nodes of the last layer's result, -1 for padding.
 
     Example:
       >>> import numpy as np
@@ -47,15 +47,15 @@ class MiniBatch:
 
 @dataclasses.dataclass(frozen=True)
 class NeighborSampler:
-    """Draws neighbors for mini-batches; make it with `neighbor_sampler`.
+    """Draws neighbors for mini-batches; create it with `neighbor_sampler`.
 
     Attributes:
-      edges: by edge type, the edges.
-      fanouts: for each layer, by edge type, how many edges are drawn for each node.
+      edges: the edges by type.
+      fanouts: for each layer, by edge type, number of edges drawn per node.
       seed_type: the type of the seeds.
       batch_size: the largest number of seeds.
       replace: whether edges are drawn with replacement.
-      sizes: of the layers, for each shape that batches may have, the smallest first.
+      sizes: the sizes of the layers, for each shape that batches may have, the smallest first.
 
     Example:
       >>> from jmp_train.graphs import host_edges
@@ -76,18 +76,18 @@ class NeighborSampler:
 
         Args:
           seeds: int [at most the batch size].
-          random: numpy's generator; the same one gives the same batch.
+          random: NumPy's generator; the same one gives the same batch.
 
         Raises:
-          ValueError: there are too many seeds, or one is out of range or no integer.
+          ValueError: there are too many seeds, or one is out of range or not an integer.
         """
         return self.sample_several([seeds], random)[0]
 
     def sample_several(self, parts: Sequence[Any], random: np.random.Generator) -> list[MiniBatch]:
-        """Returns the mini-batches of several lists of seeds, all of one shape, as a `stack` of them needs.
+        """Returns the mini-batches of several lists of seeds, all of one shape, as for a `stack`.
 
         Args:
-          parts: of each the seeds, see `sample`.
+          parts: the seeds of each mini-batch, see `sample`.
           random: see `sample`.
 
         Raises:
@@ -124,24 +124,24 @@ def neighbor_sampler(
 ) -> NeighborSampler:
     """Returns a sampler of neighbors, with the sizes that its batches need.
 
-    Sizes are those of the largest of some batches, drawn on trial, and a tenth more; a batch that does not
-    fit takes the next ones, half as large again, and so on up to what no batch can exceed.
+    Sizes are a tenth larger than those of the largest of some trial batches. A batch that does not
+    fit takes the next sizes, half as large again, and so on up to the largest possible ones.
 
     Args:
-      edges: of one type, or of several.
-      fanouts: for each layer, the first layer's first, how many edges are drawn for each node; -1 for all
-        edges. By edge type where types differ.
-      seeds: int [nodes], from which trial batches are drawn, the nodes to train on.
-      batch_size: how many seeds a batch has.
-      seed_type: the type of the seeds, where there are several types of nodes.
+      edges: the edges of one type, or of several.
+      fanouts: for each layer, the first layer's first, number of edges drawn per node; -1 for all
+        edges. By edge type if types differ.
+      seeds: int [nodes], the nodes to train on, from which trial batches are drawn.
+      batch_size: number of seeds per batch.
+      seed_type: the type of the seeds, if there are several node types.
       replace: whether edges are drawn with replacement.
-      num_trials: how many batches are drawn on trial.
+      num_trials: number of trial batches.
 
     Returns:
       The sampler.
 
     Raises:
-      ValueError: a fanout is neither positive nor -1, or is missing; there is no such type; node counts
+      ValueError: a fanout is neither positive nor -1, or is missing; a type is unknown; node counts
         of edge types disagree; there are no seeds; the batch size is not positive.
       TypeError: the batch size is not an integer, or edges or fanouts are of another type.
 

@@ -37,7 +37,8 @@ def as_inexact(data: jax.Array) -> jax.Array:
 
 def accumulation_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype in which arrays of a dtype are computed, as by `upcast`."""
-    return upcast(jnp.zeros((), dtype)).dtype
+    is_low_precision = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+    return np.dtype(np.float32 if is_low_precision else dtype)
 
 
 def common_dtype(*dtypes: DTypeLike) -> np.dtype:

@@ -1,4 +1,4 @@
-"""Which nodes or edges a caller means: ids, or a mask; on the host."""
+"""Nodes or edges chosen by a caller: ids, or a mask; on the host."""
 
 import jax
 import numpy as np
@@ -6,21 +6,21 @@ import numpy as np
 from jmp_train.graphs.array_types import Ids
 from jmp_train.policies.pytrees import has_tracers
 
-ID = "_ID"  # the feature that keeps original ids, as DGL's NID and EID
+ID = "_ID"  # the feature with original ids, like DGL's NID and EID
 
 
 def chosen_ids(name: str, ids: Ids, count: int, *, distinct: bool = True) -> np.ndarray:
-    """Returns ids of nodes or edges, int64 [chosen], checked.
+    """Returns checked ids of nodes or edges, int64 [chosen].
 
     Args:
-      name: of the argument, for messages.
+      name: the argument's name, for messages.
       ids: int [chosen], or bool [count]; one integer stands for a list of it.
-      count: how many there are.
-      distinct: whether none may be there twice.
+      count: number of nodes or edges.
+      distinct: True to refuse repeated ids.
 
     Raises:
       TypeError: they are neither integers nor booleans, or traced.
-      ValueError: they have the wrong shape, are out of range, or are there twice; the message says which.
+      ValueError: they have the wrong shape, are out of range, or are repeated; the message names the id.
 
     Example:
       >>> chosen_ids("nodes", [2, 0], 3), chosen_ids("nodes", np.array([True, False, True]), 3)
@@ -54,11 +54,11 @@ def chosen_ids(name: str, ids: Ids, count: int, *, distinct: bool = True) -> np.
 
 
 def mask_of(ids: np.ndarray, count: int) -> np.ndarray:
-    """Returns bool [count], which of so many are among some ids.
+    """Returns bool [count], True for the given ids.
 
     Args:
       ids: int [some], in range.
-      count: how many there are.
+      count: number of possible ids.
 
     Example:
       >>> mask_of(np.array([2, 0]), 3).tolist()
@@ -70,5 +70,5 @@ def mask_of(ids: np.ndarray, count: int) -> np.ndarray:
 
 
 def as_they_come(ids: np.ndarray) -> np.ndarray:
-    """Returns each id once, where it is first."""
+    """Returns each id once, in the order of first occurrence."""
     return ids[np.sort(np.unique(ids, return_index=True)[1])]

@@ -11,7 +11,7 @@ import numpy as np
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 _UFUNCS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
-CHUNK = 2**18  # elements that are upcast at a time: few enough for caches
+CHUNK = 2**18  # elements upcast at a time, which fit into caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Groups:
     """Edges in groups, none of which is empty.
 
     Attributes:
-      rows: int [members], the row that the features of each edge stand in, group after group.
-      bounds: int [groups + 1], where each group begins in `rows`, and where the last one ends.
+      rows: int [members], the row of each edge's features, group after group.
+      bounds: int [groups + 1], the start of each group in `rows`, and the end of the last one.
     """
 
     rows: np.ndarray
@@ -33,19 +33,19 @@ class Groups:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Int [groups], how many edges each group has."""
+        """Int [groups], number of edges of each group."""
         return np.diff(self.bounds)
 
     def reduce(self, name: str, features: np.ndarray, reduction: str) -> np.ndarray:
         """Returns one row for each group [groups, ...], in the dtype of the features.
 
         Args:
-          name: of the features, for messages.
+          name: name of the features, for messages.
           features: [edges, ...].
           reduction: "first", or one of `REDUCTIONS`.
 
         Raises:
-          TypeError: sums of booleans, or means of what is not a float.
+          TypeError: sums of booleans, or means of values that are not floating.
           ValueError: a sum of integers goes beyond their dtype.
         """
         if reduction == "first":
@@ -69,7 +69,7 @@ class Groups:
             return results / np.diff(bounds)[:, None] if reduction == "mean" else results
 
     def _chunks(self, width: int) -> Iterable[tuple[int, int]]:
-        """Returns the first group of each chunk, and the one after its last: what fits into caches."""
+        """Yields the first group of each chunk, and the end of the chunk, so that chunks fit into caches."""
         places = np.arange(0, len(self.rows), max(1, CHUNK // max(1, width)))
         boundaries = np.searchsorted(self.bounds, places)
         return itertools.pairwise(np.unique([*boundaries, len(self.bounds) - 1]))
@@ -83,7 +83,7 @@ class Groups:
 
 
 def groups_of(ids: np.ndarray) -> Groups:
-    """Returns edges grouped by an id, in the order of the ids; within a group they keep their order.
+    """Returns edges grouped by an id, in the order of the ids; edges of a group keep their order.
 
     Args:
       ids: int [edges].
@@ -96,15 +96,15 @@ def groups_of(ids: np.ndarray) -> Groups:
 
 
 def rounded(what: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns upcast values in a dtype: floats rounded once, and perhaps infinite; integers as they are.
+    """Returns upcast values in a dtype: floats are rounded once, possibly to infinity; integers are checked.
 
     Args:
-      what: these values are, for the message.
-      values: float64, complex128, or integers of 64 bits.
-      dtype: of the result.
+      what: description of the values, for the message.
+      values: float64, complex128, or 64-bit integers.
+      dtype: dtype of the result.
 
     Raises:
-      ValueError: the dtype is of integers, and does not hold the values.
+      ValueError: the dtype is an integer one, and cannot represent the values.
     """
     with np.errstate(all="ignore"):
         if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
@@ -117,9 +117,9 @@ def rounded(what: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _to_odd(values: np.ndarray) -> np.ndarray:
-    """Returns float64 as the float32 below it in magnitude, its last bit set where the two differ.
+    """Returns float64 as the float32 below it in magnitude, with its last bit set if the two differ.
 
-    What is rounded from there to half is float64 rounded once: numpy's bfloat16 goes by way of float32, and
+    Rounding that to half precision equals rounding float64 once. NumPy's bfloat16 is rounded by way of float32, and
     so rounds 1 + 2**-8 + 2**-30 down.
 
     Reference: Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008.
@@ -131,7 +131,7 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
 
 
 def _upcast(dtype: Any) -> Any:
-    """Returns the dtype of that kind with the highest precision."""
+    """Returns the dtype of the same kind with the highest precision."""
     kinds = (
         (jnp.floating, np.float64),
         (jnp.complexfloating, np.complex128),

@@ -1,4 +1,4 @@
-"""Edge lists in the host's memory: read from a graph, transformed, and made into a graph again."""
+"""Edge lists in the host's memory: read from a graph, transformed, and converted to a graph again."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -54,10 +54,10 @@ class EdgeList:
 
 
 def edges_on_host(graph: Graph) -> EdgeList:
-    """Returns the edges of a graph, in its order; sorted by receiver where it keeps no order.
+    """Returns the edges of a graph in their order, or sorted by receiver if the graph stores no order.
 
     Args:
-      graph: what should be an unpadded Graph with values.
+      graph: an unpadded Graph with values.
 
     Raises:
       TypeError: it is not a Graph, or traced.
@@ -76,17 +76,17 @@ def edges_on_host(graph: Graph) -> EdgeList:
 
 
 def with_edge_list(graph: Graph, edges: EdgeList, formats: Sequence[str] | None) -> Graph:
-    """Returns the graph with these edges for its own; those of each graph of a batch come to stand together.
+    """Returns the graph with these edges in place of its own; the edges of each graph of a batch are put together.
 
     Args:
       graph: a graph.
-      edges: what edges it is to have, between its nodes.
-      formats: see `from_edges`; None for those of the graph.
+      edges: the new edges, between its nodes.
+      formats: see `from_edges`; None for the graph's formats.
 
     Raises:
       TypeError: `formats` is not a sequence.
-      ValueError: a format is unknown, or has no places for edge features; or an edge connects two graphs of
-        the batch, or `n_node` does not add up, as may be in a graph made under jit.
+      ValueError: a format is unknown, or does not support edge features; or an edge connects two graphs of
+        the batch, or `n_node` does not add up, as is possible in a graph created under jit.
     """
     return with_parts(graph, graph.nodes, owning_graphs(graph), edges, formats)
 
@@ -98,14 +98,14 @@ def with_parts(
     edges: EdgeList,
     formats: Sequence[str] | None,
 ) -> Graph:
-    """Returns the graph with these nodes and edges for its own; see `with_edge_list`.
+    """Returns the graph with these nodes and edges in place of its own; see `with_edge_list`.
 
     Args:
       graph: a graph.
-      nodes: features of the nodes that it is to have, by name.
-      owners: int [nodes], ascending, the graph of the batch that each of them belongs to.
-      edges: what edges it is to have, between these nodes.
-      formats: see `from_edges`; None for those of the graph.
+      nodes: features of the new nodes, by name.
+      owners: int [nodes], ascending, the graph of the batch to which each node belongs.
+      edges: the new edges, between these nodes.
+      formats: see `from_edges`; None for the graph's formats.
     """
     formats = formats_of(graph, formats)
     check_formats(formats)
@@ -130,18 +130,18 @@ def with_parts(
 
 
 def check_keeps_edges(graph: Graph) -> None:
-    """Raises ValueError where a graph keeps no edge apart, so that none can be named."""
+    """Raises ValueError if a graph does not store single edges, so that none can be named."""
     if graph.connections.ends is None:
         raise ValueError('graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too')
 
 
 def formats_of(graph: Graph, formats: Sequence[str] | None) -> Sequence[str]:
-    """Returns the formats that are asked for, those of the graph where none are."""
+    """Returns the given formats, or the graph's if none are given."""
     return formats_made(graph.connections) if formats is None else formats
 
 
 def owning_graphs(graph: Graph) -> np.ndarray:
-    """Returns the graph of the batch that each node belongs to, int [nodes]."""
+    """Returns the graph of the batch to which each node belongs, int [nodes]."""
     owners = np.repeat(np.arange(len(graph.n_node)), np.asarray(graph.n_node))
     if len(owners) != graph.num_nodes:
         raise ValueError(f"n_node adds up to {len(owners)}, but there are {graph.num_nodes}")
@@ -149,10 +149,10 @@ def owning_graphs(graph: Graph) -> np.ndarray:
 
 
 def ends_on_host(adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the senders and the receivers of edges, int32; sorted by receiver where no order is kept."""
+    """Returns the senders and the receivers of edges, int32; sorted by receiver if no order is stored."""
     if adjacency.ends is not None:
         return np.asarray(adjacency.senders.ids), np.asarray(adjacency.receivers.ids)
-    assert adjacency.neighbors is not None  # no format is without both
+    assert adjacency.neighbors is not None  # every format has one or the other
     by_target = adjacency.neighbors.by_target
     nodes = np.arange(by_target.num_nodes, dtype=np.int32)
     return np.asarray(by_target.others), np.repeat(nodes, np.asarray(by_target.degrees))

@@ -22,18 +22,18 @@ def add_self_loop(
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      fill_value: the features of the new self-loops: a number, or "sum", "mean", "max" or "min" of those of
-        the edges that enter the node, 0 where there are none.
-      allow_duplicate: whether self-loops that are there stay; they are removed first otherwise, and count
-        for no `fill_value`.
-      formats: see `from_edges`; None for those of the graph.
+      fill_value: the features of the new self-loops: a number, or "sum", "mean", "max" or "min" of the features of
+        the edges that enter the node, 0 if there are none.
+      allow_duplicate: True to keep existing self-loops; otherwise they are removed first, and ignored
+        by `fill_value`.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, its features in the dtypes that they had.
+      The graph, with features in their old dtypes.
 
     Raises:
-      TypeError: the graph is traced, or has several types; or integers are to have a mean.
-      ValueError: the graph is padded; or `fill_value` is unknown, or no value of a feature's dtype.
+      TypeError: the graph is traced, or has several types; or the mean of integers is requested.
+      ValueError: the graph is padded; or `fill_value` is unknown, or does not fit a feature's dtype.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -58,14 +58,14 @@ def add_self_loop(
 
 @accepts_jraph
 def remove_self_loop(graph: Graph, *, formats: Sequence[str] | None = None) -> Graph:
-    """Returns the graph without the edges that enter the node which they leave; runs on the host.
+    """Returns the graph without self-loops; runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, its other edges in their order.
+      The graph, with its other edges in their order.
 
     Raises:
       TypeError: the graph is traced, or has several types.
@@ -86,10 +86,10 @@ def reverse(graph: Graph, *, formats: Sequence[str] | None = None) -> Graph:
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, its edges in their order, with their features.
+      The graph, with its edges in their order, with their features.
 
     Raises:
       TypeError: the graph is traced, or has several types.
@@ -114,21 +114,21 @@ def to_simple(
     *,
     formats: Sequence[str] | None = None,
 ) -> Graph:
-    """Returns the graph with parallel edges coalesced; runs on the host.
+    """Returns the graph with parallel edges merged; runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      reduce: what becomes of their features: "first", "sum", "mean", "max" or "min". Sums and means are
-        those of float64, rounded once.
-      count: the name of a new edge feature, int32 [edges], how many edges were coalesced; None for none.
-      formats: see `from_edges`; None for those of the graph.
+      reduce: reduction of their features: "first", "sum", "mean", "max" or "min". Sums and means are
+        computed in float64 and rounded once.
+      count: the name of a new edge feature, int32 [edges], the number of merged edges; None for none.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, each edge where the first of those coalesced to it was.
+      The graph, with each edge in the place of the first one merged into it.
 
     Raises:
-      TypeError: the graph is traced, or has several types; integers are to have a mean; or `count` is not a name.
-      ValueError: the graph is padded; `reduce` is unknown, or `count` is there already; or a sum of
+      TypeError: the graph is traced, or has several types; the mean of integers is requested; or `count` is not a name.
+      ValueError: the graph is padded; `reduce` is unknown, or `count` exists already; or a sum of
         integers goes beyond their dtype.
 
     Example:
@@ -154,17 +154,17 @@ def to_bidirected(graph: Graph, reduce: str = "first", *, formats: Sequence[str]
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      reduce: what becomes of the features of an edge, of those parallel to it, and of those opposite,
-        which all come together: "first", "sum", "mean", "max" or "min". With "first", edges that are there
-        keep theirs; with the others, both directions get the same. Sums and means are those of float64,
+      reduce: reduction of the features of an edge together with its parallel and opposite
+        edges: "first", "sum", "mean", "max" or "min". With "first", existing edges
+        keep their features; otherwise both directions get the same. Sums and means are computed in float64 and
         rounded once.
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph: its edges, each where its first one was, then those that were missing. Self-loops stay single.
+      The graph with its edges, each in the place of its first one, then the missing ones. Self-loops stay single.
 
     Raises:
-      TypeError: the graph is traced, or has several types; or integers are to have a mean.
+      TypeError: the graph is traced, or has several types; or the mean of integers is requested.
       ValueError: the graph is padded; `reduce` is unknown; or a sum of integers goes beyond their dtype.
 
     Example:
@@ -178,7 +178,7 @@ def to_bidirected(graph: Graph, reduce: str = "first", *, formats: Sequence[str]
     edges = edges_on_host(graph)
     places = np.arange(len(edges.senders))
     reversed_ = places[~edges.is_self_loop]
-    places = np.concatenate([places, reversed_])  # whose features an edge of `both` carries
+    places = np.concatenate([places, reversed_])  # the edge whose features each edge of `both` carries
     both = EdgeList(
         np.concatenate([edges.senders, edges.receivers[reversed_]]),
         np.concatenate([edges.receivers, edges.senders[reversed_]]),

@@ -1,4 +1,4 @@
-"""Edges added to a graph and removed from it; on the host, as pure functions."""
+"""Adds edges to a graph and removes edges from it; on the host, as pure functions."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,23 +23,23 @@ def add_edges(
     *,
     formats: Sequence[str] | None = None,
 ) -> Graph:
-    """Returns the graph with further edges, after those that it has; runs on the host.
+    """Returns the graph with further edges, after its own; runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
       senders: int [new edges], the node that each new edge leaves; no nodes are added.
       receivers: int [new edges], the node that each new edge enters.
-      edges: features of the new edges, arrays [new edges, ...] by name. A feature that is missing, here or on
-        the edges that are there, is 0. One that is there already keeps its dtype.
-      formats: see `from_edges`; None for those of the graph.
+      edges: features of the new edges, arrays [new edges, ...] by name. Features that are missing here or on
+        the existing edges are 0. An existing feature keeps its dtype.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph; in a batch, edges of each graph stand together.
+      The graph; in a batch, the edges of each graph are put together.
 
     Raises:
       TypeError: the graph or ids are traced, or ids are not integers.
-      ValueError: the graph is padded; an id is out of range; a feature has another shape than that of the edges
-        which are there, or values that their dtype does not hold; or an edge connects two graphs of a batch.
+      ValueError: the graph is padded; an id is out of range; a feature has another shape than on the existing
+        edges, or values that their dtype cannot represent; or an edge connects two graphs of a batch.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -66,16 +66,16 @@ def remove_edges(graph: Graph, edges: Ids, store_ids: bool = False, *, formats: 
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      edges: int [removed], which edges, or bool [edges].
-      store_ids: whether the other edges' places in `graph` become the feature "_ID", int32.
-      formats: see `from_edges`; None for those of the graph.
+      edges: int [removed], ids of the edges to remove, or bool [edges].
+      store_ids: True to store the other edges' ids in `graph` as the feature "_ID", int32.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, its other edges in their order, with all of its nodes.
+      The graph, with its other edges in their order and all of its nodes.
 
     Raises:
       TypeError: the graph or ids are traced, or ids are neither integers nor booleans.
-      ValueError: the graph is padded, or keeps no edge apart; or an id is out of range.
+      ValueError: the graph is padded, or does not store single edges; or an id is out of range.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -97,11 +97,11 @@ def remove_edges(graph: Graph, edges: Ids, store_ids: bool = False, *, formats: 
 
 
 def _joined(name: str, old: np.ndarray | None, num_old: int, new: np.ndarray | None, num_new: int) -> np.ndarray:
-    """Returns the rows of old edges and then of new ones; 0 where one has none."""
+    """Returns the rows of old edges and then of new ones; 0 for edges without the feature."""
     if new is not None and (new.ndim == 0 or len(new) != num_new):
         raise ValueError(f"edges[{name!r}] must have {num_new} rows, one for each of the new edges, got {new.shape}")
     if old is None:
-        assert new is not None  # a name is of old edges or of new ones
+        assert new is not None  # each name belongs to old edges or to new ones
         return np.concatenate([np.zeros((num_old, *new.shape[1:]), new.dtype), new])
     if new is None:
         return np.concatenate([old, np.zeros((num_new, *old.shape[1:]), old.dtype)])
@@ -111,7 +111,7 @@ def _joined(name: str, old: np.ndarray | None, num_old: int, new: np.ndarray | N
 
 
 def _cast(name: str, rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the rows in the dtype of those that are there; raises ValueError where it does not hold them."""
+    """Returns the rows in the dtype of existing ones; raises ValueError if it cannot represent them."""
     if rows.dtype == dtype:
         return rows
     what = f"edges[{name!r}]"

@@ -28,13 +28,13 @@ def hetero_node_subgraph(
 
     Args:
       graph: a graph of several types.
-      nodes: by node type, which of its nodes; none of a type that is missing.
+      nodes: by node type, the nodes to keep; none of a missing type.
       relabel_nodes: see `node_subgraph`.
       store_ids: see `node_subgraph`.
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Raises:
-      TypeError: see `node_subgraph`; or `nodes` is not by type.
+      TypeError: see `node_subgraph`; or `nodes` is not a mapping by type.
       ValueError: see `node_subgraph`; or there is no such type.
 
     Example:
@@ -45,7 +45,7 @@ def hetero_node_subgraph(
     """
     ends = _ends_by_type(graph, "nodes", nodes)
     for kind in nodes:
-        graph.num_nodes(kind)  # which names the types where there is no such one
+        graph.num_nodes(kind)  # raises an error that lists the types if there is no such type
     ids = {kind: chosen_ids(f"nodes[{kind!r}]", nodes.get(kind, ()), count) for kind, count in graph.n_node}
     is_kept = {kind: mask_of(ids[kind], count) for kind, count in graph.n_node}
     kept = {
@@ -67,13 +67,13 @@ def hetero_edge_subgraph(
 
     Args:
       graph: a graph of several types.
-      edges: by edge type, or the name of one, which of its edges; none of a type that is missing.
+      edges: by edge type, or its name, the edges to keep; none of a missing type.
       relabel_nodes: see `edge_subgraph`.
       store_ids: see `node_subgraph`.
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Raises:
-      TypeError: see `edge_subgraph`; or `edges` is not by type.
+      TypeError: see `edge_subgraph`; or `edges` is not a mapping by type.
       ValueError: see `edge_subgraph`; or there is no such type.
 
     Example:
@@ -118,7 +118,7 @@ def _part(
     store_ids: bool,
     formats: Sequence[str] | None,
 ) -> HeteroGraph:
-    """Returns the graph of some edges, and of some nodes or, of None, all."""
+    """Returns the graph of some edges, and of some nodes, or all nodes if `nodes` is None."""
     if formats is None:
         formats = next((formats_made(adjacency) for adjacency in graph.connections.values()), DEFAULT_FORMATS)
     ids = {kind: np.arange(count) for kind, count in graph.n_node} if nodes is None else nodes
@@ -128,7 +128,7 @@ def _part(
     rows = {kind: _taken(graph.nodes[kind], chosen, store_ids) for kind, chosen in ids.items()}
     has_places = store_ids and set(formats) != {"csr"}
     of_edges = {kind: _taken(graph.edges[kind], places, has_places) for kind, places in kept.items()}
-    features = {kind: rows for kind, rows in of_edges.items() if rows}  # without "coo" edges have none
+    features = {kind: rows for kind, rows in of_edges.items() if rows}  # without "coo" edges have no features
     parts = {
         kind: (names[kind[0]][senders[kept[kind]]], names[kind[2]][receivers[kept[kind]]])
         for kind, (senders, receivers) in ends.items()

@@ -1,4 +1,4 @@
-"""Graphs of several types as one of a single type, and back; on the host.
+"""Converts graphs of several types to one of a single type, and back; on the host.
 
 Reference: dgl.to_homogeneous and dgl.to_heterogeneous of Deep Graph Library, https://www.dgl.ai.
 """
@@ -14,7 +14,7 @@ from jmp_train.graphs.transforms.chosen_ids import ID
 from jmp_train.graphs.transforms.edge_lists import check_keeps_edges, edges_on_host, ends_on_host, formats_of
 from jmp_train.policies.pytrees import has_tracers
 
-TYPE = "_TYPE"  # the feature that says of which type a node or an edge was, as DGL's NTYPE and ETYPE
+TYPE = "_TYPE"  # the feature with the type of a node or an edge, like DGL's NTYPE and ETYPE
 
 
 def to_homogeneous(
@@ -26,14 +26,14 @@ def to_homogeneous(
 ) -> Graph:
     """Returns a graph of several types as one of a single type; runs on the host.
 
-    Nodes come type after type, in the order of `graph.node_types`, edges in that of `graph.edge_types`. Of both, the
-    feature "_TYPE" is the place of the type in that order, and "_ID" the id within the type, int32.
+    Nodes are sorted by type, in the order of `graph.node_types`, and edges in that of `graph.edge_types`. For both, the
+    feature "_TYPE" is the index of the type in that order, and "_ID" the id within the type, int32.
 
     Args:
       graph: a graph of several types.
-      nodes: the names of features that nodes are to keep; all types have them, in one shape and dtype.
-      edges: the names of features that edges are to keep, likewise.
-      formats: see `from_edges`; with "coo", as edges have features.
+      nodes: the names of node features to keep; all types have them, in one shape and dtype.
+      edges: the names of edge features to keep, likewise.
+      formats: see `from_edges`; must include "coo", because edges have features.
 
     Returns:
       The graph.
@@ -82,25 +82,25 @@ def to_heterogeneous(
     *,
     formats: Sequence[str] | None = None,
 ) -> HeteroGraph:
-    """Returns a graph whose nodes and edges have types as one of several types; runs on the host.
+    """Converts a graph with types in features of nodes and edges to one of several types; runs on the host.
 
     Args:
-      graph: a graph of a single type, one and without padding.
-      node_types: the names of the types.
-      edge_types: the names of the edges' types. A name alone stands for all triples with it that occur; of a triple,
-        its edges may connect no other types.
-      node_field: the feature of nodes, int [nodes], that is the place of each one's type in `node_types`.
-      edge_field: the feature of edges, int [edges], that is the place of each one's type in `edge_types`.
-      formats: see `from_edges`; None for those of the graph.
+      graph: a single graph of one type, without padding.
+      node_types: the names of the node types.
+      edge_types: the edge types. A name stands for all triples with it that occur; the edges of a
+        triple may connect no other types.
+      node_field: the node feature, int [nodes], with the index of each node's type in `node_types`.
+      edge_field: the edge feature, int [edges], with the index of each edge's type in `edge_types`.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph. Nodes and edges of a type keep their order and their features, but for their type; "_ID" is what
-      they were called in `graph`, int32.
+      The graph. Nodes and edges of a type keep their order and their features, except their type; "_ID" is their
+      id in `graph`, int32.
 
     Raises:
       TypeError: the graph is traced or of several types, or a field is not integer.
-      ValueError: the graph is padded, or keeps no edge apart; a field is missing or out of range; or an edge connects
-        other types than its triple says. The message names the edge.
+      ValueError: the graph is padded, or does not store single edges; a field is missing or out of range; or an edge
+        connects other types than its triple. The message names the edge.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -113,7 +113,7 @@ def to_heterogeneous(
     check_keeps_edges(graph)
     of_node = _types("nodes", node_field, graph.nodes, len(node_types))
     of_edge = _types("edges", edge_field, graph.edges, len(edge_types))
-    places = np.zeros(graph.num_nodes, np.int64)  # of a node among those of its type
+    places = np.zeros(graph.num_nodes, np.int64)  # index of a node among those of its type
     members = [np.flatnonzero(of_node == place) for place in range(len(node_types))]
     for ids in members:
         places[ids] = np.arange(len(ids))
@@ -168,14 +168,14 @@ def _joined(of: str, name: str, by_type: Sequence[Mapping[str, jax.Array]]) -> n
 
 
 def _origins(counts: Sequence[int]) -> dict[str, np.ndarray]:
-    """Returns the types and the ids within them of so many nodes or edges of each type."""
+    """Returns the types and the ids within them, given the number of nodes or edges of each type."""
     none = np.empty(0, np.int32)
     ids = np.concatenate([none, *(np.arange(count, dtype=np.int32) for count in counts)])
     return {TYPE: np.repeat(np.arange(len(counts), dtype=np.int32), counts), ID: ids}
 
 
 def _types(of: str, field: str, features: Mapping[str, jax.Array], count: int) -> np.ndarray:
-    """Returns which type each row has, int64 [rows]."""
+    """Returns the type of each row, int64 [rows]."""
     if field not in features:
         raise ValueError(f"{of} have no feature {field!r}, which says their types")
     types = np.asarray(features[field])
@@ -189,6 +189,6 @@ def _types(of: str, field: str, features: Mapping[str, jax.Array], count: int) -
 
 
 def _taken(features: Mapping[str, ArrayLike], ids: np.ndarray, field: str) -> dict[str, np.ndarray]:
-    """Returns the features of some rows, without their types, with their ids."""
+    """Returns the features of some rows, without their types but with their ids."""
     rows = {name: np.asarray(array)[ids] for name, array in features.items() if name != field}
     return {**rows, ID: ids.astype(np.int32)}

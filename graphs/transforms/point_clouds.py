@@ -1,4 +1,4 @@
-"""Graphs of points that are near each other, by scipy's k-d trees in float64; on the host."""
+"""Graphs of nearby points, found by scipy's k-d trees in float64; on the host."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -27,19 +27,19 @@ def knn_graph(
 
     Args:
       points: floating [points, dimensions], finite; distances are Euclidean.
-      k: how many senders each point has; all that there are in a graph of fewer points.
-      graph_ids: int [points], ascending, which graph of a batch each point belongs to; only points of one graph are
+      k: number of senders per point; all points of a graph with fewer.
+      graph_ids: int [points], ascending, the graph of a batch to which each point belongs; only points of one graph are
         connected. None for one graph.
-      exclude_self: whether a point is none of its own nearest, as it is otherwise.
+      exclude_self: True to exclude a point from its own nearest points.
       formats: see `from_edges`.
 
     Returns:
-      The graph, a batch with `graph_ids`, without features; its edges sorted by receiver, and those of a receiver
-      by distance, then sender. Of points equally far, any may be the last one taken.
+      The graph, a batch with `graph_ids`, without features; its edges are sorted by receiver, and those of a receiver
+      by distance, then sender. Among points at equal distance, any may be the last one taken.
 
     Raises:
       TypeError: points are not floating or traced, ids are not integers, or `k` is not an integer.
-      ValueError: points have no two axes or are not finite, ids do not ascend or have another length, or `k` is
+      ValueError: points do not have two axes or are not finite, ids do not ascend or have another length, or `k` is
         negative.
 
     Example:
@@ -62,7 +62,7 @@ def knn_graph(
         distances, found = KDTree(some).query(some, k=wanted)
         receivers = np.repeat(np.arange(len(some)), wanted)
         senders, distances = np.ravel(found), np.ravel(distances)
-        if exclude_self:  # where many points are the same, a point need not be among its own nearest
+        if exclude_self:  # if many points are equal, a point need not be among its own nearest
             is_self = (senders == receivers).reshape(-1, wanted)
             is_self[~is_self.any(axis=1), -1] = True
             keep = ~is_self.ravel()
@@ -81,13 +81,13 @@ def radius_graph(
     self_loop: bool = False,
     formats: Sequence[str] = ("coo", "csr"),
 ) -> Graph:
-    """Returns the graph in which points send to each other that are at most a radius apart; runs on the host.
+    """Returns the graph in which points at most a radius apart send to each other; runs on the host.
 
     Args:
       points: floating [points, dimensions], finite; distances are Euclidean.
       radius: the largest distance.
       graph_ids: see `knn_graph`.
-      self_loop: whether a point sends to itself.
+      self_loop: True to let each point send to itself.
       formats: see `from_edges`.
 
     Returns:
@@ -156,7 +156,7 @@ def _checked_points(points: ArrayLike) -> np.ndarray:
 
 
 def _sizes(graph_ids: Ids, count: int) -> np.ndarray:
-    """Returns how many points each graph has, int64 [graphs]."""
+    """Returns the number of points of each graph, int64 [graphs]."""
     if has_tracers(graph_ids):
         raise TypeError("graph_ids is traced: near points are looked for outside of jit")
     ids = np.asarray(graph_ids)

@@ -19,20 +19,20 @@ from jmp_train.graphs.transforms.edge_lists import (
 def reorder(
     graph: AnyGraph, by: str = "degree", *, formats: Sequence[str] | None = None
 ) -> tuple[AnyGraph, np.ndarray]:
-    """Returns the graph with its nodes renamed and its edges sorted, and the old name of each node.
+    """Returns the graph with its nodes renumbered and its edges sorted, and the old id of each node.
 
-    Edges are sorted by receiver, and those of a receiver by sender, so that rows which are read after each
-    other are near each other. Nodes of a batch stay in their graph. Runs on the host.
+    Edges are sorted by receiver, and those of a receiver by sender, so that rows read one after the
+    other are close together. Nodes of a batch stay in their graph. Runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      by: "degree" for the in-degree, the largest first, equals in the order they had; "rcm" for the
-        reverse Cuthill-McKee order, in which neighbors have near names.
-      formats: see `from_edges`; None for those of the graph.
+      by: "degree" for the in-degree, the largest first, with equal ones in their old order; "rcm" for the
+        reverse Cuthill-McKee order, in which neighbors have close ids.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, features going with their nodes and edges; and `order`, int32 [nodes], the old name of each
-      new node. Of labels and masks, `new = old[order]`; of what is computed for the new nodes,
+      The graph, with the features of its nodes and edges; and `order`, int32 [nodes], the old id of each
+      new node. For labels and masks, `new = old[order]`; for results on the new nodes,
       `old = new[np.argsort(order)]`; lists of nodes become `np.argsort(order)[nodes]`.
 
     Raises:
@@ -80,7 +80,7 @@ def _by_reverse_cuthill_mckee(edges: EdgeList, num_nodes: int) -> np.ndarray:
     import scipy.sparse
     import scipy.sparse.csgraph
 
-    if num_nodes == 0:  # scipy looks for the largest of no degrees
+    if num_nodes == 0:  # scipy would take the maximum of no degrees
         return np.arange(0)
     entries = np.ones(len(edges.senders), bool), (edges.receivers, edges.senders)
     matrix = scipy.sparse.csr_array(entries, shape=(num_nodes, num_nodes))

@@ -14,16 +14,16 @@ Array = TypeVar("Array", np.ndarray, jax.Array)
 def normalize_rows(features: Array) -> Array:
     """Returns each row divided by the sum of its magnitudes, as is usual for Planetoid's words; on the host.
 
-    Of features that are at least 0 that is the row's sum. Where signs differ, a sum may be anything near 0,
-    and to divide by it would make rows huge or turn their signs; magnitudes add up to 0 only in rows of
-    zeros, which stay zeros. (PyTorch Geometric subtracts the least of all features first, and leaves rows
-    that add up to less than 1.)
+    For nonnegative features that is the row's sum. If signs differ, a sum may be close to 0,
+    and dividing by it would make rows huge or change their signs. Magnitudes add up to 0 only in rows of
+    zeros, which stay zeros. (PyTorch Geometric subtracts the smallest of all features first, and leaves rows
+    unchanged that add up to less than 1.)
 
     Args:
-      features: floating [nodes, width], an array of numpy's or jax's.
+      features: floating [nodes, width], an array of NumPy or jax.
 
     Returns:
-      [nodes, width] in the features' dtype, of numpy or jax as they are. Half precision is computed in
+      [nodes, width] in the features' dtype, of NumPy or jax likewise. Half precision is computed in
       float32 and rounded once; sums are float64.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Parts of a graph: of some nodes, some edges, the edges that enter some nodes, and all within some hops; on the host.
+"""Parts of a graph: some nodes, some edges, the edges of some nodes, and neighborhoods of several hops; on the host.
 
-Nodes and edges keep the order that they have, or the one in which the caller names them, and what they were called
-in the whole graph, as the feature "_ID".
+Nodes and edges keep their order, or take the caller's, and store their ids in the whole graph
+as the feature "_ID".
 
 Reference: dgl.subgraph of Deep Graph Library, https://www.dgl.ai.
 """
@@ -39,20 +39,20 @@ def node_subgraph(
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding; or one of several types.
-      nodes: int [kept nodes], which nodes, or bool [nodes]; by node type where there are several, none of one that is
-        missing.
-      relabel_nodes: whether only these nodes stay, numbered in the order of `nodes`; else all nodes stay.
-      store_ids: whether the ids of nodes and edges in `graph` become the feature "_ID" of both, int32; that of
+      nodes: int [kept nodes], ids of the nodes, or bool [nodes]; by node type if there are several, none of a missing
+        type.
+      relabel_nodes: True to keep only these nodes, numbered in the order of `nodes`; False to keep all nodes.
+      store_ids: True to store the ids of nodes and edges in `graph` as the feature "_ID" of both, int32; that of
         edges only if the graph has the format "coo".
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, its edges in their order, with the features of both. In a batch, the nodes of each graph stand
-      together.
+      The graph, with its edges in their order and the features of both. In a batch, the nodes of each graph are
+      put together.
 
     Raises:
       TypeError: the graph or ids are traced, or ids are neither integers nor booleans.
-      ValueError: the graph is padded; or an id is out of range, or is there twice.
+      ValueError: the graph is padded; or an id is out of range, or repeated.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -81,20 +81,20 @@ def edge_subgraph(
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding; or one of several types.
-      edges: int [kept edges], which edges, or bool [edges]; by edge type, or its name, where there are several, none of
-        one that is missing.
-      relabel_nodes: whether only the nodes at their ends stay, numbered as they come, the senders' first; else
-        all nodes stay.
+      edges: int [kept edges], ids of the edges, or bool [edges]; by edge type, or its name, if there are several, none
+        of a missing type.
+      relabel_nodes: True to keep only the nodes at their ends, in the order of occurrence, the senders first; False to
+        keep all nodes.
       store_ids: see `node_subgraph`.
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, its edges in the order of `edges`, with the features of both. In a batch, the nodes and edges of
-      each graph stand together.
+      The graph, with its edges in the order of `edges` and the features of both. In a batch, the nodes and edges of
+      each graph are put together.
 
     Raises:
       TypeError: the graph or ids are traced, or ids are neither integers nor booleans.
-      ValueError: the graph is padded, or keeps no edge apart; or an id is out of range, or is there twice.
+      ValueError: the graph is padded, or does not store single edges; or an id is out of range, or repeated.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -125,13 +125,13 @@ def in_subgraph(
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      nodes: int [entered nodes], which nodes, or bool [nodes].
-      relabel_nodes: whether only the nodes at the edges' ends stay, see `edge_subgraph`; else all nodes stay.
+      nodes: int [entered nodes], ids of the nodes, or bool [nodes].
+      relabel_nodes: True to keep only the nodes at the edges' ends, see `edge_subgraph`; False to keep all nodes.
       store_ids: see `node_subgraph`.
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, its edges in their order, with the features of both.
+      The graph, with its edges in their order and the features of both.
 
     Raises:
       TypeError: see `node_subgraph`.
@@ -160,13 +160,13 @@ def out_subgraph(
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      nodes: int [left nodes], which nodes, or bool [nodes].
+      nodes: int [left nodes], ids of the nodes, or bool [nodes].
       relabel_nodes: see `in_subgraph`.
       store_ids: see `node_subgraph`.
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, its edges in their order, with the features of both.
+      The graph, with its edges in their order and the features of both.
 
     Raises:
       TypeError: see `node_subgraph`.
@@ -190,21 +190,21 @@ def khop_in_subgraph(
     *,
     formats: Sequence[str] | None = None,
 ) -> tuple[AnyGraph, np.ndarray]:
-    """Returns the graph of all nodes from which some nodes are reached in `k` hops, and their new names.
+    """Returns the graph of all nodes from which some nodes are reached in `k` hops, and the new ids of the latter.
 
     It has all edges between these nodes. Runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      nodes: int [seeds], which nodes are reached, or bool [nodes].
-      k: how many hops at most.
-      relabel_nodes: whether only the nodes that were found stay, numbered in the order that they have; else all
-        nodes stay.
+      nodes: int [seeds], ids of the reached nodes, or bool [nodes].
+      k: largest number of hops.
+      relabel_nodes: True to keep only the nodes found, numbered in their order; False to keep all
+        nodes.
       store_ids: see `node_subgraph`.
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, and what `nodes` are called in it, int64 [seeds].
+      The graph, and the ids of `nodes` in it, int64 [seeds].
 
     Raises:
       TypeError: see `node_subgraph`; or `k` is not an integer.
@@ -228,20 +228,20 @@ def khop_out_subgraph(
     *,
     formats: Sequence[str] | None = None,
 ) -> tuple[AnyGraph, np.ndarray]:
-    """Returns the graph of all nodes that are reached from some nodes in `k` hops, and their new names.
+    """Returns the graph of all nodes that are reached from some nodes in `k` hops, and the new ids of the latter.
 
     It has all edges between these nodes. Runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
-      nodes: int [seeds], from which nodes, or bool [nodes].
-      k: how many hops at most.
+      nodes: int [seeds], ids of the start nodes, or bool [nodes].
+      k: largest number of hops.
       relabel_nodes: see `khop_in_subgraph`.
       store_ids: see `node_subgraph`.
-      formats: see `from_edges`; None for those of the graph.
+      formats: see `from_edges`; None for the graph's formats.
 
     Returns:
-      The graph, and what `nodes` are called in it, int64 [seeds].
+      The graph, and the ids of `nodes` in it, int64 [seeds].
 
     Raises:
       TypeError: see `khop_in_subgraph`.
@@ -293,7 +293,7 @@ def _within_hops(
 
 
 def _reached(near: np.ndarray, far: np.ndarray, is_seed: np.ndarray, k: int) -> np.ndarray:
-    """Returns bool [nodes], which are reached in at most k steps from an edge's near end to its far one."""
+    """Returns bool [nodes], True for nodes reached in at most k steps from an edge's near end to its far one."""
     is_reached = is_seed.copy()
     for _ in range(k):
         more = far[is_reached[near]]
@@ -304,7 +304,7 @@ def _reached(near: np.ndarray, far: np.ndarray, is_seed: np.ndarray, k: int) -> 
 
 
 def _between(edges: EdgeList, is_kept: np.ndarray) -> np.ndarray:
-    """Returns the places of the edges both of whose ends are kept."""
+    """Returns the places of the edges with both ends kept."""
     return np.flatnonzero(is_kept[edges.senders] & is_kept[edges.receivers])
 
 
@@ -316,7 +316,7 @@ def _part(
     store_ids: bool,
     formats: Sequence[str] | None,
 ) -> Graph:
-    """Returns the graph of some edges, and of some nodes or, of None, all."""
+    """Returns the graph of some edges, and of some nodes, or all nodes if `nodes` is None."""
     taken, owners = edges.take(kept), owning_graphs(graph)
     ids = np.arange(graph.num_nodes) if nodes is None else nodes[np.argsort(owners[nodes], kind="stable")]
     names = np.zeros(graph.num_nodes, np.int32)

@@ -105,7 +105,6 @@ class SkipRecorder:
         Args:
           step: a compiled `(state, batch) -> (state, metrics)` of a `TrainState`: `jax.jit(step, donate_argnums=0)`,
             or the result of `data_parallel`, `sharded_step` or `pmap_step`. The optimizer has a loss scale.
-            or what `data_parallel`, `sharded_step` or `pmap_step` returned. The optimizer has a loss scale.
 
         Returns:
           A function with the same arguments and results.

@@ -87,7 +87,6 @@ def state_shardings(state: TrainState, mesh: Mesh, *, params: PyTree = None) -> 
       A tree like `state` of `NamedSharding`s, for `jax.device_put(state, shardings)` and
       `sharded_step(step, mesh, shardings=shardings)`. Optimizer arrays with the shape of their parameter are sharded
       as the parameter is; everything else is replicated.
-      sharded as the parameter is; all else is replicated.
 
     Raises:
       TypeError: `state` is not a `TrainState`.

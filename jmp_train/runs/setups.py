@@ -93,7 +93,7 @@ class Setup:
     Attributes:
       step: the train step.
       loss_scale: the initial loss scale of the policy or mode.
-      keeps_loss_scale: True if the task's optimizer has a loss scale of its own, which replaces `loss_scale`.
+      keeps_loss_scale: True if the task's optimizer has its own loss scale, which replaces `loss_scale`.
       create_state: `create_state(params, model_state, rng)` returns the state before the first step, given float32
         parameters.
       forward: `forward(fn)` returns `fn(params, model_state, batch)` under the policy or mode, for evaluation.

@@ -1,8 +1,8 @@
-"""Batch norms of flax, equinox and haiku: where they are, and how to run them in float32.
+"""Batch norms of flax, equinox and haiku: finds them, and runs them in float32.
 
-Half precision overflows in a batch norm's sums and rounds its statistics, so NVIDIA's Apex leaves
-batch norms in float32 when it halves a model: they compute in float32 and return half. No library is
-imported for that: whoever passes a model has imported its library, so it is among `sys.modules`.
+Half precision overflows in a batch norm's sums and rounds its statistics. So NVIDIA's Apex leaves
+batch norms in float32 when it halves a model: they compute in float32 and return half precision. This module imports
+no library: whoever passes a model has imported its library, so it is in `sys.modules`.
 """
 
 import contextlib
@@ -35,26 +35,26 @@ Found = tuple[list[str], Any]  # the batch norms' paths, and a tree of the model
 Call = Callable[..., Any]
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
-# Part of the key of jax's caches. nn.jit, nn.remat and scan would else reuse, within an
-# interceptor, what they traced without one, and the interceptor would see no call.
+# Part of the key of jax's caches. Otherwise nn.jit, nn.remat and scan would reuse, within an
+# interceptor, a trace made without one, and the interceptor would see no call.
 _interception = jax.make_user_context(default_value=None)
 
 
 def batch_norm_paths(model: object, *args: object, **kwargs: object) -> tuple[str, ...]:
     """Returns the paths of a model's batch norms, found by type, subclasses included.
 
-    Linen and haiku models are run to find them: their `init` is traced, and nothing is computed.
+    Linen and haiku models are traced to find them: their `init` is called on shapes, and nothing is computed.
 
     Args:
       model: a flax linen or nnx module, a transformed haiku function, or a pytree with equinox
         modules.
-      *args: for linen and haiku, what `model.init` takes after the random key: arrays of any shape
-        and dtype or `jax.ShapeDtypeStruct`; all else is passed on as it is. Others need none.
+      *args: for linen and haiku, the arguments of `model.init` after the random key: arrays of any shape
+        and dtype or `jax.ShapeDtypeStruct`; others are passed on unchanged. Other models need none.
       **kwargs: the same by name, such as `train=False`.
 
     Returns:
       Sorted path names, as in linen's `variables["params"]`, `nnx.state(model, nnx.Param)`, the
-      equinox model and haiku's parameters: each is how the norm's parameters begin ("" if the model
+      equinox model and haiku's parameters: each is the prefix of the norm's parameters ("" if the model
       is a batch norm itself). Norms without parameters are left out.
 
     Raises:
@@ -77,16 +77,16 @@ def batch_norm_paths(model: object, *args: object, **kwargs: object) -> tuple[st
 
 
 def float32_batch_norms(model: Model, dtype: DTypeLike) -> Model:
-    """Returns a model whose batch norms compute in float32 at least, and return half.
+    """Returns a model whose batch norms compute in float32 or higher precision, and return half precision.
 
     Paths, parameters and states are those of `model`, which does not change; arrays are shared.
-    Keep the norms' parameters and running statistics in float32: they are used as they are.
+    Keep the norms' parameters and running statistics in float32, because they are not cast.
 
     Args:
-      model: as in `batch_norm_paths`. nnx models are cloned; in equinox models a subclass takes
-        each batch norm's place. linen and haiku models come back themselves, since
-        `float32_batch_norms_called` is theirs.
-      dtype: the floating dtype that nnx's batch norms return; equinox's return their input's.
+      model: as in `batch_norm_paths`. nnx models are cloned; in equinox models a subclass replaces
+        each batch norm. linen and haiku models are returned unchanged; use
+        `float32_batch_norms_called` for them.
+      dtype: the floating dtype that nnx's batch norms return; equinox's return their input's dtype.
 
     Raises:
       TypeError: `model` is of another kind.
@@ -104,19 +104,19 @@ def float32_batch_norms(model: Model, dtype: DTypeLike) -> Model:
     """
     output_dtype, library = float_dtype(dtype, "dtype"), _library_of(model)
     if library == "nnx":
-        # flax casts what comes in by the one, and what goes out to the other.
+        # flax casts the input by the one, and the output by the other.
         return _nnx_clone(model, promote_dtype=_upcast_arrays, dtype=output_dtype)
     return _float32_equinox(model) if library == "equinox" else model
 
 
 def half_batch_norms(model: Model, dtype: DTypeLike) -> Model:
-    """Returns a model whose batch norms return half, also where their statistics are float32.
+    """Returns a model whose batch norms return half precision, even if their statistics are float32.
 
-    nnx alone asks for it, whose batch norms otherwise return the statistics' dtype: its models are cloned, all
-    others come back as they are.
+    Only nnx needs it, because its batch norms otherwise return the statistics' dtype: nnx models are cloned, all
+    others are returned unchanged.
 
     Args:
-      model: any.
+      model: any model.
       dtype: the half type.
     """
     nnx = flax_nnx()
@@ -124,10 +124,10 @@ def half_batch_norms(model: Model, dtype: DTypeLike) -> Model:
 
 
 def float32_nnx_statistics(model_state: Model) -> Model:
-    """Returns a model state with the batch statistics of nnx in float32, since nnx refuses to cast new ones down.
+    """Returns a model state with nnx's batch statistics in float32, because nnx refuses to cast new ones down.
 
     Args:
-      model_state: any pytree; what is not an `nnx.BatchStat` stays.
+      model_state: any pytree; other leaves than `nnx.BatchStat` stay.
     """
     nnx = flax_nnx()
     if nnx is None:
@@ -137,11 +137,11 @@ def float32_nnx_statistics(model_state: Model) -> Model:
 
 @contextlib.contextmanager
 def float32_batch_norms_called() -> Iterator[None]:
-    """Within it, batch norms of linen and haiku compute in float32 at least, and return half.
+    """A context in which batch norms of linen and haiku compute in float32 or higher, and return half precision.
 
-    It acts where a model is called or traced, also within jit, grad and lifted transforms. The
-    result gets the dtype of the input; inputs in float32 or higher precision pass untouched. Keep the norms'
-    parameters and running statistics in float32: they are used as they are.
+    It affects calls and traces of a model, also within jit, grad and lifted transforms. The
+    result has the dtype of the input; inputs in float32 or higher precision are unchanged. Keep the norms'
+    parameters and running statistics in float32, because they are not cast.
 
     Example:
       >>> import jax.numpy as jnp
@@ -162,10 +162,10 @@ def float32_batch_norms_called() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_batch_norms_called() -> Iterator[None]:
-    """Within it, batch norms of linen and haiku in autocast regions return the dtype that they are given.
+    """A context in which batch norms of linen and haiku in autocast regions return the dtype of their input.
 
-    torch's do so under autocast: theirs is one operation, which takes half and float32 parameters. Written out
-    in jax, it would end in float32 by its parameters, and so would all that is stored for it.
+    torch's batch norms do so under autocast, because each is one operation, which takes half inputs and float32
+    parameters. Written in jax, its float32 parameters would make the result float32, and so everything stored for it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -218,7 +218,7 @@ def _nodes(tree: PyTree, kind: type) -> list[str]:
 
 def _find_linen(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     def init(*args: object, **kwargs: object) -> Any:
-        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}  # others use "params"
+        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}  # other streams use "params"
         return model.init(rngs, *args, **kwargs).get("params", {})
 
     modules, params = _trace(model, sys.modules["flax.linen"], init, args, kwargs)
@@ -228,12 +228,12 @@ def _find_linen(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fo
 def _find_haiku(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     def init(*args: object, **kwargs: object) -> Any:
         made = model.init(jax.random.key(0), *args, **kwargs)
-        return made[0] if isinstance(made, tuple) else made  # with a state, or without
+        return made[0] if isinstance(made, tuple) else made  # with or without a state
 
     found = []
     modules, params = _trace(model, sys.modules["haiku"], init, args, kwargs)
     for name in (module.module_name for module in modules):
-        # A transform lifted into another does not know how its modules' names begin there.
+        # A transform lifted into another does not know the prefix of its modules' names there.
         lifted = [key for key in params if key.endswith(f"/{name}")]
         found += [name] if name in params else lifted
     return found, params
@@ -272,7 +272,7 @@ def _trace(
         with contextlib.ExitStack() as stack:
             stack.enter_context(_batch_norms_called(library, record))
             stack.enter_context(_interception(object()))  # a new key: no trace is reused
-            stack.enter_context(jax.numpy_dtype_promotion("standard"))  # the libraries ask for it
+            stack.enter_context(jax.numpy_dtype_promotion("standard"))  # needed by the libraries
             return called, jax.eval_shape(run, arrays)
     except Exception as error:
         if any(isinstance(x, _ARRAYS) for x in leaves):
@@ -284,10 +284,10 @@ def _trace(
 
 
 def _batch_norms_called(library: ModuleType, run: Call) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which `run(call, args, kwargs, module)` stands for batch norms' calls.
+    """Returns a context in which `run(call, args, kwargs, module)` replaces batch norms' calls.
 
-    The interceptors of linen and haiku are alike. Where a subclass calls its superclass, both calls
-    are seen, one within the other.
+    The interceptors of linen and haiku are alike. If a subclass calls its superclass, both calls
+    are intercepted, one within the other.
     """
 
     def intercept(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
@@ -305,7 +305,7 @@ def _call_in_float32(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], 
     if not floats or not is_half(floats[0].dtype):
         return call(*args, **kwargs)
     result = call(*map(_upcast_floats, args), **{name: _upcast_floats(x) for name, x in kwargs.items()})
-    if isinstance(result, tuple):  # equinox's, whose second is the state
+    if isinstance(result, tuple):  # from equinox, with the state second
         return cast_leaf(result[0], floats[0].dtype), *result[1:]
     return cast_leaf(result, floats[0].dtype)
 
@@ -317,7 +317,7 @@ def _call_as_torch(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], mo
     return result if x is None else _like_input(result, x)
 
 
-# Traced in float32, both are; only the region knows their dtypes.
+# Both are traced in float32; only the region knows their dtypes.
 _like_input = opaque_to_autocast(lambda result, x: cast_leaf(result, x.dtype))
 
 
@@ -326,7 +326,7 @@ def _upcast_floats(x: object) -> Any:
 
 
 def _nnx_clone(model: object, **attributes: object) -> Any:
-    """Returns a copy of an nnx model whose batch norms have these attributes."""
+    """Returns a copy of an nnx model whose batch norms have the given attributes."""
     nnx: Any = sys.modules["flax.nnx"]
     clone = nnx.clone(model)
     for _, module in nnx.iter_modules(clone):

@@ -13,21 +13,21 @@ from jmp_train.policies.amp_modes.options import AmpType
 
 
 def amp_from_config(config: Mapping[str, Any] | str | Path, *, dtype: DTypeLike = jnp.float16) -> Amp:
-    """Returns the mode that a configuration names under `fp16`.
+    """Returns the mode of a configuration's entry `fp16`.
 
     Args:
       config: a dictionary such as `{"fp16": {"mode": "torch", "init_scale": 2.0**10}}`, or the path of a TOML
-        file with a table `[fp16]`. What else is in it is the script's; without `fp16`, or where it is None,
-        the mode is one that is not enabled. The path of a file of `rules` begins, in a TOML file, at its folder.
-      dtype: see `amp_mode`; a `dtype` in `fp16` comes before it.
+        file with a table `[fp16]`. Other entries belong to the script; if `fp16` is missing or None,
+        the mode is disabled. In a TOML file, the path of a file of `rules` is relative to its folder.
+      dtype: see `amp_mode`; a `dtype` in `fp16` takes precedence.
 
     Returns:
-      What `amp_mode` returns.
+      The result of `amp_mode`.
 
     Raises:
       TypeError: `config` or `fp16` is of another type.
       ValueError: the file is not TOML, or a key of `fp16` is wrong; the message names it and the choices.
-      FileNotFoundError: there is no such file, or none of `rules`.
+      FileNotFoundError: the file, or that of `rules`, does not exist.
 
     Example:
       >>> config = {"batch_size": 128, "fp16": {"mode": AmpType.APEX, "opt_level": "O2"}}

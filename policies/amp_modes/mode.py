@@ -1,7 +1,7 @@
 """AMP modes: one value that switches a training script between three families of mixed precision.
 
-The way of the data: options -> `Amp` -> `transform`, which gives the loss function its casts or its autocast,
-and the optimizer its loss scale and its master weights; `cast_params` gives the parameters the dtypes to be stored in.
+The flow: options -> `Amp` -> `transform`, which adds casts or autocast to the loss function,
+and loss scale and master weights to the optimizer; `cast_params` casts the parameters to their storage dtypes.
 """
 
 import contextlib
@@ -79,14 +79,14 @@ def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: object) ->
 
     Args:
       mode: "torch", "apex" or "naive", or an `AmpType`.
-      dtype: the half type, float16 or bfloat16. bfloat16 has no loss scale, and skips all the same.
+      dtype: the half type, float16 or bfloat16. bfloat16 has no loss scale, but still skips non-finite steps.
       **options: those of `TorchOptions`, `ApexOptions` or `NaiveOptions`, by name.
 
     Returns:
-      A value with `transform`, `cast_params` and the rest.
+      An `Amp`.
 
     Raises:
-      ValueError: there is no such mode or option, an option breaks its rule, or two exclude each other; the
+      ValueError: the mode or an option is unknown, an option is invalid, or two exclude each other; the
         message names them and the choices.
       OSError: a file of rules is missing or cannot be read.
 
@@ -115,12 +115,12 @@ def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: object) ->
 
 @dataclasses.dataclass(frozen=True)
 class Amp:
-    """What `amp_mode` returns: a mode's options and what they come to; hashable.
+    """An AMP mode, from `amp_mode`: its options and their effects; hashable.
 
     Args:
-      options: of the mode.
+      options: the options of the mode.
       dtype: the half type.
-      batch_norms: the paths of the model's BatchNorms, as `batch_norm_paths` finds them; None where they are
+      batch_norms: the paths of the model's BatchNorms, from `batch_norm_paths`; None if they are
         not known. `for_model` sets it.
 
     Example:
@@ -143,17 +143,17 @@ class Amp:
 
     @property
     def enabled(self) -> bool:
-        """Whether it does anything; else all of it computes what float32 computes."""
+        """Whether the mode does anything; otherwise everything is computed as in float32."""
         return self.options.enabled
 
     @property
     def precision(self) -> Precision:
-        """Which dtypes it gives what."""
+        """The dtypes of the mode."""
         return self.options.precision(self.dtype) if self.enabled else Precision()
 
     @property
     def loss_scale(self) -> LossScales:
-        """The loss scale to begin with."""
+        """The initial loss scale."""
         return self.options.make_loss_scale(self.dtype) if self.enabled else NoOpLossScale()
 
     def __str__(self) -> str:
@@ -175,17 +175,17 @@ class Amp:
     def for_model(self, model: object, *args: object, **kwargs: object) -> tuple["Amp", Any]:
         """Returns this mode with the model's BatchNorms known to it, and the model to train.
 
-        With `keep_batchnorm_fp32` they compute in float32 and return half; where all of the model is half, nnx's
-        too return half. nnx and equinox modules hold their dtypes, so there it is another model, which is to be
-        split or partitioned in place of the old one. Other modes return what they are given.
+        With `keep_batchnorm_fp32`, BatchNorms compute in float32 and return half precision; if the whole model is in
+        half precision, nnx's return it too. nnx and equinox modules hold their dtypes, so for them the result is
+        another model; split or partition it in place of the old one. Other modes return both unchanged.
 
         Args:
           model: a linen module, nnx module, equinox module or haiku transform.
-          *args: what linen's and haiku's `init` take beside the key, arrays or their shapes.
+          *args: arguments of linen's and haiku's `init` after the key, arrays or their shapes.
           **kwargs: see `args`.
 
         Raises:
-          TypeError: `model` is not one of these; for others see `batch_norms`.
+          TypeError: `model` is of another kind; for others see `batch_norms`.
         """
         precision = self.precision
         if precision.keep_batchnorm_fp32:
@@ -206,10 +206,10 @@ class Amp:
         """Returns parameters in the dtypes in which the mode stores them.
 
         Args:
-          params: pytree of float32 parameters; mode "naive" takes half ones too.
+          params: pytree of float32 parameters; mode "naive" also takes half ones.
 
         Raises:
-          ValueError: parameters are in half precision already, all of which are named, or the mode keeps
+          ValueError: parameters are in half precision already (the message lists them), or the mode keeps
             BatchNorms in float32 and does not know them.
         """
         if not self.enabled:
@@ -227,7 +227,7 @@ class Amp:
         return jax.tree_util.tree_map_with_path(cast, params)
 
     def cast_model_state(self, model_state: PyTree) -> Any:
-        """Returns batch statistics in the dtypes of the mode: half where all of the model is half.
+        """Returns batch statistics in the dtypes of the mode: half precision if the whole model is in half precision.
 
         Args:
           model_state: pytree, or None.
@@ -247,19 +247,19 @@ class Amp:
         """Returns a loss function and an optimizer that train in this mode.
 
         Args:
-          loss_fn: what `train_step` takes, `loss_fn(params, model_state, batch, rng) -> (loss, (model_state,
-            aux))`; of a plain `loss_fn(params, batch)` `stateless` makes one. The floats of the batch are cast
+          loss_fn: a loss function for `train_step`, `loss_fn(params, model_state, batch, rng) -> (loss, (model_state,
+            aux))`; `stateless` adapts a plain `loss_fn(params, batch)`. The floats of the batch are cast
             with the model. With `num_losses` above 1, `loss` is a tuple.
           optimizer: any optax optimizer without a loss scale.
-          skip: a rule that skips steps with finite gradients, too; see `with_loss_scale`.
+          skip: a rule that also skips steps with finite gradients; see `with_loss_scale`.
 
         Returns:
-          Both, for `train_step` without a policy or for a user-defined train step. Where the mode is not enabled
-          they are what came.
+          Both, for `train_step` without a policy or for a user-defined train step. If the mode is not enabled,
+          they are returned unchanged.
 
         Raises:
           TypeError: `loss_fn` takes other arguments or, when called, returns something else.
-          ValueError: when called, parameters are not stored as `cast_params` gives them; the message names them.
+          ValueError: when called, parameters have other dtypes than from `cast_params`; the message names them.
 
         Warns:
           Float32ProductsWarning: when first traced, if the mode casts the model and its products stay float32.
@@ -278,7 +278,7 @@ class Amp:
 
             result = self._run(model, params, model_state, batch, first_trace)
             loss, (new_state, aux) = unpack_loss(result)
-            # train_step checks what else differs in the model state.
+            # train_step checks other differences in the model state.
             return loss, (cast_like(new_state, model_state), self.cast_outputs(aux))
 
         setattr(with_amp, CASTS_BY_AMP, self.precision.model_dtype is not None)
@@ -302,12 +302,12 @@ class Amp:
         return with_amp
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Logs that a step was skipped, if the options are verbose; waits for the step.
+        """Logs skipped steps if the options are verbose; waits for the step.
 
-        The logger is "jmp_train.amp", the level INFO; of several processes the first one logs.
+        The logger is "jmp_train.amp" and the level is INFO; only the first of several processes logs.
 
         Args:
-          metrics: those of `train_step`, outside of jit.
+          metrics: metrics of `train_step`, outside of jit.
         """
         if not (self.enabled and self.options.verbosity):
             return
@@ -326,13 +326,13 @@ class Amp:
         batch: PyTree,
         first_trace: FirstTrace,
     ) -> Any:
-        """Returns what a function of parameters, model state and batch gives in this mode."""
+        """Returns the result of a function of parameters, model state and batch in this mode."""
         self._check_params(params)
         precision = self.precision
         state = float32_nnx_statistics(self.cast_model_state(model_state))
 
         def run(params: Params, batch: PyTree) -> Any:
-            # Made again, because nnx lets variables change only in the trace that made them.
+            # Rebuilt here, because nnx lets variables change only in the trace that made them.
             return fn(params, jax.tree_util.tree_map(lambda x: x, state), batch)
 
         if precision.autocast_rules is not None:
@@ -356,7 +356,7 @@ class Amp:
                 raise
 
     def cast_outputs(self, outputs: object) -> Any:
-        """Returns what a model gives in the dtype that the mode's outputs have; for use inside a loss function.
+        """Returns a model's outputs in the output dtype of the mode; for use inside a loss function.
 
         Args:
           outputs: pytree, such as logits.
@@ -425,11 +425,11 @@ class Amp:
 
 
 def _is_under(module: str, path: str) -> bool:
-    """Says whether a parameter is a module's; the paths may begin with linen's "params"."""
+    """Returns whether a parameter belongs to a module; the paths may begin with linen's "params"."""
     return module == "" or path.startswith((f"{module}/", f"params/{module}/"))
 
 
 def _log(text: str) -> None:
-    # Who asks for the process before `initialize` would start jax, and too early.
+    # Asking for the process before `initialize` would start jax too early.
     if not jax.distributed.is_initialized() or jax.process_index() == 0:
         _LOGGER.info(text)

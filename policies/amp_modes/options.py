@@ -1,7 +1,7 @@
 """The options of the three families of mixed precision, under the names of their originals.
 
 Each is a frozen dataclass whose fields are the keys of the tutorials' `fp16` dictionaries, with their
-defaults, checked when it is made; `precision` and `make_loss_scale` say what it comes to.
+defaults, checked on creation; `precision` and `make_loss_scale` return their effects.
 """
 
 import dataclasses
@@ -52,14 +52,14 @@ class AmpType(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Which dtypes a mode gives what.
+    """The dtypes of a mode.
 
     Args:
-      model_dtype: of parameters, inputs and buffers; None leaves them as they are.
-      autocast_rules: by which each operation gets its precision; None for no autocast.
-      keep_batchnorm_fp32: whether BatchNorms are float32 where the model is not.
-      master_weights: whether the optimizer keeps float32 master weights.
-      output_dtype: of what the model returns; None for the dtype in which it was made.
+      model_dtype: dtype of parameters, inputs and buffers; None leaves them unchanged.
+      autocast_rules: rules for the precision of each operation; None for no autocast.
+      keep_batchnorm_fp32: whether BatchNorms stay in float32 in a half-precision model.
+      master_weights: whether the optimizer stores float32 master weights.
+      output_dtype: dtype of the model's outputs; None leaves them unchanged.
     """
 
     model_dtype: np.dtype | None = None
@@ -70,17 +70,17 @@ class Precision:
 
 
 class _Options:
-    """What the options of all modes have."""
+    """The common options of all modes."""
 
     mode: ClassVar[AmpType]
-    scaling: ClassVar[tuple[str, ...]]  # the options of a loss scale, which bfloat16 does without
+    scaling: ClassVar[tuple[str, ...]]  # the options of a loss scale, which bfloat16 does not have
     enabled: bool = True
     verbosity: int = 0  # 0 logs nothing
     counts_zeros: bool = False
-    rules: AutocastRules | None = None  # None: the mode's own
+    rules: AutocastRules | None = None  # None for the mode's own
 
     def half_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Returns the half type, given the one that was asked for."""
+        """Returns the half type, given the requested one."""
         return dtype
 
     def precision(self, half: np.dtype) -> Precision:
@@ -88,7 +88,7 @@ class _Options:
         raise NotImplementedError
 
     def make_loss_scale(self, half: np.dtype) -> LossScales:
-        """Returns the loss scale to begin with, given the half type."""
+        """Returns the initial loss scale, given the half type."""
         return self._dynamic_scale() if half == jnp.float16 else NoOpLossScale()
 
     def _dynamic_scale(self) -> LossScale:
@@ -103,12 +103,12 @@ class TorchOptions(_Options):
     """Mode "torch": autocast, float32 parameters and torch's `GradScaler`.
 
     Args:
-      init_scale: see `torch_loss_scale`, as for the next three.
-      growth_factor: see there.
-      backoff_factor: see there.
-      growth_interval: see there.
-      enabled: False computes what float32 computes.
-      rules: of autocast, or the path of a file of them; None for torch's, whose originals have no such option.
+      init_scale: see `torch_loss_scale`.
+      growth_factor: see `torch_loss_scale`.
+      backoff_factor: see `torch_loss_scale`.
+      growth_interval: see `torch_loss_scale`.
+      enabled: False computes as in float32.
+      rules: autocast rules, or the path of a file of them; None for torch's, which has no such option.
 
     Example:
       >>> TorchOptions().growth_interval
@@ -137,7 +137,7 @@ class TorchOptions(_Options):
         self._dynamic_scale()
 
     def precision(self, half: np.dtype) -> Precision:
-        """Returns autocast by torch's rules, or those that were given."""
+        """Returns autocast by the given rules, or by torch's."""
         del half
         return Precision(autocast_rules=self.rules or TORCH_CUDA)
 
@@ -150,15 +150,15 @@ class NaiveOptions(_Options):
     """Mode "naive": the whole model in half precision, and float32 master weights.
 
     Args:
-      log_num_zeros_in_grad: whether to count the gradients that are zero (metric `num_zeros_in_grad`).
-      initial_scale: see `megatron_loss_scale`, as for the next six.
-      min_scale: see there.
-      max_scale: see there.
-      growth_factor: see there.
-      backoff_factor: see there.
-      growth_interval: see there.
-      hysteresis: see there.
-      verbose: whether the settings and the skipped steps are logged.
+      log_num_zeros_in_grad: True to count zero gradients (metric `num_zeros_in_grad`).
+      initial_scale: see `megatron_loss_scale`.
+      min_scale: see `megatron_loss_scale`.
+      max_scale: see `megatron_loss_scale`.
+      growth_factor: see `megatron_loss_scale`.
+      backoff_factor: see `megatron_loss_scale`.
+      growth_interval: see `megatron_loss_scale`.
+      hysteresis: see `megatron_loss_scale`.
+      verbose: True to log the settings and the skipped steps.
 
     Example:
       >>> NaiveOptions().initial_scale == 2.0**32
@@ -195,7 +195,7 @@ class NaiveOptions(_Options):
 
     @property
     def verbosity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """1 where settings and skipped steps are logged."""
+        """1 if settings and skipped steps are logged."""
         return int(self.verbose)
 
     @property
@@ -204,7 +204,7 @@ class NaiveOptions(_Options):
         return self.log_num_zeros_in_grad
 
     def precision(self, half: np.dtype) -> Precision:
-        """Returns half precision for all but master weights and outputs."""
+        """Returns half precision for everything except master weights and outputs."""
         return Precision(model_dtype=half, master_weights=True, output_dtype=FLOAT32)
 
     def _dynamic_scale(self) -> LossScale:
@@ -213,7 +213,7 @@ class NaiveOptions(_Options):
 
 @dataclasses.dataclass(frozen=True)
 class _Level:
-    """What one of Apex's levels sets, where an option does not say otherwise."""
+    """The settings of one of Apex's levels, which options override."""
 
     cast_model_type: str | None
     patch_torch_functions: bool
@@ -237,22 +237,22 @@ class ApexOptions(_Options):
     """Mode "apex": NVIDIA Apex's levels; an option that is not None overrides its level's.
 
     Args:
-      enabled: False computes what float32 computes.
+      enabled: False computes as in float32.
       opt_level: "O0" is float32, "O1" autocast, "O2" a half model with BatchNorms and master weights in float32 and
-        a dynamic loss scale, "O3" a half model with nothing else.
+        a dynamic loss scale, "O3" only a half model.
       cast_model_type: dtype of the model, or its name; False for none.
-      patch_torch_functions: whether each operation gets its precision by autocast; O1 only.
-      keep_batchnorm_fp32: whether BatchNorms stay in float32; "True" and "False" are taken too. Not for O1.
-      master_weights: whether the optimizer keeps float32 master weights of half parameters. Not for O1.
+      patch_torch_functions: True to choose each operation's precision by autocast; O1 only.
+      keep_batchnorm_fp32: whether BatchNorms stay in float32; "True" and "False" are accepted too. Not for O1.
+      master_weights: whether the optimizer stores float32 master weights of half parameters. Not for O1.
       loss_scale: a number, its text, or "dynamic".
-      cast_model_outputs: dtype of what the model returns; None for float32, under O1 for what comes.
-      num_losses: how many losses with a scale of their own there are; see `PerLossScale`.
+      cast_model_outputs: dtype of the model's outputs; None for float32, or under O1 for no cast.
+      num_losses: number of losses with their own scales; see `PerLossScale`.
       verbosity: 0 logs nothing, 1 settings and skipped steps.
-      min_loss_scale: the floor of a dynamic scale; None for 1, 0 for none.
-      max_loss_scale: its ceiling.
-      scale_window: after how many steps without overflow it grows, as Apex's `LossScaler` has it; its `initialize`
+      min_loss_scale: the lower bound of a dynamic scale; None for 1, 0 for none.
+      max_loss_scale: its upper bound.
+      scale_window: steps without overflow before it grows, as in Apex's `LossScaler`; its `initialize`
         has no such option.
-      rules: of autocast, or the path of a file of them; None for Apex's, whose original has no such option.
+      rules: autocast rules, or the path of a file of them; None for Apex's, which has no such option.
         O1 only.
 
     Example:
@@ -330,17 +330,17 @@ class ApexOptions(_Options):
                 )
 
     def _level_or(self, name: str) -> Any:
-        """Returns an option, or what the level says where it is None."""
+        """Returns an option, or the level's value if it is None."""
         value = getattr(self, name)
         return getattr(_LEVELS[self.opt_level], name) if value is None else value
 
     def half_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Returns `cast_model_type`, if it is a half type, else the one that was asked for."""
+        """Returns `cast_model_type` if it is a half type, otherwise the requested one."""
         half = self.cast_model_type not in (None, False, FLOAT32)
         return self.cast_model_type if half else dtype
 
     def precision(self, half: np.dtype) -> Precision:
-        """Returns the dtypes that the level and the options give."""
+        """Returns the dtypes of the level and the options."""
         if self._level_or("patch_torch_functions"):
             return Precision(autocast_rules=self.rules or APEX_O1, output_dtype=self.cast_model_outputs)
         cast = self._level_or("cast_model_type")
@@ -356,7 +356,7 @@ class ApexOptions(_Options):
         )
 
     def make_loss_scale(self, half: np.dtype) -> LossScales:
-        """Returns the loss scale to begin with, or one for each loss."""
+        """Returns the initial loss scale, or one per loss."""
         scale = self._level_or("loss_scale")
         if scale != "dynamic":
             one = StaticLossScale(scale)
@@ -385,7 +385,7 @@ def _check_level(level: object) -> None:
 
 
 def _dtype_option(name: str, value: object) -> Any:
-    """Returns the dtype that an option names, by torch's names too; None and False come back."""
+    """Returns the dtype of an option, also for torch's names; None and False are unchanged."""
     if value is None or (value is False and name == "cast_model_type"):
         return value
     named: Any = value.removeprefix("torch.") if isinstance(value, str) else value
@@ -417,11 +417,11 @@ _OPTIONS: dict[AmpType, type[AmpOptions]] = {kind.mode: kind for kind in (TorchO
 
 
 def amp_options(mode: str, options: Mapping[str, Any]) -> AmpOptions:
-    """Returns a mode's options; raises ValueError for a mode or a key that there is not.
+    """Returns a mode's options; raises ValueError for an unknown mode or key.
 
     Args:
       mode: "torch", "apex" or "naive", or an `AmpType`.
-      options: by the names of the mode's options.
+      options: values by the names of the mode's options.
     """
     check_choice("mode", mode, tuple(kind.value for kind in AmpType))
     kind = _OPTIONS[AmpType(mode)]
@@ -435,7 +435,7 @@ def amp_options(mode: str, options: Mapping[str, Any]) -> AmpOptions:
 
 
 def _rules_option(value: object) -> AutocastRules | None:
-    """Returns rules, read from the file if a path is given."""
+    """Returns rules, read from a file if a path is given."""
     if value is None or isinstance(value, AutocastRules):
         return value
     if not isinstance(value, str | Path):

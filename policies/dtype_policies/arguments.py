@@ -16,9 +16,9 @@ def cast_arguments(
     kwargs: dict[str, Any],
     also: Collection[int] = frozenset(),
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Gives a call's arguments in the compute dtype; the first one holds the parameters.
+    """Yields a call's arguments in the compute dtype; the first one holds the parameters.
 
-    Of nnx objects the `nnx.Param`s are cast, and `also` the variables with these ids.
+    In nnx objects, it casts the `nnx.Param`s, and the variables with ids in `also`.
     """
     if not args and policy is not policy.default:
         raise TypeError("a policy_by_path needs the parameters as first positional argument")

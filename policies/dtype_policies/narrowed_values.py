@@ -1,4 +1,4 @@
-"""Checks of 64-bit numbers of NumPy before JAX makes 32-bit ones of them, which it does silently."""
+"""Checks NumPy's 64-bit numbers before JAX silently converts them to 32 bits."""
 
 import jax
 import numpy as np
@@ -8,27 +8,28 @@ from jmp_train.policies.pytrees import named_leaves
 from jmp_train.policies.types import PyTree
 from jmp_train.policies.user_warnings import warn_user
 
-_EXACT = 2.0**24  # up to which float32 has all whole numbers
-_WHOLE = 2.0**53  # beyond which float64 has no other numbers, so that being whole tells nothing
-_SHARE = 2.0**-20  # of the largest number: where numbers differ by less, float32 may not tell them apart
+_EXACT = 2.0**24  # up to which float32 represents all integers
+_WHOLE = 2.0**53  # beyond which all float64 numbers are integers
+_SHARE = 2.0**-20  # fraction of the largest number: smaller differences may vanish in float32
 
 
 def check_narrowed(tree: PyTree, what: str, *, floats: bool = True) -> None:
     """Refuses 64-bit integers that do not fit into 32 bits, and warns of float64 values that collapse in float32.
 
-    Without `jax_enable_x64`, JAX drops the upper bits of integers: 2**40 becomes 0. Of integers this reads each once,
-    of floats a part. Nothing is said of arrays of JAX, which are 32-bit ones already.
+    Without `jax_enable_x64`, JAX drops the upper bits of integers: 2**40 becomes 0. This function reads all integers
+    and a sample of floats. Arrays of JAX are already 32-bit and are not checked.
 
     Args:
-      tree: pytree of arrays; only those of NumPy with 64-bit numbers are looked at.
-      what: of what the leaves are, for messages.
-      floats: whether to look at floats.
+      tree: pytree of arrays; only NumPy arrays with 64-bit numbers are checked.
+      what: description of the tree, for messages.
+      floats: True to check floats.
 
     Raises:
       ValueError: an integer does not fit; the message names the leaves.
 
     Warns:
-      CollapsedValuesWarning: float32 cannot tell values of a float64 leaf apart, or rounds several whole numbers.
+      CollapsedValuesWarning: different values of a float64 leaf become equal in float32, or several integers are
+        rounded.
 
     Example:
       >>> check_narrowed({"time": np.array([1, 2**40])}, "the batch")
@@ -56,7 +57,7 @@ def check_narrowed(tree: PyTree, what: str, *, floats: bool = True) -> None:
 
 
 def _is_narrowed(array: np.ndarray) -> bool:
-    """Returns whether JAX keeps fewer bits of an array's numbers."""
+    """Returns whether JAX stores an array's numbers in fewer bits."""
     return array.dtype.kind in "iuf" and jax.dtypes.canonicalize_dtype(array.dtype).itemsize < array.dtype.itemsize
 
 
@@ -74,11 +75,11 @@ def _beyond_32_bits(array: np.ndarray) -> str | None:
 def _lost_in_float32(array: np.ndarray) -> str | None:
     if array.dtype.kind != "f" or not array.ndim:
         return None
-    some = array[:: -(-len(array) // 4096)]  # as many rows as are looked at below
+    some = array[:: -(-len(array) // 4096)]  # as many rows as in the sample below
     with np.errstate(invalid="ignore", over="ignore"):
         some = some[np.isfinite(some)]
         most, spread = np.abs(some).max(initial=0), some.std() if some.size else 0.0
     may_be_whole, is_finite = _EXACT < most <= _WHOLE, most <= np.finfo(np.float32).max
     if is_finite and not may_be_whole and spread >= _SHARE * most:
-        return None  # nearly always, and in less time than it takes to sort the numbers
+        return None  # the usual case, which takes less time than sorting the numbers
     return lost_in_cast(array, np.dtype(np.float32), most_rounded=1)

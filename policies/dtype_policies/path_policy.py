@@ -24,14 +24,14 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class PathPolicy:
-    """What `policy_by_path` returns: rules for parameters and a default for all else; hashable.
+    """A policy with rules for parameters and a default for everything else, from `policy_by_path`; hashable.
 
     `cast_to_param` and `cast_to_compute` take the tree of the parameters and follow the rules.
     Inputs and outputs have no parameter path: `apply_policy`, `scaled_value_and_grad` and
     `train_step` cast them by `default`.
 
     Args:
-      rules: pairs of a regular expression and the policy of the parameters whose path it finds.
+      rules: pairs of a regular expression and the policy of the parameters with matching paths.
       default: the policy of the other parameters, of inputs, of outputs and of reductions.
 
     Example:
@@ -53,7 +53,7 @@ class PathPolicy:
         return self.default.reduce_dtype
 
     def policy_of(self, path: str) -> Policy:
-        """Returns the policy of the parameter at `path`: that of the first rule that finds it."""
+        """Returns the policy of the parameter at `path`: that of the first matching rule."""
         return next((p for regex, p in self.rules if re.search(regex, path)), self.default)
 
     def cast_to_param(self, params: Tree) -> Tree:
@@ -79,16 +79,15 @@ class PathPolicy:
 
 
 def policy_by_path(rules: Mapping[str, Policy | str], default: Policy | str = "mixed_float16") -> PathPolicy:
-    """Returns a policy that follows the parameters' paths, for example norms in float32.
+    """Returns a policy that depends on the parameters' paths, for example with norms in float32.
 
-    A path is written "layers/0/bias", for the trees of linen, nnx, equinox and haiku and for plain
-    dicts alike. `re.search` looks for each rule in it, in the order given; the first that finds
-    something wins.
+    A path looks like "layers/0/bias", both for the trees of linen, nnx, equinox and haiku and for plain
+    dicts. `re.search` looks for each rule in it, in the order given; the first match wins.
 
     Args:
       rules: regular expression -> policy, or the name of one. A rule decides its parameters'
         stored and compute dtype; outputs and reductions follow the default.
-      default: the policy where no rule finds anything.
+      default: the policy for paths that match no rule.
 
     Returns:
       A policy for `apply_policy`, `scaled_value_and_grad` and `train_step`.
@@ -96,7 +95,7 @@ def policy_by_path(rules: Mapping[str, Policy | str], default: Policy | str = "m
     Raises:
       TypeError: `rules` is not a mapping, a key not a string, or a rule's value or `default` not a policy.
       ValueError: a rule is not a regular expression, or has another `reduce_dtype` than the default.
-        When the policy meets a tree: a rule finds no floating array (the paths are listed).
+        When the policy is applied to a tree: a rule matches no floating array (the paths are listed).
 
     Example:
       >>> import jax.numpy as jnp
@@ -123,11 +122,11 @@ def policy_by_path(rules: Mapping[str, Policy | str], default: Policy | str = "m
 
 
 def named_policy(policy: object, name: str = "policy") -> Policy | PathPolicy:
-    """Returns the policy that a user has given, where a name will do.
+    """Returns the policy for a policy or a name.
 
     Args:
       policy: a policy, or the name of one.
-      name: the argument's, for messages.
+      name: the argument's name, for messages.
 
     Raises:
       TypeError: it is neither.

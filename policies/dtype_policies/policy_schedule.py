@@ -1,7 +1,7 @@
-"""`PolicySchedule`: which policy each step of a run has, such as half precision and in the end float32.
+"""`PolicySchedule`: the policy of each step of a run, such as half precision with float32 at the end.
 
-Each phase is a compiled program of its own, and all of them take and return the same state, so that a run goes from
-one to the next as it goes from step to step: nothing is converted, and a checkpoint fits on either side.
+Each phase is a separate compiled program, and all of them take and return the same state. So a run passes from
+one phase to the next without any conversion, and a checkpoint fits both.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ Step = TypeVar("Step")
 
 
 class Phase(NamedTuple):
-    """Steps of a run that have the same policy.
+    """Consecutive steps of a run with the same policy.
 
     Attributes:
-      start: the first of them, counted from 0: how many steps are done before it.
-      stop: the one after the last of them.
-      policy: theirs.
+      start: index of the first step, from 0: the number of steps before it.
+      stop: index after the last step.
+      policy: the policy.
     """
 
     start: int
@@ -35,22 +35,22 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class PolicySchedule:
-    """Policies by the share of a run that is done when they begin; a frozen, hashable value.
+    """Policies by the fraction of a run at which they begin; a frozen, hashable value.
 
-    A float32 end is the usual one: half precision for most of the steps, and float32 for the last of them, in which
-    the learning rate is low and the rounding of half precision is no longer small beside the updates.
+    The usual schedule ends in float32: half precision for most of the steps, and float32 for the last ones, in which
+    the learning rate is low and half-precision rounding is no longer small compared with the updates.
 
-    All phases share one optimizer and one state, of which nothing may depend on the policy: not the dtype in which
-    parameters are stored, nor whether there is a loss scale. The scale stays in the optimizer in a float32 phase, too,
-    where it multiplies and divides by a power of two, which is exact; it goes on by its own rules, and so grows.
+    All phases share one optimizer and one state, in which nothing may depend on the policy: neither the dtype of stored
+    parameters, nor whether there is a loss scale. In a float32 phase, the loss scale stays in the optimizer,
+    where it multiplies and divides by a power of two, which is exact; it still grows by its own rules.
 
     Args:
-      policies: share -> policy, or the name of one. Shares are from 0 to below 1, in rising order, the first is 0. A
-        share that is no whole number of steps begins at the nearest.
+      policies: fraction -> policy, or the name of one. Fractions are from 0 to below 1, ascending, the first is 0. A
+        fraction that is not a whole number of steps is rounded to the nearest step.
 
     Raises:
-      TypeError: `policies` is no mapping, or has something else in it than numbers and policies.
-      ValueError: the shares are not as above, or a policy stores parameters in another dtype than the one before;
+      TypeError: `policies` is not a mapping from numbers to policies.
+      ValueError: the fractions are not as above, or a policy stores parameters in another dtype than the one before;
         the message names both.
 
     Example:
@@ -78,20 +78,20 @@ class PolicySchedule:
         object.__setattr__(self, "starts", starts)
 
     def __repr__(self) -> str:
-        """Returns the call that makes it, if no policy has rules."""
+        """Returns the call that creates it, if no policy has rules."""
         named = (repr(str(policy) if isinstance(policy, Policy) else policy) for _, policy in self.starts)
         pairs = zip((share for share, _ in self.starts), named, strict=True)
         return f"PolicySchedule({{{', '.join(f'{share}: {name}' for share, name in pairs)}}})"
 
     def phases(self, total_steps: int, start: int = 0) -> tuple[Phase, ...]:
-        """Returns the phases of a run, or what is left of them.
+        """Returns the phases of a run, or the remaining ones.
 
         Args:
-          total_steps: of the whole run, as its learning rate's schedule counts them.
-          start: how many steps are done; phases that are over are left out.
+          total_steps: number of steps of the whole run, as in its learning rate schedule.
+          start: number of steps done; completed phases are left out.
 
         Raises:
-          ValueError: a phase has no step in so short a run, or `start` is not from 0 to `total_steps`.
+          ValueError: the run is so short that a phase has no step, or `start` is not from 0 to `total_steps`.
 
         Example:
           >>> schedule = PolicySchedule({0.0: "mixed_bfloat16", 0.9: "float32"})
@@ -109,7 +109,7 @@ class PolicySchedule:
         """Returns the policy of a step.
 
         Args:
-          step: how many are done before it; after the last step the last policy holds, as for an evaluation.
+          step: number of steps before it; after the last step the last policy applies, as for an evaluation.
           total_steps: see `phases`.
 
         Raises:
@@ -128,13 +128,13 @@ class PolicySchedule:
     ) -> Iterator[Step]:
         """Yields the train step of each step of a run, in order.
 
-        A phase's step is made when it is first wanted, and once for each policy. Nothing is read from the device: the
-        host counts.
+        A phase's step is created when it is first needed, once per policy. The host counts the steps, and reads nothing
+        from the device.
 
         Args:
-          make_step: makes the step of a policy; it is to compile it, with the same optimizer for all.
+          make_step: creates the step of a policy; it should compile it, with the same optimizer for all.
           total_steps: see `phases`.
-          start: how many steps are done, for a run that goes on from a checkpoint.
+          start: number of steps done, for a run that resumes from a checkpoint.
 
         Raises:
           ValueError: see `phases`.
@@ -162,10 +162,10 @@ class PolicySchedule:
 
 
 def check_shares(shares: Sequence[object]) -> None:
-    """Raises TypeError or ValueError if these are not the shares of a run at which its phases begin.
+    """Raises TypeError or ValueError if numbers are not valid fractions of a run at which its phases begin.
 
     Args:
-      shares: in the order in which they were given.
+      shares: the fractions in the order given.
 
     Example:
       >>> check_shares([0.0, 0.9])
@@ -184,11 +184,11 @@ def check_shares(shares: Sequence[object]) -> None:
 
 
 def first_steps(shares: Sequence[float], total_steps: int) -> tuple[int, ...]:
-    """Returns the first step of each phase, counted from 0; raises ValueError if one has no step.
+    """Returns the index of the first step of each phase, from 0; raises ValueError if a phase has no step.
 
     Args:
       shares: see `check_shares`.
-      total_steps: of the run.
+      total_steps: number of steps of the run.
 
     Example:
       >>> first_steps([0.0, 0.5, 0.9], 1000)
@@ -206,7 +206,7 @@ def first_steps(shares: Sequence[float], total_steps: int) -> tuple[int, ...]:
 
 
 def _stored(policy: Policy | PathPolicy) -> object:
-    """Returns what decides in which dtypes a policy's parameters are stored: one for all, or the rules."""
+    """Returns the property of a policy that decides the stored dtypes of parameters: one dtype, or the rules."""
     if isinstance(policy, Policy):
         return policy.param_dtype
     default: DTypeLike = policy.default.param_dtype

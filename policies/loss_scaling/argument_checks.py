@@ -1,7 +1,7 @@
 """Checks of the arguments of loss scales: each raises a ValueError that names the argument.
 
-Bad values are ValueErrors whatever their type, so that there is one class to catch. Those that warn
-are called by the function that the user called, whose caller the warning shows.
+Bad values raise ValueError whatever their type, so that users catch one class. The functions that warn
+must be called directly by the function that the user called, because the warning points to its caller.
 """
 
 import math
@@ -17,15 +17,15 @@ from jmp_train.policies.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_S
 
 
 def is_integer(value: object) -> bool:
-    """Returns whether a value is an integer, and no bool."""
+    """Returns whether a value is an integer other than a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_number(name: str, value: float) -> None:
-    """Raises unless a value is a finite number, Python's or a scalar of NumPy's or jax's, and no bool."""
+    """Raises unless a value is a finite number of Python, NumPy or jax, and not a bool."""
     value = _plain(value)
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not number or not -math.inf < value < math.inf:  # compares integers of any length
+    if not number or not -math.inf < value < math.inf:  # supports integers of any length
         raise ValueError(f"{name}={value!r} must be a finite number")
 
 
@@ -85,7 +85,7 @@ def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the number in an array without dimensions; anything else as it is."""
+    """Returns the number in an array without dimensions; other values unchanged."""
     is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
     return value.item() if is_array and not value.shape else value
 

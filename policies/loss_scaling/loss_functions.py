@@ -1,4 +1,4 @@
-"""Checks what a loss function takes and returns, where it is passed and where it is called."""
+"""Checks the arguments and results of loss functions."""
 
 import inspect
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ _EXPECTED = (
     "a loss_fn(params, batch) -> (loss, aux)"
 )
 
-# An attribute of loss functions that an AMP mode has made, whether the mode casts parameters and batch.
+# An attribute of loss functions from an AMP mode: whether the mode casts parameters and batch.
 CASTS_BY_AMP = "_jmp_train_casts_by_amp"
-# Another: in which half type the mode autocasts; None where it does not.
+# Another: the half type to which the mode autocasts; None if it does not.
 AUTOCASTS_BY_AMP = "_jmp_train_autocasts_by_amp"
 
 
 class Pair(NamedTuple):
-    """What a loss function returned of which was not said whether it is two losses, or a loss and aux."""
+    """The result of a loss function that may be two losses, or a loss and aux."""
 
     loss: Any
     other: Any
@@ -44,12 +44,12 @@ def check_is_stateless(loss_fn: object) -> None:
 
 
 def _refused_signature(fn: object, count: int) -> str:
-    """Returns the signature of a function that cannot take so many arguments; empty if it can, or none is known."""
+    """Returns the signature of a function that cannot take `count` arguments; empty if it can, or is unknown."""
     if not callable(fn):
         raise TypeError(f"loss_fn must be a function, got {fn!r}")
     try:
         signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # of what is not a Python function nothing is known
+    except (TypeError, ValueError):  # the signature is only known for Python functions
         return ""
     try:
         signature.bind(*[None] * count)
@@ -59,7 +59,7 @@ def _refused_signature(fn: object, count: int) -> str:
 
 
 def refuse_second_cast(loss_fn: object, policy: object) -> None:
-    """Raises ValueError if a policy is to cast what an AMP mode casts already."""
+    """Raises ValueError if a policy would cast values that an AMP mode casts already."""
     if policy is not None and getattr(loss_fn, CASTS_BY_AMP, False):
         raise ValueError(
             f"policy={str(policy)!r}: loss_fn was transformed by an AMP mode, which says the dtypes itself; "
@@ -68,7 +68,7 @@ def refuse_second_cast(loss_fn: object, policy: object) -> None:
 
 
 def unpack_loss(result: object) -> tuple[Any, tuple[Any, Any]]:
-    """Returns loss and `(model_state, aux)` of what a loss function returned; TypeError if it is not that."""
+    """Returns loss and `(model_state, aux)` from a loss function's result; raises TypeError for another result."""
     match result:
         case (loss, (model_state, aux)):
             return loss, (model_state, aux)
@@ -76,13 +76,13 @@ def unpack_loss(result: object) -> tuple[Any, tuple[Any, Any]]:
 
 
 def only_losses(result: Any, has_aux: bool | None, to_say: str = "stateless(loss_fn, has_aux=True)") -> Any:
-    """Returns what a loss function without aux returned; raises TypeError if that is not a loss or tuple of losses.
+    """Returns the result of a loss function without aux; raises TypeError if it is not a loss or tuple of losses.
 
     Args:
-      result: of the loss function.
-      has_aux: False if the caller said that it returns losses alone; None if nothing was said: of two scalars
-        the second may be aux, and a `Pair` is returned.
-      to_say: how it is said that it returns aux, for the message.
+      result: the result of the loss function.
+      has_aux: False if the caller declared that it returns only losses; None if undeclared: then the second of two
+        scalars may be aux, and a `Pair` is returned.
+      to_say: how to declare that it returns aux, for the message.
     """
     if not isinstance(result, tuple | list) or all(map(_is_loss, result)):
         unsaid = has_aux is None and isinstance(result, tuple) and len(result) == 2
@@ -94,14 +94,14 @@ def only_losses(result: Any, has_aux: bool | None, to_say: str = "stateless(loss
 
 
 def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Returns the loss, or losses, and aux of what a loss function returned.
+    """Returns the loss, or losses, and aux from a loss function's result.
 
     Args:
-      result: of the loss function.
-      has_aux: whether it returns `(loss, aux)`; else aux is None.
+      result: the result of the loss function.
+      has_aux: whether it returns `(loss, aux)`; otherwise aux is None.
 
     Raises:
-      TypeError: it returned something else than was said.
+      TypeError: the result does not match `has_aux`.
     """
     if not has_aux:
         return only_losses(result, False, "has_aux=True"), None
@@ -111,7 +111,7 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def refuse_pair(loss: object) -> None:
-    """Raises TypeError if it was not said whether the second of two scalars is a loss."""
+    """Raises TypeError if it is undeclared whether the second of two scalars is a loss."""
     if isinstance(loss, Pair):
         raise TypeError(
             "loss_fn returned two scalars, and the step would follow their sum: say "
@@ -124,12 +124,12 @@ def _is_loss(x: Any) -> bool:
         return False
     try:
         return jnp.shape(x) == () and bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
-    except TypeError:  # no number
+    except TypeError:  # not a number
         return False
 
 
 def _described(result: Any) -> str:
-    """Returns "(float32[], dict)" for such a tuple, or what one thing is."""
+    """Returns a description such as "(float32[], dict)" of a tuple, or of one object."""
     if isinstance(result, tuple | list):
         return f"({', '.join(map(_described, result))})"
     if hasattr(result, "dtype") and hasattr(result, "shape"):

@@ -2,12 +2,12 @@
 
 `DynamicLossScale` covers the known algorithms by one rule, with `good` non-overflow steps since the last
 reset and `left` overflows still tolerated (Micikevicius et al., "Mixed Precision Training", 2018,
-https://arxiv.org/abs/1710.03740, as torch, Apex, Megatron-LM, NeMo and DeepSpeed spell it out)::
+https://arxiv.org/abs/1710.03740, as in torch, Apex, Megatron-LM, NeMo and DeepSpeed)::
 
     non-overflow: good += 1; on reaching the period: scale = min(scale * factor, max), good = 0
     overflow:     good = start; left -= 1; with none left: scale = max(scale * backoff_factor, min)
 
-`left` returns to `hysteresis` on a growth, or on every non-overflow step where it is consecutive.
+`left` returns to `hysteresis` when the scale grows or, if consecutive, on every non-overflow step.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from jmp_train.policies.pytrees import at_least_float32, boolean_scalar, is_inex
 Tree = TypeVar("Tree")
 _Leaves: TypeAlias = tuple[Any, ...]
 
-# Beyond these float32 bounds 1/scale is subnormal, which XLA flushes to zero, or the scale is.
+# Outside these float32 bounds the scale or its inverse is subnormal, and XLA flushes it to zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 
 def _scale_leaf(x: object, scale: ArrayLike, *, inverse: bool = False) -> Any:
-    """Returns x times the scale or its inverse, in float32 or, where x has a higher precision, in that."""
+    """Returns x times the scale or its inverse, in float32 or in x's own higher precision."""
     if not is_inexact(x):
         return x
     x = jnp.asarray(x)
@@ -48,11 +48,11 @@ def _scale_leaf(x: object, scale: ArrayLike, *, inverse: bool = False) -> Any:
 
 
 def scale_tree(tree: Tree, number: ArrayLike) -> Tree:
-    """Returns a tree times a number: what `LossScale.scale` does.
+    """Returns a tree times a number, as `LossScale.scale` does.
 
     Args:
       tree: floating and complex leaves are multiplied, in float32 or their own higher precision;
-        others pass.
+        others are unchanged.
       number: the scale; scalar.
 
     Returns:
@@ -67,11 +67,11 @@ def scale_tree(tree: Tree, number: ArrayLike) -> Tree:
 
 
 def unscale_tree(tree: Tree, number: ArrayLike) -> Tree:
-    """Returns a tree over a number: what `LossScale.unscale` does.
+    """Returns a tree divided by a number, as `LossScale.unscale` does.
 
     Args:
       tree: floating and complex leaves are divided, in float32 or their own higher precision;
-        others pass, and so does flax's collection of fp8 scales, whose gradients are not scaled.
+        others are unchanged, as is flax's collection of fp8 scales, whose gradients are not scaled.
       number: the scale; scalar.
 
     Returns:
@@ -87,10 +87,10 @@ def unscale_tree(tree: Tree, number: ArrayLike) -> Tree:
 
 @runtime_checkable
 class LossScale(Protocol):
-    """What a loss scale is: four names, on an immutable pytree. Any class that has them is one.
+    """The interface of a loss scale: four names, on an immutable pytree. Any class that has them is one.
 
-    The leaves of the pytree are what changes from step to step; the optimizer keeps them in its state, and a
-    checkpoint keeps them with it. `scale_tree` and `unscale_tree` do the arithmetic.
+    The leaves of the pytree are the values that change from step to step. The optimizer and its checkpoints store
+    them in its state. `scale_tree` and `unscale_tree` do the arithmetic.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, optax
@@ -116,22 +116,22 @@ class LossScale(Protocol):
 
     @property
     def loss_scale(self) -> Any:
-        """The number; scalar."""
+        """The scale; scalar."""
         ...
 
     def scale(self, tree: Tree) -> Tree:
-        """Returns the tree, a loss as a rule, times the number."""
+        """Returns the tree, usually a loss, times the scale."""
         ...
 
     def unscale(self, tree: Tree) -> Tree:
-        """Returns the tree, of gradients, over the number."""
+        """Returns the tree of gradients divided by the scale."""
         ...
 
     def adjust(self, grads_finite: ArrayLike) -> "LossScale":
         """Returns the scale of the next step, of the same pytree structure, shapes and dtypes.
 
         Args:
-          grads_finite: bool scalar, whether all unscaled gradients of this step are finite; traced under jit.
+          grads_finite: bool scalar, True if all unscaled gradients of this step are finite; traced under jit.
         """
         ...
 
@@ -172,14 +172,14 @@ class StaticLossScale:
     """A loss scale that never changes.
 
     A Python or NumPy number is part of the tree's structure: it has no leaf, and another number
-    means another trace. A jax array is a leaf, so that a schedule can set it without one.
+    causes another trace. A jax array is a leaf, so a schedule can set it without a new trace.
 
     Args:
       loss_scale: the number; scalar.
 
     Raises:
-      ValueError: it is not a number or array. `with_loss_scale` and `scaled_value_and_grad` want one that is
-        finite and above 0; a jax array is not looked at.
+      ValueError: it is not a number or array. `with_loss_scale` and `scaled_value_and_grad` require one that is
+        finite and above 0, but do not check a jax array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -192,10 +192,10 @@ class StaticLossScale:
 
     loss_scale: Any
 
-    _is_leaf: ClassVar[bool] = False  # set on instances; a leaf may be replaced by anything
+    _is_leaf: ClassVar[bool] = False  # set on instances, because a leaf may be replaced by any object
 
     def __post_init__(self) -> None:
-        if isinstance(self.loss_scale, np.ndarray | np.generic):  # hashable, as the structure is
+        if isinstance(self.loss_scale, np.ndarray | np.generic):  # converted, because the structure must be hashable
             object.__setattr__(self, "loss_scale", self.loss_scale.item())
         object.__setattr__(self, "_is_leaf", isinstance(self.loss_scale, jax.Array))
         _check_static_number(self.loss_scale)
@@ -206,7 +206,7 @@ class StaticLossScale:
         return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: Tree) -> Tree:
-        """Returns the tree with floating and complex leaves over the scale, at least float32."""
+        """Returns the tree with floating and complex leaves divided by the scale, at least float32."""
         return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
@@ -241,29 +241,29 @@ jax.tree_util.register_pytree_with_keys(
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that falls when gradients overflow and grows again after a period without overflow.
+    """A loss scale that decreases when gradients overflow and grows again after a period without overflow.
 
-    The first five fields are jmp's and as lenient as jmp's: a questionable value warns. The
-    presets (`torch_loss_scale` and its relatives) are strict and easier to get right. The state
+    The first five fields are jmp's and as lenient as jmp's: a questionable value causes a warning. The
+    presets (`torch_loss_scale` and its relatives) are strict and easier to use. The state
     (`loss_scale`, `counter` and, with hysteresis, `hysteresis_left`) are the leaves of the pytree;
     the rest is its structure.
 
     Args:
-      loss_scale: the scale to begin with; scalar, kept in float32.
+      loss_scale: the initial scale; scalar, stored in float32.
       counter: non-overflow steps since the last change; int32 scalar.
       period: non-overflow steps after which the scale grows.
-      factor: what it grows by, and, without `backoff_factor`, falls by.
-      min_loss_scale: it never falls below this.
-      backoff_factor: what an overflow multiplies it with, between 0 and 1; None for `1 / factor`.
-      max_loss_scale: it never grows above this; at most 2**126, since 1/2**127 is flushed to zero.
-      hysteresis: how many overflows make it fall: 1 for the first.
-      consecutive_hysteresis: whether these must follow one another, or may be spread over the
+      factor: growth factor and, without `backoff_factor`, divisor on overflow.
+      min_loss_scale: lower bound of the scale.
+      backoff_factor: factor on overflow, between 0 and 1; None for `1 / factor`.
+      max_loss_scale: upper bound of the scale; at most 2**126, because 1/2**127 is flushed to zero.
+      hysteresis: number of overflows that decrease it: 1 for the first.
+      consecutive_hysteresis: True if these must be consecutive, False if they may be spread over the
         steps since the last growth.
       counter_start: the counter after an overflow; -1 delays the next growth by a step.
-      hysteresis_left: overflows left before it falls; int32 scalar, None for `hysteresis`.
+      hysteresis_left: overflows left before it decreases; int32 scalar, None for `hysteresis`.
 
     Raises:
-      ValueError: a field that is not jmp's breaks its rule, or a structural field is traced.
+      ValueError: a field that jmp does not have is invalid, or a structural field is traced.
 
     Example:
       >>> import jax.numpy as jnp
@@ -274,7 +274,7 @@ class DynamicLossScale:
       >>> float(loss_scale.adjust(jnp.array(True)).adjust(jnp.array(True)).loss_scale)
       32768.0
 
-    Reference: jmp 0.0.4, `jmp.DynamicLossScale`; the module's docstring for the rule.
+    Reference: jmp 0.0.4, `jmp.DynamicLossScale`; the module's docstring has the rule.
     """
 
     loss_scale: Any
@@ -312,7 +312,7 @@ class DynamicLossScale:
         left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
         object.__setattr__(self, "loss_scale", _as_scalar(self.loss_scale, np.float32))
         object.__setattr__(self, "counter", _as_scalar(self.counter, np.int32))
-        # Without hysteresis there is nothing to count, and jmp's two leaves remain the only ones.
+        # Without hysteresis there is nothing to count, so jmp's two leaves remain the only ones.
         left = _as_scalar(left, np.int32) if self.hysteresis > 1 else None
         object.__setattr__(self, "hysteresis_left", left)
 
@@ -321,7 +321,7 @@ class DynamicLossScale:
         return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: Tree) -> Tree:
-        """Returns the tree with floating and complex leaves over the scale, at least float32."""
+        """Returns the tree with floating and complex leaves divided by the scale, at least float32."""
         return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
@@ -344,7 +344,7 @@ class DynamicLossScale:
         return self._with_state(scale, counter, left)
 
     def _larger_and_smaller(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if self.backoff_factor is None:  # jmp's arithmetic
+        if self.backoff_factor is None:  # as jmp computes it
             return scale * np.float32(self.factor), scale / np.float32(self.factor)
         return float64_product(scale, self.factor), float64_product(scale, self.backoff_factor)
 
@@ -358,7 +358,7 @@ def _flatten_dynamic(scale: DynamicLossScale) -> tuple[_Leaves, _Leaves]:
 
 
 def _unflatten_dynamic(structure: _Leaves, state: Iterable[Any]) -> DynamicLossScale:
-    # Past the constructor: leaves may be anything here (masks, shapes, shardings).
+    # Bypasses the constructor, because leaves may be anything here (masks, shapes, shardings).
     result = object.__new__(DynamicLossScale)
     for name, value in zip(DynamicLossScale._STATE, state, strict=True):
         object.__setattr__(result, name, value)

@@ -1,4 +1,4 @@
-"""Checks that a value is a loss scale, of this library or user-defined; the error says what it lacks."""
+"""Checks that a value is a loss scale, of this library or user-defined; errors name the missing parts."""
 
 import math
 from typing import TypeGuard
@@ -15,7 +15,7 @@ _METHODS = ("scale", "unscale", "adjust")
 
 
 def is_loss_scale(x: object) -> TypeGuard[LossScale]:
-    """Says whether `x` has what a `LossScale` has; it computes nothing, whatever the leaves are.
+    """Returns whether `x` has the names of a `LossScale`, without computing anything, whatever the leaves are.
 
     Example:
       >>> from jmp_train.policies import NoOpLossScale
@@ -26,31 +26,31 @@ def is_loss_scale(x: object) -> TypeGuard[LossScale]:
 
 
 def _missing(x: object) -> list[str]:
-    """Returns which names of a loss scale something has not."""
-    kind = type(x)  # a property of the instance would be computed, of shapes or shardings maybe
+    """Returns the names of a loss scale that an object lacks."""
+    kind = type(x)  # a property of the instance would be computed, possibly on shapes or shardings
     has_number = hasattr(kind, "loss_scale") or "loss_scale" in getattr(x, "__dict__", ())
     methods = [f"{name}()" for name in _METHODS if not callable(getattr(kind, name, None))]
     return ([] if has_number else ["loss_scale"]) + methods
 
 
 def check_loss_scale(scale: object, hint: str) -> None:
-    """Raises unless gradients can be scaled with it.
+    """Raises an error unless an object can scale gradients.
 
     Args:
       scale: the argument `loss_scale`, or one of a `PerLossScale`.
       hint: where to get one, for the message.
 
     Raises:
-      TypeError: it lacks a name that a `LossScale` has, or is not a pytree of numbers; the message says which.
-      ValueError: its number is Python's, and not finite and above 0.
+      TypeError: it lacks a name of a `LossScale`, or is not a pytree of numbers; the message tells which.
+      ValueError: its scale is a Python number that is not finite and above 0.
     """
     text = repr(scale)
-    given = text if len(text) < 200 else f"a {type(scale).__name__}"  # parameters, or a model, in its place
+    given = text if len(text) < 200 else f"a {type(scale).__name__}"  # possibly parameters or a model
     what = f"loss_scale must be a LossScale, got {given}"
     if isinstance(scale, type) and not _missing_of_class(scale):
         raise TypeError(f"{what}: an instance is wanted, {scale.__name__}(...)")
     if missing := _missing(scale):
-        if len(missing) <= len(_METHODS):  # it was meant as one
+        if len(missing) <= len(_METHODS):  # it was intended as a loss scale
             raise TypeError(f"{what}, whose class {type(scale).__name__} has no {_listed(missing)}")
         raise TypeError(f"{what}; {hint}")
     if jax.tree_util.all_leaves([scale]):
@@ -78,11 +78,11 @@ def _listed(names: list[str]) -> str:
 
 
 def check_adjusted(new: PyTree, old: PyTree) -> None:
-    """Raises TypeError if `adjust` returned a loss scale that a compiled step cannot take for the one it had.
+    """Raises TypeError if the result of `adjust` cannot replace the old loss scale in a compiled step.
 
     Args:
-      new: what `adjust` returned.
-      old: what it was called on.
+      new: the result of `adjust`.
+      old: the loss scale before.
     """
     name = f"loss_scale: {type(old).__name__}.adjust"
     structures = [jax.tree_util.tree_structure(tree) for tree in (new, old)]

@@ -1,4 +1,4 @@
-"""A loss scale for each of several losses whose gradients are added up for one optimizer."""
+"""A loss scale for each of several losses whose gradients are summed for one optimizer."""
 
 import dataclasses
 import functools
@@ -21,14 +21,14 @@ from jmp_train.policies.types import PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerLossScale:
-    """Independent loss scales, one for each loss: a bad one backs off its own scale, and no other.
+    """Independent loss scales, one per loss: an overflow of one loss reduces only its own scale.
 
-    It takes the place of a `LossScale` in `with_loss_scale`. The losses and the gradients that it takes are
-    tuples, in the same order; `train_step`'s loss function returns a tuple of losses then, and
+    It replaces a `LossScale` in `with_loss_scale`. It takes tuples of losses and of gradients,
+    in the same order; `train_step`'s loss function then returns a tuple of losses, and
     `get_loss_scale(opt_state, loss_id=1)` is the second loss's scale.
 
     Args:
-      loss_scales: at least one.
+      loss_scales: the loss scales, at least one.
 
     Raises:
       TypeError: it is not a tuple.
@@ -51,7 +51,7 @@ class PerLossScale:
     loss_scales: tuple[LossScale, ...]
 
     def __post_init__(self) -> None:
-        # jax puts other things here, such as shardings
+        # jax puts other objects here, such as shardings
         if is_loss_scale(self.loss_scales) or isinstance(self.loss_scales, int | float | str):
             raise TypeError(f"loss_scales must be a tuple of loss scales, got {self.loss_scales!r}")
         if isinstance(self.loss_scales, list):
@@ -70,7 +70,7 @@ class PerLossScale:
         return tuple(s.scale(loss) for s, loss in zip(self.loss_scales, losses, strict=True))
 
     def unscale(self, trees: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns each loss's gradients over its scale."""
+        """Returns each loss's gradients divided by its scale."""
         self._check_count("updates is", trees)
         return tuple(s.unscale(tree) for s, tree in zip(self.loss_scales, trees, strict=True))
 
@@ -86,14 +86,14 @@ class PerLossScale:
             raise ValueError(f"{what} {came}, not a tuple for the {count} losses that have a scale")
 
 
-LossScales: TypeAlias = LossScale | PerLossScale  # what an optimizer's state may have
+LossScales: TypeAlias = LossScale | PerLossScale  # in an optimizer's state
 
 
 def check_loss_scales(loss_scale: object, hint: str) -> None:
-    """Raises unless gradients can be scaled with it; see `check_loss_scale`.
+    """Raises an error unless an object can scale gradients; see `check_loss_scale`.
 
     Args:
-      loss_scale: the argument of that name; each one of a `PerLossScale` is looked at.
+      loss_scale: the loss scale; each one of a `PerLossScale` is checked.
       hint: where to get one, for the message.
     """
     for scale in loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,):
@@ -103,17 +103,17 @@ def check_loss_scales(loss_scale: object, hint: str) -> None:
 
 
 def scales_in(loss_scale: LossScales) -> tuple[LossScale, ...]:
-    """Returns the scale of each loss, or the one that there is."""
+    """Returns the scale of each loss, or the single scale."""
     return loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,)
 
 
 class CheckedGradients(NamedTuple):
-    """What `unscale_and_check` makes of scaled gradients.
+    """The result of `unscale_and_check`.
 
     Attributes:
-      grads: unscaled; of several losses their sum.
-      finite: bool scalar, whether all of them are finite, on all devices of the axes.
-      next_loss_scale: for the next step.
+      grads: unscaled gradients; the sum over several losses.
+      finite: bool scalar, True if all of them are finite, on all devices of the axes.
+      next_loss_scale: the loss scale of the next step.
     """
 
     grads: Any
@@ -125,9 +125,9 @@ def unscale_and_check(loss_scale: LossScales, grads: Any, axis_names: Sequence[s
     """Returns unscaled gradients, whether all are finite, and the loss scale for the next step.
 
     Args:
-      loss_scale: that of the forward pass.
-      grads: scaled gradients, in float32; under a `PerLossScale` a tuple of them, which are added up.
-      axis_names: axes over which the answer is agreed upon.
+      loss_scale: the loss scale of the forward pass.
+      grads: scaled gradients, in float32; under a `PerLossScale` a tuple of them, which is summed.
+      axis_names: axes over which the devices agree on `finite`.
     """
     if not isinstance(loss_scale, PerLossScale):
         unscaled = loss_scale.unscale(grads)

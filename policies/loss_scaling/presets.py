@@ -1,8 +1,8 @@
-"""Loss scales as other frameworks set them up, under those frameworks' argument names.
+"""Loss scales of other frameworks, under those frameworks' argument names.
 
 Each preset checks its arguments and returns a `DynamicLossScale` that changes in the same steps,
-to the same values, as the original. Two bounds are ours: no scale leaves 2**-126 .. 2**126, since
-beyond it or its inverse is zero.
+to the same values, as the original. Two bounds are ours: every scale stays within 2**-126 .. 2**126, because
+outside of it the scale or its inverse is zero.
 """
 
 import numpy as np
@@ -37,18 +37,18 @@ def torch_loss_scale(
     """Returns the loss scale of `torch.amp.GradScaler`.
 
     Args:
-      init_scale: the scale to begin with.
-      growth_factor: what it grows by after `growth_interval` non-overflow steps; above 1.
-      backoff_factor: what an overflow multiplies it with; between 0 and 1.
-      growth_interval: non-overflow steps until it grows; at least 1.
-      enabled: False gives a `NoOpLossScale`.
+      init_scale: the initial scale.
+      growth_factor: factor of the growth after `growth_interval` non-overflow steps; above 1.
+      backoff_factor: factor on overflow; between 0 and 1.
+      growth_interval: non-overflow steps before it grows; at least 1.
+      enabled: False returns a `NoOpLossScale`.
 
     Returns:
-      A loss scale for `with_loss_scale`. Like torch's it has no floor but the smallest normal
+      A loss scale for `with_loss_scale`. As in torch, its only lower bound is the smallest normal
       float32, 2**-126.
 
     Raises:
-      ValueError: an argument breaks its rule; the message names it.
+      ValueError: an argument is invalid; the message names it.
 
     Example:
       >>> float(torch_loss_scale().loss_scale)
@@ -84,17 +84,17 @@ def apex_loss_scale(
 
     Args:
       loss_scale: "dynamic", or a number for a `StaticLossScale`.
-      init_scale: the scale to begin with, clipped to `max_loss_scale`.
-      scale_factor: what it grows and falls by; above 1.
-      scale_window: non-overflow steps until it grows; at least 1.
-      min_loss_scale: the floor; None or 0 for none.
-      max_loss_scale: the ceiling.
+      init_scale: the initial scale, clipped to `max_loss_scale`.
+      scale_factor: factor of growth and decrease; above 1.
+      scale_window: non-overflow steps before it grows; at least 1.
+      min_loss_scale: the lower bound; None or 0 for none.
+      max_loss_scale: the upper bound.
 
     Returns:
       A loss scale for `with_loss_scale`.
 
     Raises:
-      ValueError: an argument breaks its rule; the message names it.
+      ValueError: an argument is invalid; the message names it.
 
     Example:
       >>> apex_loss_scale(loss_scale=128.0)
@@ -135,19 +135,19 @@ def megatron_loss_scale(
     """Returns the loss scale of Megatron-LM, and with a `max_scale` that of ColossalAI.
 
     Args:
-      initial_scale: the scale to begin with.
-      min_scale: the floor.
-      growth_factor: what it grows by after `growth_interval` non-overflow steps; above 1.
-      backoff_factor: what it is multiplied with; between 0 and 1.
-      growth_interval: non-overflow steps until it grows; at least 1.
-      hysteresis: overflows since the last growth until the scale falls; at least 1.
-      max_scale: the ceiling; ColossalAI's is 2**32.
+      initial_scale: the initial scale.
+      min_scale: the lower bound.
+      growth_factor: factor of the growth after `growth_interval` non-overflow steps; above 1.
+      backoff_factor: factor of the decrease; between 0 and 1.
+      growth_interval: non-overflow steps before it grows; at least 1.
+      hysteresis: overflows since the last growth before the scale decreases; at least 1.
+      max_scale: the upper bound; ColossalAI's is 2**32.
 
     Returns:
       A loss scale for `with_loss_scale`.
 
     Raises:
-      ValueError: an argument breaks its rule; the message names it.
+      ValueError: an argument is invalid; the message names it.
 
     Example:
       >>> scale = megatron_loss_scale().adjust(False)
@@ -169,7 +169,7 @@ def megatron_loss_scale(
     return DynamicLossScale(
         float(initial_scale),
         period=growth_interval,
-        factor=float(np.float32(growth_factor)),  # Megatron keeps both in float32
+        factor=float(np.float32(growth_factor)),  # Megatron stores both in float32
         min_loss_scale=float(min_scale),
         backoff_factor=float(np.float32(backoff_factor)),
         max_loss_scale=float(max_scale),
@@ -188,18 +188,18 @@ def nemo_loss_scale(
     """Returns the loss scale of NeMo's `GradScaler`: torch's with consecutive hysteresis.
 
     Args:
-      init_scale: the scale to begin with.
-      growth_factor: what it grows by after `growth_interval` non-overflow steps; above 1.
-      backoff_factor: what it is multiplied with; between 0 and 1.
-      growth_interval: non-overflow steps until it grows; at least 1.
-      hysteresis: overflows in a row until the scale falls; at least 1.
-      enabled: False gives a `NoOpLossScale`.
+      init_scale: the initial scale.
+      growth_factor: factor of the growth after `growth_interval` non-overflow steps; above 1.
+      backoff_factor: factor of the decrease; between 0 and 1.
+      growth_interval: non-overflow steps before it grows; at least 1.
+      hysteresis: consecutive overflows before the scale decreases; at least 1.
+      enabled: False returns a `NoOpLossScale`.
 
     Returns:
       A loss scale for `with_loss_scale`.
 
     Raises:
-      ValueError: an argument breaks its rule; the message names it.
+      ValueError: an argument is invalid; the message names it.
 
     Example:
       >>> scale = nemo_loss_scale(hysteresis=2).adjust(False).adjust(True).adjust(False)
@@ -237,21 +237,21 @@ def deepspeed_loss_scale(
 ) -> DynamicLossScale | StaticLossScale:
     """Returns the loss scale of DeepSpeed, under the names of its "fp16" configuration.
 
-    DeepSpeed's fused optimizer ignores hysteresis; `hysteresis=1` gives what it does.
+    DeepSpeed's fused optimizer ignores hysteresis; `hysteresis=1` has the same effect.
 
     Args:
       loss_scale: 0 for a dynamic scale, another number for a `StaticLossScale`.
-      initial_scale_power: the scale begins at two to this power.
-      loss_scale_window: non-overflow steps until it doubles; one more after the start or an overflow.
-      hysteresis: overflows until it is halved; at least 1.
-      consecutive_hysteresis: whether every non-overflow step refills the hysteresis, or only a growth.
-      min_loss_scale: the floor.
+      initial_scale_power: the exponent of two of the initial scale.
+      loss_scale_window: non-overflow steps before it doubles; one more after the start or an overflow.
+      hysteresis: overflows before it is halved; at least 1.
+      consecutive_hysteresis: True if every non-overflow step resets the hysteresis, False if only a growth does.
+      min_loss_scale: the lower bound.
 
     Returns:
       A loss scale for `with_loss_scale`.
 
     Raises:
-      ValueError: an argument breaks its rule; the message names it.
+      ValueError: an argument is invalid; the message names it.
 
     Example:
       >>> float(deepspeed_loss_scale(initial_scale_power=8).loss_scale)

@@ -1,6 +1,6 @@
-"""The state of `torch.amp.GradScaler` as a loss scale, and back: runs move without a new search.
+"""Converts the state of `torch.amp.GradScaler` to a loss scale, and back, so that runs move without a new search.
 
-torch's `state_dict` holds five values, and so does a loss scale made like `torch_loss_scale()`::
+torch's `state_dict` holds five values, which a loss scale from `torch_loss_scale()` has too::
 
     scale                loss_scale       a leaf
     _growth_tracker      counter          a leaf: non-overflow steps since the last change
@@ -38,18 +38,18 @@ _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth
 
 
 def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> DynamicLossScale | NoOpLossScale:
-    """Returns the loss scale that goes on where a `torch.amp.GradScaler` stopped.
+    """Returns the loss scale that continues a `torch.amp.GradScaler`.
 
-    It changes in the same steps, to the same values, as that scaler would have; but it stays
-    within 2**-126 .. 2**126, as all our scales do.
+    It changes in the same steps, to the same values, as that scaler would have, but
+    within 2**-126 .. 2**126, like all our scales.
 
     Args:
-      state_dict: what `GradScaler.state_dict()` returned. It is `{}` for a scaler that is not
+      state_dict: from `GradScaler.state_dict()`. It is `{}` for a scaler that is not
         enabled.
 
     Returns:
-      A loss scale as `torch_loss_scale` makes it, with its counter set; a `NoOpLossScale` for
-      `{}`. `with_loss_scale` takes it for a new optimizer, `set_loss_scale` puts it into a state.
+      A loss scale as from `torch_loss_scale`, with its counter set; a `NoOpLossScale` for
+      `{}`. Pass it to `with_loss_scale` for a new optimizer, or to `set_loss_scale` for an existing state.
 
     Raises:
       TypeError: `state_dict` is not a mapping.
@@ -100,19 +100,19 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> DynamicLossScale | N
 
 
 def loss_scale_to_torch(loss_scale: LossScale) -> dict[str, float | int]:
-    """Returns what `torch.amp.GradScaler.load_state_dict` takes to go on from a loss scale.
+    """Returns the state for `torch.amp.GradScaler.load_state_dict` that continues a loss scale.
 
     Args:
-      loss_scale: a concrete one that does what torch's does: it falls on every overflow, and has
+      loss_scale: a concrete loss scale that behaves like torch's: it decreases on every overflow, and has
         no bounds of its own.
 
     Returns:
-      The five entries, as Python numbers; `{}` for a `NoOpLossScale`, as of a scaler that is not
+      The five entries, as Python numbers; `{}` for a `NoOpLossScale`, as for a scaler that is not
       enabled.
 
     Raises:
       TypeError: `loss_scale` is not a loss scale.
-      ValueError: torch's scaler cannot do what this one does; the message names every field.
+      ValueError: torch's scaler cannot behave like this one; the message names every field.
 
     Example:
       >>> from jmp_train.policies import torch_loss_scale
@@ -144,7 +144,7 @@ def loss_scale_to_torch(loss_scale: LossScale) -> dict[str, float | int]:
 
 
 def _backoff_factor(loss_scale: DynamicLossScale) -> float:
-    """Returns the factor of an overflow, NaN where the scale is divided and a product would differ."""
+    """Returns the factor on overflow, NaN if the scale is divided and a product would differ."""
     if loss_scale.backoff_factor is not None:
         return loss_scale.backoff_factor
     power_of_two = math.frexp(loss_scale.factor)[0] == 0.5
@@ -152,7 +152,7 @@ def _backoff_factor(loss_scale: DynamicLossScale) -> float:
 
 
 def _inexpressible(loss_scale: DynamicLossScale) -> list[str]:
-    """Returns a line for each field with which torch's scaler would do something else."""
+    """Returns a line for each field with which torch's scaler would behave differently."""
     scale, counter = float(loss_scale.loss_scale), int(loss_scale.counter)
     period, factor = loss_scale.period, loss_scale.factor
     floor, ceiling = loss_scale.min_loss_scale, loss_scale.max_loss_scale

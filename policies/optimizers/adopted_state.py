@@ -1,4 +1,4 @@
-"""`adopt_opt_state`: the state of an optimizer without wrappers, put into that of one with wrappers."""
+"""`adopt_opt_state`: moves the state of an optimizer to the same optimizer with other wrappers."""
 
 from typing import Any
 
@@ -31,23 +31,23 @@ _WRAPPERS = (
 def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
     """Returns an optimizer's fresh state with the moments, counts and hyperparameters of an old one.
 
-    For a run that began without a loss scale, master weights or `with_state_dtypes`, and goes on with them: the old
-    state has the same optimizer's arrays, but lacks the wrappers around them, or has others. Wrappers that both have,
-    such as a loss scale that adapted, are taken over too; those of `new` alone stay as they are there.
+    Use it for a run that began without a loss scale, master weights or `with_state_dtypes`, and continues with them:
+    the old state has the same optimizer's arrays, but lacks the wrappers around them, or has others. The state of
+    common wrappers, such as an adapted loss scale, is copied too; wrappers only in `new` keep their fresh state.
 
     Args:
-      new: `optimizer.init(params)` of the optimizer to go on with, and of the parameters to go on from: its
-        master weights begin as these.
-      old: the other optimizer's state, of arrays of any library, also as the nested dicts and lists in which
+      new: `optimizer.init(params)` of the new optimizer, with the parameters to continue from, which are the first
+        master weights.
+      old: the other optimizer's state, with arrays of any library, or as the nested dicts and lists in which
         flax and orbax read a checkpoint without a target.
 
     Returns:
-      A state like `new`: structure, dtypes and placement are its own. What is quantized in one of them alone is
+      A state like `new`, with its structure, dtypes and placement. Arrays that are quantized in only one of them are
       decoded, or rounded to the nearest.
 
     Raises:
-      ValueError: `old` has arrays that `new` has no place for, or lacks some, or has them in another shape
-        or kind of dtype; the message has all paths.
+      ValueError: `old` has arrays without a place in `new`, lacks some, or has them in another shape
+        or kind of dtype; the message lists all paths.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -90,7 +90,7 @@ def _without_wrappers(opt_state: PyTree) -> Any:
 
 
 def _of_common_wrappers(indices: object, old: PyTree) -> list[tuple[str, int, Any]]:
-    """Returns name, place and value of what wrappers hold themselves that both states have once."""
+    """Returns name, place and value of the wrappers' own entries that both states have exactly once."""
     pairs = []
     for kind in _WRAPPERS:
         mine, others = find_nodes(indices, kind), find_nodes(old, kind)
@@ -99,7 +99,7 @@ def _of_common_wrappers(indices: object, old: PyTree) -> list[tuple[str, int, An
         for field in set(kind._fields) - {"inner_state"}:
             target, source = (getattr(found[0][1], field) for found in (mine, others))
             structures = [jax.tree_util.tree_structure(tree) for tree in (target, source)]
-            if structures[0] == structures[1]:  # a loss scale of another rule stays
+            if structures[0] == structures[1]:  # a loss scale with another rule keeps its fresh state
                 values = jax.tree_util.tree_leaves(source)
                 pairs += [
                     (f"{field}/{name}".rstrip("/"), place, x)
@@ -109,7 +109,7 @@ def _of_common_wrappers(indices: object, old: PyTree) -> list[tuple[str, int, An
 
 
 def _adopted(x: Any, like: Any) -> Any:
-    """Returns an array as another one is kept: quantized or not, in its dtype and place."""
+    """Returns an array converted to the storage of another one: quantized or not, in its dtype and placement."""
     if jax.tree_util.tree_structure(x) == jax.tree_util.tree_structure(like) and _shapes(x) == _shapes(like):
         return jax.tree_util.tree_map(copy_like, x, like)
     whole = jnp.asarray(dequantize(x) if is_quantized(x) else x)

@@ -1,7 +1,7 @@
 """`with_kahan`: parameters in half precision with a compensation in 16 or 8 bits, instead of master weights.
 
-What rounding takes from a parameter is kept beside it, itself rounded, and added to the next update. It is at most half
-of the distance between the parameter and the next number, so that 8 bits need no scale: they count 256ths of that
+The rounding error of a parameter is stored next to it, itself rounded, and added to the next update. It is at most half
+of the distance between the parameter and the next number. So 8 bits need no scale: they count 256ths of that
 distance.
 """
 
@@ -33,8 +33,8 @@ class KahanState(NamedTuple):
     """State of `with_kahan`.
 
     Attributes:
-      compensation: a tree like the parameters: what to add to each to have it more exactly, in its dtype, or in int8
-        as 256ths of its distance from the next number; a zero for those of float32.
+      compensation: a tree like the parameters, with the term to add for a more exact value: in the parameter's dtype,
+        or in int8 as 256ths of its distance from the next number; a zero for float32 parameters.
       inner_state: the wrapped optimizer's state.
 
     Example:
@@ -53,20 +53,20 @@ StoringState.register(KahanState)
 def with_kahan(
     optimizer: optax.GradientTransformation | optax.MultiSteps, *, compensation_dtype: DTypeLike | None = None
 ) -> StoringOptimizer:
-    """Makes an optimizer step on half-precision parameters whose rounding errors are kept, in half precision too.
+    """Returns an optimizer that stores half-precision parameters with their rounding errors, also in half precision.
 
-    It goes outermost, in the place of `with_master_weights`: the optimizer sees the sum of parameter and compensation
-    in float32; what becomes of it is rounded to the parameter, and what that leaves to the compensation. The sum has
-    about 17 significant bits in bfloat16, for 4 bytes a parameter instead of 6. In float16 it has about 22, but none
-    below 6e-8, so parameters below 1e-3 or so have fewer. `optax.apply_updates` and `train_step` give the same
-    parameters, to the last bit; a skipped step changes none.
+    It goes outermost, in place of `with_master_weights`. The optimizer sees the sum of parameter and compensation
+    in float32. The new sum is rounded to the parameter, and the remainder to the compensation. The sum has
+    about 17 significant bits in bfloat16, for 4 bytes per parameter instead of 6. In float16 it has about 22, but none
+    below 6e-8, so parameters below about 1e-3 have fewer. `optax.apply_updates` and `train_step` return bitwise the
+    same parameters; a skipped step changes none.
 
-    With a compensation in int8 it is 3 bytes a parameter, and 16 significant bits; in float16 19, for small parameters
-    too.
+    A compensation in int8 takes 3 bytes per parameter, for 16 significant bits; in float16 for 19, also for small
+    parameters.
 
     Args:
-      optimizer: any optax optimizer; `with_loss_scale`'s included.
-      compensation_dtype: of what is kept beside the parameters in half precision: "int8", or None for their own.
+      optimizer: any optax optimizer, including `with_loss_scale`.
+      compensation_dtype: dtype of the compensation: "int8", or None for the parameter's own.
 
     Returns:
       An optimizer whose state is a `KahanState`, and whose `update` needs the parameters.
@@ -74,8 +74,8 @@ def with_kahan(
     Raises:
       TypeError: `optimizer` is not an optax optimizer; at `init`, parameters have flax's fp8 scales among them.
       ValueError: `compensation_dtype` is another; at `init`, no parameter is in bfloat16 or float16, or the optimizer
-        has master weights or rounds stochastically; when called, `update` is not given the parameters, or in other
-        dtypes than `init` was.
+        has master weights or rounds stochastically; when called, `update` gets no parameters, or parameters in other
+        dtypes than at `init`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -128,17 +128,17 @@ def with_kahan(
 
 
 def compensated_params(params: Params, opt_state: PyTree) -> Any:
-    """Returns parameters with their compensation added, in float32: what to save and to export.
+    """Returns parameters with their compensation added, in float32, to save and export.
 
     Args:
-      params: as they are stored.
+      params: the stored parameters.
       opt_state: a state with one `KahanState` in it, in any nesting of optax's combinators.
 
     Returns:
       A tree like the parameters, in float32.
 
     Raises:
-      ValueError: there is no `KahanState`, or there are several, or it is of other parameters.
+      ValueError: there is no `KahanState`, there are several, or it belongs to other parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -171,13 +171,13 @@ def _sum(x: jax.Array, compensation: jax.Array) -> jax.Array:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Returns what 1 stands for in an int8 compensation: a 256th of the distance from a number to the next larger one.
+    """Returns the unit of an int8 compensation: a 256th of the distance from a number to the next larger one.
 
-    It is a power of two, so that float32 multiplies and divides by it exactly, and has the sum.
+    It is a power of two, so float32 multiplies and divides by it exactly, and represents the sum.
     """
     magnitude = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & jnp.uint32(0x7F800000)
     unit = lax.bitcast_convert_type(magnitude, jnp.float32) * float(jnp.finfo(x.dtype).eps) / 256
-    # The distance between numbers below the normal ones of float16, and what float32 has the inverse of.
+    # At least the distance between float16's subnormal numbers, and a number whose inverse float32 represents.
     least = float(jnp.finfo(x.dtype).smallest_subnormal) / 256
     return jnp.maximum(unit, max(least, 2.0**-126))
 
@@ -188,10 +188,10 @@ def _stored(
     """Returns a parameter and its compensation after a step."""
     if not _is_compensated(old):
         return new_sum, compensation
-    # The parameter is what apply_updates makes of the update, in whose float32 small ones can lose bits: these, too,
-    # are in the compensation then.
+    # The parameter is the result of apply_updates, whose float32 update can lose bits of small numbers. The
+    # compensation contains these bits too.
     update = difference(new_sum.astype(old.dtype), old)
-    # Without the barrier a compiler may leave the rounding out, and with it the compensation.
+    # Without the barrier a compiler may remove the rounding, and with it the compensation.
     new = lax.optimization_barrier((old.astype(jnp.float32) + update).astype(old.dtype))
     rest = new_sum - new.astype(jnp.float32)
     rest = jnp.where(jnp.isfinite(rest), rest, 0)

@@ -1,7 +1,7 @@
 """The loss scale inside the optax state: unscale, check for overflow, step or skip, adapt.
 
-The wrapped optimizer works in float32 whatever the gradients and parameters are, so that its
-moments neither overflow nor stagnate. What it sees is unscaled and finite: clipping, weight decay
+The wrapped optimizer works in float32 for all dtypes of gradients and parameters, so that its
+moments neither overflow nor stagnate. It gets unscaled and finite gradients: clipping, weight decay
 and schedules belong inside, and `with_loss_scale` belongs outermost.
 """
 
@@ -37,33 +37,34 @@ def with_loss_scale(
     *,
     skip: SkipRule[Any] | None = None,
 ) -> ParamsOptimizer:
-    """Makes an optimizer take scaled gradients, skip non-finite ones and adapt the scale.
+    """Returns an optimizer that takes scaled gradients, skips non-finite ones and adapts the scale.
 
     `update(updates, state, params, *, axis_names=(), **extra_args)` upcasts the scaled gradients to
-    float32, divides them by the scale of their forward pass, tests them over all devices of
-    `axis_names`, and steps or skips. A skip gives updates of minus zero, which `apply_updates`
-    adds without changing a bit, and leaves `inner_state` as it was. The extra arguments reach the
-    optimizer as they are, but for `grad`, which line searches take: it gets the unscaled gradients.
-    `return_params=True` gives the parameters instead of the updates, also of a step that is skipped, for a
-    step that selects by `state.last_taken` itself, along with what else it changes.
+    float32, divides them by the scale of their forward pass, checks them on all devices of
+    `axis_names`, and steps or skips. A skip returns updates of minus zero, which `apply_updates`
+    adds without changing a bit, and keeps `inner_state`. The extra arguments are passed to the
+    optimizer unchanged, except `grad`, which line searches take: it becomes the unscaled gradients.
+    `return_params=True` returns the parameters instead of the updates, even for a skipped step. A train
+    step can then select by `state.last_taken`, together with its other results.
 
     Args:
-      optimizer: any optax optimizer. It sees float32 gradients and parameters.
-      loss_scale: the scale to begin with. `NoOpLossScale()` skips without scaling, which is what
-        bfloat16 wants. A `PerLossScale` has one for each loss, and `update` a tuple of gradients.
-      skip: a rule that skips steps with finite gradients, too, such as `spikes()`: by the norm of the unscaled
+      optimizer: any optax optimizer. It gets float32 gradients and parameters.
+      loss_scale: the initial scale. `NoOpLossScale()` skips without scaling, as is right for
+        bfloat16. A `PerLossScale` has one for each loss, and `update` takes a tuple of gradients.
+      skip: a rule that also skips steps with finite gradients, such as `spikes()`. It gets the norm of the unscaled
         gradients before the optimizer clips them, the same on all devices of `axis_names` (if these hold parts of
-        the gradients, the root of the mean of their squared norms). The loss scale sees such a step as any other with
-        finite gradients: it does not fall, and the steps until it grows are one fewer. None has no rule.
+        the gradients, the root of the mean of their squared norms). For the loss scale, such a step counts as any
+        step with finite gradients: the scale does not decrease, and one step less remains until it grows. None for no
+        rule.
 
     Returns:
       An optimizer whose state is a `LossScaledState`; with `skip`, its `inner_state` is a `SkipRuleState`.
 
     Raises:
-      TypeError: an argument is of another type; at `init`, parameters have flax's fp8 scales among them, which are no
+      TypeError: an argument is of another type; at `init`, parameters have flax's fp8 scales among them, which are not
         parameters; the message names it.
       ValueError: a static scale is not finite and above 0; at `init`, the optimizer has a loss scale already, or rounds
-        stochastically; when called, the state was made with a skip rule and there is none now, or the other way round.
+        stochastically; when called, the state was created with a skip rule and there is none now, or vice versa.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -124,7 +125,7 @@ def with_loss_scale(
         if isinstance(state, Reached):
             return jax.tree_util.tree_map(jnp.zeros_like, params), Reached(updates)
         grads, finite, next_scale = unscale_and_check(state.loss_scale, upcast_to_float32(updates), axis_names)
-        if "grad" in extra_args:  # which a line search compares with the loss
+        if "grad" in extra_args:  # a line search compares it with the loss
             extra_args = {**extra_args, "grad": grads}
         old_inner_state = wrapped_state(skip, state.inner_state)
         new_updates, new_inner_state = inner.update(grads, old_inner_state, upcast_to_float32(params), **extra_args)
@@ -147,5 +148,5 @@ def with_loss_scale(
 
 
 def _or_nothing(taken: jax.Array, update: jax.Array) -> jax.Array:
-    # x + -0.0 is x for every x; 0.0 would turn a parameter of -0.0 into 0.0. Complex ones have two signs.
+    # x + -0.0 is x for every x; 0.0 would turn a parameter of -0.0 into 0.0. Complex numbers have two signs.
     return jnp.where(taken, update, -jnp.zeros_like(update))

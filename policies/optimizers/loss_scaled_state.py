@@ -1,4 +1,4 @@
-"""`LossScaledState`, which `with_loss_scale` keeps in the optax state, and functions that read and replace it."""
+"""`LossScaledState`, the state of `with_loss_scale`, and functions that read and replace it."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from jmp_train.policies.optimizers.skip_rules import reason_of_skip, taken_by_ru
 from jmp_train.policies.pytrees import copy_like, find_nodes, named_leaves, only_state, path_name, with_states
 from jmp_train.policies.types import PyTree
 
-# what the presets call a field of a `DynamicLossScale`
+# The presets' names of the fields of a `DynamicLossScale`.
 _OF_PRESETS = {
     "period": " (a preset's growth_interval or window)",
     "factor": " (a preset's growth_factor or scale_factor)",
@@ -33,11 +33,11 @@ class LossScaledState(NamedTuple):
 
     Attributes:
       loss_scale: the `LossScale` of the next forward pass, or the `PerLossScale`.
-      inner_state: the wrapped optimizer's state; unchanged by a skipped step. Where there is a skip rule, a
-        `SkipRuleState` with both.
-      last_finite: bool scalar, whether the last gradients were finite; without a skip rule, whether the step was taken.
-      skipped_steps: int32 scalar, how many steps were skipped so far, for whatever reason.
-      consecutive_skips: int32 scalar, how many of them came last in a row.
+      inner_state: the wrapped optimizer's state; unchanged by a skipped step. With a skip rule, a
+        `SkipRuleState` of both.
+      last_finite: bool scalar, True if the last gradients were finite; without a skip rule, the step was taken.
+      skipped_steps: int32 scalar, number of skipped steps so far, for any reason.
+      consecutive_skips: int32 scalar, number of steps skipped since the last one taken.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -55,7 +55,7 @@ class LossScaledState(NamedTuple):
 
     @property
     def last_taken(self) -> jax.Array:
-        """Bool scalar, whether the last step was taken: its gradients were finite, and no rule skipped it."""
+        """Bool scalar, True if the last step was taken: its gradients were finite, and no rule skipped it."""
         return taken_by_rules(self.last_finite, self.inner_state)
 
     @property
@@ -70,25 +70,25 @@ def scaled_states(opt_state: PyTree) -> list[tuple[str, LossScaledState]]:
 
 
 def loss_scale_of(opt_state: PyTree) -> LossScales:
-    """Returns the loss scale in an optimizer's state, a `NoOpLossScale` if there is none."""
+    """Returns the loss scale in an optimizer's state, or a `NoOpLossScale` if there is none."""
     return get_loss_scale(opt_state) if scaled_states(opt_state) else NoOpLossScale()
 
 
 def get_loss_scale(opt_state: PyTree, *, loss_id: int | None = None) -> Any:
-    """Returns the one loss scale in an optimizer's state.
+    """Returns the only loss scale in an optimizer's state.
 
     Args:
       opt_state: a state with one `LossScaledState` in it, in any nesting of optax's combinators, or an
-        `nnx.Optimizer` that has one, also within `nnx.jit`.
-      loss_id: of a `PerLossScale` the scale of that loss, from 0; None for all of it.
+        `nnx.Optimizer` with such a state, also within `nnx.jit`.
+      loss_id: index of a loss of a `PerLossScale`, from 0; None for the whole loss scale.
 
     Returns:
       The `LossScale` of the next forward pass: `.loss_scale` is the number, `.scale(loss)` applies it. Or the
       `PerLossScale`, if there is one.
 
     Raises:
-      ValueError: there is none, or there are several, where the message lists their paths; or there is no
-        loss of that number.
+      ValueError: there is none, or there are several (the message lists their paths), or there is no
+        loss of that index.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -107,24 +107,24 @@ def get_loss_scale(opt_state: PyTree, *, loss_id: int | None = None) -> Any:
 
 
 def set_loss_scale(opt_state: PyTree, loss_scale: LossScales) -> Any:
-    """Returns an optimizer's state with another loss scale in the place of its one.
+    """Returns an optimizer's state with its loss scale replaced.
 
-    The scale and its counters are set; what is not a leaf, such as the period, belongs to the
-    compiled step and has to be what it was. The counters of skips stay.
+    It sets the scale and its counters. Settings that are not leaves, such as the period, belong to the
+    compiled step and must be equal. The counters of skips stay.
 
     Args:
       opt_state: a state with one `LossScaledState` in it, in any nesting of optax's combinators. An
-        `nnx.Optimizer` that has one is changed itself, as its `update` does, and returned.
-      loss_scale: the scale of the next forward pass, of the kind that the state has. Its arrays
-        are copied to where the state's are.
+        `nnx.Optimizer` with such a state is changed in place, as by its `update`, and returned.
+      loss_scale: the scale of the next forward pass, of the same kind as in the state. Its arrays
+        are copied to the placement of the state's.
 
     Returns:
-      The same state but for the loss scale.
+      The same state except for the loss scale.
 
     Raises:
       TypeError: `loss_scale` is not a loss scale.
       ValueError: the state has no loss scale or several, or one of another kind, with other
-        settings or of another shape; the message says what differs.
+        settings or of another shape; the message has the difference.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -161,7 +161,7 @@ def _only_scaled_state(opt_state: PyTree) -> LossScaledState:
 
 
 def _difference(new: LossScales, old: LossScales) -> str:
-    """Returns which fields that are structure differ between two loss scales."""
+    """Returns the structural fields that differ between two loss scales."""
     if isinstance(new, PerLossScale) and isinstance(old, PerLossScale):
         if len(new.loss_scales) != len(old.loss_scales):
             return f"for {len(old.loss_scales)} losses, not {len(new.loss_scales)}"

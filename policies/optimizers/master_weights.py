@@ -1,7 +1,7 @@
 """`with_master_weights`: parameters in half precision, their float32 master weights in the optax state.
 
 An update of less than 1/2048 of a float16 parameter (1/256 of a bfloat16 one) is lost when it is added to it.
-The optimizer therefore steps on a float32 copy, of which the stored parameters are the rounded value.
+So the optimizer updates a float32 copy, and the stored parameters are its rounded values.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`.
 
     Attributes:
-      master_weights: the parameters in float32, or in their own higher precision; what the optimizer steps on.
+      master_weights: the parameters in float32, or in their own higher precision, which the optimizer updates.
       inner_state: the wrapped optimizer's state.
 
     Example:
@@ -55,16 +55,18 @@ StoringState.register(MasterWeightsState)
 def with_master_weights(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> StoringOptimizer:
-    """Makes an optimizer step on float32 master weights of parameters that are stored in half precision.
+    """Returns an optimizer that updates float32 master weights of parameters stored in half precision.
 
     It goes outermost: `with_master_weights(with_loss_scale(optimizer, loss_scale))`. After each step the
-    parameters are the master weights, rounded to the dtypes in which they are stored; in `train_step` to the
-    last bit, by `optax.apply_updates` to one part in 2**24 of what they were before, if that was finite.
+    parameters are the master weights, rounded to the stored dtypes: in `train_step` bitwise, with `optax.apply_updates`
+    to one part in 2**24 of their old values, if these were finite.
 
-    Master weights begin as what `init` is given, so float32 parameters lose nothing. Of half ones, as Apex makes them,
-    they are the rounded values: `TrainState.create(params, optimizer, cast_params=...)` does the first.
+    The first master weights are the parameters passed to `init`, so float32 parameters lose nothing:
+    `TrainState.create(params, optimizer, cast_params=...)` passes these. For half-precision parameters, as in Apex,
+    they are the rounded values.
 
     Args:
+      optimizer: any optax optimizer, including `with_loss_scale`.
       optimizer: any optax optimizer; `with_loss_scale`'s included.
 
     Returns:
@@ -73,7 +75,7 @@ def with_master_weights(
     Raises:
       TypeError: `optimizer` is not an optax optimizer.
       ValueError: at `init`, the optimizer has master weights already, or rounds stochastically; when called, `update`
-        is not given the parameters.
+        gets no parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -92,7 +94,7 @@ def with_master_weights(
 
     def init(params: Params) -> MasterWeightsState:
         refuse_overwritten(params)
-        # Copies, so that parameters and state can be donated together.
+        # Copied, so that parameters and state can be donated together.
         master_weights = jax.tree_util.tree_map(_apart_from, upcast_to_float32(params), params)
         inner_state = inner.init(master_weights)
         for _, stored in find_nodes(inner_state, StoringState):
@@ -127,7 +129,7 @@ def _apart_from(x: jax.Array, original: jax.Array) -> Any:
 
 
 def get_master_weights(opt_state: PyTree) -> Any:
-    """Returns the float32 master weights in an optimizer's state: what to save and to export.
+    """Returns the float32 master weights in an optimizer's state, to save and export.
 
     Args:
       opt_state: a state with one `MasterWeightsState` in it, in any nesting of optax's combinators.
@@ -150,19 +152,19 @@ def get_master_weights(opt_state: PyTree) -> Any:
 
 
 def set_master_weights(opt_state: PyTree, params: Params) -> Any:
-    """Returns an optimizer's state with other master weights, for parameters that come from elsewhere.
+    """Returns an optimizer's state with other master weights, for parameters from elsewhere.
 
-    Parameters that are replaced alone get the values of the master weights again in the next step.
+    If only the parameters are replaced, the next step sets them to the master weights again.
 
     Args:
       opt_state: a state with one `MasterWeightsState` in it, in any nesting of optax's combinators.
       params: pytree like the master weights, of any floating dtypes.
 
     Returns:
-      The same state but for the master weights.
+      The same state except for the master weights.
 
     Raises:
-      ValueError: `params` has another structure, or a leaf another shape; the message names it. Or there are
+      ValueError: `params` has another structure, or a leaf another shape (the message names it), or there are
         no master weights, or several.
 
     Example:

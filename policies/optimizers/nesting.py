@@ -1,8 +1,8 @@
-"""Checks the nesting of optimizer wrappers: whether each gets the gradients and updates that it needs.
+"""Checks that each of nested optimizer wrappers gets the gradients and updates that it needs.
 
-optax's combinators do not know what they combine, and `init` sees parameters only. What a combinator does to
-the gradients before they reach `with_loss_scale`, or to updates after `with_master_weights` made them, is seen
-in the program of its `update`, traced with a marker in the place of the wrapper's state.
+optax's combinators do not know the optimizers that they combine, and `init` only gets parameters. So the check traces
+`update` with a marker in place of the wrapper's state, and reads from the program how a combinator changes
+the gradients before `with_loss_scale`, or the updates after `with_master_weights`.
 """
 
 from collections.abc import Callable
@@ -45,18 +45,18 @@ def check_nesting(
     params: Params,
     **extra_args: object,
 ) -> None:
-    """Raises ValueError if an optimizer's wrappers are nested so that they compute something else.
+    """Raises ValueError if an optimizer's wrappers are nested in an order that changes the result.
 
     Args:
-      optimizer: the outermost one.
-      grads: scaled gradients, arrays or tracers, as they are passed to it; so are the others.
+      optimizer: the outermost optimizer.
+      grads: scaled gradients, arrays or tracers, as passed to it.
       opt_state: its state.
       params: the parameters.
-      **extra_args: for `optimizer.update`.
+      **extra_args: extra arguments of `optimizer.update`.
 
     Raises:
       ValueError: `apply_if_finite`, or a `MultiSteps` that skips, hides overflows from a `with_loss_scale`
-        within; either is around one with a skip rule; what precedes `with_loss_scale` in a chain is not linear in
+        within; either is around one with a skip rule; a part of a chain before `with_loss_scale` is not linear in
         the gradients; some parameters' gradients reach none; or something follows `with_master_weights` or
         `with_stochastic_rounding`. The message has the right order.
 
@@ -70,10 +70,10 @@ def check_nesting(
     _check_skips_are_seen(opt_state)
 
     def program(kind: type) -> Any:
-        """Returns what makes the updates, and then what reaches the wrappers, or None where it cannot be told."""
+        """Returns the program up to the updates, and up to the wrappers' inputs, or None if it cannot be traced."""
         marked = change_nodes(opt_state, kind, lambda _: Reached(()))
         if find_nodes(marked, _BRANCHING):
-            return None  # its branches must have states of one type: a marker has no place there
+            return None  # its branches must have states of one type, which excludes a marker
 
         def reached(grads: Grads) -> tuple[Any, Any]:
             updates, after = optimizer.update(grads, marked, params, **extra_args)
@@ -86,7 +86,7 @@ def check_nesting(
 
 
 def has_nested_scale(opt_state: OptState) -> bool:
-    """Says whether a `with_loss_scale` stands within something else than what stores the parameters or the state."""
+    """Returns whether a `with_loss_scale` is within something other than a wrapper that stores parameters or state."""
     within = opt_state
     while isinstance(within, StoringState | StateDtypesState):
         within = within.inner_state
@@ -152,10 +152,10 @@ def _check_skips_are_seen(opt_state: OptState) -> None:
 
 
 def _kinds(jaxpr: Jaxpr, inputs: list[str]) -> list[str]:
-    """Returns what each result of a program is, given what its inputs are.
+    """Returns the kind of each result of a program, given the kinds of its inputs.
 
-    "scaled" is what is in proportion to the gradients, "other" what else is made of them, "zero" what is
-    zero by the program, "free" the rest.
+    "scaled" is proportional to the gradients, "other" is computed from them in another way, "zero" is
+    always zero, "free" does not depend on them.
     """
     kinds: dict[Any, str] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -176,7 +176,7 @@ def _kinds(jaxpr: Jaxpr, inputs: list[str]) -> list[str]:
 
 
 def _kind(name: str, given: list[str]) -> str:
-    """Returns what an operation makes of such operands."""
+    """Returns the kind of an operation's result, given the kinds of its operands."""
     if name == "broadcast_in_dim":
         return given[0]
     if not _GIVEN.intersection(given):
@@ -190,7 +190,7 @@ def _kind(name: str, given: list[str]) -> str:
         "dynamic_slice": scaled[0],
         "gather": scaled[0],
         "pad": scaled[0],
-        # Loops and branches cannot be told: what comes out of them counts as in order.
+        # Loops and branches are not analyzed: their results count as valid.
         **dict.fromkeys(_CONTROL, True),
         **dict.fromkeys(_FACTORS, sum(scaled) == 1),
         **dict.fromkeys(_TERMS, "free" not in given),

@@ -1,4 +1,4 @@
-"""`select_step`, for user-defined train steps: keeps or takes all that a step changes."""
+"""`select_step`, for user-defined train steps: keeps or reverts all changes of a step."""
 
 from typing import Any, TypeVar
 
@@ -15,19 +15,19 @@ Tree = TypeVar("Tree")
 
 
 def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
-    """Returns `new` where the optimizer's last step was taken and `old` where it was skipped.
+    """Returns `new` if the optimizer's last step was taken and `old` if it was skipped.
 
-    `with_loss_scale` keeps parameters and optimizer state over a skipped step. What the forward pass
-    changed by itself it does not see: batch statistics, an average of the parameters, the state of an
+    `with_loss_scale` keeps parameters and optimizer state in a skipped step. It does not see the
+    values that the forward pass updates: batch statistics, an average of the parameters, the state of an
     equinox or nnx model, which an overflow may have filled with inf. A user-defined step passes
-    them here, all in one tree; `train_step` does it for its model state.
+    them here, all in one tree; `train_step` does so for its model state.
 
     Args:
-      opt_state: what the optimizer's `update` has just returned, with one `LossScaledState` in any
-        nesting; or what holds it, such as a flax TrainState.
-      new: pytree, as the step has made it. Leaves that are not arrays or numbers, such as functions,
+      opt_state: the state from the optimizer's `update`, with one `LossScaledState` in any
+        nesting; or an object that holds it, such as a flax TrainState.
+      new: pytree after the step. Leaves that are not arrays or numbers, such as functions,
         are taken from here.
-      old: pytree of the same structure, shapes and dtypes, as it was before the step.
+      old: pytree of the same structure, shapes and dtypes, from before the step.
 
     Returns:
       A tree like `new`.
@@ -57,14 +57,14 @@ def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
     def select(path: KeyPath, x: object, y: object) -> Any:
         is_number = isinstance(x, int | float | complex) and not isinstance(x, np.generic)
         if x is y or (is_number and type(x) is type(y) and x == y):
-            return x  # a setting of the model, say: it stays a Python number
+            return x  # for example a setting of the model, which stays a Python number
         return select_leaf(path, taken, x, y)
 
     return jax.tree_util.tree_map_with_path(select, new, old)
 
 
 def _check_sees_every_step(opt_state: PyTree) -> None:
-    """Raises ValueError if `with_loss_scale` is given some steps' gradients only, and names what is around it."""
+    """Raises ValueError with the name of the wrapper if `with_loss_scale` only sees the gradients of some steps."""
     around: Any = optax.MultiStepsState | optax.ApplyIfFiniteState
     for path, node in find_nodes(opt_state, around):
         if not scaled_states(tuple(node)):

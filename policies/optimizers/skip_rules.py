@@ -1,4 +1,4 @@
-"""Rules by which `with_loss_scale` skips steps whose gradients are finite, and where their state is kept."""
+"""Rules by which `with_loss_scale` skips steps with finite gradients, and the place of their state."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -16,14 +16,14 @@ State = TypeVar("State")
 class SkipRule(NamedTuple, Generic[State]):
     """Two functions that decide by the gradients' norm whether a step is skipped; for `with_loss_scale(skip=...)`.
 
-    Both are traced and run on every device; given the same, they have to return the same.
+    Both are traced and run on every device; for equal arguments they must return equal results.
 
     Attributes:
-      init: `init() -> state`, a pytree of arrays, which is kept in the optimizer's state.
-      update: `update(grad_norm, state) -> (skip, next_state)`: the norm of the unscaled gradients, a float32 scalar
-        that is the same on all devices; a bool scalar; and the next state, of the same structure, shapes and dtypes,
-        which is kept whether the step is skipped or taken. Of a step with non-finite gradients both results are
-        dropped, so it leaves no trace in the state.
+      init: `init() -> state`, a pytree of arrays, which is stored in the optimizer's state.
+      update: `update(grad_norm, state) -> (skip, next_state)`. The norm of the unscaled gradients is a float32 scalar
+        that is the same on all devices; `skip` is a bool scalar; the next state has the same structure, shapes and
+        dtypes, and is stored whether the step is skipped or taken. For a step with non-finite gradients both results
+        are dropped, so the state stays unchanged.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -40,12 +40,12 @@ class SkipRule(NamedTuple, Generic[State]):
 
 
 class SkipRuleState(NamedTuple):
-    """What `with_loss_scale` keeps as its `inner_state` where it has a skip rule.
+    """The `inner_state` of `with_loss_scale` with a skip rule.
 
     Attributes:
       inner_state: the wrapped optimizer's state; unchanged by a skipped step.
-      rule_state: the rule's own.
-      last_skipped: bool scalar, whether the rule skipped the last step.
+      rule_state: the state of the rule.
+      last_skipped: bool scalar, True if the rule skipped the last step.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -68,7 +68,7 @@ def with_rule_state(rule: SkipRule[Any] | None, inner_state: PyTree) -> Any:
 
 
 def wrapped_state(rule: SkipRule[Any] | None, inner_state: Any) -> Any:
-    """Returns the wrapped optimizer's state; raises ValueError if there is a rule and no state of it, or vice versa."""
+    """Returns the wrapped optimizer's state; raises ValueError if it has a rule's state but no rule, or vice versa."""
     if isinstance(inner_state, SkipRuleState) != (rule is not None):
         has, wants = ("no", "has one") if rule is not None else ("a", "has none")
         raise ValueError(
@@ -81,14 +81,14 @@ def wrapped_state(rule: SkipRule[Any] | None, inner_state: Any) -> Any:
 def judged(
     rule: SkipRule[Any], grads: Grads, finite: jax.Array, state: SkipRuleState, axis_names: Sequence[str]
 ) -> SkipRuleState:
-    """Returns the state after the rule saw these gradients, with the wrapped optimizer's as it was.
+    """Returns the state after the rule has seen the gradients, with the wrapped optimizer's state unchanged.
 
     Args:
-      rule: whose state it is.
-      grads: unscaled, in float32 or higher precision.
-      finite: whether they are, on all devices; else the rule sees nothing of them.
-      state: the one before.
-      axis_names: mesh axes over which the decision is one.
+      rule: the rule.
+      grads: unscaled gradients, in float32 or higher precision.
+      finite: True if they are finite on all devices; otherwise the rule does not see them.
+      state: the state before.
+      axis_names: mesh axes whose devices decide together.
     """
     skip, rule_state = rule.update(_norm(grads, axis_names), state.rule_state)
     kept = select_tree(finite, rule_state, state.rule_state)
@@ -96,22 +96,22 @@ def judged(
 
 
 def taken_by_rules(finite: jax.Array, opt_state: PyTree) -> jax.Array:
-    """Returns whether a step was taken: whether its gradients were finite, and no rule in the state skipped it."""
+    """Returns whether a step was taken: its gradients were finite, and no rule in the state skipped it."""
     for _, state in find_nodes(opt_state, SkipRuleState):
         finite = jnp.logical_and(finite, ~state.last_skipped)
     return finite
 
 
 def reason_of_skip(finite: jax.Array, taken: jax.Array) -> jax.Array:
-    """Returns why a step was skipped, int32: 0 if it was taken, 1 for non-finite gradients, 2 by a rule."""
+    """Returns the reason of a skip, int32: 0 if the step was taken, 1 for non-finite gradients, 2 by a rule."""
     return jnp.where(finite, jnp.where(taken, 0, 2), 1).astype(jnp.int32)
 
 
 def _norm(grads: Grads, axis_names: Sequence[str]) -> jax.Array:
-    """Returns the gradients' norm, float32; over devices the root of the mean of the squares of theirs.
+    """Returns the gradients' norm, float32; over devices the root of the mean of their squared norms.
 
-    Where all have the same gradients it is that of any. Where parameters are split over them each has a part, and
-    all have to decide by one number.
+    If all devices have the same gradients, it is their norm. If parameters are split over devices, each has a part, and
+    all decide by the same number.
     """
     norm = jnp.asarray(optax.tree.norm(grads), jnp.float32)
     return jnp.sqrt(mean_over_axes(norm**2, axis_names)) if axis_names else norm

@@ -1,6 +1,6 @@
-"""`with_state_dtypes`: an optimizer's moments in few bits, whatever the optimizer.
+"""`with_state_dtypes`: stores an optimizer's moments in few bits, for any optimizer.
 
-The wrapped optimizer is given its state in float32, and what it returns of the chosen fields is rounded and kept.
+The wrapped optimizer gets its state in float32, and the chosen fields of its next state are rounded and stored.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,6 @@ from jmp_train.policies.pytrees import (
     arrays_of_variables,
     change_nodes,
     is_optimizer_variable,
-    path_name,
     refuse_overwritten,
     select_tree,
     upcast_to_float32,
@@ -42,14 +41,16 @@ from jmp_train.policies.quantizing import (
     BLOCK_DTYPES,
     BlockQuantized,
     Item,
+    code_of,
     dequantize,
     fold_in_each,
-    from_indices,
+    from_bits,
     map_alike,
-    quantize,
-    requantize_indices,
+    quantize_bits,
+    requantize_bits,
     round_to,
-    to_indices,
+    split_in_two,
+    to_bits,
 )
 from jmp_train.policies.types import Grads, Params, PyTree
 
@@ -58,7 +59,7 @@ class StateDtypesState(NamedTuple):
     """State of `with_state_dtypes`.
 
     Attributes:
-      key: the jax random key of the next step's rounding; None where it is to the nearest.
+      key: the jax random key of the next step's rounding; None if it rounds to the nearest.
       inner_state: the wrapped optimizer's state, whose chosen arrays are in other dtypes or `BlockQuantized`.
 
     Example:
@@ -81,35 +82,35 @@ def with_state_dtypes(
     block_size: int = 256,
     min_size: int = 4096,
 ) -> ParamsOptimizer:
-    """Makes an optimizer keep parts of its state in few bits; it computes in float32 as before.
+    """Returns an optimizer that stores parts of its state in few bits, and still computes in float32.
 
-    It goes inside of `with_loss_scale` or outside, and so do `with_master_weights` and optax's combinators. Inside, a
-    skipped step leaves all as it was, the key included; outside, too, but where `MultiSteps` or `apply_if_finite`
+    It goes inside or outside of `with_loss_scale`, `with_master_weights` and optax's combinators. Inside, a
+    skipped step leaves everything unchanged, including the key; also outside, unless `MultiSteps` or `apply_if_finite`
     hides the loss scale.
 
     Args:
       optimizer: any optax optimizer.
-      dtypes: from the name of a field of the states in it, such as "mu", "nu", "trace" or
-        "acc_grads", or else a regular expression, searched for in paths such as "0/nu/layers/0/kernel", to how these
-        arrays are kept. The first that fits counts. bfloat16 and float16 are as they are; float16 has only zero
-        below 3e-8, as second moments often are. The others take blocks with a float32 scale each: "int8" with the
-        dynamic code, "uint8" with that for fields that are never negative, such as Adam's "nu", twice as fine;
-        "float8_e4m3fn", "float8_e5m2".
-      rounding: "stochastic", right on average, so that what is added adds up even where it is less than a step of the
-        dtype; or "nearest".
-      key: a jax random key for the first, the same on all devices; None for `jax.random.key(0)`.
-      block_size: elements of a block at most; see `quantize` in `jmp_train.policies.quantizing`.
-      min_size: arrays of fewer elements are left alone, as are those that are not floating.
+      dtypes: maps names of fields of its states, such as "mu", "nu", "trace" or
+        "acc_grads", or regular expressions, searched for in paths such as "0/nu/layers/0/kernel", to the dtypes of
+        these arrays. The first match counts. bfloat16 and float16 are stored directly; float16 has only zero
+        below 3e-8, where second moments often are. The others take blocks with one float32 scale each: "int8" with the
+        dynamic code, "uint8" with its unsigned version, twice as fine, for fields that are never negative, such as
+        Adam's "nu"; "float8_e4m3fn", "float8_e5m2".
+      rounding: "stochastic", which is right on average, so that updates below the resolution of the dtype still add up;
+        or "nearest".
+      key: a jax random key for "stochastic", the same on all devices; None for `jax.random.key(0)`.
+      block_size: largest number of elements per block; see `quantize` in `jmp_train.policies.quantizing`.
+      min_size: arrays of fewer elements stay unchanged, as do those that are not floating.
 
     Returns:
-      An optimizer whose state is a `StateDtypesState`. It gives one of optax's float32 gradients and parameters.
-      `decode_opt_state` has the state in float32.
+      An optimizer whose state is a `StateDtypesState`. It passes float32 gradients and parameters to one of optax's.
+      `decode_opt_state` returns the state in float32.
 
     Raises:
       TypeError: `optimizer` is not an optax optimizer, `dtypes` not a mapping, or `key` not a random key; at `init`,
         parameters have flax's fp8 scales among them.
-      ValueError: a dtype or `rounding` is unknown; at `init`, a name or expression finds nothing (the message lists the
-        fields and paths there are), or an array that is not float32, such as by optax's `mu_dtype`.
+      ValueError: a dtype or `rounding` is unknown; at `init`, a name or expression matches nothing (the message lists
+        the fields and paths), or matches an array that is not float32, for example because of optax's `mu_dtype`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -125,14 +126,14 @@ def with_state_dtypes(
     inner = as_transformation(optimizer)
     rules = StateRules.of(dtypes, block_size, min_size)
     _check_rounding(rounding, key)
-    # These see to dtypes themselves, and know how parameters are stored.
+    # These handle dtypes themselves, and know how parameters are stored.
     sees_to_dtypes = isinstance(inner, ParamsOptimizer)
 
     def init(params: Params) -> StateDtypesState:
         refuse_overwritten(params)
         inner_state = inner.init(params if sees_to_dtypes else upcast_to_float32(params))
         rules.check(inner_state, params)
-        # Zeros as a rule; to the nearest in any case.
+        # Usually zeros; rounded to the nearest in any case.
         encoded = _encoded(rules, inner_state, None, Owners(params), None)
         if rounding == "nearest":
             return StateDtypesState(None, encoded)
@@ -161,7 +162,7 @@ def with_state_dtypes(
             result, inner_state = inner.update(grads, decoded, float32_params, **extra_args)
             if return_params and params is not None:
                 result = add_updates(params, result, on_addition)
-        next_key, step_key = (None, None) if state.key is None else jax.random.split(state.key)
+        next_key, step_key = (None, None) if state.key is None else split_in_two(state.key)
         for _, scaled in scaled_states(inner_state):
             next_key = select_tree(scaled.last_taken, next_key, state.key)
         encoded = _encoded(rules, inner_state, old_state, owners, step_key)
@@ -171,14 +172,14 @@ def with_state_dtypes(
 
 
 def decode_opt_state(opt_state: PyTree) -> Any:
-    """Returns an optimizer's state as `with_state_dtypes` gives it to the optimizer within: in float32.
+    """Returns an optimizer's state as `with_state_dtypes` passes it to the wrapped optimizer: in float32.
 
-    For functions that take an optimizer's own state, such as `optax.contrib.schedule_free_eval_params`, and to look at
-    it. `optax.tree.get(opt_state, "nu")` alone finds the arrays as they are kept.
+    Use it for functions of an optimizer's own state, such as `optax.contrib.schedule_free_eval_params`, or to inspect
+    it. `optax.tree.get(opt_state, "nu")` without it returns the stored arrays.
 
     Args:
-      opt_state: in any nesting, of an `nnx.Optimizer` too; a `StateDtypesState` becomes the state in it, whose arrays
-        in half precision or in blocks become float32.
+      opt_state: a state in any nesting, also of an `nnx.Optimizer`. A `StateDtypesState` becomes the state in it, with
+        arrays in half precision or in blocks as float32.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -199,7 +200,7 @@ def _check_rounding(rounding: object, key: jax.Array | None) -> None:
         raise ValueError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")
     if key is not None:
         if rounding == "nearest":
-            raise ValueError("key is for rounding='stochastic'")
+            raise ValueError("key is only for rounding='stochastic'")
         check_key(key)
 
 
@@ -213,7 +214,7 @@ def _decoded(rules: StateRules, state: PyTree, owners: Owners) -> Any:
 
 
 def _encoded(rules: StateRules, state: PyTree, old: PyTree, owners: Owners, key: jax.Array | None) -> Any:
-    """Returns a state as it is kept; `old` is the one before, None at the start, `key` None to round to the nearest."""
+    """Returns the stored form of a state; `old` is the one before, None at the start; without `key`, to the nearest."""
     before = dict(state_leaves(old))
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)
     leaves = [x for _, x in paths_and_leaves]
@@ -223,47 +224,44 @@ def _encoded(rules: StateRules, state: PyTree, old: PyTree, owners: Owners, key:
     for row, (number, dtype) in enumerate(dtypes.items()):
         path, x = paths_and_leaves[number]
         quantized = before.get(path) if dtype in BLOCK_DTYPES else None
-        is_dynamic = quantized is not None and dtype in ("int8", "uint8")
-        # XLA's CPU loops over float8 run many times slower than the same program unrolled.
-        alone = dtype.startswith("float8")
-        name = path_name(path) if alone else owners.name_without_numbers(path)
-        kind = _Kind("dynamic" if is_dynamic else dtype, rules.block_size, name)
-        old_indices = None if quantized is None else to_indices(quantized)
-        items.append(Item(kind, (row, dtype == "int8"), (x, old_indices)))
+        kind = _Kind(code_of(dtype), rules.block_size, owners.name_without_numbers(path))
+        old_bits = None if quantized is None else to_bits(quantized)
+        items.append(Item(kind, (row, dtype == "int8"), x, old_bits))
     keys = None if key is None else fold_in_each(key, list(dtypes))
     for (number, dtype), encoded in zip(dtypes.items(), map_alike(_encode, items, keys), strict=True):
-        leaves[number] = from_indices(encoded, dtype) if is_quantized(encoded) else encoded
+        leaves[number] = from_bits(encoded, dtype) if is_quantized(encoded) else encoded
     return structure.unflatten(leaves)
 
 
 class _Kind(NamedTuple):
-    """What arrays have in common that are encoded in one loop.
+    """The common properties of arrays that are encoded in one loop.
 
     Attributes:
-      dtype: in which they are kept; "dynamic" for int8 and uint8, of which the arrays know which.
-      block_size: elements of a block at most.
-      name: of the parameter, without numbers. In the blocks of a model it is the same, and so is the sharding, unlike
-        that of other arrays of equal shapes, which a stack would move between devices.
+      code: the stored dtype; "dynamic" for int8 and uint8, which the numbers of each array tell apart.
+      block_size: largest number of elements per block.
+      name: name of the parameter without numbers. It is the same in all blocks of a model, and so is the sharding.
+        Other arrays of equal shapes may be sharded differently, and a stack would move them between devices.
     """
 
-    dtype: str
+    code: str
     block_size: int
     name: str
 
 
-def _encode(kind: _Kind, numbers: tuple[jax.Array, ...], arrays: tuple[jax.Array, Any], keys: jax.Array | None) -> Any:
-    """Returns an array as it is kept, with indices in the place of the codes of int8.
+def _encode(kind: _Kind, numbers: tuple[jax.Array, ...], x: jax.Array, old: Any, keys: jax.Array | None) -> Any:
+    """Returns the stored form of an array, with codes as bits.
 
     Args:
-      kind: see there.
-      numbers: the row of its key, and whether it is kept in int8.
-      arrays: the array, and what it was before in blocks, with indices, or None.
+      kind: the common properties.
+      numbers: the row of its key, and whether it is stored in int8.
+      x: the array.
+      old: its old value in blocks, with codes as bits; or None.
       keys: random keys, or None to round to the nearest.
     """
-    (row, signed), (x, old) = numbers, arrays
-    float32, key = x.astype(jnp.float32), None if keys is None else keys[row]
-    if old is not None:
-        return requantize_indices(float32, old, signed, key)
-    if kind.dtype not in BLOCK_DTYPES:
-        return round_to(float32, kind.dtype, key)
-    return to_indices(quantize(float32, kind.dtype, key, block_size=kind.block_size))
+    (row, signed), float32 = numbers, x.astype(jnp.float32)
+    key = None if keys is None else keys[row]
+    if kind.code in ("bfloat16", "float16"):
+        return round_to(float32, kind.code, key)
+    if old is None:
+        return quantize_bits(float32, kind.code, signed, key, kind.block_size)
+    return requantize_bits(float32, old, kind.code, signed, key)

@@ -1,4 +1,4 @@
-"""Which arrays of an optimizer's state are kept in which dtype: by the states' fields, or by paths."""
+"""The stored dtypes of an optimizer's arrays: by the states' fields, or by paths."""
 
 import dataclasses
 import re
@@ -19,12 +19,12 @@ _DTYPES = ("bfloat16", "float16", *BLOCK_DTYPES)
 
 @dataclasses.dataclass(frozen=True)
 class StateRules:
-    """What `with_state_dtypes` is told.
+    """The rules of `with_state_dtypes`.
 
     Args:
       rules: pairs of a field's name, or a regular expression, and a dtype's name.
-      block_size: elements of a block at most.
-      min_size: arrays of fewer elements are left alone.
+      block_size: largest number of elements per block.
+      min_size: arrays of fewer elements stay unchanged.
 
     Example:
       >>> StateRules.of({"nu": "bfloat16"}, 256, 4096).rules
@@ -37,7 +37,7 @@ class StateRules:
 
     @classmethod
     def of(cls, dtypes: Mapping[str, DTypeLike], block_size: int, min_size: int) -> "StateRules":
-        """Returns the rules that a user gave; raises TypeError or ValueError if there is something wrong with them."""
+        """Returns the rules of a user; raises TypeError or ValueError if they are invalid."""
         check_regexes(dtypes)
         for argument, value in (("block_size", block_size), ("min_size", min_size)):
             if not isinstance(value, int) or value < 1:
@@ -45,19 +45,19 @@ class StateRules:
         return cls(tuple((name, _dtype_name(name, dtype)) for name, dtype in dtypes.items()), block_size, min_size)
 
     def dtype_of(self, path: KeyPath, x: object, owners: "Owners") -> str | None:
-        """Returns the name of the dtype in which an array of the state is kept; None for one that is left alone.
+        """Returns the name of the stored dtype of an array of the state; None for one that stays unchanged.
 
         Args:
-          path: in the state.
-          x: the array, as it is kept or in float32.
-          owners: of the parameters.
+          path: its path in the state.
+          x: the array, in stored form or in float32.
+          owners: the paths of the parameters.
         """
         size = x.codes.size if isinstance(x, BlockQuantized) else x.size if is_float_array(x) else 0
         return self._rule(path, owners) if size >= self.min_size else None
 
     def check(self, state: PyTree, params: Params) -> None:
-        """Raises ValueError if a rule finds no array of an optimizer's first state, or one that is not float32."""
-        if not jax.tree_util.tree_leaves(params):  # optax.tree_map_params has placeholders for them
+        """Raises ValueError if a rule matches no array of an optimizer's first state, or one that is not float32."""
+        if not jax.tree_util.tree_leaves(params):  # optax.tree_map_params has placeholders in place of parameters
             return
         owners = Owners(params)
         leaves = [(path, x) for path, x in state_leaves(state) if not _is_integer(x)]
@@ -92,23 +92,23 @@ class StateRules:
 
 
 class Owners:
-    """The paths of the parameters, in which arrays of the state end that are kept for a parameter."""
+    """The paths of the parameters, with which the paths of their arrays in the state end."""
 
     def __init__(self, params: Params) -> None:
         """Takes the parameters, or their gradients."""
         self._paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
 
     def fields(self, path: KeyPath) -> list[str]:
-        """Returns the names of the fields on the way to an array, those within the parameter's own path left out."""
+        """Returns the names of the fields on the path of an array, without those of the parameter's own path."""
         return [key.name for key in path[: self._start(path)] if isinstance(key, GetAttrKey)]
 
     def name_without_numbers(self, path: KeyPath) -> str:
-        """Returns the name of the parameter that an array is kept for, or of the array, without digits."""
+        """Returns the name of the parameter to which an array belongs, or of the array, without digits."""
         start = self._start(path)
         return re.sub(r"\d+", "", path_name(path[start:] or path))
 
     def _start(self, path: KeyPath) -> int:
-        """Returns where the parameter's own path begins in that of an array."""
+        """Returns the position at which the parameter's own path begins in that of an array."""
         return next((start for start in range(len(path) + 1) if path[start:] in self._paths), len(path))
 
 
@@ -118,15 +118,15 @@ def state_leaves(state: PyTree) -> list[tuple[KeyPath, Any]]:
 
 
 def is_quantized(x: object) -> bool:
-    """Says whether a part of a state is a quantized array."""
+    """Returns whether a part of a state is a quantized array."""
     return isinstance(x, BlockQuantized)
 
 
 def with_blocks(state: PyTree) -> Any:
-    """Returns a state with quantized arrays as such, where flax nnx or a checkpoint made mappings of their fields.
+    """Returns a state with quantized arrays restored from mappings of their fields, as from flax nnx or a checkpoint.
 
     Args:
-      state: an optimizer's, without variables of nnx.
+      state: an optimizer's state, without variables of nnx.
     """
 
     def as_blocks(x: Any) -> Any:
@@ -136,11 +136,11 @@ def with_blocks(state: PyTree) -> Any:
 
 
 def with_blocks_as_in(state: PyTree, old: PyTree) -> Any:
-    """Returns a state with quantized arrays as they were in the one before, of which `with_blocks` was made.
+    """Returns a state with quantized arrays in the same form as in the old one, the inverse of `with_blocks`.
 
     Args:
-      state: an optimizer's next one.
-      old: the one that the optimizer was given.
+      state: an optimizer's next state.
+      old: the state passed to the optimizer.
     """
     before, structure = jax.tree_util.tree_flatten(old, is_leaf=lambda x: is_quantized(x) or _has_fields_of_blocks(x))
     if not any(map(_has_fields_of_blocks, before)):
@@ -153,7 +153,7 @@ def with_blocks_as_in(state: PyTree, old: PyTree) -> Any:
 def _has_fields_of_blocks(x: Any) -> bool:
     if not isinstance(x, Mapping) or set(x) != set(BlockQuantized._fields):
         return False
-    return str(getattr(x["codes"], "dtype", None)) in BLOCK_DTYPES  # and not the moments of parameters of these names
+    return str(getattr(x["codes"], "dtype", None)) in BLOCK_DTYPES  # excludes moments of parameters with these names
 
 
 def _is_integer(x: object) -> bool:

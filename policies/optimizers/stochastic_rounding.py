@@ -1,7 +1,7 @@
 """bfloat16 parameters without master weights: stochastic rounding, by which small updates add up.
 
-Rounding to the nearest loses an update of less than 1/512 of the parameter every time. Rounded up with the
-probability that the lost part has of a step, the value is right on average, and half the bytes are saved.
+Rounding to the nearest always loses an update of less than 1/512 of the parameter. Stochastic rounding rounds up with
+a probability equal to the lost fraction of a step, so the value is right on average, and half the bytes are saved.
 """
 
 from collections.abc import Callable
@@ -49,14 +49,14 @@ StoringState.register(StochasticRoundingState)
 def with_stochastic_rounding(
     optimizer: optax.GradientTransformation | optax.MultiSteps, key: jax.Array
 ) -> StoringOptimizer:
-    """Makes an optimizer round what it stores in bfloat16 stochastically, without bias.
+    """Returns an optimizer that rounds bfloat16 parameters stochastically, without bias.
 
-    It goes outermost, as `with_master_weights` does, and takes its place: the optimizer sees float32, and what
-    it makes of the parameters is rounded by `stochastic_round`. Those in float32 are stored as they are. The
+    It goes outermost, in place of `with_master_weights`. The optimizer sees float32, and its new parameters are
+    rounded by `stochastic_round`. float32 parameters are stored unchanged. The
     same key gives the same run; a skipped step changes no parameter, but draws.
 
     Args:
-      optimizer: any optax optimizer; `with_loss_scale`'s included.
+      optimizer: any optax optimizer, including `with_loss_scale`.
       key: a jax random key, typed or of uint32; the same on all devices.
 
     Returns:
@@ -65,7 +65,7 @@ def with_stochastic_rounding(
     Raises:
       TypeError: `optimizer` is not an optax optimizer, or `key` not a random key; at `init`, parameters have flax's fp8
         scales among them.
-      ValueError: at `init`, a parameter is of another half type; the message names it. Or the optimizer has
+      ValueError: at `init`, a parameter has another half type; the message names it. Or the optimizer has
         master weights, or rounds already.
 
     Example:
@@ -117,12 +117,12 @@ def with_stochastic_rounding(
 
 
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds float32 to one of the two nearest bfloat16, so that the mean over many keys is `x`.
+    """Rounds float32 to one of the two nearest bfloat16 numbers, so that the mean over many keys is `x`.
 
     Args:
-      x: float32 array of any shape. What bfloat16 holds, inf and NaN stay what they are; what is beyond its largest
-        number becomes that.
-      key: a jax random key; each number has a draw of its own.
+      x: float32 array of any shape. bfloat16 numbers, inf and NaN stay unchanged; larger numbers than its largest
+        become that.
+      key: a jax random key; each number has its own draw.
 
     Returns:
       bfloat16 array of the same shape.
@@ -145,7 +145,7 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def check_key(key: jax.Array) -> None:
-    """Raises TypeError if an argument is not one jax random key, typed or of uint32."""
+    """Raises TypeError if an argument is not a single jax random key, typed or of uint32."""
     try:
         shape = (key if is_key(key) else jax.random.wrap_key_data(key)).shape
     except TypeError:

@@ -1,7 +1,7 @@
-"""Optimizers that return the next parameters in their stored dtypes, not only differences.
+"""Optimizers that return the next parameters in their stored dtypes instead of differences.
 
-optax's updates are differences, which `apply_updates` adds. Where parameters are stored in half precision
-their next value is known, and the way over a difference can lose its last bits.
+optax's updates are differences, which `apply_updates` adds. For parameters stored in half precision,
+the next value is known, and a difference can lose its last bits.
 """
 
 import abc
@@ -17,12 +17,12 @@ from jmp_train.policies.types import Grads, OptState, Params
 
 
 class Addition(NamedTuple):
-    """The addition by which an optimizer steps, for those who look at what it loses.
+    """The addition by which an optimizer steps, to measure what it loses.
 
     Attributes:
-      params: the parameters before it, in the dtypes in which they are kept: master weights where there are some, and
-        float32 where the sum is rounded stochastically.
-      updates: what is added; of a step that is skipped they may be NaN.
+      params: the parameters before it, in the dtypes of the addition: master weights if there are any, and
+        float32 if the sum is rounded stochastically.
+      updates: the updates; for a skipped step they may be NaN.
       new_params: the sum, in the parameters' dtypes.
     """
 
@@ -35,10 +35,10 @@ class ParamsOptimizer(optax.GradientTransformationExtraArgs):
     """An optax optimizer whose `update` can return the next parameters instead of updates.
 
     `with_loss_scale`, `with_state_dtypes` and the `StoringOptimizer`s return one. Its `update` takes the
-    extra argument `return_params=False`; True makes it return `(new_params, state)`, the parameters in the
-    dtypes that they came in. An outermost loss scale leaves the selection to the caller then, who has more to
-    select: of a step that it skips, of which `state.last_taken` tells, they may be NaN. With it goes the extra
-    argument `on_addition`, a function that is called once with the `Addition`.
+    extra argument `return_params=False`; with True it returns `(new_params, state)`, with parameters in their
+    own dtypes. An outermost loss scale then leaves the selection to the caller, who selects other values too:
+    the parameters of a skipped step, see `state.last_taken`, may be NaN. The extra
+    argument `on_addition` is a function that is called once with the `Addition`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -50,7 +50,7 @@ class ParamsOptimizer(optax.GradientTransformationExtraArgs):
 
 
 class StoringOptimizer(ParamsOptimizer):
-    """A `ParamsOptimizer` that decides how parameters are stored, and so goes outermost.
+    """A `ParamsOptimizer` that determines how parameters are stored, and so goes outermost.
 
     `with_master_weights`, `with_stochastic_rounding` and `with_kahan` return one.
 
@@ -63,7 +63,7 @@ class StoringOptimizer(ParamsOptimizer):
 
 
 class StoringState(abc.ABC):
-    """What a `StoringOptimizer` keeps: the states of ours are registered as it."""
+    """The interface of a `StoringOptimizer`'s state; the library's own states are registered as it."""
 
     @property
     @abc.abstractmethod
@@ -72,7 +72,7 @@ class StoringState(abc.ABC):
 
 
 def refuse_stored(inner_state: OptState) -> None:
-    """Raises ValueError if the optimizer within another `StoringOptimizer` is one.
+    """Raises ValueError if the optimizer within a `StoringOptimizer` is another one.
 
     Args:
       inner_state: its first state.
@@ -85,10 +85,10 @@ def refuse_stored(inner_state: OptState) -> None:
 
 
 def storing_optimizer(init: optax.TransformInitFn, step: Callable[..., tuple[Any, Any]]) -> StoringOptimizer:
-    """Returns the optimizer with that `init` whose `update` goes where `step` goes.
+    """Returns an optimizer with this `init`, whose `update` returns the parameters of `step` or the difference.
 
     Args:
-      init: the optimizer's.
+      init: the `init` of the optimizer.
       step: `step(updates, state, params, **extra_args) -> (new_params, new_state)`.
     """
 
@@ -113,8 +113,8 @@ def storing_optimizer(init: optax.TransformInitFn, step: Callable[..., tuple[Any
 
 
 def difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns the update, float32 or higher, by which `optax.apply_updates` makes a new parameter of the old one."""
-    # x + -0.0 is x for every x: what does not change keeps its bits, an inf and a -0.0 too.
+    """Returns the update, float32 or higher, with which `optax.apply_updates` turns the old parameter into the new."""
+    # x + -0.0 is x for every x, so unchanged values keep their bits, including inf and -0.0.
     new_float32, old_float32 = upcast_to_float32((new, old))
     return jnp.where(new == old, -jnp.zeros_like(new_float32), new_float32 - old_float32)
 
@@ -124,7 +124,7 @@ def add_updates(params: Params, updates: Grads, on_addition: Callable[[Addition]
 
     Args:
       params: arrays.
-      updates: of an optimizer.
+      updates: an optimizer's updates.
       on_addition: called with the addition, if given.
     """
     updated = optax.apply_updates(*upcast_to_float32((params, updates)))

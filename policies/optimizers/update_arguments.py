@@ -1,7 +1,7 @@
 """Extra arguments of optimizers: the loss, the loss as a function of the parameters, its gradient.
 
-optax passes extra arguments on to all that it combines, and few of its optimizers say which they take: the
-types of their states do.
+optax passes extra arguments on to all optimizers that it combines, and few of them declare which they take. So the
+types of their states decide.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import optax.contrib
 from jmp_train.policies.pytrees import find_nodes
 from jmp_train.policies.types import Grads, OptState, Params
 
-# Returns loss and unscaled gradients at other parameters.
+# Returns loss and unscaled gradients at given parameters.
 Evaluate = Callable[[Any], tuple[jax.Array, Any]]
 
 _LINE_SEARCHES = (optax.ScaleByZoomLinesearchState, optax.ScaleByBacktrackingLinesearchState)
@@ -25,9 +25,9 @@ def extra_arguments(opt_state: OptState, loss: jax.Array, grads: Grads, evaluate
 
     Args:
       opt_state: the optimizer's state.
-      loss: of this step.
-      grads: of this step, unscaled; of the parameters that the optimizer steps on.
-      evaluate: at the step's batch; None where it cannot be evaluated again.
+      loss: the loss of this step.
+      grads: the unscaled gradients of this step, for the parameters that the optimizer updates.
+      evaluate: evaluates the step's batch again; None if that is not possible.
 
     Raises:
       ValueError: the optimizer evaluates the loss again, and there is no `evaluate`; the message names it.
@@ -62,7 +62,7 @@ def _evaluated(evaluate: Evaluate | None, name: str) -> Evaluate:
 
 
 def _loss_fn(evaluate: Evaluate) -> Callable[[Any], jax.Array]:
-    """Returns the loss as a function whose gradients are those of `evaluate`: scaled on their way, and unscaled."""
+    """Returns the loss as a function whose gradients are those of `evaluate`: scaled in between, then unscaled."""
 
     @jax.custom_vjp
     def loss_fn(params: Params) -> jax.Array:

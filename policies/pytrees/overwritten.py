@@ -1,8 +1,8 @@
 """flax's fp8 scales and histories of maxima, whose "gradients" are their next values.
 
-`flax.linen.fp8_ops` keeps them beside the parameters, in the collection `_overwrite_with_gradient`. No
-optimizer steps on them, no loss scale divides them, no policy casts them; of several micro-batches or devices
-the largest counts, as flax adds them up itself.
+`flax.linen.fp8_ops` stores them next to the parameters, in the collection `_overwrite_with_gradient`. No
+optimizer updates them, no loss scale divides them, no policy casts them. Over several micro-batches or devices
+the largest values are taken, as flax itself combines them.
 
 Reference: `flax.training.train_state.TrainState.apply_gradients`; Micikevicius et al., "FP8 Formats for Deep
 Learning", https://arxiv.org/abs/2209.05433.
@@ -24,16 +24,16 @@ COLLECTION = "_overwrite_with_gradient"
 
 
 def is_overwritten(path: KeyPath) -> bool:
-    """Says whether a leaf of parameters or gradients is in flax's collection."""
+    """Returns whether a leaf of parameters or gradients is in flax's collection."""
     return COLLECTION in path_name(path).split("/")
 
 
 def refuse_overwritten(params: PyTree) -> None:
-    """Raises TypeError if an optimizer would train what is to be overwritten with its gradient; names the leaf.
+    """Raises TypeError with the leaf's name if an optimizer would train a leaf that its gradient should overwrite.
 
     Args:
-      params: as an optimizer's `init` is given them. Variables of flax nnx are told by their type, since nnx keeps a
-        linen layer's collections in one tree.
+      params: parameters passed to an optimizer's `init`. Variables of flax nnx are recognized by their type, because
+        nnx keeps a linen layer's collections in one tree.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx_variable):
         if is_overwritten(path) or (is_nnx_variable(x) and type(x).__name__ == COLLECTION):
@@ -47,10 +47,10 @@ def refuse_overwritten(params: PyTree) -> None:
 
 
 def trained(params: PyTree) -> Any:
-    """Returns the parameters, or their gradients, that an optimizer steps on.
+    """Returns the parameters, or their gradients, that an optimizer updates.
 
     Args:
-      params: pytree; flax's collection is left out of the mappings in it, tuples and lists of them.
+      params: pytree; flax's collection is left out of its mappings, and of tuples and lists of them.
     """
     if not _has_overwritten(params):
         return params
@@ -66,10 +66,10 @@ def trained(params: PyTree) -> Any:
 
 
 def trained_gradients(grads: Grads) -> Any:
-    """Returns the gradients that an optimizer steps on.
+    """Returns the gradients that an optimizer uses.
 
-    They are NaN where a value that overwrites is not finite, so that the optimizer skips the step: an inf in a
-    batch, which fp8 clips, reaches the maxima alone.
+    They are NaN if a value in the collection is not finite, so that the optimizer skips the step: an inf in a
+    batch, which fp8 clips, only reaches the maxima.
     """
     if not _has_overwritten(grads):
         return grads
@@ -79,10 +79,10 @@ def trained_gradients(grads: Grads) -> Any:
 
 
 def with_overwritten(params: Any, source: Any) -> Any:
-    """Returns parameters with what is in flax's collection taken from another tree of their structure.
+    """Returns parameters with flax's collection taken from another tree of their structure.
 
     Args:
-      params: all of them, or what `trained` returned.
+      params: all parameters, or the result of `trained`.
       source: parameters or gradients.
     """
     if not _has_overwritten(source):
@@ -100,7 +100,7 @@ def _has_overwritten(tree: PyTree) -> bool:
 
 
 def map_overwritten(overwritten: Callable[..., Any], other: Callable[..., Any], *trees: object) -> Any:
-    """Maps leaves by two functions: one for those that are overwritten with their gradient."""
+    """Maps leaves by two functions: one for leaves that their gradient overwrites, one for the others."""
 
     def either(path: KeyPath, *leaves: object) -> Any:
         return overwritten(*leaves) if is_overwritten(path) else other(*leaves)

@@ -13,8 +13,8 @@ from jmp_train.policies.types import PyTree
 def path_name(path: KeyPath) -> str:
     """Returns "encoder/layers/0/bias" for the path of a leaf of any pytree.
 
-    flax nnx keeps an array in the attribute `value` of a variable; that last step is left out, so
-    that the same rule finds the same parameter in linen, nnx, equinox and haiku.
+    flax nnx stores an array in the attribute `value` of a variable; that last step is left out, so
+    that the same rule matches the same parameter in linen, nnx, equinox and haiku.
     """
     if len(path) > 1 and path[-1] == GetAttrKey("value"):
         path = path[:-1]
@@ -25,7 +25,7 @@ def check_regexes(rules: object) -> None:
     """Raises TypeError if rules are not a mapping from regular expressions, ValueError if one does not compile.
 
     Args:
-      rules: what a user gave as rules on paths.
+      rules: a user's rules on paths.
     """
     if not isinstance(rules, Mapping):
         raise TypeError(
@@ -41,12 +41,12 @@ def check_regexes(rules: object) -> None:
 
 
 def check_rules(rules: Iterable[str], paths: Sequence[str], message: str) -> None:
-    """Raises ValueError if a regular expression finds none of the paths.
+    """Raises ValueError if a regular expression matches none of the paths.
 
     Args:
       rules: regular expressions, searched for in a path.
-      paths: of the leaves.
-      message: of the error, with "{}" where the rules go that find nothing; the paths follow it.
+      paths: paths of the leaves.
+      message: the error message, with "{}" in place of the rules without a match; the paths follow it.
     """
     unmatched = [regex for regex in rules if not any(re.search(regex, path) for path in paths)]
     if unmatched:
@@ -55,5 +55,5 @@ def check_rules(rules: Iterable[str], paths: Sequence[str], message: str) -> Non
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """Returns (path name, leaf) of every leaf, in tree order; `is_leaf` as that of `jax.tree`."""
+    """Returns (path name, leaf) of every leaf, in tree order; `is_leaf` is that of `jax.tree`."""
     return [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]

@@ -1,4 +1,4 @@
-"""Finds a tree's nodes of a type, in any nesting: wrappers' states in optax's, modules in models."""
+"""Finds the nodes of a type in a tree, in any nesting: wrappers' states in optax's, modules in models."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -19,18 +19,18 @@ Tree = TypeVar("Tree")
 
 
 class Reached(NamedTuple):
-    """Stands in the place of a wrapper's state while `check_nesting` traces: which updates reach it."""
+    """Replaces a wrapper's state while `check_nesting` traces which updates reach it."""
 
     updates: Any
 
 
 def has_tracers(tree: PyTree) -> bool:
-    """Says whether an array of a tree is traced: then the caller is a part of an outer program."""
+    """Returns whether a tree has a traced array, so that the caller is part of an outer program."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def find_nodes(tree: PyTree, kind: type[Node]) -> list[tuple[str, Node]]:
-    """Returns (path, node) of every outermost node of a type; those of an `nnx.Optimizer` hold arrays."""
+    """Returns (path, node) of every outermost node of a type; those in an `nnx.Optimizer` hold arrays."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
     return [
         (path_name(path), arrays_of_variables(node, is_optimizer_variable))
@@ -49,12 +49,12 @@ def change_nodes(tree: Tree, kind: type[Node], change: Callable[[Node], Any]) ->
 
 
 def with_states(opt_state: Tree, kind: type[Node], change: Callable[[Node], Any]) -> Tree:
-    """Returns an optimizer's state with every state of a type changed, in its arrays alone.
+    """Returns an optimizer's state with the arrays of every state of a type changed.
 
     Args:
-      opt_state: in any nesting. An `nnx.Optimizer` is changed itself, as its `update` does.
-      kind: of the states.
-      change: gets a state of arrays, also where nnx has put these into variables.
+      opt_state: a state in any nesting. An `nnx.Optimizer` is changed in place, as by its `update`.
+      kind: the type of the states.
+      change: gets a state of arrays, even if nnx stores these in variables.
     """
     in_place = is_nnx_object(opt_state)
 
@@ -75,13 +75,13 @@ def with_states(opt_state: Tree, kind: type[Node], change: Callable[[Node], Any]
 
 
 def only_state(opt_state: PyTree, kind: type[Node], field: str, plural: str, wrapper: str) -> Node:
-    """Returns the one state of a type in an optimizer's state; raises ValueError if it is not one.
+    """Returns the only state of a type in an optimizer's state; raises ValueError if there is not exactly one.
 
     Args:
-      opt_state: in any nesting of optax's combinators.
-      kind: of the state.
-      field: of the state, for the messages.
-      plural: what several of them are called there.
+      opt_state: a state in any nesting of optax's combinators.
+      kind: the type of the state.
+      field: a field of the state, for the messages.
+      plural: its plural there.
       wrapper: the function whose optimizers have such a state.
     """
     found = find_nodes(opt_state, kind)

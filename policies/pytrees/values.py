@@ -1,4 +1,4 @@
-"""Checks that arguments have values, for what runs a function instead of tracing it."""
+"""Checks that arguments have values, for callers that run a function instead of tracing it."""
 
 import jax
 
@@ -8,7 +8,7 @@ from jmp_train.policies.types import PyTree
 
 
 def check_values(args: PyTree, caller: str) -> None:
-    """Refuses arguments whose values are not at hand in this process.
+    """Raises an error if the values of arguments are not available in this process.
 
     Args:
       args: a pytree.
@@ -16,7 +16,7 @@ def check_values(args: PyTree, caller: str) -> None:
 
     Raises:
       TypeError: an array is traced, or a leaf is a `ShapeDtypeStruct`.
-      ValueError: an array is spread over several processes.
+      ValueError: an array is divided between several processes.
     """
     if has_tracers(args):
         raise TypeError(f"{caller} runs functions on values, and cannot be called within a transform such as jax.jit")

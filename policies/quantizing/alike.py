@@ -23,11 +23,13 @@ class Item(NamedTuple):
       kind: passed on unchanged; only items of equal kinds share a loop.
       numbers: Python numbers, of equal types in all items; each call gets its own as scalar arrays.
       arrays: pytree of arrays.
+      old: another pytree of arrays, or None.
     """
 
     kind: Hashable
     numbers: tuple[int, ...]
     arrays: Any
+    old: Any = None
 
 
 def map_alike(function: Callable[..., Any], items: Sequence[Item], shared: Any = None) -> list[Any]:
@@ -43,25 +45,29 @@ def map_alike(function: Callable[..., Any], items: Sequence[Item], shared: Any =
 
     Example:
       >>> import jax.numpy as jnp
-      >>> def scaled(kind, numbers, x, shared):
+      >>> def scaled(kind, numbers, x, old, shared):
       ...     return numbers[0].astype(x.dtype) * x + shared
       >>> items = [Item("", (2,), jnp.ones(2)), Item("", (3,), jnp.ones(2)), Item("", (4,), jnp.ones(1))]
       >>> [x.tolist() for x in map_alike(scaled, items, jnp.float32(1))]
       [[3.0, 3.0], [4.0, 4.0], [5.0]]
     """
-    sizes = [sum(x.size for x in jax.tree_util.tree_leaves(item.arrays)) for item in items]
+    sizes = [sum(x.size for x in jax.tree_util.tree_leaves((item.arrays, item.old))) for item in items]
     limit = max([_ELEMENTS, *sizes])
     groups: dict[Hashable, list[int]] = {}
     for place, item in enumerate(items):
-        leaves, structure = jax.tree_util.tree_flatten(item.arrays)
+        leaves, structure = jax.tree_util.tree_flatten((item.arrays, item.old))
         groups.setdefault((item.kind, structure, tuple((x.shape, x.dtype) for x in leaves)), []).append(place)
     results: list[Any] = [None] * len(items)
+    if not items:
+        return results
+    unknown = _counted(len(items))
     for places in groups.values():
         count = max(1, limit // max(1, sizes[places[0]]))
         for start in range(0, len(places), count):
             chosen = [items[place] for place in places[start : start + count]]
             numbers = tuple(np.array(each) for each in zip(*(item.numbers for item in chosen), strict=True))
-            found = _mapped(function, chosen[0].kind, numbers, [item.arrays for item in chosen], shared)
+            arrays, old = [item.arrays for item in chosen], [item.old for item in chosen]
+            found = _mapped(function, chosen[0].kind, numbers, arrays, old, unknown, shared)
             for place, result in zip(places[start : start + count], found, strict=True):
                 results[place] = result
     return results
@@ -69,34 +75,59 @@ def map_alike(function: Callable[..., Any], items: Sequence[Item], shared: Any =
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _mapped(
-    function: Callable[..., Any], kind: Hashable, numbers: tuple[jax.Array, ...], arrays: list[Any], shared: Any
+    function: Callable[..., Any],
+    kind: Hashable,
+    numbers: tuple[jax.Array, ...],
+    arrays: list[Any],
+    old: list[Any],
+    unknown: jax.Array,
+    shared: Any,
 ) -> list[Any]:
-    if len(arrays) == 1:
-        return [function(kind, tuple(x[0] for x in numbers), arrays[0], shared)]
-    stacked = jax.tree_util.tree_map(lambda *each: lax.concatenate([x[None] for x in each], 0), *arrays)
+    count = len(arrays)
+    if count == 1:
+        return [function(kind, tuple(x[0] for x in numbers), arrays[0], old[0], shared)]
+    given, before = (numbers, _stacked(arrays)), _stacked(old)
 
-    def call(place: jax.Array, each: tuple[Any, Any]) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        return place + np.uint32(1), (place, function(kind, *each, shared))
+    def result_of(place: Any, before: Any) -> Any:
+        return function(kind, *_at(given, place), _at(before, place), shared)
 
-    _, (places, results) = lax.scan(call, jnp.uint32(0), (numbers, stacked))
-    return [_at(places, number, results) for number in range(len(arrays))]
+    def call(place: jax.Array, results: Any) -> Any:
+        result = result_of(place, before)
+        return jax.tree_util.tree_map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, place, 0), results, result)
+
+    one = jax.eval_shape(result_of, np.uint32(0), before)
+    results = jax.tree_util.tree_map(lambda x: lax.empty((count, *x.shape), x.dtype), one)
+    results = _counting(count, call, results)
+    return [_at(results, _one_of(unknown, number)) for number in range(count)]
 
 
-def _at(places: jax.Array, number: int, stacked: Any) -> Any:
-    """Returns one of stacked results, at a place that the compiler does not know.
+def _counting(count: int, call: Callable[[jax.Array, Any], Any], start: Any) -> Any:
+    """Returns what a loop makes of a value, by calls with 0, 1, 2, ..."""
+    one = np.uint32(1)
+    _, result = lax.while_loop(
+        lambda carry: carry[0] < np.uint32(count), lambda carry: (carry[0] + one, call(*carry)), (jnp.uint32(0), start)
+    )
+    return result
 
-    The compiler would compile each slice with a known start, but compiles only one for all with unknown starts.
 
-    Args:
-      places: 0, 1, 2, ..., from a loop.
-      number: index of the place.
-      stacked: pytree of arrays.
+def _stacked(trees: list[Any]) -> Any:
+    return jax.tree_util.tree_map(lambda *each: lax.concatenate([x[None] for x in each], 0), *trees)
+
+
+def _at(stacked: Any, place: Any) -> Any:
+    return jax.tree_util.tree_map(lambda x: lax.dynamic_index_in_dim(x, place, 0, keepdims=False), stacked)
+
+
+def _counted(count: int) -> jax.Array:
+    """Returns 0, 1, 2, ..., of which the compiler does not know which they are.
+
+    It would compile each slice that starts at a known place, and compiles one for all that start at unknown ones.
     """
-    chosen = lax.select(np.arange(len(places)) == number, places, np.zeros(len(places), np.uint32))
-    place = lax.reduce_max(chosen, (0,))
-    zero = np.uint32(0)
+    start = jnp.zeros(count, jnp.uint32)
+    return _counting(count, lambda place, x: lax.dynamic_update_index_in_dim(x, place, place, 0), start)
 
-    def one(x: jax.Array) -> jax.Array:
-        return lax.dynamic_slice(x, (place, *[zero] * (x.ndim - 1)), (1, *x.shape[1:])).reshape(x.shape[1:])
 
-    return jax.tree_util.tree_map(one, stacked)
+def _one_of(unknown: jax.Array, number: int) -> jax.Array:
+    """Returns a number of `_counted`."""
+    is_it = np.arange(len(unknown)) == number
+    return lax.reduce_max(lax.select(is_it, unknown, np.zeros(len(unknown), np.uint32)), (0,))

@@ -15,11 +15,11 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.quantizing.draws import uniform
 from jmp_train.policies.quantizing.dynamic_codes import count_below, dynamic_code, numbers_of
+from jmp_train.policies.quantizing.float8_bits import from_float8_bits
 from jmp_train.policies.quantizing.rounding import round_to
 
 BLOCK_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 _SHARED_BY = 8  # devices that can share the axis of the blocks
-_SIGN = np.uint8(128)  # the index of the int8 code 0; the index 0 is the int8 code -128
 
 
 class BlockQuantized(NamedTuple):
@@ -65,9 +65,8 @@ def quantize(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None, *, bl
 
     Reference: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861.
     """
-    signed = jnp.dtype(dtype) == jnp.int8
-    indices = jnp.dtype(jnp.uint8 if signed else dtype)
-    return from_indices(_quantized(x.astype(jnp.float32), indices, signed, key, *_layout(x.shape, block_size)), dtype)
+    name = jnp.dtype(dtype).name
+    return from_bits(quantize_bits(x.astype(jnp.float32), code_of(name), name == "int8", key, block_size), name)
 
 
 @jax.jit  # traced once for all arrays of a shape
@@ -77,7 +76,7 @@ def dequantize(x: BlockQuantized) -> jax.Array:
     Args:
       x: from `quantize`.
     """
-    return _dequantized(x, x.codes.dtype == jnp.int8)
+    return _dequantized(to_bits(x), code_of(x.codes.dtype.name), x.codes.dtype == jnp.int8)
 
 
 def requantize(x: jax.Array, old: BlockQuantized, key: jax.Array | None = None) -> BlockQuantized:
@@ -88,40 +87,56 @@ def requantize(x: jax.Array, old: BlockQuantized, key: jax.Array | None = None) 
       old: an array of the same shape.
       key: see `quantize`.
     """
-    signed = old.codes.dtype == jnp.int8
-    return from_indices(requantize_indices(x, to_indices(old), signed, key), old.codes.dtype)
+    name = old.codes.dtype.name
+    return from_bits(requantize_bits(x, to_bits(old), code_of(name), name == "int8", key), name)
 
 
-def to_indices(x: BlockQuantized) -> BlockQuantized:
-    """Returns a quantized array with uint8 indices into its dynamic code as codes; float8 stays unchanged."""
-    if x.codes.dtype != jnp.int8:
-        return x
-    return x._replace(codes=lax.bitcast_convert_type(x.codes, jnp.uint8) ^ _SIGN)
+def code_of(name: str) -> str:
+    """Returns the code of a dtype of `BLOCK_DTYPES`: "dynamic" for int8 and uint8, float8 by its own name."""
+    return "dynamic" if name in ("int8", "uint8") else name
 
 
-def from_indices(x: BlockQuantized, dtype: DTypeLike) -> BlockQuantized:
-    """Returns the array in a dtype of `BLOCK_DTYPES`, the inverse of `to_indices`."""
-    if jnp.dtype(dtype) != jnp.int8:
-        return x
-    return x._replace(codes=lax.bitcast_convert_type(x.codes ^ _SIGN, jnp.int8))
+def to_bits(x: BlockQuantized) -> BlockQuantized:
+    """Returns a quantized array whose codes are the same bits as uint8."""
+    return x._replace(codes=lax.bitcast_convert_type(x.codes, jnp.uint8))
 
 
-def requantize_indices(
-    x: jax.Array, old: BlockQuantized, signed: bool | jax.Array, key: jax.Array | None = None
+def from_bits(x: BlockQuantized, name: str) -> BlockQuantized:
+    """Returns the array in a dtype of `BLOCK_DTYPES` of which `to_bits` made another one."""
+    return x._replace(codes=lax.bitcast_convert_type(x.codes, jnp.dtype(name)))
+
+
+def quantize_bits(
+    x: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array | None, block_size: int
 ) -> BlockQuantized:
-    """Returns the result of `requantize`, from and as indices: one program for both dynamic codes.
+    """Returns what `quantize` does, as bits: one program for both dynamic codes.
 
     Args:
       x: float32 array.
-      old: an array of the same shape, from `to_indices`.
-      signed: whether the indices are into the signed code; may be a bool scalar array.
+      code: see `code_of`.
+      signed: whether the codes are int8; also a bool scalar array.
       key: see `quantize`.
+      block_size: see `quantize`.
+    """
+    return _quantized(x, code, signed, key, *_layout(x.shape, block_size))
+
+
+def requantize_bits(
+    x: jax.Array, old: BlockQuantized, code: str, signed: bool | jax.Array, key: jax.Array | None = None
+) -> BlockQuantized:
+    """Returns what `requantize` does, from and as bits.
+
+    Args:
+      x: float32 array.
+      old: of the same shape, as `to_bits` returns it.
+      code: see `code_of`.
+      signed: see `quantize_bits`.
       key: see `quantize`.
     """
     axes, blocks = _layout_of(old)
-    before, after = (lax.bitcast_convert_type(y, jnp.uint32) for y in (_dequantized(old, signed), x))
-    same = _in_blocks(before == after, axes, blocks).all(-1)
-    new = _quantized(x, old.codes.dtype, signed, key, axes, blocks)
+    before, after = (lax.bitcast_convert_type(y, jnp.uint32) for y in (_dequantized(old, code, signed), x))
+    same = _split(_in_blocks(before == after, axes, blocks)).all((-2, -1))
+    new = _quantized(x, code, signed, key, axes, blocks)
     codes = jnp.where(same[..., None], *(_in_blocks(y.codes, axes, blocks) for y in (old, new)))
     return BlockQuantized(_as_before(codes, x.shape, axes), jnp.where(same, old.scales, new.scales))
 
@@ -140,24 +155,42 @@ def _layout_of(x: BlockQuantized) -> tuple[int, int]:
     return x.codes.ndim - x.scales.ndim + 1, x.scales.shape[-1]
 
 
-def _dequantized(x: BlockQuantized, signed: bool | jax.Array) -> jax.Array:
+def _dequantized(x: BlockQuantized, code: str, signed: bool | jax.Array) -> jax.Array:
     axes, blocks = _layout_of(x)
-    codes = _in_blocks(to_indices(x).codes, axes, blocks)
-    numbers = numbers_of(codes.astype(jnp.int32), signed) if codes.dtype == jnp.uint8 else codes.astype(jnp.float32)
+    bits = _in_blocks(x.codes, axes, blocks)
+    if code == "dynamic":
+        numbers = numbers_of((bits ^ _sign_bit(signed)).astype(jnp.int32), signed)
+    else:
+        numbers = from_float8_bits(bits, code)
     return _as_before(numbers * x.scales[..., None], x.codes.shape, axes)
 
 
 def _quantized(
-    x: jax.Array, dtype: np.dtype, signed: bool | jax.Array, key: jax.Array | None, axes: int, blocks: int
+    x: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array | None, axes: int, blocks: int
 ) -> BlockQuantized:
-    """Returns an array in blocks of a float8, or of uint8 indices into a dynamic code."""
+    """Returns an array in blocks, whose codes are bits as uint8."""
     values = _in_blocks(x, axes, blocks)
-    scales = _scales(values, dtype, signed)
+    scales = _scales(values, code, signed)
     # A compiler may multiply by the inverse, which float32 flushes to zero for the largest scales.
     shift = jnp.where(scales > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
     divisors = jnp.where(scales == 0, 1, scales * shift)
-    codes = _coded(values * shift[..., None] / divisors[..., None], dtype, signed, key)
-    return BlockQuantized(_as_before(codes, x.shape, axes), scales)
+    bits = _bits_of(values * shift[..., None] / divisors[..., None], code, signed, key)
+    return BlockQuantized(_as_before(bits, x.shape, axes), scales)
+
+
+def _sign_bit(signed: bool | jax.Array) -> jax.Array:
+    """Returns what turns indices into a dynamic code to codes and back: int8 has 0 for the index 128."""
+    return jnp.where(signed, np.uint8(128), np.uint8(0))
+
+
+def _split(x: jax.Array) -> jax.Array:
+    """Returns an array whose last axis is two, as short as possible.
+
+    XLA's CPU compiler cuts reductions of more than 32 elements in parts, each a program with its result in memory.
+    """
+    size = x.shape[-1]
+    width = next((n for n in range(math.isqrt(size), 0, -1) if size % n == 0), 1)
+    return x.reshape(*x.shape[:-1], size // width, width)
 
 
 def _in_blocks(x: jax.Array, axes: int, blocks: int) -> jax.Array:
@@ -175,30 +208,33 @@ def _as_before(x: jax.Array, shape: tuple[int, ...], axes: int) -> jax.Array:
     return x.reshape(*first, -1)[..., : math.prod(shape[len(shape) - axes :])].reshape(shape)
 
 
-def _scales(values: jax.Array, dtype: np.dtype, signed: bool | jax.Array) -> jax.Array:
+def _scales(values: jax.Array, code: str, signed: bool | jax.Array) -> jax.Array:
     limits = np.finfo(np.float32)
     needed = values
-    if dtype == jnp.uint8:
+    if code == "dynamic":
         of_negative = jnp.minimum(values / dynamic_code(signed=True)[0], limits.max)
         needed = jnp.where(values < 0, jnp.where(signed, of_negative, jnp.nan), values)
         needed = jnp.where(values == -jnp.inf, jnp.inf, needed)
-    # Compared as integers, NaN is larger than infinity; compared as floats, XLA may lose a NaN.
-    bits = lax.bitcast_convert_type(needed, jnp.int32) & 0x7FFFFFFF
-    largest = lax.bitcast_convert_type(bits.max(-1), jnp.float32)
+    # As integers, NaN is larger than infinity, which no order of float32 promises: XLA's may lose a NaN. The shifts
+    # drop the sign, and keep XLA's CPU compiler from making one long reduction of two short ones.
+    bits = _split(lax.bitcast_convert_type(needed, jnp.uint32)) << jnp.uint32(1)
+    largest = lax.bitcast_convert_type((bits.max(-1) >> jnp.uint32(1)).max(-1), jnp.float32)
     scales = largest
-    if dtype != jnp.uint8:
-        # Float32 flushes numbers below its smallest normal number, which is a good scale for all larger ones.
+    if code != "dynamic":
+        # Float32 flushes what is below its smallest normal number, which is a fine scale for all that is not.
         least = jnp.where(largest > 0, limits.tiny, 0)
-        scales = jnp.maximum(largest / np.float32(jnp.finfo(dtype).max), least)
+        scales = jnp.maximum(largest / np.float32(jnp.finfo(code).max), least)
     return jnp.where(jnp.isfinite(largest), scales, jnp.nan)
 
 
-def _coded(x: jax.Array, dtype: np.dtype, signed: bool | jax.Array, key: jax.Array | None) -> jax.Array:
-    if dtype != jnp.uint8:
-        return round_to(x, dtype, key)
+def _bits_of(x: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array | None) -> jax.Array:
+    if code != "dynamic":
+        return lax.bitcast_convert_type(round_to(x, code, key), jnp.uint8)
     if key is None:
-        return count_below(x, signed, middles=True).astype(jnp.uint8)
-    x = jnp.minimum(x, 1)  # a compiler may multiply by the scale's inverse, and so exceed the last number
-    index = count_below(x, signed, middles=False)  # the index of the number below x
-    low, high = numbers_of(index, signed), numbers_of(index + 1, signed)
-    return (index + (uniform(key, x.shape) < (x - low) / (high - low)).astype(jnp.int32)).astype(jnp.uint8)
+        index = count_below(x, signed, middles=True)
+    else:
+        x = jnp.minimum(x, 1)  # a compiler may multiply by the scale's inverse, and so pass the last number
+        index = count_below(x, signed, middles=False)  # of the number below x
+        low, high = numbers_of(index, signed), numbers_of(index + 1, signed)
+        index += (uniform(key, x.shape) < (x - low) / (high - low)).astype(jnp.int32)
+    return index.astype(jnp.uint8) ^ _sign_bit(signed)

@@ -6,6 +6,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_train.policies.quantizing.draws import bits16
+from jmp_train.policies.quantizing.float8_bits import to_float8_bits
 
 
 def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> jax.Array:
@@ -32,21 +33,22 @@ def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> ja
     """
     largest = float(jnp.finfo(dtype).max)
     limited = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+    if jnp.dtype(dtype).itemsize == 1:
+        return lax.bitcast_convert_type(to_float8_bits(limited, dtype, key), jnp.dtype(dtype))
     nearest = limited.astype(dtype)
     if key is None:
         return nearest
     if nearest.dtype == jnp.bfloat16:
         return jnp.where(jnp.isfinite(limited), _upper_half(limited, key), nearest)
-    # In sign-magnitude formats, the bits of the next larger magnitude are one more.
-    bits_dtype = jnp.uint16 if nearest.dtype.itemsize == 2 else jnp.uint8
-    bits = lax.bitcast_convert_type(nearest, bits_dtype)
+    # Formats of sign and magnitude: the bits of the next larger magnitude are one more.
+    bits = lax.bitcast_convert_type(nearest, jnp.uint16)
     magnitude = jnp.abs(limited)
-    inner = bits - (_magnitude(bits, dtype) > magnitude).astype(bits_dtype)
-    low, high = _magnitude(inner, dtype), _magnitude(inner + bits_dtype(1), dtype)
+    inner = bits - (_magnitude(bits, dtype) > magnitude).astype(jnp.uint16)
+    low, high = _magnitude(inner, dtype), _magnitude(inner + jnp.uint16(1), dtype)
     share = jnp.where(low == magnitude, 0, (magnitude - low) / (high - low))
     # In a loop: XLA's CPU compiler would fuse a program without loops, and compute it again for each use.
     outward = jax.random.uniform(key, x.shape) < share
-    rounded = lax.bitcast_convert_type(inner + outward.astype(bits_dtype), jnp.dtype(dtype))
+    rounded = lax.bitcast_convert_type(inner + outward.astype(jnp.uint16), jnp.dtype(dtype))
     return jnp.where(jnp.isfinite(limited), rounded, nearest)
 
 

@@ -135,9 +135,8 @@ def debiased(way: Way) -> Case:
     def loss(model: Any, batch: Any) -> jax.Array:
         x, y = batch
         x = jax.vmap(model)(x)
-        return (transport(x, y) - 0.5 * transport(x, x) - 0.5 * transport(y, y)).astype(
-            jnp.float32
-        )  # fault: divergence
+        apart = transport(x, y) - 0.5 * transport(x, x) - 0.5 * transport(y, y)  # fault: divergence
+        return apart.astype(jnp.float32)
 
     x, model = values(POINTS, 2), eqx.nn.Linear(2, 2, key=jr.key(0))
     return module(way, model, loss, (x, jax.vmap(model)(x) + 0.1 * values(POINTS, 2, seed=1)))
