@@ -211,12 +211,12 @@ def test_half_parameters_are_refused_by_name(mode: str) -> None:
     params = make_params()
     params["dense"]["w"] = params["dense"]["w"].astype(jnp.bfloat16)
     amp = jt.amp_mode(mode)
-    with pytest.raises(ValueError, match=r"must come in float32, .*\n  'dense/w' is bfloat16$"):
+    with pytest.raises(ValueError, match=r"params must be in float32; mode .*\n  'dense/w' is bfloat16$"):
         amp.cast_params(params)
     fn, _ = amp.transform(loss_fn, optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"must come in float32, .*\n  'dense/w' is bfloat16$"):
+    with pytest.raises(ValueError, match=r"params must be in float32; mode .*\n  'dense/w' is bfloat16$"):
         fn(params, None, BATCH, None)
-    with pytest.raises(ValueError, match=r"must come in float32"):
+    with pytest.raises(ValueError, match=r"params must be in float32; mode"):
         apex("O2").cast_params(params)
 
 
