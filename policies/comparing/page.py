@@ -1,11 +1,12 @@
 """A comparison as one HTML page without scripts or network access: words, pictures, the worst tokens, operations."""
 
+import math
 from collections.abc import Sequence
 from html import escape
 from string import Template
 
 from jmp_train.policies.comparing.differences import Differences, TokenDifference
-from jmp_train.policies.comparing.operations import OperationParity, Operations
+from jmp_train.policies.comparing.parted import OperationParity, Operations
 from jmp_train.policies.comparing.picture import STYLE, distribution, operations_picture
 from jmp_train.policies.diagnosing import place_of
 from jmp_train.policies.pages import code_block, document
@@ -27,12 +28,14 @@ _OPERATIONS = Template("""\
 <h2>Operations of inference</h2>
 <div class="scroll"><table id="operations-of-inference">
 <thead><tr><th>#<th>operation<th>module<th>code<th>result<th>runs<th>off from training<th>off from float32<th>\
-rows that training has not</tr></thead>
+rows that training has not<th>part of the difference</tr></thead>
 <tbody>
 $rows
 </tbody></table></div>
 <footer>In the order in which they run. Differences are means over the rows of a result, relative to a row's norm.
 Rows that training has not are no fault by themselves: what it computes in other shapes, or masks later, has some.
+The part of the difference is what goes away once an operation, after those before it, has training's values. Operations
+of the same code are tried together, until hardly any difference is left.
 </footer>""")
 
 
@@ -73,5 +76,6 @@ def _row(number: int, row: OperationParity) -> str:
         str(row.runs),
         *(f"{x:.2g}" if x else "" for x in (row.difference, row.error)),
         f"{row.unknown:.0%}" if row.unknown else "",
+        "" if math.isnan(row.contribution) else f"{row.contribution:.0%}",
     )
     return f"<tr><td>{'<td>'.join(cells)}</tr>"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jmp_train.policies.comparing.differences import EDGES, Differences
-from jmp_train.policies.comparing.operations import Operations
+from jmp_train.policies.comparing.parted import Operations
 from jmp_train.policies.pages import svg
 
 _HEIGHT = 250

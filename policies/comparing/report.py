@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
+import math
 import os
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from jmp_train.policies.comparing.differences import Differences, TokenDifference
-from jmp_train.policies.comparing.operations import FirstDifference, OperationParity, Operations
 from jmp_train.policies.comparing.page import page
+from jmp_train.policies.comparing.parted import FirstDifference, OperationParity, Operations
 from jmp_train.policies.comparing.picture import standalone
 from jmp_train.policies.diagnosing import finite_or_none, place_of
 
@@ -120,6 +121,10 @@ def _operation(name: str, operation: OperationParity) -> list[str]:
         evidence = f"{operation.unknown:.0%} of its rows are not among those of {other}"
     else:
         evidence = f"off by {operation.difference:.2g} from {other}, by {operation.error:.2g} from float32"
+    if not math.isnan(operation.contribution):
+        if not operation.unknown and not operation.difference:
+            evidence = f"its rows are those of {other}, at other places or for other tokens"
+        evidence += f"; with the values of {other}, {operation.contribution:.0%} of the difference goes away"
     code = [f"      {operation.code}"[:_WIDTH]] if operation.code else []
     return [*_wrapped(head, "  "), *code, *_wrapped(evidence, "    ")]
 
