@@ -184,5 +184,5 @@ def _gpus(args: argparse.Namespace) -> list[Any]:
     known = {**GPUS, **own}
     for name in names:
         if name not in known:
-            raise WrongCall(f"--gpus {name}is unknown; choose from {', '.join(known)}")
+            raise WrongCall(f"--gpus {name} is unknown; choose from {', '.join(known)}")
     return [known[name] for name in names]

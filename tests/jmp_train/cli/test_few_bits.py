@@ -62,7 +62,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             "diagnose karate --policy autocast_bfloat16,0.5:float32 --fp8 DelayedScaling",
-            "--fp8 DelayedScaling has a state, which the phases of autocast_bfloat16,0.5:float32 would not share",
+            "--fp8 DelayedScaling has a state, which the phases of autocast_bfloat16,0.5:float32 cannot share",
         ),
     ],
 )
