@@ -170,7 +170,7 @@ def softmax(msg: str, out: str, temperature: float = 1.0) -> Reduce:
     Reference: Li et al., DeeperGCN, https://arxiv.org/abs/2006.07739; PyTorch Geometric's SoftmaxAggregation.
     """
     if not isinstance(temperature, int | float) or isinstance(temperature, bool):
-        raise TypeError(f"temperature must be a number, got {temperature!r}; segment_softmax_sum takes arrays")
+        raise TypeError(f"temperature must be a number, got {temperature!r}; for arrays, use segment_softmax_sum")
     return Reduce("softmax", msg, out, float(temperature))
 
 

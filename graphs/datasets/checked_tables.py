@@ -53,7 +53,7 @@ def read_ids(
     if not first <= ids.min() <= ids.max() <= last:
         row, column = np.argwhere((ids < first) | (ids > last))[0]
         raise ValueError(
-            f"{path}: row {row}, column {column} is {ids[row, column]}, where {known.format(count)}"
+            f"{path}: row {row}, column {column} is {ids[row, column]}, but {known.format(count)}"
             + (f", numbered from {first}" if first else "")
         )
     return ids - np.int32(first) if first else ids
@@ -75,8 +75,8 @@ def warn_of_rounding(path: Path, numbers: np.ndarray) -> None:
     if is_rounded.any():
         column = int(is_rounded.argmax())
         warnings.warn(
-            f"{path}: column {column} has numbers up to {largest[column]:.9g}, and is read as float32, which rounds "
-            f"whole numbers beyond {LARGEST_EXACT}. If they are ids or times, subtract an offset in the file",
+            f"{path}: column {column} has numbers up to {largest[column]:.9g}; float32 rounds whole numbers "
+            f"above {LARGEST_EXACT}. If they are ids or times, subtract an offset in the file",
             CollapsedValuesWarning,
             stacklevel=2,
         )
@@ -88,9 +88,7 @@ def whole(path: Path, numbers: np.ndarray, is_given: np.ndarray, most: int = LAR
     is_wrong = is_given & ~is_right
     if is_wrong.any():
         row = int(is_wrong[:, 0].argmax())
-        raise ValueError(
-            f"{path}: row {row} is {numbers[row, 0]:g}, where whole numbers from 0 are right, up to {most}"
-        )
+        raise ValueError(f"{path}: row {row} is {numbers[row, 0]:g}, but must be a whole number from 0 to {most}")
     return numbers[:, 0].astype(np.int32)
 
 
@@ -104,12 +102,12 @@ def check_finite(path: Path, table: np.ndarray) -> None:
 def check_columns(path: Path, table: np.ndarray, columns: int) -> None:
     """Raises ValueError if a table has another number of columns."""
     if table.shape[1] != columns:
-        raise ValueError(f"{path} has {table.shape[1]} columns, where {columns} are wanted")
+        raise ValueError(f"{path} must have {columns} columns, got {table.shape[1]}")
 
 
 def check_rows(path: Path, table: np.ndarray, rows: int, counted_by: Path) -> None:
     """Raises ValueError if a table does not have the number of rows in another file."""
     if len(table) > rows:
-        raise ValueError(f"{path} has more rows than the {rows} that {counted_by.name} says")
+        raise ValueError(f"{path} has more than the {rows} rows given by {counted_by.name}")
     if len(table) != rows:
-        raise ValueError(f"{path} has {len(table)} rows, where {counted_by.name} says {rows}")
+        raise ValueError(f"{path} has {len(table)} rows, but {counted_by.name} gives {rows}")

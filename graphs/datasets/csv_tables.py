@@ -126,7 +126,7 @@ def _unzipped(path: Path) -> Iterator[bytes]:
                 data = unzip.unused_data
                 unzip, is_within = zlib.decompressobj(31), False
     if is_within:
-        raise EOFError("it ends too early")
+        raise EOFError("it is truncated")
 
 
 @contextlib.contextmanager

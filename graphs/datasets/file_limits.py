@@ -50,7 +50,7 @@ def check_bytes(what: str, count: int, most: int) -> None:
       ValueError: ind.cora.allx: a matrix [9, 9] would take 324 bytes, more than the 300 allowed; max_bytes= allows more
     """
     if count > most:
-        raise ValueError(f"{what} would take {count} bytes, more than the {most} allowed; max_bytes= allows more")
+        raise ValueError(f"{what} would take {count} bytes, more than the limit of {most}; raise it with max_bytes=")
 
 
 @contextlib.contextmanager

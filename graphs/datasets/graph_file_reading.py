@@ -82,20 +82,23 @@ def _known(path: Path, metadata: Mapping[str, str], names: Sequence[str]) -> lis
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is not a file of graphs: its format is {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.get("format_version") != VERSION:
-        raise ValueError(f"{path} has format_version {metadata.get('format_version')!r}, this reads {VERSION!r}")
+        raise ValueError(
+            f"{path} has format_version {metadata.get('format_version')!r}, but this version of jmp_train reads "
+            f"{VERSION!r}"
+        )
     try:
         known = json.loads(metadata.get("graphs", ""))
     except (ValueError, RecursionError):
-        raise ValueError(f"{path}: its metadata of graphs are not JSON") from None
+        raise ValueError(f"{path}: its metadata on graphs is not JSON") from None
     if not isinstance(known, list):
-        raise ValueError(f"{path}: its metadata of graphs are no list")
+        raise ValueError(f"{path}: its metadata on graphs is not a list")
     for place, what in enumerate(known):
         if fault := _fault(what):
             raise ValueError(f"{path}: graph {place}: the metadata {fault}")
     starts = {"labels", *map(str, range(len(known)))}
     for name in names:
         if name.partition("/")[0] not in starts:
-            raise ValueError(f"{path}: the array {name[:200]!r} belongs to no graph, of which there are {len(known)}")
+            raise ValueError(f"{path}: the array {name[:200]!r} belongs to none of its {len(known)} graphs")
     return known
 
 
@@ -129,7 +132,7 @@ def _places(path: Path, indices: SupportsIndex | Sequence[SupportsIndex], count:
     places = [as_count("indices", place) for place in several]
     for place in places:
         if place >= count:
-            raise ValueError(f"{path} has {count} graphs: there is none at indices={place}")
+            raise ValueError(f"{path} has {count} graphs; indices={place} is out of range")
     return places
 
 
@@ -138,7 +141,7 @@ def _put_together(where: str, what: Mapping[str, Any], arrays: Arrays, most: int
     try:
         graph = (_graph if what["kind"] == "graph" else _hetero_graph)(where, what, arrays, most)
         if arrays:
-            raise ValueError(f"the array {min(arrays)[:200]!r} is of no use")
+            raise ValueError(f"the array {min(arrays)[:200]!r} is not part of the graph")
     except (TypeError, ValueError) as error:
         text = str(error)
         raise ValueError(text if text.startswith(where) else f"{where}: {one_line(error)}") from None
@@ -154,14 +157,17 @@ def _graph(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> Gr
     graph = from_edges(senders, receivers, total, nodes, edges, formats=what["formats"])
     if n_edge.sum() != len(senders) or len(n_edge) != len(n_node):
         found, wanted = (len(n_edge), int(n_edge.sum())), (len(n_node), len(senders))
-        raise ValueError(f"n_edge has (graphs, edges) = {found}, where there are {wanted}")
+        raise ValueError(f"n_edge must have (graphs, edges) = {wanted}, got {found}")
     owners = np.repeat(np.arange(len(n_node)), n_node)
     expected = np.repeat(np.arange(len(n_edge)), n_edge)
     for name, ids in (("senders", senders), ("receivers", receivers)):
         if (wrong := owners[ids] != expected).any():
             edge = int(wrong.argmax())
             owner = owners[ids[edge]]
-            raise ValueError(f"{name}[{edge}] = {ids[edge]} is of graph {owner} of the batch, not of {expected[edge]}")
+            raise ValueError(
+                f"{name}[{edge}] = {ids[edge]} belongs to graph {owner} of the batch, but its edge to graph "
+                f"{expected[edge]}"
+            )
     counts = {"n_node": jnp.asarray(n_node, jnp.int32), "n_edge": jnp.asarray(n_edge, jnp.int32)}
     return dataclasses.replace(graph, **counts, globals=dict(of_graphs) if what["globals"] or of_graphs else None)
 
@@ -196,5 +202,5 @@ def _on_device(of: str, arrays: Arrays) -> Mapping[str, jax.Array]:
     """Returns jax arrays; raises ValueError if jax would change the dtype of one."""
     for name, array in arrays.items():
         if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-            raise ValueError(f"{of}[{name!r}] is {array.dtype}, which wants jax_enable_x64")
+            raise ValueError(f"{of}[{name!r}] is {array.dtype}, which needs jax_enable_x64")
     return FrozenDict({name: jnp.asarray(array) for name, array in arrays.items()})

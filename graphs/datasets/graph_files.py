@@ -114,9 +114,9 @@ def _named(of: str, features: Mapping[str, Any], where: str = "") -> Arrays:
     arrays = {}
     for name, feature in features.items():
         if not isinstance(name, str) or not name.isprintable():
-            raise TypeError(f"{where}{of} has the name {name!r}, where printable strings are right")
-        array = feature if isinstance(feature, jax.Array) else np.asarray(feature)  # a random key is no numpy array
+            raise TypeError(f"{where}{of}: names must be printable strings, got {name!r}")
+        array = feature if isinstance(feature, jax.Array) else np.asarray(feature)  # random keys have no NumPy array
         if array.dtype.name not in DTYPES.values():
-            raise TypeError(f"{where}{of}[{name!r}] is {array.dtype}, which safetensors files do not hold")
+            raise TypeError(f"{where}{of}[{name!r}] is {array.dtype}, which safetensors files cannot store")
         arrays[f"{of}/{name}"] = np.asarray(array, order="C")
     return arrays

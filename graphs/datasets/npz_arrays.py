@@ -76,7 +76,7 @@ class _TooLargeError(ValueError):
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str, most: int) -> np.ndarray:
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError("it is compressed in a way that numpy does not use")  # and without bounds
+        raise ValueError("it uses a compression method that numpy does not write")  # and that has no size limit
     with archive.open(info) as file:
         start = io.BytesIO(file.read(_LONGEST_HEADER))
     with warnings.catch_warnings():
@@ -89,7 +89,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str, most: int
             raise _TooLargeError(str(error)) from None
         if count != info.file_size - start.tell():
             raise ValueError(
-                f"its header says {dtype} {shape}, {count} bytes, but it has {info.file_size - start.tell()}"
+                f"its header gives {dtype} {shape}, {count} bytes, but it has {info.file_size - start.tell()} bytes"
             )
         with archive.open(info) as file:
             return npy.read_array(file, allow_pickle=False, max_header_size=_LONGEST_HEADER)
@@ -103,7 +103,7 @@ def _header(start: io.BytesIO) -> tuple[tuple[int, ...], np.dtype]:
     elif version == (2, 0):
         shape, _, dtype = npy.read_array_header_2_0(start)
     else:
-        raise ValueError(f"version {version} of its format is not known")
+        raise ValueError(f"version {version} of its format is unknown")
     if dtype.hasobject:
         raise ValueError("Object arrays cannot be read: they are pickles")
     if len(shape) > _MOST_AXES or not all(0 <= length < 2**48 for length in shape):

@@ -107,10 +107,10 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.nda
     """Returns int32 [rows], -1 where the file has NaN."""
     labels = read(path, np.float64, rows)
     if labels.shape[1] > 1:
-        raise ValueError(f"{path} has {labels.shape[1]} columns: several labels a node are not supported, one is")
+        raise ValueError(f"{path} has {labels.shape[1]} columns: only one label per node is supported")
     check_rows(path, labels, rows, counted_by)
     if np.isnan(labels).all():
-        raise ValueError(f"{path} has no label")
+        raise ValueError(f"{path} has no labels")
     most = max(MOST_CLASSES, rows) - 1
     return whole(path, np.where(np.isnan(labels), -1, labels), ~np.isnan(labels), most)
 

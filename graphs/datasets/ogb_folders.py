@@ -16,7 +16,7 @@ def raw_folder(data_dir: Path | str) -> Path:
     """Returns the folder of the tables; raises ValueError if it has the binary layout."""
     raw = Path(data_dir) / "raw"
     if (raw / "data.npz").is_file():
-        raise ValueError(f"{raw / 'data.npz'} is of OGB's binary layout (ogbn-papers100M), which is not supported")
+        raise ValueError(f"{raw / 'data.npz'} is in OGB's binary format (ogbn-papers100M), which is not supported")
     return raw
 
 
@@ -41,9 +41,9 @@ def find_split(folder: Path, split: str | None, public: str, endings: Sequence[s
     """Returns the three files of a scheme; for None, of the only scheme."""
     schemes = sorted(path.name for path in folder.glob("*/"))
     if not schemes:
-        raise FileNotFoundError(f"{folder} has no folder of a split; {public}")
+        raise FileNotFoundError(f"{folder} has no split folder; {public}")
     if split not in schemes and (split is not None or len(schemes) > 1):
-        raise ValueError(f"split={split!r} must be one of {', '.join(map(repr, schemes))}, which are in {folder}")
+        raise ValueError(f"split={split!r} must be one of {', '.join(map(repr, schemes))}, the splits in {folder}")
     return find_tables(folder / (split or schemes[0]), _PARTS, public, endings)
 
 
@@ -51,7 +51,7 @@ def read_count(read: Table, path: Path) -> int:
     """Returns the number of nodes or edges of the only graph."""
     counts = read_counts(read, path)
     if len(counts) != 1:
-        raise ValueError(f"{path} has {len(counts)} numbers, where that of one graph is wanted")
+        raise ValueError(f"{path} must have one number, that of a single graph, got {len(counts)}")
     return int(counts[0])
 
 
@@ -61,7 +61,7 @@ def read_counts(read: Table, path: Path) -> np.ndarray:
     if counts.size:
         check_columns(path, counts, 1)
     if counts.min(initial=0) < 0:
-        raise ValueError(f"{path} has the number {counts.min()}, which is negative")
+        raise ValueError(f"{path} has a negative number, {counts.min()}")
     return np.ascontiguousarray(counts.reshape(-1))
 
 
@@ -81,7 +81,7 @@ def read_parts(
     for name, path in paths.items():
         ids = read_ids(read, path, 1, count, known=known)[:, 0]
         if not len(ids) and name != "valid":
-            raise ValueError(f"{path} names no {'node' if 'nodes' in known else 'graph'}")
+            raise ValueError(f"{path} lists no {'node' if 'nodes' in known else 'graph'}")
         is_first = np.full(len(ids), False)
         is_first[np.unique(ids, return_index=True)[1]] = True
         is_again = is_taken[ids] | ~is_first

@@ -85,7 +85,7 @@ def read_ogb_graphs(
     read = functools.partial(read_table, max_bytes=max_bytes)
     n_node, n_edge = (read_counts(read, paths[name]) for name in ("num-node-list", "num-edge-list"))
     if len(n_node) != len(n_edge):
-        fault = f"has {len(n_node)} graphs, where num-edge-list has {len(n_edge)}"
+        fault = f"has {len(n_node)} graphs, but num-edge-list has {len(n_edge)}"
         raise ValueError(f"{paths['num-node-list']} {fault}")
     ends = _read_ends(read, paths, n_node, n_edge)
     labels, num_classes = _read_labels(read, paths["graph-label"], len(n_node), paths["num-node-list"])
@@ -117,7 +117,7 @@ def _read_ends(read: Table, paths: Mapping[str, Path], n_node: np.ndarray, n_edg
         row, column = np.argwhere(is_wrong)[0]
         graph = of_graph[row]
         raise ValueError(
-            f"{path}: row {row}, column {column} is {ends[row, column]}, where graph {graph} has {n_node[graph]} nodes"
+            f"{path}: row {row}, column {column} is {ends[row, column]}, but graph {graph} has {n_node[graph]} nodes"
         )
     return ends
 
@@ -127,7 +127,7 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> tuple[
     labels = read(path, np.float32, rows)
     check_rows(path, labels, rows, counted_by)
     if not labels.size or np.isnan(labels).all():
-        raise ValueError(f"{path} has no label")
+        raise ValueError(f"{path} has no labels")
     if np.isinf(labels).any():
         raise ValueError(f"{path}: row {np.isinf(labels).any(axis=1).argmax()} is infinite")
     warn_of_rounding(path, labels)

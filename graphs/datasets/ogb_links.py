@@ -104,28 +104,28 @@ def _read_links(path: Path, num_nodes: int, max_bytes: int | None) -> Links:
         senders, receivers = (_ids(path, name, arrays.pop(name), num_nodes, axes=1) for name in _ENDS)
     else:
         known = ", ".join(arrays)[:200] or "nothing"
-        raise ValueError(f"{path} has {known}, where edge, or source_node and target_node are right")
+        raise ValueError(f"{path} must have edge, or source_node and target_node; it has {known}")
     count = len(senders)
     if len(receivers) != count:
-        raise ValueError(f"{path}: target_node has {len(receivers)} nodes, where source_node has {count}")
+        raise ValueError(f"{path}: target_node has {len(receivers)} nodes, but source_node has {count}")
     negatives = ()
     if "edge_neg" in arrays:
         negatives = _pairs(path, "edge_neg", arrays.pop("edge_neg"), num_nodes)
     elif "target_node_neg" in arrays:
         others = _ids(path, "target_node_neg", arrays.pop("target_node_neg"), num_nodes, axes=2)
         if len(others) != count:
-            raise ValueError(f"{path}: target_node_neg has {len(others)} rows, where source_node has {count}")
+            raise ValueError(f"{path}: target_node_neg has {len(others)} rows, but source_node has {count}")
         negatives = (senders[:, None], others)
     for name, array in arrays.items():
         if len(array.shape) == 0 or len(array) != count:
-            raise ValueError(f"{path}: {name} has shape {array.shape}, where there are {count} links")
+            raise ValueError(f"{path}: {name} has shape {array.shape}, but there are {count} links")
     return Links(senders, receivers, *negatives, values=arrays)
 
 
 def _pairs(path: Path, name: str, array: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     ids = _ids(path, name, array, num_nodes, axes=2)
     if ids.shape[1] != 2:
-        raise ValueError(f"{path}: {name} has shape {array.shape}, where pairs of nodes are right")
+        raise ValueError(f"{path}: {name} must be pairs of nodes, got shape {array.shape}")
     senders, receivers = (np.ascontiguousarray(column) for column in ids.T)
     return senders, receivers
 
@@ -133,8 +133,8 @@ def _pairs(path: Path, name: str, array: np.ndarray, num_nodes: int) -> tuple[np
 def _ids(path: Path, name: str, array: np.ndarray, num_nodes: int, *, axes: int) -> np.ndarray:
     """Returns ids of nodes, int32 of the array's shape."""
     if array.ndim != axes or array.dtype.kind not in "iu":
-        raise ValueError(f"{path}: {name} is {array.dtype} {array.shape}, where integers of {axes} axes are right")
+        raise ValueError(f"{path}: {name} must be integers with {axes} axes, got {array.dtype} {array.shape}")
     if array.size and not 0 <= array.min() <= array.max() < num_nodes:
         wrong = int(array.min() if array.min() < 0 else array.max())
-        raise ValueError(f"{path}: {name} has {wrong}, where the graph has {num_nodes} nodes")
+        raise ValueError(f"{path}: {name} has {wrong}, but the graph has {num_nodes} nodes")
     return array.astype(np.int32)

@@ -110,7 +110,7 @@ def first_that_holds(data: GraphData, sizes: Sequence[PaddedSize], parts: Sequen
     for size in sizes:
         if nodes < size.n_node and edges <= size.n_edge and graphs < size.n_graph:
             return size
-    raise ValueError(f"no size holds a batch of {graphs} graphs with {nodes} nodes and {edges} edges: {list(sizes)}")
+    raise ValueError(f"no size fits a batch of {graphs} graphs with {nodes} nodes and {edges} edges: {list(sizes)}")
 
 
 def padded_batch(
@@ -150,7 +150,7 @@ def padded_batch(
         size = PaddedSize(has["n_node"] + 1, has["n_edge"], has["n_graph"] + 1)
     for name, least in (("n_node", has["n_node"] + 1), ("n_edge", has["n_edge"]), ("n_graph", has["n_graph"] + 1)):
         if getattr(size, name) < least:
-            raise ValueError(f"size has {name}={getattr(size, name)}, where the batch needs {least}")
+            raise ValueError(f"size has {name}={getattr(size, name)}, but the batch needs {least}")
     formats = formats_of_size(size.n_edge) if formats is None else formats
     nodes = _rows(data.node_starts[chosen], n_node)
     edges = _rows(data.edge_starts[chosen], n_edge)

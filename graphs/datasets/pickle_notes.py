@@ -85,9 +85,9 @@ def carried_out(
     memo: dict[Any, Any] = {}  # not a list, which a number in a damaged file could make huge
     for count, (instruction, argument, _) in enumerate(pickletools.genops(source)):
         if most is not None and count >= most:
-            raise ValueError(f"there are more than {most} instructions")
+            raise ValueError(f"it has more than {most} instructions")
         if len(stack) > _DEEPEST:
-            raise ValueError(f"more than {_DEEPEST} values wait for what is to become of them")
+            raise ValueError(f"its stack has more than {_DEEPEST} values")
         name: Any = instruction.name
         if name in _LITERALS:
             stack.append(argument)
@@ -104,7 +104,7 @@ def carried_out(
         elif name in _STEPS:
             _STEPS[name](stack)
         elif name not in ("PROTO", "STOP"):
-            raise ValueError(f"the instruction {name} is not expected")
+            raise ValueError(f"instruction {name} is not allowed")
     (value,) = stack
     return value
 
@@ -118,7 +118,7 @@ def _allowed(name: str, names: Collection[str]) -> Name:
 def _last(stack: list[Any]) -> Any:
     """Returns the last value of the stack, which must not be a mark."""
     if stack[-1] is _MARK:
-        raise ValueError("there is a mark where a value is expected")
+        raise ValueError("it has a mark in place of a value")
     return stack[-1]
 
 
@@ -145,7 +145,7 @@ def _push_tuple(length: int) -> Callable[[list[Any]], None]:
 
 def _append(stack: list[Any], values: list[Any]) -> None:
     if not isinstance(stack[-1], list):
-        raise TypeError("values are appended to what is not a list")
+        raise TypeError("it appends values to an object that is not a list")
     stack[-1].extend(values)
 
 
@@ -153,21 +153,23 @@ def _set_items(stack: list[Any], items: list[Any]) -> None:
     keys, values = items[::2], items[1::2]
     # Hashing would take forever for nested tuples that contain the same tuple twice at each level.
     if not isinstance(stack[-1], dict) or not {type(key) for key in keys} <= {int, str}:
-        raise TypeError("items are set in what is not a dictionary, or under what is not a number or name")
+        raise TypeError(
+            "it sets items of an object that is not a dictionary, or with keys that are not numbers or names"
+        )
     stack[-1].update(zip(keys, values, strict=True))
 
 
 def _call(stack: list[Any]) -> None:
     arguments, name = _pop(stack), _pop(stack)
     if not isinstance(arguments, tuple) or not isinstance(name, Name):
-        raise TypeError("what is called is not a name, or its arguments are not a tuple")
+        raise TypeError("it calls an object that is not a name, or with arguments that are not a tuple")
     stack.append({} if name.text in _DICTS else Note(name.text, arguments))
 
 
 def _build(stack: list[Any]) -> None:
     state = _pop(stack)
     if not isinstance(stack[-1], Note):
-        raise TypeError("a state is set of what was not made")
+        raise TypeError("it sets the state of an object that it did not create")
     stack[-1].state = state
 
 
@@ -192,33 +194,33 @@ _STEPS: dict[str, Callable[[list[Any]], None]] = {
 def array_of(note: Any) -> np.ndarray:
     """Returns the array described by a note."""
     if not isinstance(note, Note) or note.name not in _MAKERS:
-        raise TypeError("there is no array where one is expected")
+        raise TypeError("an array is missing")
     kind, shape, code = note.arguments
     if not is_name(kind, _ARRAY) or shape != (0,) or _bytes_of(code) != b"b":
-        raise ValueError("an array is not made as arrays are")
+        raise ValueError("an array is not created as NumPy does")
     version, shape, dtype, by_columns, content = note.state
     if type(by_columns) is not bool:
-        raise ValueError("an array does not say whether it is by columns")
+        raise ValueError("an array does not give its order, by rows or columns")
     if version != 1:
-        raise ValueError("an array is of another version than arrays are")
+        raise ValueError("an array has an unknown version")
     dtype, content = _dtype(dtype), _bytes_of(content)
     check_shape(shape)
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"an array of shape {shape} has {len(content)} bytes of {dtype}")
     array = np.frombuffer(content, dtype).reshape(shape, order="F" if by_columns else "C")
     if not np.isfinite(array).all():
-        raise ValueError("a number of an array is not finite")
+        raise ValueError("an array has numbers that are not finite")
     return array.astype(dtype.newbyteorder("="))
 
 
 def _dtype(note: Any) -> np.dtype:
     if not isinstance(note, Note) or note.name != _DTYPE:
-        raise TypeError("there is no dtype where one is expected")
+        raise TypeError("a dtype is missing")
     code, order = note.arguments[0], note.state[1]
     if note.arguments[1:] != (0, 1) or (note.state[:1] + note.state[2:]) != _PLAIN:
-        raise ValueError("the dtype of an array is not made as dtypes are")
+        raise ValueError("the dtype of an array is not created as NumPy does")
     if not re.fullmatch(r"[<>|](b1|[iu][1248]|f[48])", order + code):
-        raise ValueError("the dtype of an array is not of numbers")
+        raise ValueError("the dtype of an array is not numeric")
     return np.dtype(order + code)
 
 
@@ -230,7 +232,7 @@ def _bytes_of(value: Any) -> bytes:
         if value.name == _ENCODE and value.arguments[1:] == ("latin1",):
             value = value.arguments[0]
     if not isinstance(value, str):
-        raise TypeError("there are no bytes where they are expected")
+        raise TypeError("the bytes of an array are missing")
     return value.encode("latin1")
 
 
@@ -243,4 +245,4 @@ def check_shape(shape: Any) -> None:
     """Raises ValueError if a value of a pickle is not a shape of one or two axes."""
     is_tuple = isinstance(shape, tuple) and len(shape) <= 2
     if not is_tuple or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("the shape of an array is not one or two integers from 0")
+        raise ValueError("the shape of an array must be one or two integers of at least 0")

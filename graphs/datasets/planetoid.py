@@ -74,7 +74,7 @@ https://github.com/kimiyoung/planetoid/tree/master/data
     num_classes = _check_widths(paths, matrices, labels)
     known, train = matrices["allx"].shape[0], matrices["x"].shape[0]
     if train > known:
-        raise ValueError(f"{paths['x']} has {train} rows, more than the {known} of allx")
+        raise ValueError(f"{paths['x']} has {train} rows, but allx has only {known}")
     test = _read_test_ids(paths["test.index"], known, num_nodes)
     if len(test) != matrices["tx"].shape[0]:
         rows = matrices["tx"].shape[0]
@@ -109,18 +109,18 @@ def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarr
     """Returns senders and receivers, int32 [edges], sorted, and the number of nodes."""
     neighbors: Any = read_python2_pickle(path, max_bytes=max_bytes)
     if not isinstance(neighbors, dict) or not neighbors:
-        raise ValueError(f"{path} holds no dictionary of the nodes' neighbors")
+        raise ValueError(f"{path} must hold a dictionary of the nodes' neighbors")
     num_nodes = len(neighbors)
     missing = next((node for node in range(num_nodes) if node not in neighbors), None)
     if missing is not None:
-        raise ValueError(f"{path} has {num_nodes} nodes, but none that is numbered {missing}")
+        raise ValueError(f"{path} has {num_nodes} nodes, but node {missing} is missing")
     for node, ids in neighbors.items():
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < num_nodes for i in ids):
             raise ValueError(
                 f"{path}: the neighbors of node {node} are not a list of numbers from 0 to {num_nodes - 1}"
             )
-    if len({id(ids) for ids in neighbors.values()}) < num_nodes:  # a small file of endless edges
-        raise ValueError(f"{path}: several nodes have one list of neighbors in common")
+    if len({id(ids) for ids in neighbors.values()}) < num_nodes:  # a small file could repeat one list without end
+        raise ValueError(f"{path}: several nodes share one list of neighbors")
     degrees = [len(ids) for ids in neighbors.values()]
     ends = np.repeat(np.fromiter(neighbors, np.int64, num_nodes), degrees)
     others = np.fromiter((i for ids in neighbors.values() for i in ids), np.int64, len(ends))
@@ -136,10 +136,10 @@ def _read_matrix(path: Path, max_bytes: int | None) -> Any:
     with faults_named(path):
         rows = read_python2_pickle(path, max_bytes=max_bytes)
     if not isinstance(rows, SparseRows):
-        raise ValueError(f"{path} holds no sparse matrix of features")
+        raise ValueError(f"{path} must hold a sparse matrix of features")
     if not rows.shape[0] or not 0 < rows.shape[1] <= _MAX_WIDTH:
         raise ValueError(
-            f"{path} has features of shape {rows.shape}, where at least one row of 1 to {_MAX_WIDTH} columns is wanted"
+            f"{path}: features must have at least one row, and 1 to {_MAX_WIDTH} columns, got shape {rows.shape}"
         )
     with faults_named(path), np.errstate(over="ignore"):
         data = rows.data.astype(np.float32)
@@ -161,7 +161,7 @@ def _read_labels(path: Path, max_bytes: int | None) -> np.ndarray:
 
 def _one_hot(path: Path, one_hot: object) -> np.ndarray:
     if not isinstance(one_hot, np.ndarray) or one_hot.ndim != 2:
-        raise ValueError(f"{path} holds no array of labels [rows, classes]")
+        raise ValueError(f"{path} must hold an array of labels [rows, classes]")
     is_one_hot = ((one_hot == 0) | (one_hot == 1)).all(axis=1) & ((one_hot == 1).sum(axis=1) == 1)
     if not is_one_hot.all():
         raise ValueError(f"{path}: row {is_one_hot.argmin()} is not one-hot")
@@ -174,11 +174,11 @@ def _check_widths(paths: Paths, matrices: Mapping[str, Any], labels: Mapping[str
     for of_features, of_labels in zip(_MATRICES, _LABELS, strict=True):
         matrix, one_hot = matrices[of_features], labels[of_labels]
         if matrix.shape[1] != width:
-            raise ValueError(f"{paths[of_features]} has {matrix.shape[1]} columns, where allx has {width}")
+            raise ValueError(f"{paths[of_features]} has {matrix.shape[1]} columns, but allx has {width}")
         if one_hot.shape != (matrix.shape[0], num_classes):
             raise ValueError(
-                f"{paths[of_labels]} has shape {one_hot.shape}, where {of_features} and ally want "
-                f"{(matrix.shape[0], num_classes)}"
+                f"{paths[of_labels]} must have shape {(matrix.shape[0], num_classes)} to match {of_features} and "
+                f"ally, got {one_hot.shape}"
             )
     return num_classes
 
@@ -189,12 +189,12 @@ def _read_test_ids(path: Path, known: int, num_nodes: int) -> np.ndarray:
     for row, line in enumerate(_read_lines(path, num_nodes)):
         if not line.isdigit() or len(line) > 10 or not known <= int(line) < num_nodes:
             shown = line[:20].decode("ascii", "backslashreplace")
-            raise ValueError(f"{path} has {shown!r} at row {row}, where {known} to {num_nodes - 1} are right")
+            raise ValueError(f"{path}: row {row} must be from {known} to {num_nodes - 1}, got {shown!r}")
         ids.append(int(line))
     if not ids:
-        raise ValueError(f"{path} names no test node")
+        raise ValueError(f"{path} lists no test node")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"{path} names a test node twice")
+        raise ValueError(f"{path} lists a test node twice")
     return np.array(ids, np.int32)
 
 

@@ -69,7 +69,7 @@ def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
     size = path.stat().st_size
     most = _LARGEST if max_bytes is None else as_count("max_bytes", max_bytes, sys.maxsize)
     if size > most:
-        raise ValueError(f"{path} has {size} bytes, more than {most}; max_bytes= allows more")
+        raise ValueError(f"{path} has {size} bytes, more than the limit of {most}; raise it with max_bytes=")
     try:
         with path.open("rb") as file:
             value = carried_out(file.read(size), _NAMES)
@@ -93,12 +93,13 @@ def _matrix(note: Note) -> SparseRows:
     rows, columns = shape
     if indptr.shape != (rows + 1,) or indices.ndim != 1 or data.shape != indices.shape:
         raise ValueError(
-            f"a matrix of shape {shape} has {indptr.shape} indptr, {indices.shape} indices and {data.shape} data"
+            f"a matrix of shape {shape} has indptr, indices and data of shapes {indptr.shape}, {indices.shape} "
+            f"and {data.shape}"
         )
     if indptr.dtype.kind not in "iu" or indices.dtype.kind not in "iu":
         raise ValueError("the indices of a sparse matrix are not integers")
     if indptr[0] != 0 or indptr[-1] != len(indices) or (indptr[1:] < indptr[:-1]).any():
-        raise ValueError(f"the rows of a sparse matrix do not divide its {len(indices)} values")
+        raise ValueError(f"the row pointers of a sparse matrix do not fit its {len(indices)} values")
     if len(indices) and not 0 <= indices.min() <= indices.max() < columns:
-        raise ValueError(f"a column of a sparse matrix is not among its {columns}")
+        raise ValueError(f"a column index of a sparse matrix is out of range for {columns} columns")
     return SparseRows(indptr, indices, data, (rows, columns))

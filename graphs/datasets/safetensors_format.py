@@ -85,7 +85,7 @@ class SafetensorsFile:
         self._file.seek(self._start + begin)
         content = self._file.read(end - begin)
         if len(content) < end - begin:
-            raise ValueError(f"the array {name[:200]!r} is cut off")
+            raise ValueError(f"the array {name[:200]!r} is truncated")
         if dtype == np.bool_ and content.strip(b"\0\1"):
             raise ValueError(f"the array {name[:200]!r} has booleans that are neither 0 nor 1")
         return np.frombuffer(bytearray(content), dtype).reshape(shape)
@@ -93,16 +93,16 @@ class SafetensorsFile:
     def _header(self) -> tuple[dict[str, Any], int]:
         size = int.from_bytes(self._file.read(8), "little")
         if size > _LONGEST_HEADER:
-            raise ValueError(f"its header would have {size} bytes")
+            raise ValueError(f"its header has {size} bytes, more than the limit of {_LONGEST_HEADER}")
         content = self._file.read(size)
         if len(content) < size or size < 2:
-            raise ValueError("its header is cut off")
+            raise ValueError("its header is truncated")
         try:
             header = json.loads(content)
         except (ValueError, RecursionError):
             raise ValueError("its header is not JSON") from None
         if not isinstance(header, dict):
-            raise ValueError("its header is no dictionary")
+            raise ValueError("its header is not a dictionary")
         return header, 8 + size
 
 
@@ -130,7 +130,7 @@ def serialized(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) ->
 
 def _metadata(metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError("its metadata are no texts by name")
+        raise ValueError("its metadata must map names to texts")
     return metadata
 
 
@@ -141,12 +141,12 @@ def _place(name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
     shape: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"the array {name[:200]!r} has no dtype that is known")
+        raise ValueError(f"the array {name[:200]!r} has an unknown dtype")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"the array {name[:200]!r} has no shape or no place")
+        raise ValueError(f"the array {name[:200]!r} has no valid shape or data_offsets")
     found, (begin, end) = np.dtype(jnp.dtype(DTYPES[dtype])), offsets
     if end - begin != math.prod(shape) * found.itemsize:
-        raise ValueError(f"the array {name[:200]!r} has {end - begin} bytes, which do not fit its shape")
+        raise ValueError(f"the array {name[:200]!r} has {end - begin} bytes, which does not fit its shape")
     return found.newbyteorder("<"), tuple(shape), begin, end
 
 
@@ -160,7 +160,7 @@ def _check_places(arrays: Mapping[str, tuple[np.dtype, tuple[int, ...], int, int
     last = 0
     for begin, end in sorted((begin, end) for _, _, begin, end in arrays.values()):
         if begin != last:
-            raise ValueError(f"its arrays overlap, or leave bytes between them, at {begin}")
+            raise ValueError(f"its arrays overlap or leave a gap at byte {begin}")
         last = end
     if last != size:
-        raise ValueError(f"its arrays have {last} bytes, where the file has {size}")
+        raise ValueError(f"its arrays end at byte {last}, but the file at byte {size}")

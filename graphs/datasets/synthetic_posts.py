@@ -49,7 +49,7 @@ def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> NodeData:
         raise ValueError(f"scale={scale} must be between 0 (excluded) and 1")
     nodes = round(NODES * scale)
     if nodes < _FEWEST:
-        raise ValueError(f"scale={scale} leaves {nodes} nodes of {NODES}; {_FEWEST} are the fewest that make a graph")
+        raise ValueError(f"scale={scale} gives {nodes} of {NODES} nodes; a graph needs at least {_FEWEST}")
     pairs = round(min(EDGES / 2 * scale, nodes * (nodes - 1) / 2 * _DENSEST))
     classes = min(REDDIT_CLASSES, nodes**2 // (4 * pairs))  # of twice the mean degree, 2 * pairs / nodes
     random = np.random.default_rng(seed)

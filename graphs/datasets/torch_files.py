@@ -83,19 +83,19 @@ def _faults_told(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} {fault}") from None
     except (*FAULTS, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise  # of the system, and no seek to a place before the file
-        raise ValueError(f"{path} is not a file of torch's, or a damaged one: {one_line(error)}") from None
+            raise  # by the system, and not a seek to a negative position
+        raise ValueError(f"{path} is not a torch file, or a damaged one: {one_line(error)}") from None
 
 
 def _of_archive(archive: zipfile.ZipFile, size: int) -> dict[str, np.ndarray]:
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if len({info.filename.partition("/")[0] for info in archive.infolist()}) != 1:
-        raise ValueError("what is in it is not in one folder")
+        raise ValueError("its entries are not in one folder")
 
     def content(name: str) -> bytes:
         info = members[name]
         if info.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{name!r} is compressed, which torch's are not")
+            raise ValueError(f"{name!r} is compressed, which torch does not do")
         return archive.read(info)
 
     if "byteorder" in members and content("byteorder") != b"little":
@@ -106,11 +106,11 @@ def _of_archive(archive: zipfile.ZipFile, size: int) -> dict[str, np.ndarray]:
 def _of_pickles(file: IO[bytes]) -> Any:
     """Returns the value in a file of pickles: a number that marks it, its version, the system, the value, storages."""
     if _carried_out(file) != _MAGIC or _carried_out(file) != _VERSION:
-        raise ValueError("it does not begin as such files do")
+        raise ValueError("it does not start with torch's magic number")
     _carried_out(file)
     value, storages = _carried_out(file), _carried_out(file)
     if storages != [] or file.read(1):
-        raise ValueError("something follows its arrays")
+        raise ValueError("it has data after its arrays")
     return value
 
 
@@ -120,11 +120,11 @@ def _carried_out(source: bytes | IO[bytes], *, has_storages: bool = False) -> An
 
 def _arrays(value: Any, stored: Callable[[str], bytes] | None, size: int) -> dict[str, np.ndarray]:
     if not isinstance(value, dict):
-        raise TypeError("it holds no dictionary of arrays")
+        raise TypeError("it must hold a dictionary of arrays")
     arrays, left = {}, size
     for name, note in value.items():
         if not isinstance(name, str) or not isinstance(note, Note):
-            raise Refused(f"holds {str(name)[:40]!r}, which is no array")
+            raise Refused(f"holds {str(name)[:40]!r}, which is not an array")
         arrays[name] = _tensor(note, stored) if stored and note.name == _TENSOR else array_of(note)
         left -= arrays[name].nbytes
         if left < 0:
@@ -137,11 +137,11 @@ def _tensor(note: Note, stored: Callable[[str], bytes]) -> np.ndarray:
     storage, first, shape, strides, requires_grad, hooks = note.arguments
     is_plain = isinstance(requires_grad, bool) and hooks == {}
     if not isinstance(storage, Note) or storage.name != STORAGE or not is_plain:
-        raise ValueError("a tensor is not made as tensors are")
+        raise ValueError("a tensor is not created as torch does")
     kind, dtype_name, key, _, count = storage.arguments[0]
     known = [dtype for name, dtype in _STORAGES.items() if is_name(dtype_name, name)]
     if kind != "storage" or not known or not isinstance(key, str):
-        raise ValueError("what a tensor is stored as is not known")
+        raise ValueError("the storage type of a tensor is unknown")
     check_shape(shape)
     check_shape((first, count))
     size = math.prod(shape)
@@ -152,5 +152,5 @@ def _tensor(note: Note, stored: Callable[[str], bytes]) -> np.ndarray:
         raise ValueError(f"a tensor of shape {shape} has {len(content)} numbers, where {count} are stored")
     array = content[first : first + size].reshape(shape).copy()
     if not np.isfinite(array).all():
-        raise ValueError("a number of a tensor is not finite")
+        raise ValueError("a tensor has numbers that are not finite")
     return array

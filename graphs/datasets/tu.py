@@ -97,7 +97,7 @@ def read_tu(data_dir: Path | str, name: str | None = None, *, max_bytes: int | N
 def _find_data_set(folder: Path, name: str | None) -> tuple[Path, str]:
     """Returns the folder of a data set's files, and its name as spelled in these."""
     if name is not None and (not name or set(name) & set("/\\\0*?[")):
-        raise ValueError(f"name={name!r} is not the name of a data set")
+        raise ValueError(f"name={name!r} is not a valid data set name")
     ending = "_graph_indicator.txt"
     found = {
         path.name.removesuffix(ending).casefold(): path
@@ -107,7 +107,7 @@ def _find_data_set(folder: Path, name: str | None) -> tuple[Path, str]:
     if name is None and len(found) == 1:
         name = next(iter(found))
     if name is None and found:
-        raise ValueError(f"name=None must be one of {', '.join(map(repr, sorted(found)))}, which are in {folder}")
+        raise ValueError(f"name=None must be one of {', '.join(map(repr, sorted(found)))}, the data sets in {folder}")
     if name is None or name.casefold() not in found:
         fault = f"lacks {name or '<name>'}{ending}" if folder.is_dir() else "is not a folder"
         raise FileNotFoundError(f"data_dir {folder} {fault}; {_PUBLIC}")
@@ -120,7 +120,7 @@ def _read_targets(read: Table, path: Path) -> tuple[np.ndarray, int | None]:
     are_classes = path.name.endswith("_labels.txt")
     labels = read(path, np.int32 if are_classes else np.float32)
     if not labels.size:
-        raise ValueError(f"{path} has no label")
+        raise ValueError(f"{path} has no labels")
     if not are_classes:
         check_finite(path, labels)
         warn_of_rounding(path, labels)
@@ -148,7 +148,9 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.nda
         return np.zeros(0, np.int32)
     labels = labels - labels.min(axis=0).astype(np.int64)
     if labels.max() >= max(MOST_CLASSES, rows):
-        raise ValueError(f"{path} has labels that are {labels.max()} apart, more than {max(MOST_CLASSES, rows) - 1}")
+        raise ValueError(
+            f"{path} has labels with a range of {labels.max()}, more than the limit of {max(MOST_CLASSES, rows) - 1}"
+        )
     labels = labels.astype(np.int32)
     return labels[:, 0] if labels.shape[1] == 1 else labels
 

@@ -56,12 +56,14 @@ def _compiler() -> list[str]:
     if own := os.environ.get("CXX"):
         command = shlex.split(own)
         if shutil.which(command[0]) is None:
-            raise RuntimeError(f"CXX={own} is not a program that is there: native kernels need a compiler for C++")
+            raise RuntimeError(f"CXX={own} is not a program: native kernels need a C++ compiler")
         return command
     for name in COMPILERS:
         if shutil.which(name) is not None:
             return [name]
-    raise RuntimeError(f"native kernels need a compiler for C++: none of {', '.join(COMPILERS)} is there, set CXX")
+    raise RuntimeError(
+        f"native kernels need a C++ compiler: none of {', '.join(COMPILERS)} was found; install one or set CXX"
+    )
 
 
 def _key(compiler: list[str]) -> str:

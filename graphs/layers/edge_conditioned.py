@@ -115,7 +115,7 @@ def _check_network(network: Callable[..., Any], params: Any, of_edges: jax.Array
     shape = getattr(found, "shape", None)
     if shape is None or shape[:1] != (2,) or math.prod(shape) != 2 * width * out:
         raise ValueError(
-            f"network must make [edges, {width} * {out}] of edge features, of two edges it made {shape or found}"
+            f"network must return [edges, {width} * {out}] for edge features, got {shape or found} for two edges"
         )
 
 
@@ -169,7 +169,7 @@ class NNConv(nnx.Module):
         _, _, others = nnx.split(network, nnx.Param, ...)
         if jax.tree.leaves(others):
             raise TypeError(
-                "network has a state besides parameters, which running it on some edges at a time would change"
+                "network must have no state other than parameters, because it runs on a few edges at a time"
             )
         self.network = network
         self.out_features = out_features

@@ -89,7 +89,7 @@ def end_rows(graph: Graph | Block, features: EndFeatures, *shape: Axis, can_be_s
     if not isinstance(features, tuple):
         return EndRows(as_floats("features", features, num_given, *shape), None, num_receivers, part)
     if len(features) != 2:
-        raise ValueError(f"features must be one array or a pair, of senders and of receivers, got {len(features)}")
+        raise ValueError(f"features must be one array, or a pair (of senders, of receivers), got {len(features)}")
     given = as_floats("features[0]", features[0], num_given, *shape)
     receivers = as_floats("features[1]", features[1], num_receivers, *given.shape[1:])
     return EndRows(given, receivers, num_receivers, part)
@@ -99,9 +99,11 @@ def _check_sparse(features: EndFeatures, can_be_sparse: bool) -> None:
     parts = features if isinstance(features, tuple) else (features,)
     are_sparse = any(isinstance(part, SparseFeatures) for part in parts)
     if are_sparse and not can_be_sparse:
-        raise TypeError("features are sparse: this layer multiplies them with no weight first, and takes arrays")
+        raise TypeError(
+            "features must be an array, got sparse rows: only layers that multiply them by a weight first support those"
+        )
     if are_sparse and len(parts) > 1:
-        raise TypeError("features are sparse, which those of a pair cannot be")
+        raise TypeError("features: a pair must not have sparse rows")
 
 
 def _sparse_rows(features: SparseFeatures, rows: int, width: Axis) -> Any:

@@ -75,7 +75,7 @@ def gated_graph_conv(
     """
     ours = as_graph(graph, features)
     if isinstance(ours, Block):
-        raise TypeError("gated_graph_conv needs a Graph: the sources of a block get no messages to go on with")
+        raise TypeError("gated_graph_conv needs a Graph: the sources of a Block receive no messages for the next step")
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} must be positive")
     kernel = _as_matrices(weight, num_steps)

@@ -70,7 +70,7 @@ def hetero_graph_conv(
     extra = of_edge_types(graph, edge_inputs or {})
     lost = [kind for kind in extra if kind not in by_type]
     if lost:
-        raise ValueError(f"edge_inputs has {lost[0]}, of which there is no layer")
+        raise ValueError(f"edge_inputs has {lost[0]}, but layers has no such edge type")
     results: dict[str, list[jax.Array]] = {}
     for kind in sorted(by_type):
         inputs = _inputs(graph, kind, features)
@@ -91,7 +91,7 @@ def _inputs(
         return None
     if receiver_type not in of_receivers:
         known = ", ".join(map(repr, of_receivers)) or "none"
-        raise ValueError(f"features of {receiver_type!r} are missing, which {kind} enters; there are: {known}")
+        raise ValueError(f"features of {receiver_type!r}, the receivers of {kind}, are missing; there are: {known}")
     senders = as_floats(f"features[{sender_type!r}]", of_senders[sender_type], block.num_sources, ...)
     receivers = of_receivers[receiver_type]
     if not is_whole and not isinstance(features, tuple):
@@ -109,7 +109,7 @@ def _aggregated(node_type: str, aggregate: Aggregate, results: Sequence[jax.Arra
         return aggregate(results)
     shapes = {result.shape for result in results}
     if len(shapes) > 1:
-        raise ValueError(f"results of the edge types that enter {node_type!r} differ in shape: {sorted(shapes)}")
+        raise ValueError(f"results of the edge types into {node_type!r} must have one shape, got {sorted(shapes)}")
     results = promoted(*results)
     if aggregate == "stack":
         return jnp.stack(results, axis=1)
@@ -190,7 +190,7 @@ def parameter_names(kinds: Iterable[Kind]) -> dict[Kind, str]:
         for other, taken in names.items():
             if taken == name and other != kind:
                 raise ValueError(
-                    f"edge types {other!r} and {kind!r} have the same name {name!r}: leave out the slashes"
+                    f"edge types {other!r} and {kind!r} have the same name {name!r}: avoid slashes in names"
                 )
         names[kind] = name
     return names

@@ -167,10 +167,10 @@ class _Attended(NamedTuple):
 
 def _heads(edge_weights: Mapping[EdgeType, HGTEdgeWeights]) -> int:
     if not edge_weights:
-        raise ValueError("edge_weights has no edge type")
+        raise ValueError("edge_weights is empty: at least one edge type is needed")
     counts = {kind: jnp.asarray(weights.prior).size for kind, weights in edge_weights.items()}
     if len(set(counts.values())) > 1:
-        raise ValueError(f"edge_weights has priors of different numbers of heads: {counts}")
+        raise ValueError(f"all priors in edge_weights must have the same number of heads, got {counts}")
     return next(iter(counts.values()))
 
 
@@ -189,11 +189,11 @@ def _tables(
     key = as_floats(f"{where}.key", given.key, "in", "out")
     width, out = key.shape
     if out % heads:
-        raise ValueError(f"{where}.key has a width of {out}, which {heads} heads do not divide")
+        raise ValueError(f"{heads} heads must divide the width of {where}.key, {out}")
     rows = as_floats(f"features[{name!r}]", features[name], count, width)
     skip = as_optional(f"{where}.skip", given.skip, 1)
     if skip is not None and width != out:
-        raise ValueError(f"{where}.skip joins features of width {width} with results of width {out}")
+        raise ValueError(f"{where}.skip needs features as wide as the results, {out}, got width {width}")
     others = [as_floats(f"{where}.{end}", getattr(given, end), width, out) for end in ("query", "value")]
     others.append(as_floats(f"{where}.result", given.result, out, out))
     biases = [as_optional(f"{where}.{end}_bias", getattr(given, f"{end}_bias"), out) for end in ENDS]
@@ -213,7 +213,7 @@ def _targets(name: str, tables: _Tables, count: int) -> _Tables:
     """Returns the tables of the first nodes of a type."""
     rows = len(tables.rows)
     if rows < count:
-        raise ValueError(f"features[{name!r}] has {rows} rows, where a block has {count} targets")
+        raise ValueError(f"features[{name!r}] has {rows} rows, but the block has {count} targets")
     return tables if rows == count else tables._replace(rows=tables.rows[:count], query=tables.query[:count])
 
 

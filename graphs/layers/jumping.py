@@ -70,7 +70,7 @@ def jumping_knowledge(layers: Sequence[Floats], mode: str = "cat", weights: Jump
     if (weights is None) == (mode == "lstm"):
         raise ValueError(f"mode={mode!r} takes {'weights' if mode == 'lstm' else 'no weights'}")
     if not layers:
-        raise ValueError("layers must be at least one")
+        raise ValueError("layers is empty: at least one is needed")
     first = as_floats("layers[0]", layers[0], "nodes", "width")
     shape = (len(first), "width" if mode == "cat" else first.shape[1])
     arrays = [as_floats(f"layers[{place}]", layer, *shape) for place, layer in enumerate(layers)]

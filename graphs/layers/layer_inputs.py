@@ -130,8 +130,8 @@ def check_in_degrees(graph: Graph | Block, allow_zero_in_degree: bool) -> None:
     """Raises ValueError if some node is known to have no incoming edge, and that is not allowed."""
     if not allow_zero_in_degree and _has_zero_in_degree(graph):
         raise ValueError(
-            "no edge enters some of the nodes, and so nothing of their features would come out: "
-            "give them self-loops, or pass allow_zero_in_degree=True"
+            "some nodes have no incoming edges, so their results would not depend on their features: add "
+            "self-loops, or pass allow_zero_in_degree=True"
         )
 
 

@@ -114,7 +114,7 @@ def _checked_matrices(
     if jnp.ndim(jnp.asarray(weight)) == 4:
         kernel = as_floats("weight", weight, "types", "blocks", "in / blocks", "out / blocks")
         if coefficients is not None:
-            raise ValueError("coefficients need a weight [bases, in, out], got one of diagonal blocks")
+            raise ValueError("coefficients need a weight [bases, in, out], got diagonal blocks")
         num_types, blocks, into, out = kernel.shape
         return kernel, None, num_types, (blocks * into, blocks * out)
     kernel = as_floats("weight", weight, "types or bases", "in", "out")
@@ -148,7 +148,7 @@ def relation_norm(graph: Graph, edge_types: Ids) -> jax.Array:
     Reference: Schlichtkrull et al., https://arxiv.org/abs/1703.06103, equation 2.
     """
     if has_tracers((graph, edge_types)):
-        raise TypeError("graph and edge_types must be known: relation_norm runs outside of jit")
+        raise TypeError("graph and edge_types are traced: call relation_norm outside of jit")
     types = np.asarray(edge_types)
     if not np.issubdtype(types.dtype, np.integer):
         raise TypeError(f"edge_types must be integers, got {types.dtype}")

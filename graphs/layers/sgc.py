@@ -75,7 +75,7 @@ def sg_conv(
     offset = as_optional("bias", bias, out)
     if graph is None:
         if edge_weight is not None:
-            raise ValueError("edge_weight needs a graph: propagated features have been weighted")
+            raise ValueError("edge_weight needs a graph: features that are already propagated are already weighted")
         rows, kernel, offset = promoted(as_floats("features", features, "nodes", width), kernel, offset)
         result = product(rows, kernel)
     else:

@@ -161,14 +161,14 @@ def edge_ids(adjacency: Adjacency, edges: Edges) -> jax.Array:
     if not isinstance(edges, tuple):
         return checked_ids("edges", edges, adjacency.receivers.num_edges)
     if len(edges) != 2:
-        raise ValueError(f"edges must be places or (senders, receivers), got {len(edges)} arrays")
+        raise ValueError(f"edges must be indices or (senders, receivers), got {len(edges)} arrays")
     senders, receivers = adjacency.senders, adjacency.receivers
     ends = [
         checked_ids("edges", edges[0], senders.num_segments),
         checked_ids("edges", edges[1], receivers.num_segments),
     ]
     if has_tracers((ends, senders.ids)):
-        raise TypeError("edges are looked up by their ends outside of jit only: pass their places")
+        raise TypeError("edges can be found by their ends only outside of jit: pass their indices")
     wanted, all_edges = (
         np.asarray(end[0], np.int64) * receivers.num_segments + np.asarray(end[1])
         for end in (ends, (senders.ids, receivers.ids))
@@ -176,5 +176,5 @@ def edge_ids(adjacency: Adjacency, edges: Edges) -> jax.Array:
     missing = ~np.isin(wanted, all_edges)
     if missing.any():
         sender, receiver = (int(end[missing.argmax()]) for end in ends)
-        raise ValueError(f"edges: there is none from {sender} to {receiver}")
+        raise ValueError(f"edges: there is no edge from {sender} to {receiver}")
     return jnp.asarray(np.flatnonzero(np.isin(all_edges, wanted)), jnp.int32)

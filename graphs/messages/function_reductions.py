@@ -199,7 +199,7 @@ def _check_names(messages: Mapping[str, object], reductions: Reductions) -> None
     for reduce in reductions:
         if reduce.message not in messages:
             known = ", ".join(map(repr, messages))
-            raise ValueError(f"{reduce.reduction} wants the message {reduce.message!r}; there are: {known}")
+            raise ValueError(f"{reduce.reduction} needs the message {reduce.message!r}; there are: {known}")
 
 
 PER_EDGE = EdgeOperation(

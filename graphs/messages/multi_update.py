@@ -93,8 +93,8 @@ def update_over_types(
         reduce.reduction not in ("sum", "max", "min")
     ):
         raise ValueError(
-            "over several edge types, update_all takes built-in messages with sum, max or min; name "
-            "one by etype, or use multi_update_all"
+            "over several edge types, update_all supports only built-in messages with sum, max or min; select "
+            "one type with etype, or use multi_update_all"
         )
     functions = dict.fromkeys(graph.connections, (message, reduce))
     return multi_update_all(graph, functions, reduce.reduction, apply)

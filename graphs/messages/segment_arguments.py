@@ -16,7 +16,9 @@ def checked_rows(
     data, ids = jnp.asarray(data), checked_ids_of_rows("segment_ids", segment_ids)
     count = as_count("num_segments", num_segments)
     if data.ndim == 0 or data.shape[0] != ids.shape[0]:
-        raise ValueError(f"data and segment_ids must have as many rows, got shapes {data.shape} and {ids.shape}")
+        raise ValueError(
+            f"data and segment_ids must have the same number of rows, got shapes {data.shape} and {ids.shape}"
+        )
     return data, incidence_of(ids, count, is_sorted=is_sorted)
 
 

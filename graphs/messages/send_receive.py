@@ -98,7 +98,7 @@ def receive(
     if isinstance(message, PerEdge):
         return PER_EDGE(implementation, frame.adjacency, frame, message, reductions)
     if implementation == "chunked":
-        raise ValueError('implementation="chunked" takes functions of one edge: mark it by graphs.per_edge')
+        raise ValueError('implementation="chunked" needs functions of one edge: mark yours with graphs.per_edge')
     return reduce_all(frame, send(frame, message), reductions)
 
 
@@ -114,20 +114,20 @@ def _reductions(reduce: Reduction) -> tuple[Reduce, ...] | None:
             raise TypeError(f'reduce[{place}] must be a reduction, such as fn.sum("m", "x"), got {one!r}')
     names = [one.out for one in reduce]
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"reduce must be reductions with results of different names, got {names}")
+        raise ValueError(f"results of reduce must have different names, got {names}")
     return tuple(reduce)
 
 
 def _check_function(name: str, function: object, example: str) -> None:
     if not callable(function) or isinstance(function, BuiltIn):
-        raise TypeError(f"{name} must be a function, or built in, such as {example}, got {function!r}")
+        raise TypeError(f"{name} must be a function or a built-in one, such as {example}, got {function!r}")
 
 
 def _check_names(message: Message, reductions: Reductions) -> None:
     for reduce in reductions:
         if reduce.message != message.out:
             raise ValueError(
-                f"{message.name} makes the message {message.out!r}, but {reduce.reduction} wants {reduce.message!r}"
+                f"{message.name} returns the message {message.out!r}, but {reduce.reduction} needs {reduce.message!r}"
             )
 
 

@@ -162,9 +162,9 @@ def call_reduce_function(
     if mailboxes is None:
         if has_tracers(receivers.ids):
             raise TypeError(
-                "a user-defined reduction groups nodes by in-degree, which jit does not know: "
-                'make the graph with formats=("mailbox",), or reduce outside of jit; of a block, which has no '
-                "mailboxes, use a built-in reduction, with messages of your own or built-in ones"
+                "a user-defined reduction groups nodes by in-degree, which is not known under jit: make the "
+                'graph with formats=("mailbox",), or reduce outside of jit. Blocks have no mailboxes: use a '
+                "built-in reduction"
             )
         mailboxes = make_mailboxes(np.asarray(receivers.ids), count)
     results: dict[str, jax.Array] = {}

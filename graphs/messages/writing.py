@@ -78,7 +78,6 @@ def _start(old: Arrays, name: str, new: jax.Array, count: int) -> jax.Array:
         return jnp.zeros(shape, new.dtype)
     if old[name].shape != shape:
         raise ValueError(
-            f"{name!r} has shape {old[name].shape}, and some of its rows would become {new.shape[1:]}: "
-            "choose another name"
+            f"{name!r} has shape {old[name].shape}, but the new rows have shape {new.shape[1:]}: choose another name"
         )
     return old[name].astype(common_dtype(old[name].dtype, new.dtype))

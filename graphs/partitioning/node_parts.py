@@ -63,8 +63,8 @@ def edges_of(graph: Graph | HostEdges) -> HostEdges:
         return host_edges(edges.senders, edges.receivers, graph.num_nodes, keep_edge_ids=have_places)
     if graph.num_sources != graph.num_targets:
         raise ValueError(
-            f"graph has {graph.num_sources} nodes that send and {graph.num_targets} that receive: nodes of two types "
-            "are not cut"
+            f"graph has {graph.num_sources} sources and {graph.num_targets} targets: graphs with two types of "
+            "nodes cannot be partitioned"
         )
     return graph
 

@@ -93,7 +93,7 @@ class PartitionedGraph:
         """
         edge_ids = self.parts.graphs.edge_ids
         if edge_ids is None:
-            raise ValueError('the parts do not know their edges: make the graph with formats that have "coo"')
+            raise ValueError('the parts do not store their edges: make the graph with formats that include "coo"')
         return _taken("features", features, edge_ids, self.num_edges, "edges", fill)
 
     def restore(self, rows: ArrayLike) -> np.ndarray:

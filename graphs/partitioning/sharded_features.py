@@ -120,18 +120,18 @@ class ShardedFeatures:
             size = lax.axis_size(self.axis_name)
         except NameError:
             raise ValueError(
-                f"the features are over a mesh axis {self.axis_name!r}: rows are taken within jax.shard_map over that "
-                "axis, or a step of data_parallel"
+                f"the features are sharded over mesh axis {self.axis_name!r}: take rows within jax.shard_map "
+                "over that axis, or in a step of data_parallel"
             ) from None
         if size != self.num_shards:
             raise ValueError(
-                f"mesh axis {self.axis_name!r} has {size} devices, and the features have {self.num_shards} shares: "
-                "each device has one"
+                f"mesh axis {self.axis_name!r} has {size} devices, but the features have {self.num_shards} "
+                "shards: one per device is needed"
             )
         if self.rows.shape[0] != self.share:
             raise ValueError(
-                f"a device has {self.rows.shape[0]} rows of the features, and its share is {self.share}: shares are "
-                "sharded along the mesh axis, and not split further"
+                f"a device must have its whole shard of {self.share} rows, got {self.rows.shape[0]}: shard the "
+                "features only along the mesh axis"
             )
 
 
@@ -181,7 +181,7 @@ def shard_features(
         shard = (index[0].start or 0) // share
         own = np.asarray(array[shard::num_shards])
         if own.shape != (len(range(shard, num_rows, num_shards)), *width):
-            raise TypeError(f"features must slice to arrays, got {type(features).__name__}, of which they do not")
+            raise TypeError(f"slices of features must be arrays, got {type(features).__name__}")
         rows = np.zeros((share, *width), stored)
         rows[: len(own)] = own
         return rows

@@ -44,7 +44,7 @@ def attention_pooling(graph: AnyBatch, features: Floats, logits: Floats) -> jax.
     graph = batch_of(graph)
     rows, logits = rows_of(graph, "nodes", features), rows_of(graph, "nodes", logits)
     if logits.ndim != rows.ndim or any(x not in (1, y) for x, y in zip(logits.shape[1:], rows.shape[1:], strict=True)):
-        raise ValueError(f"logits have shape {logits.shape}, which does not broadcast to the features', {rows.shape}")
+        raise ValueError(f"logits must broadcast to the shape of the features, {rows.shape}, got {logits.shape}")
     segments = graph_segments(graph, "nodes")
 
     @jax.checkpoint

@@ -309,5 +309,5 @@ def _aligned(weight: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns a weight with missing axes inserted after its first."""
     shape = (weight.shape[0], *[1] * (rows.ndim - weight.ndim), *weight.shape[1:])
     if len(shape) != rows.ndim or any(x not in (1, y) for x, y in zip(shape, rows.shape, strict=True)):
-        raise ValueError(f"weight has shape {weight.shape}, which does not fit the feature's, {rows.shape}")
+        raise ValueError(f"weight must fit the shape of the feature, {rows.shape}, got {weight.shape}")
     return weight.reshape(shape)

@@ -90,7 +90,9 @@ def _topk(graph: AnyBatch, part: Part, feature: str | Floats, k: int, descending
     graph, k = batch_of(graph), as_count("k", k)
     rows = rows_of(graph, part, feature)
     if sortby is not None and (rows.ndim != 2 or not -rows.shape[1] <= sortby < rows.shape[1]):
-        raise ValueError(f"sortby={sortby} is no place on the last axis of a feature [{part}, width], {rows.shape}")
+        raise ValueError(
+            f"sortby={sortby} is out of range for the last axis of the feature [{part}, width], {rows.shape}"
+        )
     segments = graph_segments(graph, part)
     keys = rows.reshape(rows.shape[0], math.prod(rows.shape[1:])) if sortby is None else rows[:, sortby][:, None]
     order = _sorted_places(segments, jax.lax.stop_gradient(keys), descending)

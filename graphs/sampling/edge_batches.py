@@ -133,7 +133,7 @@ class EdgeSampler:
         by_type = edge_ids
         if not isinstance(edge_ids, Mapping):
             if len(self.ends) > 1:
-                raise ValueError(f"edge_ids must be by edge type, of {', '.join(map(str, self.ends))}")
+                raise ValueError(f"edge_ids must be a mapping from edge types: {', '.join(map(str, self.ends))}")
             by_type = dict.fromkeys(self.ends, edge_ids)
         for kind in by_type:
             if kind not in self.ends:
@@ -255,7 +255,10 @@ def edge_sampler(
     """
     is_alone = isinstance(edges, HostEdges)
     if not is_alone and not isinstance(edges, Mapping):
-        raise TypeError(f"edges must be what host_edges returned, or by edge type, got {type(edges).__name__}")
+        raise TypeError(
+            "edges must be a result of host_edges, or a mapping from edge types to such results, got "
+            f"{type(edges).__name__}"
+        )
     by_type: Edges = {EDGE: edges} if is_alone else edges
     ends = _checked_ends(by_type, *(_by_type(name, ids, is_alone) for name, ids in _named(senders, receivers)))
     size, num_negatives = as_count("batch_size", batch_size), as_count("negatives", negatives)
@@ -280,7 +283,7 @@ def _by_type(name: str, ids: Any, is_alone: bool) -> Mapping[EdgeType, Any]:
     if is_alone:
         return {EDGE: ids}
     if not isinstance(ids, Mapping):
-        raise TypeError(f"{name} must be by edge type, as edges are, got {type(ids).__name__}")
+        raise TypeError(f"{name} must be a mapping from edge types, like edges, got {type(ids).__name__}")
     return ids
 
 
@@ -297,10 +300,10 @@ def _checked_ends(edges: Edges, senders: Mapping[EdgeType, Any], receivers: Mapp
         these = edges[kind]
         pair = checked_ends(senders[kind], receivers[kind], these.num_sources, these.num_targets, where=where)
         if len(pair[0]) != these.num_edges:
-            raise ValueError(f"senders{where} has {len(pair[0])} edges, where edges have {these.num_edges}")
+            raise ValueError(f"senders{where} has {len(pair[0])} edges, but edges has {these.num_edges}")
         ends[kind] = (pair[0].astype(np.int32), pair[1].astype(np.int32))
     if not any(len(pair[0]) for pair in ends.values()):
-        raise ValueError("senders is empty: there is no edge to draw")
+        raise ValueError("senders is empty: there are no edges to sample")
     return ends
 
 

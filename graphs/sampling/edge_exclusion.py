@@ -35,9 +35,9 @@ def checked_exclusion(
     if exclude is not None and exclude not in WORDS:
         raise ValueError(f"exclude={exclude!r} must be 'self', 'reverse', 'reverse_types' or None")
     if (exclude == "reverse") != (reverse_ids is not None):
-        raise ValueError("reverse_ids are for exclude='reverse', and it needs them: reverse_edge_ids finds them")
+        raise ValueError("reverse_ids and exclude='reverse' need each other; compute reverse_ids with reverse_edge_ids")
     if (exclude == "reverse_types") != (reverse_types is not None):
-        raise ValueError("reverse_types are for exclude='reverse_types', and it needs them")
+        raise ValueError("reverse_types and exclude='reverse_types' need each other")
     excluded: dict[EdgeType, dict[EdgeType, np.ndarray]] = {}
     for kind, (senders, _) in ends.items():
         own = np.arange(len(senders))
@@ -51,9 +51,7 @@ def checked_exclusion(
     for kind in [*ends, *(other for others in excluded.values() for other in others)]:
         if edges[kind].edge_ids is None:
             of = "" if kind == EDGE else f" of {kind}"
-            raise ValueError(
-                f"edges{of} must be made with keep_edge_ids=True, so that those of a batch can be left out"
-            )
+            raise ValueError(f"edges{of} must be made with keep_edge_ids=True, to exclude the edges of a batch")
     return excluded
 
 
@@ -84,14 +82,14 @@ def _checked_reverse_type(
     these = edges[other]
     if these.num_edges != len(senders):
         raise ValueError(
-            f"reverse_types[{kind!r}] = {other!r} has {these.num_edges} edges, where {len(senders)} are to be reversed"
+            f"reverse_types[{kind!r}] = {other!r} has {these.num_edges} edges, but {len(senders)} edges need a reverse"
         )
     if these.edge_ids is not None:
         is_other = (_in_given_order(these, these.sources) != receivers) | (_targets(these) != senders)
         if is_other.any():
             raise ValueError(
-                f"reverse_types[{kind!r}] = {other!r}: edge {int(is_other.argmax())} is not the reverse of that edge; "
-                "both types must have their edges in the same order"
+                f"reverse_types[{kind!r}] = {other!r}: edge {int(is_other.argmax())} is not the reverse of the "
+                "edge at the same index; both types must have their edges in the same order"
             )
     return other
 

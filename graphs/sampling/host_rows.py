@@ -28,7 +28,7 @@ def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None
       [[2.0], [0.0], [1.0]]
     """
     if ids is None:
-        raise TypeError("ids is None: which edge is which is kept by host_edges(..., keep_edge_ids=True)")
+        raise TypeError("ids is None: edge ids are stored only by host_edges(..., keep_edge_ids=True)")
     if not np.issubdtype(ids.dtype, np.integer):
         raise TypeError(f"ids must be integers, got {ids.dtype}")
     if ids.size and not -1 <= ids.min() <= ids.max() < len(array):
@@ -71,7 +71,7 @@ def take_sparse_rows(
     import scipy.sparse
 
     if not scipy.sparse.issparse(matrix) or matrix.format != "csr" or matrix.dtype.kind != "f":
-        raise TypeError(f"matrix must be a floating csr matrix of scipy's, got {type(matrix).__name__}")
+        raise TypeError(f"matrix must be a floating csr matrix of scipy, got {type(matrix).__name__}")
     num_rows, width = matrix.shape
     if ids.size and not -1 <= ids.min() <= ids.max() < num_rows:
         raise ValueError(f"ids must be between -1 and {num_rows - 1}, got {ids.min()} to {ids.max()}")

@@ -126,7 +126,7 @@ def checked_fanouts(fanouts: Sequence[int | Fanout], edges: Edges) -> tuple[dict
       edges: the edges by type.
     """
     if not fanouts:
-        raise ValueError("fanouts is empty: a model has a layer at least")
+        raise ValueError("fanouts is empty: at least one layer is needed")
     return tuple(_checked_fanout(fanout, edges) for fanout in fanouts)
 
 

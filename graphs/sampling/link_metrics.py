@@ -39,7 +39,7 @@ def roc_auc(labels: Numbers, scores: Numbers) -> float:
     is_link = is_link.astype(bool)
     links, others = int(is_link.sum()), int((~is_link).sum())
     if not links or not others:
-        raise ValueError(f"labels must have both kinds, got {links} links and {others} others")
+        raise ValueError(f"labels must have both 0 and 1, got {others} zeros and {links} ones")
     ranks = rankdata(values)[is_link].sum()
     return float((ranks - links * (links + 1) / 2) / (links * others))
 

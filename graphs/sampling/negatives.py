@@ -39,7 +39,7 @@ def uniform_negatives(key: jax.Array, senders: Ids, num_nodes: int, k: int = 1) 
     """
     senders = jnp.repeat(jnp.asarray(senders, jnp.int32), as_count("k", k))
     if as_count("num_nodes", num_nodes) == 0 and senders.size:
-        raise ValueError("num_nodes=0 leaves nothing to draw")
+        raise ValueError("num_nodes=0 leaves no nodes to sample")
     return senders, jax.random.randint(key, senders.shape, 0, max(num_nodes, 1), jnp.int32)
 
 
@@ -116,8 +116,8 @@ def global_negatives(
     taken = np.unique(taken)
     free = num_nodes**2 - len(taken)
     if count > free:
-        raise ValueError(f"count={count} pairs are wanted, where {free} are no edges")
-    # The pair at place p of those that are free has p free ones before it, and some that are taken.
+        raise ValueError(f"count={count} must be at most the {free} pairs without an edge")
+    # The free pair with index p comes after p free pairs and some taken ones.
     places = _distinct(random, free, count)
     before = taken - np.arange(len(taken))  # number of free pairs before each taken one
     keys = places + np.searchsorted(before, places, side="right")

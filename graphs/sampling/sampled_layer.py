@@ -124,10 +124,11 @@ def node_counts(edges: Edges) -> dict[str, int]:
         for node_type, count in ((kind[0], these.num_sources), (kind[2], these.num_targets)):
             if counts.setdefault(node_type, count) != count:
                 raise ValueError(
-                    f"edge type {kind!r} has {count} nodes of type {node_type!r}, another one has {counts[node_type]}"
+                    f"edge type {kind!r} has {count} nodes of type {node_type!r}, but another edge type has "
+                    f"{counts[node_type]}"
                 )
     if not counts:
-        raise ValueError("edges is empty: a graph has an edge type at least")
+        raise ValueError("edges is empty: at least one edge type is needed")
     return counts
 
 

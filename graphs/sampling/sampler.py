@@ -158,7 +158,10 @@ def neighbor_sampler(
     https://arxiv.org/abs/1706.02216; DGL's NeighborSampler.
     """
     if not isinstance(edges, HostEdges | Mapping):
-        raise TypeError(f"edges must be what host_edges returned, or that by edge type, got {type(edges).__name__}")
+        raise TypeError(
+            "edges must be a result of host_edges, or a mapping from edge types to such results, got "
+            f"{type(edges).__name__}"
+        )
     if isinstance(fanouts, int):
         raise TypeError(f"fanouts={fanouts} must have one number for each layer: ({fanouts},) for one layer")
     by_type = {EDGE: edges} if isinstance(edges, HostEdges) else dict(edges)

@@ -172,7 +172,7 @@ def checked_ends(
     if ids[0].shape != ids[1].shape:
         first = min(map(len, ids))
         raise ValueError(
-            f"senders has {len(ids[0])} edges and receivers {len(ids[1])}{where}: edge {first} has one end only"
+            f"senders has {len(ids[0])} edges and receivers {len(ids[1])}{where}: edge {first} has only one end"
         )
     for name, end, count in zip(("senders", "receivers"), ids, (num_senders, num_receivers), strict=True):
         wrong = (end < 0) | (end >= count)

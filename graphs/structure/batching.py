@@ -41,7 +41,7 @@ def batch(graphs: Sequence[Graph], *, formats: Sequence[str] | None = None) -> G
     for place, graph in enumerate(graphs):
         _check_on_host(f"graphs[{place}]", graph)
         if graph.is_padded:
-            raise ValueError(f"graphs[{place}] is padded: batch first, and pad then")
+            raise ValueError(f"graphs[{place}] is padded: batch first, then pad")
         for name in ("nodes", "edges"):
             first, this = (sorted(getattr(g, name)) for g in (graphs[0], graph))
             if first != this:
@@ -122,7 +122,7 @@ def pad(
         ("n_graph", n_graph, has + 1),
     ):
         if as_count(name, wanted) < least:
-            raise ValueError(f"{name}={wanted} is {least - wanted} too small, the least is {least}")
+            raise ValueError(f"{name}={wanted} is too small by {least - wanted}: at least {least} is needed")
     padded = jraph.pad_with_graphs(_on_host(graph), n_node, n_edge, n_graph)
     return _from_jraph(padded, formats, [graph], padded=True)
 
@@ -235,7 +235,7 @@ def _check_on_host(name: str, graph: Graph) -> None:
 def _check_graph(name: str, graph: Graph) -> None:
     if not isinstance(graph, Graph):
         kind = type(graph).__name__
-        raise TypeError(f"{name} must be a Graph, got {kind}; from_jraph makes one of jraph's")
+        raise TypeError(f"{name} must be a Graph, got {kind}; convert jraph's with from_jraph")
 
 
 def _on_host(graph: Graph) -> jraph.GraphsTuple:

@@ -55,7 +55,7 @@ def check_int32(what: str, count: int, noun: str = "") -> None:
     """
     if count > LARGEST_COUNT:
         number = f"{count} {noun}".rstrip()
-        raise ValueError(f"{what} {number}, more than the {LARGEST_COUNT} that int32 can number")
+        raise ValueError(f"{what} {number}, more than int32's largest number, {LARGEST_COUNT}")
 
 
 def as_counts(name: str, counts: ArrayLike) -> np.ndarray:

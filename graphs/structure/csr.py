@@ -18,7 +18,7 @@ from jmp_train.graphs.structure.counts import check_int32
 from jmp_train.graphs.structure.edge_order import EdgeOrder
 from jmp_train.graphs.structure.incidence import BLOCK
 
-NOT_APART = 'the graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'
+NOT_APART = 'the graph was made with formats=("csr",), which does not store single edges: add "coo" to formats'
 WIDTHS = (8, 16, BLOCK)
 BLOCK_COST = 4  # cost of a block in edges: its row is written and added once more
 

@@ -66,5 +66,5 @@ def look_up(graph: object, name: str, names: Mapping[str, str]) -> Any:
     """
     if name in names:
         kind = type(graph).__name__
-        raise AttributeError(f"a {kind} has no {name!r}, as DGL's or PyTorch Geometric's; here it is {names[name]}")
+        raise AttributeError(f"a {kind} has no {name!r}, which is DGL's or PyTorch Geometric's name; use {names[name]}")
     return object.__getattribute__(graph, name)  # raises again if a property raised the AttributeError

@@ -185,7 +185,7 @@ def rand_graph(num_nodes: int, num_edges: int, *, seed: int = 0, formats: Sequen
     """
     num_nodes, num_edges = as_count("num_nodes", num_nodes), as_count("num_edges", num_edges)
     if num_edges and not num_nodes:
-        raise ValueError(f"num_nodes=0 leaves nothing to connect by num_edges={num_edges}")
+        raise ValueError(f"num_nodes=0 must be positive for num_edges={num_edges}")
     ends = np.random.default_rng(seed).integers(0, max(num_nodes, 1), (2, num_edges), np.int32)
     return from_edges(ends[0], ends[1], num_nodes, formats=formats)
 

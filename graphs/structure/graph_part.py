@@ -67,7 +67,8 @@ class GraphPart(Block):
         rows = jnp.asarray(features)
         if rows.ndim == 0 or rows.shape[0] != self.num_targets:
             raise ValueError(
-                f"features must have {self.num_targets} rows, one for each of the part's own, got shape {rows.shape}"
+                f"features must have {self.num_targets} rows, one for each of the part's own nodes, got shape "
+                f"{rows.shape}"
             )
         self._check_axis()
 
@@ -84,11 +85,11 @@ class GraphPart(Block):
             size = lax.axis_size(self.axis_name)
         except NameError:
             raise ValueError(
-                f"the part belongs to a mesh axis {self.axis_name!r}: it exchanges rows within jax.shard_map over that "
-                "axis, or a step of data_parallel"
+                f"the part belongs to mesh axis {self.axis_name!r}: use it within jax.shard_map over that axis, "
+                "or in a step of data_parallel"
             ) from None
         if size != self.num_parts:
             raise ValueError(
-                f"mesh axis {self.axis_name!r} has {size} devices, and the graph is cut into {self.num_parts} parts: "
-                "each device has one"
+                f"mesh axis {self.axis_name!r} has {size} devices, but the graph has {self.num_parts} parts: one "
+                "per device is needed"
             )

@@ -52,7 +52,7 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
       3
     """
     if graphs.senders is None or graphs.receivers is None:
-        raise ValueError("senders and receivers must be arrays, got None: a graph has edges")
+        raise ValueError("senders and receivers must be arrays, got None")
     nodes, edges = _as_features("nodes", graphs.nodes), _as_features("edges", graphs.edges)
     check_narrowed(graphs.globals, "globals")
     traced = has_tracers((graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge))
@@ -60,11 +60,11 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
     n_node, n_edge = jnp.asarray(graphs.n_node), jnp.asarray(graphs.n_edge)
     check_formats(formats)
     if traced and {*formats} - {"coo"}:
-        raise TypeError(f"formats={tuple(formats)} needs a graph that is made outside of jit, which makes only 'coo'")
+        raise TypeError(f"formats={tuple(formats)} can only be made outside of jit; under jit only 'coo' is supported")
     if nodes:
         count = next(iter(nodes.values())).shape[0]
     elif has_tracers(n_node):
-        raise TypeError("n_node is traced: under jit the graph needs a node feature to count nodes by")
+        raise TypeError("n_node is traced: under jit the graph needs a node feature, which gives the number of nodes")
     else:
         count = int(np.sum(graphs.n_node)) if traced else totals["n_node"]
         check_int32("n_node adds up to", count)
@@ -179,7 +179,7 @@ def _as_features(name: str, features: Any) -> dict[str, jax.Array]:
             kind = type(feature).__name__
             raise TypeError(f"{name}[{key!r}] must be an array, got {kind}")
         if key in arrays:
-            raise ValueError(f"{name} has two features whose path is {key!r}")
+            raise ValueError(f"{name} has two features with the path {key!r}")
         arrays[key] = feature
     check_narrowed(arrays, name)
     return {key: jnp.asarray(feature) for key, feature in arrays.items()}

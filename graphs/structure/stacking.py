@@ -51,7 +51,7 @@ class GraphStack:
         """
         count = len(self)
         if not -count <= place < count:
-            raise IndexError(f"graph {place} of a stack of {count}")
+            raise IndexError(f"graph {place} is out of range for a stack of {count} graphs")
         return jax.tree.map(lambda x: x[place], self.graphs)
 
 
@@ -102,7 +102,7 @@ def unstack(stack: GraphStack) -> list[Any]:
       [[1], [1]]
     """
     if not isinstance(stack, GraphStack):
-        raise TypeError(f"stack must be what graphs.stack returned, got {type(stack).__name__}")
+        raise TypeError(f"stack must be a result of graphs.stack, got {type(stack).__name__}")
     return [stack[place] for place in range(len(stack))]
 
 

@@ -49,7 +49,7 @@ def chosen_ids(name: str, ids: Ids, count: int, *, distinct: bool = True) -> np.
         again = np.flatnonzero(array[order[1:]] == array[order[:-1]])
         if len(again):
             place = int(order[again[0] + 1])
-            raise ValueError(f"{name}[{place}] = {array[place]} is there twice")
+            raise ValueError(f"{name}[{place}] = {array[place]} occurs twice")
     return array
 
 

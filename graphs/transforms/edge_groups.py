@@ -112,7 +112,7 @@ def rounded(what: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
         results = np.asarray(values).astype(dtype)
     if not jnp.issubdtype(dtype, jnp.inexact) and (results != values).any():
         wrong = np.extract(results != values, values)[0]
-        raise ValueError(f"{what} is {wrong}, which {dtype} does not hold")
+        raise ValueError(f"{what} is {wrong}, which does not fit into {dtype}")
     return results
 
 

@@ -132,7 +132,9 @@ def with_parts(
 def check_keeps_edges(graph: Graph) -> None:
     """Raises ValueError if a graph does not store single edges, so that none can be named."""
     if graph.connections.ends is None:
-        raise ValueError('graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too')
+        raise ValueError(
+            'graph was made with formats=("csr",), which does not store single edges: add "coo" to formats'
+        )
 
 
 def formats_of(graph: Graph, formats: Sequence[str] | None) -> Sequence[str]:

@@ -209,7 +209,7 @@ def _self_loop_features(
         return self_loops
     filled = rounded(f"fill_value for edges[{name!r}]", np.asarray(fill_value), rows.dtype)
     if np.isfinite(fill_value) and not np.isfinite(filled):
-        raise ValueError(f"fill_value for edges[{name!r}] is {fill_value}, which {rows.dtype} does not hold")
+        raise ValueError(f"fill_value for edges[{name!r}] is {fill_value}, which does not fit into {rows.dtype}")
     return np.full(shape, filled, rows.dtype)
 
 
@@ -237,4 +237,4 @@ def _check_count(count: str | None, edges: EdgeList) -> None:
     if not isinstance(count, str):
         raise TypeError(f"count must be the name of an edge feature or None, got {count!r}")
     if count in edges.features:
-        raise ValueError(f"count={count!r} is an edge feature already")
+        raise ValueError(f"count={count!r} is already an edge feature")

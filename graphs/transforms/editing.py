@@ -117,5 +117,5 @@ def _cast(name: str, rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     what = f"edges[{name!r}]"
     cast = rounded(what, rows, dtype)
     if jnp.issubdtype(dtype, jnp.inexact) and (lost := np.isinf(cast) & ~np.isinf(rows)).any():
-        raise ValueError(f"{what} is {np.extract(lost, rows)[0]}, which {dtype} does not hold")
+        raise ValueError(f"{what} is {np.extract(lost, rows)[0]}, which does not fit into {dtype}")
     return cast

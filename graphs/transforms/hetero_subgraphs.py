@@ -85,11 +85,11 @@ def hetero_edge_subgraph(
     ends = _ends_by_type(graph, "edges", edges)
     chosen = {graph.edge_type(kind): ids for kind, ids in edges.items()}
     if len(chosen) < len(edges):
-        raise ValueError(f"edges names a type twice: {list(edges)}")
+        raise ValueError(f"edges has a type twice: {list(edges)}")
     unnamed = [kind for kind in chosen if graph.connections[kind].ends is None]
     if unnamed:
         raise ValueError(
-            f'{unnamed[0]} was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'
+            f'{unnamed[0]} was made with formats=("csr",), which does not store single edges: add "coo" to formats'
         )
     kept = {
         kind: chosen_ids(f"edges[{kind!r}]", chosen.get(kind, ()), len(senders)) for kind, (senders, _) in ends.items()
@@ -106,7 +106,9 @@ def _ends_by_type(graph: HeteroGraph, name: str, chosen: object) -> Ends:
     if has_tracers(graph):
         raise TypeError("graph is traced: transforms run outside of jit")
     if not isinstance(chosen, Mapping):
-        raise TypeError(f"{name} of a graph of several types must be by type, got {type(chosen).__name__}")
+        raise TypeError(
+            f"{name} of a graph with several types must be a mapping from types, got {type(chosen).__name__}"
+        )
     return {kind: ends_on_host(graph.connections[kind]) for kind in graph.edge_types}
 
 

@@ -163,7 +163,7 @@ def _joined(of: str, name: str, by_type: Sequence[Mapping[str, jax.Array]]) -> n
         rows.append(np.asarray(features[name]))
         if rows[0].shape[1:] != rows[-1].shape[1:] or rows[0].dtype != rows[-1].dtype:
             first, this = ((array.dtype.name, array.shape[1:]) for array in (rows[0], rows[-1]))
-            raise ValueError(f"{of}[{name!r}] has rows {this} in type {place}, and {first} in type 0")
+            raise ValueError(f"{of}[{name!r}] has rows {this} in type {place}, but {first} in type 0")
     return np.concatenate(rows)
 
 
@@ -177,7 +177,7 @@ def _origins(counts: Sequence[int]) -> dict[str, np.ndarray]:
 def _types(of: str, field: str, features: Mapping[str, jax.Array], count: int) -> np.ndarray:
     """Returns the type of each row, int64 [rows]."""
     if field not in features:
-        raise ValueError(f"{of} have no feature {field!r}, which says their types")
+        raise ValueError(f"{of} must have a feature {field!r} with their types")
     types = np.asarray(features[field])
     if types.ndim != 1 or not np.issubdtype(types.dtype, np.integer):
         raise TypeError(f"{of}[{field!r}] must be integers with one axis, got {types.dtype} {types.shape}")

@@ -142,7 +142,7 @@ def _connected(
 def _checked_points(points: ArrayLike) -> np.ndarray:
     """Returns float64 [points, dimensions]."""
     if has_tracers(points):
-        raise TypeError("points is traced: near points are looked for outside of jit")
+        raise TypeError("points is traced: search near points outside of jit")
     array = points if isinstance(points, jax.Array) else np.asarray(points)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"points must be floating, got {array.dtype}")
@@ -158,7 +158,7 @@ def _checked_points(points: ArrayLike) -> np.ndarray:
 def _sizes(graph_ids: Ids, count: int) -> np.ndarray:
     """Returns the number of points of each graph, int64 [graphs]."""
     if has_tracers(graph_ids):
-        raise TypeError("graph_ids is traced: near points are looked for outside of jit")
+        raise TypeError("graph_ids is traced: search near points outside of jit")
     ids = np.asarray(graph_ids)
     ids = ids if ids.size else ids.astype(np.int32)  # an empty list is float64
     if not np.issubdtype(ids.dtype, np.integer):
@@ -166,7 +166,7 @@ def _sizes(graph_ids: Ids, count: int) -> np.ndarray:
     if ids.shape != (count,):
         raise ValueError(f"graph_ids must have shape ({count},), one for each point, got shape {ids.shape}")
     if len(ids) and (ids[0] < 0 or not ascends(ids)):
-        raise ValueError("graph_ids must ascend from 0: the points of a graph stand together")
+        raise ValueError("graph_ids must ascend from 0: the points of a graph must be adjacent")
     if len(ids) and ids[-1] >= max(2 * count, 2**16):
-        raise ValueError(f"graph_ids has {ids[-1]}, of far more graphs than the {count} points")
+        raise ValueError(f"graph_ids has {ids[-1]}, far more graphs than the {count} points")
     return np.bincount(ids)

@@ -187,7 +187,7 @@ def compile_here(
       TypeError: `function` is jitted, and would lose the arguments of its `jit`.
     """
     if hasattr(function, "lower"):
-        raise TypeError(f"function must not be jitted, jit_kwargs are for that, got {function}")
+        raise TypeError(f"function must not be jitted, got {function}; pass jit_kwargs instead")
     mesh = next((x.sharding.mesh for x in jax.tree.leaves(arguments) if _is_placed(x)), mesh)
     structs = jax.tree.map(lambda leaf: _on(mesh, leaf), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas reads its target there

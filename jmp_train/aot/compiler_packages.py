@@ -48,14 +48,14 @@ def install_compiler(cuda: str = "12") -> Path:
     if cuda not in CUDA_VERSIONS:
         raise ValueError(f"cuda={cuda!r} must be one of {', '.join(CUDA_VERSIONS)}")
     if not _ON_LINUX:
-        raise PluginError(f"XLA's compiler for CUDA is there for Linux only, not for {sys.platform}")
+        raise PluginError(f"XLA's compiler for CUDA exists only for Linux, not for {sys.platform}")
     folder = compiler_folder(cuda)
     if folder.exists():
         return folder
     packages = _packages(cuda)
     if importlib.util.find_spec("pip") is None:
         by_hand = f"uv pip install --no-deps --target {folder} {' '.join(map(repr, packages))}"
-        raise PluginError(f"the environment of {sys.executable} has no pip; instead: {by_hand}")
+        raise PluginError(f"the environment of {sys.executable} has no pip; run instead: {by_hand}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".installing-") as scratch:
         target = Path(scratch) / "packages"
@@ -102,7 +102,9 @@ def compiler_path() -> Path | None:
     for cuda in CUDA_VERSIONS:
         if compiler_folder(cuda).exists():
             return compiler_folder(cuda)
-    raise PluginError(wrong or f"XLA's compiler for CUDA is not here for jaxlib {jaxlib}: {INSTALL} installs it")
+    raise PluginError(
+        wrong or f"XLA's compiler for CUDA is not installed for jaxlib {jaxlib}; install it with {INSTALL}"
+    )
 
 
 def _packages(cuda: str) -> tuple[str, ...]:

@@ -185,11 +185,11 @@ def _results(returned: Any, called_with: Any, values: Sequence[Any]) -> list[Any
 def _export(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], devices: int, platform: str) -> export.Exported:
     traced = jitted.trace(*shapes)
     if not traced.jaxpr.out_avals:
-        raise ExportError("the step returns no array, so there would be nothing to compute: return the next state")
+        raise ExportError("the step returns no array, so there is nothing to compile; return the next state")
     if found := sorted(_callbacks(traced.jaxpr.jaxpr)):
         raise ExportError(
-            f"the step calls back to Python, which cannot be compiled for a GPU that is not here: {', '.join(found)}. "
-            "Leave that out of the step that is planned; it takes next to no memory"
+            f"the step calls back to Python, which cannot be compiled without the GPU: {', '.join(found)}. "
+            "Remove the callbacks from the planned step; they need almost no memory"
         )
     try:
         exported = export.export(jitted, platforms=(platform,))(*shapes)
@@ -197,8 +197,9 @@ def _export(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], devices: int, p
         raise ExportError(f"jax cannot serialize the step for {platform}: {error}") from error
     if exported.nr_devices != devices:
         raise ExportError(
-            f"the step runs on {exported.nr_devices} devices by itself (pmap, or arrays and meshes of these devices), "
-            f"where a program for {devices} is wanted: give the step of one device, and devices=... to the plan"
+            f"the step runs on {exported.nr_devices} devices by itself (pmap, or arrays and meshes of these "
+            f"devices), but a program for {devices} is needed; pass the step of one device, and devices=... to "
+            "the plan"
         )
     return exported
 

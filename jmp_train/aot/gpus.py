@@ -162,7 +162,7 @@ def _read(path: Path, known: Mapping[str, GPU]) -> dict[str, GPU]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML file: {error}") from None
+        raise ValueError(f"{path} is not a TOML file: {error}") from None
     found: dict[str, GPU] = {}
     for name, table in tables.items():
         if not isinstance(table, dict):
@@ -186,7 +186,7 @@ def _gpu(name: str, table: dict[str, object], known: Mapping[str, GPU], where: s
             raise ValueError(f"{where} {key} = {value!r} must be {wanted}")
         values[key] = convert(value)
     if missing := [key for key in _KINDS if key not in values]:
-        raise ValueError(f'{where} lacks {", ".join(missing)}; like = "..." takes them from another GPU')
+        raise ValueError(f'{where} lacks {", ".join(missing)}; take them from another GPU with like = "..."')
     return GPU(name=name, **values)
 
 

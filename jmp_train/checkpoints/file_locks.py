@@ -200,7 +200,7 @@ def is_read(folder: Path) -> bool:
 def _try_flock(descriptor: int) -> bool:
     """Returns whether the lock could be taken; raises LockUnsupportedError if there are no locks."""
     if sys.platform == "win32":
-        raise LockUnsupportedError("there are no file locks on Windows that end with their holder")
+        raise LockUnsupportedError("Windows has no file locks that are released when their process ends")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -30,8 +30,8 @@ def _scale_from_dict(scale: LossScales, state: dict[str, Any]) -> Any:
     if not isinstance(state, dict) or set(state) != set(names):
         came = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
-            f"the loss scale at {serialization.current_path()} is a {type(scale).__name__} with {names}, the state "
-            f"has {came}"
+            f"the loss scale at {serialization.current_path()} is a {type(scale).__name__} with {names}, but the "
+            f"state has {came}"
         )
     return jax.tree.unflatten(jax.tree.structure(scale), [state[name] for name in names])
 
@@ -46,7 +46,7 @@ def _state_to_dict(state: TrainState) -> dict[str, Any]:
 def _state_from_dict(state: TrainState, given: dict[str, Any]) -> TrainState:
     names = [field.name for field in dataclasses.fields(TrainState)]
     if set(given) != set(names):
-        raise ValueError(f"a TrainState has {names}, the state has {sorted(given)}")
+        raise ValueError(f"a TrainState has {names}, but the state has {sorted(given)}")
     plain = TrainState(
         **{name: serialization.from_state_dict(getattr(state, name), given[name], name=name) for name in names}
     )

@@ -35,7 +35,7 @@ def lock_folder(directory: Path) -> FileLock | None:
         raise OSError(f"{directory} is in use: {_who(error.holder)}") from None
     except LockUnsupportedError as error:
         warnings.warn(
-            f"{directory} cannot be locked, so a second run that saves there would not be noticed: {error}",
+            f"{directory} cannot be locked, so another run that saves there will not be detected: {error}",
             stacklevel=4,  # the caller of the store's method that called this
         )
         return None

@@ -105,11 +105,11 @@ def check_values(state: PyTree) -> None:
     for path, x in leaves:
         name = path_name(path)
         if isinstance(x, Tracer):
-            raise TypeError(f"state {name!r} is traced: save outside of jax.jit and its like")
+            raise TypeError(f"state {name!r} is traced: save outside of transforms such as jax.jit")
         if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
             raise TypeError(f"state {name!r} must be an array or a number, got {shown(x)}")
         if isinstance(x, jax.Array) and x.is_deleted():
-            raise ValueError(f"state {name!r} was deleted, as a rule by donation: save what the step returned")
+            raise ValueError(f"state {name!r} was deleted, usually by donation: save the state that the step returned")
 
 
 def to_host(x: ArrayLike) -> np.ndarray:
@@ -171,7 +171,9 @@ def _describe(path: KeyPath, x: Any) -> Leaf:
     if isinstance(x, bool | int | float) or type(x) is complex:
         dtype = np.asarray(x).dtype.name
         if isinstance(x, int) and dtype not in ("bool", "int64"):
-            raise ValueError(f"state {path_name(path)!r} is an int of {x.bit_length()} bits, beyond int64")
+            raise ValueError(
+                f"state {path_name(path)!r} is an int of {x.bit_length()} bits, which does not fit into int64"
+            )
         return Leaf(name, type(x).__name__, dtype, ())
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"state {path_name(path)!r} must be an array or a number, got {shown(x)}")
@@ -180,15 +182,17 @@ def _describe(path: KeyPath, x: Any) -> Leaf:
         return Leaf(name, str(x.dtype), data.dtype.name, tuple(data.shape))
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"state {path_name(path)!r} is a masked array, whose mask would be lost; make two leaves of "
-            "its data and its mask"
+            f"state {path_name(path)!r} is a masked array, whose mask would be lost; save its data and its mask "
+            "as two leaves"
         )
     try:
         dtype = np.dtype(x.dtype)
     except TypeError:  # an array of another library
         dtype = x.dtype
     if getattr(dtype, "name", None) not in STORED:
-        raise TypeError(f"state {path_name(path)!r} has dtype {dtype}, which checkpoints do not hold")
+        raise TypeError(f"state {path_name(path)!r} has dtype {dtype}, which checkpoints cannot store")
     if len(x.shape) > MOST_AXES:
-        raise ValueError(f"state {path_name(path)!r} has {len(x.shape)} axes, checkpoints hold at most {MOST_AXES}")
+        raise ValueError(
+            f"state {path_name(path)!r} has {len(x.shape)} axes; checkpoints can store at most {MOST_AXES}"
+        )
     return Leaf(name, "array", dtype.name, tuple(x.shape))

@@ -62,7 +62,7 @@ def _read_first(directory: Path, step: int | None, read: Callable[[Path], Found]
         else:
             break
     else:
-        raise OSError(f"each step in {directory} was removed while it was read")
+        raise OSError(f"all steps in {directory} were removed while reading them")
     if damages and step is not None:
         raise DamagedError("; ".join(damages))
     if damages:

@@ -326,7 +326,7 @@ def _checked_step(step: SupportsIndex) -> int:
     if number < 0:
         raise ValueError(f"step={number} must be at least 0")
     if number >= 2**63:
-        raise ValueError("step must be below 2**63, as an int64 is")
+        raise ValueError("step must be below 2**63, to fit into int64")
     return number
 
 
@@ -337,7 +337,7 @@ def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(dict(metadata or {})))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"metadata must be what JSON has: {error}") from None
+        raise TypeError(f"metadata must be JSON-serializable: {error}") from None
 
 
 def _as_text(error: Exception) -> str:

@@ -177,9 +177,9 @@ def _named(argument: str, tree: PyTree) -> dict[str, Any]:
             collisions.append(f"{name!r}: of {spelled}, which UTF-8 does not have")
         leaves[name], paths[name] = x, spelled
     if wrong:
-        raise TypeError(_listing(f"{argument} must have arrays only", wrong))
+        raise TypeError(_listing(f"{argument} must contain only arrays", wrong))
     if collisions:
-        raise ValueError(_listing(f"{argument} must have a name for each leaf", collisions))
+        raise ValueError(_listing(f"{argument} must give each leaf its own name", collisions))
     return leaves
 
 
@@ -216,7 +216,7 @@ def _check_present(leaves: Mapping[str, Any]) -> None:
                 "jax.experimental.multihost_utils.process_allgather(x, tiled=True)"
             )
     if absent:
-        raise ValueError(_listing("params are not all here", absent))
+        raise ValueError(_listing("params of other processes cannot be saved from this one", absent))
 
 
 def _cast(name: str, x: np.ndarray, dtype: np.dtype, overflows: list[str]) -> np.ndarray:
@@ -233,7 +233,7 @@ def _cast(name: str, x: np.ndarray, dtype: np.dtype, overflows: list[str]) -> np
 def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
     version = metadata.get("format_version")
     if metadata.get("format") == _FORMAT and version != _VERSION:
-        raise ValueError(f"{path} has format_version {version}, this reads {_VERSION}")
+        raise ValueError(f"{path} has format_version {version}, but this version of jmp_train reads {_VERSION}")
 
 
 def _check_fit(path: Path, slices: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:

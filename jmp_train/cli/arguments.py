@@ -73,7 +73,7 @@ def precision_name(text: str) -> str:
     name = schedule_of_precisions(text)
     if is_schedule(name):
         parts = " ".join(phase.name for phase in precisions_without_device(name))
-        raise argparse.ArgumentTypeError(f"{name!r} is a schedule of several; name them one by one: {parts}")
+        raise argparse.ArgumentTypeError(f"{name!r} is a schedule; name its policies one by one: {parts}")
     return name
 
 

@@ -38,7 +38,7 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), 
     try:
         helps, hints = _helps(kind), typing.get_type_hints(kind)
     except NameError as error:
-        raise WrongCall(f"{kind.__name__}: {error}, which the type of a field names") from error
+        raise WrongCall(f"{kind.__name__}: {error}, in the type of a field") from error
     for field in dataclasses.fields(kind):
         if field.name in without or not field.init:
             continue
@@ -144,7 +144,9 @@ def _argument(kind: type[Any], name: str, hint: Any, reader: Callable[[str], Any
             return {"type": reader or word, "choices": parts, "metavar": "{" + ",".join(map(str, parts)) + "}"}
     if hint in _READERS or reader is not None:
         return {"type": reader or _READERS[hint], "metavar": _METAVARS.get(hint)}
-    raise WrongCall(f"{kind.__name__}.{name} cannot be an option, as its type is {_shown(hint)}: {_KINDS} can")
+    raise WrongCall(
+        f"{kind.__name__}.{name} cannot be an option because its type is {_shown(hint)}; supported types are {_KINDS}"
+    )
 
 
 def _shown(hint: Any) -> str:

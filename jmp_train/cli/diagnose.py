@@ -20,7 +20,7 @@ from jmp_train.steps import TrainState
 from jmp_train.task import Task
 from jmp_train.tasks import TaskSource, described, errors_of_file
 
-_WANTED = "wanted is a jt.Task, or a tuple of a function and its arguments, such as (step, state, batch)"
+_WANTED = "it must return a jt.Task, or a tuple of a function and its arguments, such as (step, state, batch)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def diagnose_command(args: argparse.Namespace) -> int:
     source: TaskSource = args.source
     with checked_outputs(as_json=args.json, folders={"--out": args.out}) as output:
         if source.takes_policy:
-            raise WrongCall(f"{args.task} takes a parameter: {_WANTED}, from a function without one")
+            raise WrongCall(f"{args.task} must not have parameters; {_WANTED}")
         with checking_the_call():
             made = source.make() if source.options is None else None
         if isinstance(made, tuple):
@@ -55,7 +55,7 @@ def diagnose_command(args: argparse.Namespace) -> int:
         if isinstance(made, Task):
             args.source = dataclasses.replace(source, function=made)
         elif source.options is None:
-            raise WrongCall(f"{args.task} returned {described(made)}: {_WANTED}")
+            raise WrongCall(f"{args.task} returned {described(made)}; {_WANTED}")
         name = args.name or DEFAULT_POLICY
         with errors_of_file(source.file):
             prepared, state, batch = _moment(args, name)
@@ -77,7 +77,7 @@ def diagnose_command(args: argparse.Namespace) -> int:
 
 def _diagnose_function(args: argparse.Namespace, made: tuple[Any, ...], output: Output | None) -> int:
     if not made or not callable(made[0]):
-        raise WrongCall(f"{args.task} returned {described(made)}: {_WANTED}")
+        raise WrongCall(f"{args.task} returned {described(made)}; {_WANTED}")
     fn, *arguments = made
     with errors_of_file(args.source.file):
         report = diagnose(fn, *arguments, steps=args.steps)
@@ -96,7 +96,7 @@ def _moment(args: argparse.Namespace, name: str) -> tuple[PreparedRun, TrainStat
     saved = saved_state(args, prepared, state)
     done = saved.done
     if done + after > total:
-        raise WrongCall(f"--after {after}: the run has {total} steps, {done} of them are done")
+        raise WrongCall(f"--after {after}: the run has {total} steps, and {done} are done")
     if skipped is not None and args.after is None:
         after = int(min(max(skipped - done, 0), total - done))
     state, batch = prepared.advance(saved.state, done, after, saved.place)

@@ -45,15 +45,13 @@ from jmp_train.tasks import TASK_FORMS, TASK_NAMES, find_task, is_task_text
 _DEFAULT_TASK = "digits"
 _VALUES: dict[Any, float] = {0: 0, "+": math.inf}  # number of values of an option, by its nargs
 _TASK_HELP = f"{', '.join(TASK_NAMES)}; {TASK_FORMS}; default: {_DEFAULT_TASK}; TASK --help shows its own options"
-_SCHEDULES = (
-    f"{SCHEDULE_FORM} for a schedule, as mixed_float16,0.9:float32 trains the last tenth of the steps in float32"
-)
+_SCHEDULES = f"{SCHEDULE_FORM} for a schedule; mixed_float16,0.9:float32 trains the last tenth of the steps in float32"
 _COMMANDS = {
     "train": "train a task in one policy or AMP mode",
     "compare": "train a task in several policies or AMP modes",
-    "diagnose": "say what half precision does to each operation of a step",
-    "tune": "find the operations of a task that have to stay in float32",
-    "plan": "say what a step would need on GPUs that need not be there",
+    "diagnose": "report the effect of half precision on each operation of a step",
+    "tune": "find the operations of a task that must stay in float32",
+    "plan": "predict memory and time of a step on GPUs, without a GPU",
     "launch": "run a script as several processes on this machine",
 }
 _ONE = {
@@ -62,7 +60,7 @@ _ONE = {
 }
 _COMPARED = {
     "--policies": f"or modes, or {_SCHEDULES}; default: {' '.join(DEFAULT_POLICIES)}",
-    "--modes": f"{MODE_CHOICES}; or policies; prints a table of speed and memory beside the first, too",
+    "--modes": f"{MODE_CHOICES}; or policies; also prints a table of speed and memory relative to the first",
 }
 _PLANNED = {
     "--policies": f"or modes; default: {' '.join(PLANNED_POLICIES)}",
@@ -137,9 +135,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if arguments and arguments[0] == name:
             _add_task(arguments, command)
     launcher = made["launch"]
-    launcher.add_argument("-n", "--processes", type=few, required=True, metavar="N", help="how many")
+    launcher.add_argument("-n", "--processes", type=few, required=True, metavar="N", help="the number of processes")
     add_options(launcher, LaunchOptions)
-    launcher.add_argument("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="and its arguments")
+    launcher.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="a Python script and its arguments"
+    )
     launcher.set_defaults(run=_launch)
     return parser
 
@@ -167,7 +167,7 @@ def _add_task(arguments: Sequence[str], command: argparse.ArgumentParser) -> Non
     if clash := fields - OF_RUNS:
         names = " and ".join(map(flag, sorted(clash)))
         said = "is an option" if len(clash) == 1 else "are options"
-        raise WrongCall(f"{source.name}: {names} {said} of the command, too; rename the field")
+        raise WrongCall(f"{source.name}: {names} {said} of the command; rename the field")
     group = command.add_argument_group(f"options of {source.name}")
     add_options(group, source.options, without=fields, prefix=OF_TASK)
 
@@ -211,7 +211,7 @@ def _start_jax(arguments: Sequence[str]) -> None:
 
 
 def _no_command(args: argparse.Namespace) -> int:
-    raise WrongCall("a command is wanted: train, compare, diagnose, tune, plan or launch; --help says more")
+    raise WrongCall("a command is needed: train, compare, diagnose, tune, plan or launch; see --help")
 
 
 def _launch(args: argparse.Namespace) -> int:

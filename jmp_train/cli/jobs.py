@@ -59,7 +59,7 @@ def load_job(args: argparse.Namespace, name: str | None = None) -> Job:
     source: TaskSource = args.source
     of_precision = {} if name is None else {"rules": read_rules(args, [name]), "few_bits": read_few_bits(args, [name])}
     if source.takes_policy:
-        raise WrongCall(f"{source.name} takes a parameter that is not annotated as a dataclass of options")
+        raise WrongCall(f"{source.name} must annotate its parameter with a dataclass of options")
     if args.devices is None and jax.process_count() > 1:
         args.devices = jax.device_count()
     options = read_task_options(args)
@@ -128,7 +128,7 @@ def _with_train_size(task: Task, count: int | None) -> Task:
     if count is None:
         return task
     if callable(task.train):
-        raise WrongCall(f"--train-size {count}: the task's train makes its own batches")
+        raise WrongCall(f"--train-size {count}: the task's train creates its own batches")
     total = count_examples(task.train)
     if not 1 <= count <= total:
         raise WrongCall(f"train_size={count} must be between 1 and the {total} training examples")

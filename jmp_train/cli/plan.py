@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PLANNED_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
 PLANNED_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
-_WANTED = "wanted is a jt.Task, (step, state, batch), or a parameter for the policy, with which it returns these"
+_WANTED = "it must return a jt.Task or (step, state, batch), or take the policy and return one of these"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
     if isinstance(made, Task):
         return _plan_of_task(args, made, run_settings(args, given, made), options)
     if not isinstance(made, tuple) or len(made) != 3:
-        raise WrongCall(f"{args.task} returned {described(made)}: {_WANTED}")
+        raise WrongCall(f"{args.task} returned {described(made)}; {_WANTED}")
     with _errors_while_planning(source):
         return plan(*made, policies=args.policies, **options)
 
@@ -143,7 +143,8 @@ def _plan_of_task(args: argparse.Namespace, task: Task, settings: RunSettings, o
         check_shared(task, settings)
     if settings.accumulate_steps != 1 and options["find_largest"]:
         raise WrongCall(
-            f"--accumulate-steps {settings.accumulate_steps}: the largest batch is sought by ones; --no-largest"
+            f"--accumulate-steps {settings.accumulate_steps}: the search for the largest batch needs 1; add "
+            "--no-largest"
         )
     with checking_the_call(), errors_of_file(args.source.file):
         own = rows_of(batch_shapes(task, None)) if callable(task.train) else task.batch_size
@@ -183,5 +184,5 @@ def _gpus(args: argparse.Namespace) -> list[Any]:
     known = {**GPUS, **own}
     for name in names:
         if name not in known:
-            raise WrongCall(f"--gpus {name}: there is no such GPU; there are {', '.join(known)}")
+            raise WrongCall(f"--gpus {name} is unknown; choose from {', '.join(known)}")
     return [known[name] for name in names]

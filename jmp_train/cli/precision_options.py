@@ -8,8 +8,8 @@ from jmp_train.cli.arguments import precisions_without_device
 from jmp_train.cli.errors import WrongCall
 from jmp_train.runs import AUTOCAST_CHOICES, FewBits, RulesFile, autocasts, is_schedule
 
-_IN_HALF = "params=bfloat16,compute=bfloat16 has such"
-_AUTOCASTING = "autocast_bfloat16 and autocast_float16 do"
+_IN_HALF = "for example params=bfloat16,compute=bfloat16"
+_AUTOCASTING = "use autocast_bfloat16 or autocast_float16"
 
 
 def read_rules(args: argparse.Namespace, names: Sequence[str]) -> RulesFile | None:
@@ -27,7 +27,7 @@ def read_rules(args: argparse.Namespace, names: Sequence[str]) -> RulesFile | No
         return None
     if not any(map(takes_rules, names)):
         do = "does" if len(names) == 1 else "do"
-        raise WrongCall(f"--rules {file}: {', '.join(names)} {do} not autocast; {AUTOCAST_CHOICES} do")
+        raise WrongCall(f"--rules {file}: {', '.join(names)} {do} not autocast; use {AUTOCAST_CHOICES}")
     try:
         return RulesFile.read(file)
     except OSError as error:
@@ -72,7 +72,7 @@ def read_few_bits(args: argparse.Namespace, names: Sequence[str]) -> FewBits:
         raise WrongCall(f"--fp8 {few_bits.fp8}: {said} {do} not autocast as policies; {_AUTOCASTING}")
     for name, part in zip(names, taken, strict=True):
         if part.has_fp8_state and is_schedule(name):
-            raise WrongCall(f"--fp8 {part.fp8} has a state, which the phases of {name} would not share")
+            raise WrongCall(f"--fp8 {part.fp8} has a state, which the phases of {name} cannot share")
     return few_bits
 
 

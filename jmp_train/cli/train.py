@@ -105,7 +105,7 @@ def train_command(args: argparse.Namespace) -> int:
                 raise
             raise WrongCall(str(error)) from error
         except Stopped as stopped:
-            print(f"jmp-train: {stopped}; --resume goes on", file=sys.stderr)
+            print(f"jmp-train: {stopped}; continue with --resume", file=sys.stderr)
             return 128 + signals[0]
     if is_main and not args.json:
         print_table([run])
@@ -117,12 +117,12 @@ def train_command(args: argparse.Namespace) -> int:
 def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> Saving | None:
     if args.checkpoint_dir is None:
         if args.resume or args.checkpoint_every:
-            raise WrongCall("--resume and --checkpoint-every want a --checkpoint-dir")
+            raise WrongCall("--resume and --checkpoint-every need --checkpoint-dir")
         return None
     store = stack.enter_context(CheckpointStore(args.checkpoint_dir))
     store.lock()
     if args.resume and not store.steps():
-        print(f"jmp-train: {args.checkpoint_dir} has no checkpoint: a new run", file=sys.stderr)
+        print(f"jmp-train: {args.checkpoint_dir} has no checkpoint; starting a new run", file=sys.stderr)
     return Saving(store, args.checkpoint_every, args.resume, lambda: bool(signals))
 
 

@@ -88,7 +88,7 @@ def _examples(args: argparse.Namespace) -> tuple[TrainStep, list[tuple[TrainStat
         if job.settings.devices != 1:
             raise WrongCall(f"--devices {job.settings.devices}: tune runs on one device")
         if job.settings.accumulate_steps != 1:
-            raise WrongCall(f"--accumulate-steps {job.settings.accumulate_steps}: tune takes whole batches")
+            raise WrongCall(f"--accumulate-steps {job.settings.accumulate_steps}: tune uses whole batches")
         prepared, state = job.prepare("float32", with_metadata=args.checkpoint_dir is not None)
     total = prepared.length.total
     saved = saved_state(args, prepared, state)
@@ -98,7 +98,7 @@ def _examples(args: argparse.Namespace) -> tuple[TrainStep, list[tuple[TrainStat
         left = max(1, total - done - args.after)  # at the end of a run there is the last batch
         if done + args.after > total or (args.examples or 1) > left:
             given = [f"--{name} {value}" for name in ("after", "examples") if (value := getattr(args, name))]
-            raise WrongCall(f"{' '.join(given)}: the run has {total} steps{f', {done} of them are done' * bool(done)}")
+            raise WrongCall(f"{' '.join(given)}: the run has {total} steps{f', and {done} are done' * bool(done)}")
         wanted = min(wanted, left)
     if args.after:
         state, _ = prepared.advance(state, done, args.after, place)

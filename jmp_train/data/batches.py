@@ -143,7 +143,7 @@ def _own_examples(sharding: Sharding, batch_size: int) -> slice:
     ranges = [part[0].indices(batch_size)[:2] for part in parts.values() if part is not None]
     first, last = min(start for start, _ in ranges), max(stop for _, stop in ranges)
     if last - first != sum(stop - start for start, stop in set(ranges)):
-        raise ValueError(f"this process' devices have examples of a batch that are not contiguous: {sharding}")
+        raise ValueError(f"sharding must give this process a contiguous part of the batch, got {sharding}")
     return slice(first, last)
 
 

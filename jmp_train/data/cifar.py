@@ -86,7 +86,7 @@ def _images_of(path: Path, content: np.ndarray) -> Images:
     count, rest = divmod(content.size, _ROW_BYTES)
     if rest or not count:
         raise ValueError(
-            f"{path} has {content.size} bytes and ends within row {count}: rows are of {_ROW_BYTES} bytes, the "
+            f"{path} has {content.size} bytes and ends within row {count}: rows have {_ROW_BYTES} bytes, and the "
             f"published file has {_FILE_BYTES}"
         )
     rows = content.reshape(count, _ROW_BYTES)
@@ -94,7 +94,7 @@ def _images_of(path: Path, content: np.ndarray) -> Images:
     if labels.max() >= CIFAR10_CLASSES:
         row = int(np.argmax(labels >= CIFAR10_CLASSES))
         raise ValueError(
-            f"{path} has the label {labels[row]} at row {row}, labels are between 0 and {CIFAR10_CLASSES - 1}"
+            f"{path} has the label {labels[row]} at row {row}; labels must be from 0 to {CIFAR10_CLASSES - 1}"
         )
     planes = rows[:, 1:].reshape(count, 3, CIFAR10_SIZE, CIFAR10_SIZE)
     return {"image": np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), "label": labels}

@@ -86,7 +86,7 @@ def graph_batches(
     known = padded_sizes(data, batch_size, places=chosen) if sizes is None else tuple(sizes)
     drop_remainder = drop_remainder or parts > 1
     if len(chosen) < (batch_size * parts if drop_remainder else 1):
-        raise ValueError(f"there are {len(chosen)} graphs, where a step needs {batch_size * parts}")
+        raise ValueError(f"there are {len(chosen)} graphs, but a step needs {batch_size * parts}")
 
     def dictionary(graphs: np.ndarray, size: PaddedSize) -> dict[str, Any]:
         of_graphs = {"label": data.labels, **data.graphs}

@@ -86,7 +86,7 @@ def neighbor_batches(
     least = size if drop_remainder else 1
     if share < least:
         raise ValueError(
-            f"seeds has {num_seeds} nodes, {share} for each of {process_count} processes, where a batch needs {least}"
+            f"seeds has {num_seeds} nodes, {share} for each of {process_count} processes, but a batch needs {least}"
         )
 
     def sample(places: np.ndarray, random: np.random.Generator) -> Any:

@@ -59,7 +59,7 @@ def _read_array(path: Path, content: BufferedIOBase, axes: int, max_bytes: int) 
     magic, wanted = header[:4], bytes([0, 0, _UNSIGNED_BYTES, axes])
     if magic != wanted:
         raise ValueError(
-            f"{path} has the magic number 0x{magic.hex()}, where IDX bytes with {axes} "
+            f"{path} has the magic number 0x{magic.hex()}; IDX bytes with {axes} "
             f"{'axis' if axes == 1 else 'axes'} have 0x{wanted.hex()}"
         )
     if len(header) < 4 + 4 * axes:
@@ -71,9 +71,9 @@ def _read_array(path: Path, content: BufferedIOBase, axes: int, max_bytes: int) 
     array = np.empty(count, np.uint8)  # takes no physical memory before it is written
     size = _read_into(array, content)
     if size < count:
-        raise ValueError(f"{path} has {size} bytes of data, where {says}")
+        raise ValueError(f"{path} has {size} bytes of data, but {says}")
     if content.read(1):  # at the end gzip compares the checksum
-        raise ValueError(f"{path} has more than {size} bytes of data, where {says}")
+        raise ValueError(f"{path} has more than {size} bytes of data, but {says}")
     return array.reshape(shape)
 
 

@@ -109,7 +109,7 @@ def _opened(content: bytes) -> "ImageFile":
     if content.startswith((b"P1", b"P2", b"P3")):
         # These are text, and pillow copies the rest of it at each comment.
         return PpmImagePlugin.PpmImageFile(io.BytesIO(re.sub(_COMMENT, b"", content)))
-    raise ValueError(f"it begins with {content[:16]!r}, as no JPEG, PNG, WebP, BMP, PPM or TIFF file does")
+    raise ValueError(f"it is not a JPEG, PNG, WebP, BMP, PPM or TIFF file: it starts with {content[:16]!r}")
 
 
 class _ReadAFewTimes(io.BytesIO):
@@ -123,7 +123,7 @@ class _ReadAFewTimes(io.BytesIO):
         data = super().read(size)
         self._bytes_left -= len(data)
         if self._bytes_left < 0:
-            raise OSError("its parts together are much larger than the file")
+            raise OSError("its parts are together much larger than the file")
         return data
 
 
@@ -156,7 +156,7 @@ def _with_8_bits(image: "ImageFile") -> "Image":
     # pillow's 32-bit integers hold 16 bits for PNG and PPM; for TIFF they hold 32.
     tiff = isinstance(image, TiffImageFile)
     if not image.mode.startswith("I;16") and (tiff or image.mode != "I"):
-        raise ValueError(f"its pixel values ({image.mode} in pillow) have no known range, as bytes have")
+        raise ValueError(f"its pixel values (mode {image.mode} in pillow) have no known range")
     bits = image.tag_v2[BITSPERSAMPLE][0] if tiff else 16  # or 12
     return Image.fromarray(_scaled_to_8_bits(bits)[np.asarray(image)])
 

@@ -44,7 +44,7 @@ def read_image_folder(
     classes = tuple(sorted(folders["train"]))
     unknown = sorted(set(folders["val"]) - set(classes))
     if unknown:
-        raise ValueError(f"{folders['val'][unknown[0]]}: training has no class {unknown[0]!r} in {data_dir / 'train'}")
+        raise ValueError(f"{folders['val'][unknown[0]]}: class {unknown[0]!r} is missing in {data_dir / 'train'}")
     train = _images_of(folders["train"], classes)
     empty = np.flatnonzero(np.bincount(train["label"], minlength=len(classes)) == 0)
     if len(empty):
@@ -58,7 +58,7 @@ def read_image_folder(
 
 def _classes_in(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; wanted are DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg")
+        raise FileNotFoundError(f"{folder} is not a folder; expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg")
     classes = {path.name: path for path in folder.iterdir() if path.is_dir()}
     if not classes:
         raise ValueError(f"{folder} has no classes (folders of images)")
@@ -85,7 +85,7 @@ def _images_in(folder: Path) -> list[str]:
             if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
                 continue
             if not entry.is_file():
-                raise ValueError(f"{entry.path} is not a regular file, though it is named as an image")
+                raise ValueError(f"{entry.path} has the name of an image, but is not a regular file")
             images.append(entry.path)
     return sorted(images)
 

@@ -57,7 +57,7 @@ def read_mnist(data_dir: Path | str) -> tuple[Arrays, Arrays]:
         images, labels = read_idx(image_path, axes=3), read_idx(label_path, axes=1)
         if images.shape[1:] != (28, 28):
             size = " x ".join(map(str, images.shape[1:]))
-            raise ValueError(f"{image_path} has images of {size} pixels, MNIST's are 28 x 28")
+            raise ValueError(f"{image_path} has images of {size} pixels; MNIST's are 28 x 28")
         if len(images) != len(labels):
             raise ValueError(f"{label_path} has {len(labels)} labels for {len(images)} images in {image_path}")
         if not len(labels):
@@ -65,7 +65,7 @@ def read_mnist(data_dir: Path | str) -> tuple[Arrays, Arrays]:
         if labels.max() >= _CLASSES:
             row = int(np.argmax(labels >= _CLASSES))
             raise ValueError(
-                f"{label_path} has the label {labels[row]} at row {row}, labels are between 0 and {_CLASSES - 1}"
+                f"{label_path} has the label {labels[row]} at row {row}; labels must be from 0 to {_CLASSES - 1}"
             )
         parts.append({"image": images, "label": labels})
     return parts[0], parts[1]

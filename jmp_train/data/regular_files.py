@@ -42,7 +42,7 @@ def open_regular(path: Path | str) -> Iterator[BufferedReader]:
         try:
             yield file
         except MemoryError as error:
-            raise MemoryError(f"{path} needs more memory than there is") from error
+            raise MemoryError(f"{path} needs more memory than is available") from error
 
 
 def read_bytes(path: Path, *, max_bytes: int = 2**30) -> bytes:

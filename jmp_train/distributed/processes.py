@@ -133,8 +133,9 @@ def initialize(
         if not missing:
             raise
         raise ValueError(
-            f"{started_by or 'the arguments'} want several processes, but jax cannot tell how they meet; "
-            f"initialize also needs {', '.join(missing)}, or num_processes=1 if this one trains alone"
+            f"{started_by or 'the arguments'} set up several processes, but jax does not know where they "
+            f"connect; also pass {', '.join(missing)} to initialize, or num_processes=1 if this process trains "
+            "alone"
         ) from error
     finally:
         timer.cancel()
@@ -205,12 +206,12 @@ def broadcast_state(state: PyTree, mesh: Mesh | None = None, *, shardings: PyTre
       True
     """
     if mesh is not None and shardings is not None:
-        raise ValueError("mesh and shardings exclude each other: shardings have a mesh")
+        raise ValueError("mesh and shardings exclude each other, because shardings contain a mesh")
     if not isinstance(mesh, Mesh | None):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     divided = [path for path, x in named_leaves(state) if is_divided(x)]
     if divided:
-        raise ValueError(f"state {divided[0]!r} is divided between processes, so that all have a part")
+        raise ValueError(f"state {divided[0]!r} must be whole on each process, but is divided between processes")
     if jax.process_count() > 1:
         _check_device_counts()
         _check_same(_gather({f"state {path!r}": _kind(x) for path, x in named_leaves(state)}))
@@ -276,7 +277,7 @@ def _limit_collectives(seconds: int) -> None:
 def _report_lonely(given: dict[str, Any], seconds: int) -> None:
     """Announces that jax is about to abort the process, which jax does without a reason."""
     print(
-        f"process {given['process_id']} of {given['num_processes']} did not meet the others at "
+        f"process {given['process_id']} of {given['num_processes']} did not connect to the others at "
         f"{given['coordinator_address']} within initialization_timeout={seconds} s",
         file=sys.stderr,
         flush=True,
@@ -301,8 +302,8 @@ def _warn_of_pod() -> None:
     has_tpus = (platforms or "").startswith("tpu")  # jax sets it if it finds TPUs and their library
     if has_tpus and not any(variable in os.environ for variable in _TPU_HOSTS):
         warnings.warn(
-            "this process has TPUs, and trains alone: if the machine is one of a TPU pod's, call "
-            "jax.distributed.initialize() in the place of jmp_train's; if not, initialize(num_processes=1) says so",
+            "this process has TPUs and trains alone. In a TPU pod, call jax.distributed.initialize() instead of "
+            "jmp_train's; otherwise, call initialize(num_processes=1) to turn off this warning",
             stacklevel=3,
         )
 
@@ -322,8 +323,8 @@ def _limit_shutdown(leaving: threading.Event, seconds: int, process: int | None)
     if not jax.distributed.is_initialized():  # all processes have met, so something else keeps this one
         return
     print(
-        f"{'this process' if process is None else f'process {process}'} has ended its script, others have not "
-        f"within shutdown_timeout={seconds} s: do all take the same number of steps?",
+        f"{'this process' if process is None else f'process {process}'} has ended its script, but others have "
+        f"not within shutdown_timeout={seconds} s; check that all run the same number of steps",
         file=sys.stderr,
         flush=True,
     )

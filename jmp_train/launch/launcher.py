@@ -124,7 +124,7 @@ def check_launch(
     if not command:
         raise ValueError("launch needs a script: jmp-train launch -n 2 -- script.py")
     if command[0] != "-m" and script_of(command[0]) is None:
-        raise ValueError(f"launch needs a Python script, {command[0]!r} is not a file")
+        raise ValueError(f"launch needs a Python script, but {command[0]!r} is not a file")
 
 
 def script_of(name: str) -> str | None:

@@ -52,9 +52,9 @@ def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: 
         return
     if differing:
         raise ValueError(
-            f"model_state {', '.join(differing)} depends on a device's own examples, and devices would go apart: such "
-            f"numbers have no mean. In loss_fn add them up, lax.psum(x, {axis!r}), or count in float32, which is "
-            "averaged"
+            f"model_state {', '.join(differing)} depends on a device's own examples and would differ between "
+            f"devices, because integers are not averaged. In loss_fn, sum them with lax.psum(x, {axis!r}), or "
+            "count in float32"
         )
 
 

@@ -114,8 +114,8 @@ def over(mesh: Mesh) -> Iterator[None]:
         return
     if context.size != wanted.size:
         raise ValueError(
-            f"jax.set_mesh has set a mesh of {context.size} devices, the step's has {wanted.size}: "
-            "set the same one or none"
+            f"jax.set_mesh has set a mesh of {context.size} devices, but the step's mesh has {wanted.size}; set "
+            "the same mesh or none"
         )
     with use_abstract_mesh(wanted):
         yield

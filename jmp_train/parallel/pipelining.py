@@ -144,8 +144,8 @@ def _check_stage(stage: Stage, params: Params, parts: Batch, rng: jax.Array | No
     )
     if wanted != came:
         raise ValueError(
-            f"stage must return what it takes, {', '.join(wanted)}; it returned {', '.join(came)}. "
-            "Stages puts layers of several shapes on devices"
+            f"stage must return arrays like its inputs, {', '.join(wanted)}; it returned {', '.join(came)}. For "
+            "layers of different shapes, use Stages"
         )
 
 

@@ -353,7 +353,7 @@ def _checked_spec(what: str, x: jax.Array, spec: object, mesh: Mesh) -> Partitio
         count = math.prod(axis_size(mesh, axis) for axis in axes)
         if size % count:
             raise ValueError(
-                f"{what} of shape {x.shape} cannot be sharded by {spec}: {size} is not a multiple of {count} devices"
+                f"{what} of shape {x.shape} cannot be sharded by {spec}: {size} must be a multiple of {count} devices"
             )
     return spec
 

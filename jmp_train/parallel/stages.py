@@ -61,8 +61,8 @@ class Stages:
         for path, x in leaves:
             if not is_float_array(x) or x.dtype != leaves[0][1].dtype:
                 raise ValueError(
-                    f"params {path!r} is {jnp.result_type(x)}, {leaves[0][0]!r} is {jnp.result_type(leaves[0][1])}: "
-                    "stages are packed into one array of one floating dtype"
+                    f"params {path!r} is {jnp.result_type(x)}, but {leaves[0][0]!r} is "
+                    f"{jnp.result_type(leaves[0][1])}; all params of stages must have one floating dtype"
                 )
         shapes = (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree) for tree in params)
         object.__setattr__(self, "functions", tuple(self.functions))
@@ -150,8 +150,8 @@ class Stages:
             value = jax.eval_shape(function, params, value, rng)
             if value.dtype != x.dtype or value.shape[:1] != x.shape[:1]:
                 raise ValueError(
-                    f"stage {number} returned {value.dtype}{list(value.shape)} of a batch of {x.shape[0]} examples in "
-                    f"{x.dtype}: all stages pass on arrays [examples, ...] of one dtype"
+                    f"stage {number} returned {value.dtype}{list(value.shape)} for a batch of {x.shape[0]} "
+                    f"examples in {x.dtype}; all stages must return arrays [examples, ...] of that dtype"
                 )
             shapes.append(value.shape[1:])
         return shapes

@@ -391,5 +391,5 @@ def _with_whole_params(run: Callable[..., Any], shardings: PyTree, axis: str) ->
 def _checked_step(step: object) -> TrainStep:
     if not isinstance(step, TrainStep):
         kind = type(step).__name__
-        raise TypeError(f"step must be what train_step returned, not jitted, got {kind}")
+        raise TypeError(f"step must be a result of train_step, not jitted, got {kind}")
     return step

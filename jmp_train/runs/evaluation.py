@@ -77,7 +77,7 @@ def _over_batches(prepared: PreparedRun, state: TrainState, metrics: Callable[..
         for name, value in zip(names, values, strict=True):
             totals.setdefault(name, _Total(name)).add(value, rows)
     if not totals:
-        raise ValueError("test() returned no batches")
+        raise ValueError("Task: test() returned no batches")
     nonfinite, headline = totals.get(NONFINITE), next(iter(totals.values()))
     if nonfinite is not None and nonfinite.amount and nonfinite.amount >= headline.count:
         raise FloatingPointError("the model's output for the test data is not finite")

@@ -43,7 +43,7 @@ def phases_named(name: str) -> tuple[NamedPhase, ...]:
     for part in _BETWEEN.split(name):
         share, colon, precision = part.rpartition(":")
         if colon and not _SHARE.fullmatch(share):
-            raise ValueError(f"{share!r} in {name!r} is not a share of the run; a schedule is {SCHEDULE_FORM}")
+            raise ValueError(f"{share!r} in {name!r} is not a fraction of the run; write a schedule as {SCHEDULE_FORM}")
         phases.append(NamedPhase(float(share) if colon else 0.0, precision))
     try:
         check_shares([phase.share for phase in phases])

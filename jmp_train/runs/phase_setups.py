@@ -46,13 +46,12 @@ def phase_precisions(name: str) -> tuple[PhasePrecision, ...]:
     kept = {_kept(phase.precision): phase.name for phase in phases}
     if len(kept) > 1:
         said = ", ".join(f"{part} keeps {what}" for what, part in kept.items())
-        raise ValueError(f"{name!r}: one state goes through all phases, but {said}")
+        raise ValueError(f"{name!r}: all phases must store parameters in the same dtypes, but {said}")
     scaling = [phase for phase in phases if not isinstance(_loss_scale(phase.precision), NoOpLossScale)]
     for phase in scaling[1:]:
         if _loss_scale(phase.precision) != _loss_scale(scaling[0].precision):
             raise ValueError(
-                f"{name!r}: one loss scale goes through all phases, but those of {scaling[0].name} and {phase.name} "
-                "are not the same"
+                f"{name!r}: all phases must have the same loss scale, but {scaling[0].name} and {phase.name} differ"
             )
     return phases
 

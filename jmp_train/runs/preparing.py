@@ -229,8 +229,8 @@ def _bounds(name: str, total: int | None) -> tuple[list[str], list[tuple[int, in
         return [phase.name for phase in phases_named(name)], list(phase_bounds(name, total))
     if is_schedule(name):
         raise ValueError(
-            f"{name!r}: a schedule divides the number of steps, which is unknown, because the batches of train have no "
-            "length: give the task steps_per_epoch, or the command --steps"
+            f"{name!r}: a schedule needs the number of steps, which is unknown because the batches of train have "
+            "no length; set steps_per_epoch in the task, or pass --steps"
         )
     return [name], list(pairwise((0, _ENDLESS)))
 
@@ -238,8 +238,8 @@ def _bounds(name: str, total: int | None) -> tuple[list[str], list[tuple[int, in
 def _with_fp8_state(task: Task, settings: RunSettings, setup: Setup, state: TrainState, shared: Any) -> TrainState:
     if task.shards_shared:
         raise ValueError(
-            f"fp8={settings.few_bits.fp8} has a state, which a graph that is cut over devices={settings.devices} "
-            "cannot begin with; Float8CurrentScaling has none"
+            f"fp8={settings.few_bits.fp8} has a state, which is not supported for a graph partitioned over "
+            f"devices={settings.devices}; use Float8CurrentScaling"
         )
     size = settings.batch_size or task.batch_size
     batch = with_shared(batch_shapes(task, size), jax.eval_shape(setup.cast_shared, shared))

@@ -95,7 +95,9 @@ class Saver:
         self._metadata: dict[str, Any] = {}
         self._store.lock()
         if self._store.steps() and not saving.resume:
-            raise ResumeError(f"{self._store.directory} has checkpoints already: go on with --resume, or take another")
+            raise ResumeError(
+                f"{self._store.directory} already has checkpoints; continue with --resume, or choose another folder"
+            )
 
     def begin(self, state: TrainState, metadata: dict[str, Any]) -> Saved:
         """Returns the position at which the run starts: after the newest intact step, or at its first step.
@@ -191,8 +193,8 @@ def _epochs_over(step: int, saved: dict[str, Any], length: RunLength) -> int:
 def _check_run(directory: Path, step: int, saved: Any, this: dict[str, Any]) -> None:
     if not isinstance(saved, dict):
         raise ResumeError(
-            f"{directory} cannot be gone on from: step {step} does not say of which run it is, as those of "
-            "earlier versions, or of a script; take another --checkpoint-dir"
+            f"{directory} cannot be resumed: step {step} does not record its run, because an earlier version or "
+            "a script saved it; choose another --checkpoint-dir"
         )
     if lines := differences(saved, this):
         raise ResumeError("\n  ".join([f"{directory} is of another run:", *lines]))
@@ -234,6 +236,6 @@ def _check_run_file(file: Path, metadata: dict[str, Any]) -> None:
         if not lines:
             return
     warnings.warn(
-        f"{file} is written again: {reason}; the checkpoints beside it are of this run",
+        f"{file} is written again: {reason}; the checkpoints next to it are of this run",
         stacklevel=3,
     )

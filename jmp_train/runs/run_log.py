@@ -136,7 +136,7 @@ class _GrowingFile:
     def append(self, records: bytes) -> None:
         """Appends all records, or raises OSError and appends none."""
         if os.fstat(self._file.fileno()).st_nlink == 0:
-            raise OSError(errno.ENOENT, "it is removed")
+            raise OSError(errno.ENOENT, "it was removed")
         end = self._file.tell()
         rest = memoryview(records)
         try:

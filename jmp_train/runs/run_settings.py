@@ -90,7 +90,7 @@ def check_run(task: Task, settings: RunSettings = DEFAULT_SETTINGS) -> tuple[Tra
     elif data.steps_per_epoch is not None:
         total = epochs * data.steps_per_epoch
     if total is not None and total >= 2**31:
-        raise ValueError(f"epochs={epochs} makes {total} steps; they are counted up to 2**31 - 1")
+        raise ValueError(f"epochs={epochs} needs {total} steps, more than the limit of 2**31 - 1")
     return data, RunLength(epochs, total, data.steps_per_epoch)
 
 
@@ -98,8 +98,8 @@ def _checked_batch_size(task: Task, settings: RunSettings) -> int | None:
     if callable(task.train):
         if settings.batch_size is not None:
             raise ValueError(
-                f"batch_size={settings.batch_size}: the task's train makes its own batches; give its options a field "
-                "batch_size"
+                f"batch_size={settings.batch_size}: the task's train creates its own batches; add a field "
+                "batch_size to the task's options"
             )
         return None
     count = count_examples(task.train)
@@ -129,9 +129,13 @@ def check_shared(task: Task, settings: RunSettings) -> None:
     """
     devices, parts = settings.devices, settings.accumulate_steps
     if has_shared(task) and devices > 1 and not task.shards_shared:
-        raise ValueError(f"devices={devices}: all batches share arrays, such as a whole graph, which is not cut")
+        raise ValueError(
+            f"devices={devices}: all batches share arrays, such as a whole graph, which cannot be partitioned"
+        )
     if has_shared(task) and parts > 1:
-        raise ValueError(f"accumulate_steps={parts}: all batches share arrays, such as a graph, which has no parts")
+        raise ValueError(
+            f"accumulate_steps={parts}: all batches share arrays, such as a graph, which cannot be divided"
+        )
 
 
 def has_shared(task: Task) -> bool:
@@ -152,11 +156,12 @@ def first_devices(count: int) -> list[Any]:
         devices = jax.devices()
         if len(devices) != count:
             raise ValueError(
-                f"devices={count}: the {jax.process_count()} processes have {len(devices)} devices, and train on all"
+                f"devices={count}: must be the {len(devices)} devices of the {jax.process_count()} processes, "
+                "which train on all of them"
             )
         return devices
     devices = jax.local_devices()
     if len(devices) < count:
         there = f"{len(devices)} x {devices[0].device_kind}"
-        raise ValueError(f"devices={count}: there is no more than {there}")
+        raise ValueError(f"devices={count}: only {there} available")
     return devices[:count]

@@ -53,7 +53,7 @@ def precision_of(name: str, rules: AutocastRules | None = None) -> Policy | Amp:
       ('bfloat16', 'p=full,c=f16,o=full')
     """
     if is_schedule(name):
-        raise ValueError(f"{name!r} is a schedule of several precisions, and one is wanted here")
+        raise ValueError(f"{name!r} is a schedule; a single policy or mode is needed here")
     options = _MODES.get(name.removesuffix(_BFLOAT16))
     if options is not None:
         precision = amp_mode(**options, dtype=jnp.bfloat16 if name.endswith(_BFLOAT16) else jnp.float16)
@@ -65,7 +65,7 @@ def precision_of(name: str, rules: AutocastRules | None = None) -> Policy | Amp:
     if rules is None:
         return precision
     if not autocasts(precision):
-        raise ValueError(f"{name} does not autocast, so that it has no rules; {AUTOCAST_CHOICES} do")
+        raise ValueError(f"{name} does not autocast, so it has no rules; use {AUTOCAST_CHOICES}")
     if isinstance(precision, Amp):
         return dataclasses.replace(precision, options=dataclasses.replace(precision.options, rules=rules))
     return dataclasses.replace(precision, rules=rules)
@@ -142,8 +142,8 @@ def run_optimizer(task: Task, params: Params, total: int | None, settings: RunSe
     if settings.learning_rate is not None:
         if schedule is None:
             raise ValueError(
-                "learning_rate: the task does not say its own, relative to which the updates are scaled; give "
-                "jt.Task(learning_rate=...), or its options a field learning_rate"
+                "learning_rate needs the task's own learning rate, to scale the updates; pass "
+                "jt.Task(learning_rate=...), or add a field learning_rate to the task's options"
             )
         own, factor = schedule, settings.learning_rate / _peak(schedule, total)
         optimizer, schedule = optax.chain(optimizer, optax.scale(factor)), lambda step: own(step) * factor

@@ -165,7 +165,7 @@ class IterableData:
                 next(iterator)
             except StopIteration:
                 raise ValueError(
-                    f"train({epoch}) ended after {number} batches, but the run had taken {count} of them"
+                    f"train({epoch}) ended after {number} batches, but the run had already used {count}"
                 ) from None
 
 

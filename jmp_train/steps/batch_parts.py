@@ -140,9 +140,9 @@ def check_no_graph(batch: Batch, what: str) -> None:
     for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_end):
         if _is_graph(node):
             raise TypeError(
-                f"{what} would split the {type(node).__name__} at {path_name(path) or '(root)'!r} of the batch through "
-                "the middle, along its first axis: jmp_train.graphs.stack([...]) holds one whole graph for each device "
-                "and micro-batch"
+                f"{what} would split the {type(node).__name__} at {path_name(path) or '(root)'!r} of the batch "
+                "along its first axis; pass one whole graph for each device and micro-batch with "
+                "jmp_train.graphs.stack([...])"
             )
 
 
@@ -159,8 +159,8 @@ def unstacked(batch: Batch, accumulate_steps: int) -> Any:
     for path, stack in find_nodes(batch, _stacks()):
         if len(stack) != 1:
             raise ValueError(
-                f"{path or '(root)'!r} of the batch has {len(stack)} graphs for each micro-batch of a device, and "
-                f"must have one: as many as there are devices, times accumulate_steps={accumulate_steps}"
+                f"{path or '(root)'!r} of the batch must have one graph for each micro-batch of a device, got "
+                f"{len(stack)}; stack as many as devices times accumulate_steps={accumulate_steps}"
             )
     return change_nodes(batch, _stacks(), lambda stack: stack[0])
 

@@ -88,8 +88,8 @@ def refuse_low_precision_params(call: Call) -> None:
     ]
     if too_low:
         raise ValueError(
-            "parameters are stored in a lower precision than the policy's param_dtype; policy.cast_to_param "
-            "before TrainState.create keeps what they have:\n  " + "\n  ".join(too_low)
+            "parameters are stored in a lower precision than the policy's param_dtype; call "
+            "policy.cast_to_param before TrainState.create:\n  " + "\n  ".join(too_low)
         )
 
 

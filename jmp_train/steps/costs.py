@@ -88,8 +88,8 @@ def step_costs(traced: jax.stages.Traced, state: TrainState) -> StepCosts:
     """
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"state must be a TrainState, got {type(state).__name__}; of a step with a state of its own, "
-            "explain_policy(step, 'float32', state, batch) says what runs in half precision"
+            f"state must be a TrainState, got {type(state).__name__}; for a step with another state, use "
+            "explain_policy(step, 'float32', state, batch)"
         )
     program = traced.jaxpr
     operations = traced_operations(program, [None] * len(program.jaxpr.invars))

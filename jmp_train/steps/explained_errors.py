@@ -57,9 +57,9 @@ def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
         name = found[1]
         there = ", ".join(map(repr, axis_names)) or "none, as on one device"
         raise NameError(
-            f"loss_fn reduces over the axis {name!r} (a layer's axis_name?), and the step's axes are {there}: "
-            f'pmap_step(step, axis="{name}"), or data_parallel(step, mesh, axis="{name}") and sharded_step with a '
-            f'mesh that has it, Mesh(devices, ("{name}",)); or give the layer the step\'s axis'
+            f"loss_fn reduces over the axis {name!r} (a layer's axis_name?), but the step's axes are {there}. "
+            f'Use pmap_step(step, axis="{name}"), or data_parallel(step, mesh, axis="{name}") or '
+            f'sharded_step with a Mesh(devices, ("{name}",)); or pass the step\'s axis to the layer'
         ) from error
 
 

@@ -62,8 +62,8 @@ def scaled_products(
             return result
         if not isinstance(model_state, Fp8State):
             raise ValueError(
-                f"the policy's DelayedScaling keeps scales and histories of {len(extents)} products, which the state "
-                "has not: state = jt.with_fp8_state(step, state, batch) before the first step"
+                f"the policy's DelayedScaling needs scales and histories of {len(extents)} products, which the "
+                "state does not have; call state = jt.with_fp8_state(step, state, batch) before the first step"
             )
         factor = _gradient_factor(loss_scale, axis_names)
         scaled = ScaledProducts(params, scales_of(model_state, extents, factor))
@@ -113,6 +113,8 @@ def product_extents(
 def _gradient_factor(loss_scale: LossScales, axis_names: Sequence[str]) -> jax.Array:
     """Returns the factor between the cotangents and those of the mean loss of the whole batch."""
     if isinstance(loss_scale, PerLossScale):
-        raise TypeError("DelayedScaling has one history for the gradients of a product, and takes no PerLossScale")
+        raise TypeError(
+            "DelayedScaling has one history for the gradients of a product and does not support PerLossScale"
+        )
     count = lax.axis_size(tuple(axis_names)) if axis_names else 1
     return jnp.asarray(loss_scale.loss_scale, jnp.float32) * count

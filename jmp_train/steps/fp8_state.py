@@ -45,14 +45,16 @@ def with_fp8_state(step: TrainStep, state: TrainState, batch: Batch) -> TrainSta
       Array([1.   , 1.   , 0.125], dtype=float32)
     """
     if not isinstance(step, TrainStep):
-        raise TypeError(f"step must be what train_step returned, not jitted, got {type(step).__name__}")
+        raise TypeError(f"step must be a result of train_step, not jitted, got {type(step).__name__}")
     check_is_train_state(state)
     recipe = delayed_scaling(step.policy)
     if recipe is None:
         raise ValueError(f"the step's policy must be an AutocastPolicy with fp8=DelayedScaling(), got {step.policy!r}")
     places = _places(step, state, batch)
     if not places:
-        raise ValueError("the rules of the step's policy have no product of the loss in 8 bits; explain_autocast shows")
+        raise ValueError(
+            "no product of the loss is in 8 bits by the rules of the step's policy; check with explain_autocast"
+        )
     return dataclasses.replace(state, model_state=fp8_state(places, recipe, own_state(state.model_state)))
 
 

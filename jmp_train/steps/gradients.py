@@ -158,8 +158,8 @@ def _partition(params: Params) -> tuple[Any, Any]:
     modules = filter(is_nnx_object, jax.tree.leaves(params, is_leaf=is_nnx_object))
     if (module := next(modules, None)) is not None:
         raise TypeError(
-            f"params is or has the nnx module {type(module).__name__}, whose statistics and random keys are "
-            "no parameters: nnx_value_and_grad differentiates it; or take apart nnx.split(model, nnx.Param, ...)"
+            f"params contains the nnx module {type(module).__name__}, whose statistics and random keys are not "
+            "parameters; use nnx_value_and_grad, or separate them with nnx.split(model, nnx.Param, ...)"
         )
     leaves = named_leaves(params)
     if not _has_equinox_module(params) and all(_is_number(x) for _, x in leaves):
@@ -228,13 +228,13 @@ def float32_loss(loss_scale: LossScales, loss: object) -> Any:
 def float32_scalar(loss: Any) -> jax.Array:
     """Returns a loss in float32 or higher precision; raises TypeError if it is not a floating scalar."""
     if isinstance(loss, tuple | list):
-        raise TypeError(f"loss_fn returned {len(loss)} losses; the optimizer has to have a PerLossScale for them")
+        raise TypeError(f"loss_fn returned {len(loss)} losses, which need an optimizer with a PerLossScale")
     if isinstance(loss, Mapping):
         raise TypeError(
             f"loss_fn returned a dict of losses, {sorted(map(str, loss))}: return their sum, or a tuple of them"
         )
     if loss is None:
-        raise TypeError("loss_fn returned None as loss, it must be a floating scalar")
+        raise TypeError("loss_fn returned None as loss; it must be a floating scalar")
     dtype, shape = jnp.result_type(loss), jnp.shape(loss)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"loss_fn must return a floating scalar as loss, got {dtype}{list(shape)}")

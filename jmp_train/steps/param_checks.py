@@ -28,16 +28,16 @@ def check_params(params: PyTree) -> None:
     """
     if is_nnx_object(params):
         raise TypeError(
-            f"params is the nnx module {type(params).__name__}, whose statistics and random keys are not parameters: "
-            "graph, params, rest = nnx.split(model, nnx.Param, ...), TrainState.create(params, optimizer, "
-            "model_state=rest), and nnx.merge(graph, params, model_state) in loss_fn"
+            f"params is the nnx module {type(params).__name__}, whose statistics and random keys are not "
+            "parameters. Use graph, params, rest = nnx.split(model, nnx.Param, ...), TrainState.create(params, "
+            "optimizer, model_state=rest), and nnx.merge(graph, params, model_state) in loss_fn"
         )
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx_variable)
     for path, variable in nodes:
         if is_nnx_statistic(variable):
             raise TypeError(
-                f"params {path_name(path)!r} is an nnx.{type(variable).__name__} and no parameter; "
-                "nnx.split(model, nnx.Param, ...) parts them, the rest is the model_state"
+                f"params {path_name(path)!r} is an nnx.{type(variable).__name__}, not a parameter; separate them "
+                "with nnx.split(model, nnx.Param, ...) and pass the rest as model_state"
             )
     _refuse_collections(params)
     refuse_overwritten(trained(params))
@@ -62,8 +62,9 @@ def _refuse_collections(params: PyTree, path: str = "") -> None:
         below = f"{path}/{name}" if path else str(name)
         if name in _STATE_OF_FLAX and jax.tree.leaves(value) and (name == "batch_stats" or "params" in params):
             raise TypeError(
-                f"params {below!r} is a collection of flax's variables, not trained. variables = model.init(...), "
-                f'TrainState.create(variables["params"], optimizer, model_state={{"{name}": variables["{name}"]}}), '
-                f'and model.apply({{"params": params, **model_state}}, ..., mutable=["{name}"]) in loss_fn'
+                f"params {below!r} is a collection of flax variables that are not trained. Use variables = "
+                f'model.init(...), TrainState.create(variables["params"], optimizer, model_state={{"{name}": '
+                f'variables["{name}"]}}), and model.apply({{"params": params, **model_state}}, ..., '
+                f'mutable=["{name}"]) in loss_fn'
             )
         _refuse_collections(value, below)

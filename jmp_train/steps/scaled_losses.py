@@ -94,16 +94,16 @@ def _check_alike(new: ModelState, old: ModelState) -> None:
     old_tree, new_tree = jax.tree.structure(old), jax.tree.structure(new)
     if old_tree != new_tree:
         raise TypeError(
-            f"loss_fn returned a model_state of another structure:\n  {new_tree}\nthan the "
-            f"state has:\n  {old_tree}\nTrainState.create(model_state=...) takes the first one"
+            f"loss_fn must return a model_state of the state's structure, got:\n  {new_tree}\nand the state "
+            f"has:\n  {old_tree}\nPass the initial one to TrainState.create(model_state=...)"
         )
 
     def check(path: KeyPath, x: jax.Array, y: jax.Array) -> None:
         both_float = is_float_array(x) and is_float_array(y)
         if jnp.shape(x) != jnp.shape(y) or not (both_float or x.dtype == y.dtype):
             raise TypeError(
-                f"loss_fn returned model_state {path_name(path)!r} as {y.dtype}{list(y.shape)}, "
-                f"the state has {x.dtype}{list(x.shape)}"
+                f"loss_fn returned model_state {path_name(path)!r} as {y.dtype}{list(y.shape)}, but the state "
+                f"has {x.dtype}{list(x.shape)}"
             )
 
     jax.tree_util.tree_map_with_path(check, old, new)

@@ -96,8 +96,9 @@ def train_step(
         raise ValueError(f"accumulate_steps={accumulate_steps!r} must be an integer of at least 1")
     if isinstance(policy, PolicySchedule):
         raise TypeError(
-            "policy must be that of one step, got a PolicySchedule: its phases have a step each, schedule.steps("
-            "lambda policy: jax.jit(train_step(..., policy=policy), donate_argnums=0), total_steps)"
+            "policy must be a single policy, got a PolicySchedule; make one step per phase with "
+            "schedule.steps(lambda policy: jax.jit(train_step(..., policy=policy), donate_argnums=0), "
+            "total_steps)"
         )
     policy = None if policy is None else named_policy(policy)
     check_takes_state(loss_fn)

@@ -41,9 +41,9 @@ def check_not_replicated(state: Any) -> None:
     check_is_train_state(state)
     if shape := jnp.shape(state.step):
         raise ValueError(
-            f"state.step has the shape {shape}: a state replicated along a first axis, as flax.jax_utils.replicate "
-            "makes it. The state goes in as on one device (flax.jax_utils.unreplicate), and the batch whole, "
-            "[examples, ...]"
+            f"state.step must be a scalar, got shape {shape}: the state is replicated along a first axis, as by "
+            "flax.jax_utils.replicate. Pass the state as on one device (flax.jax_utils.unreplicate), and the "
+            "whole batch, [examples, ...]"
         )
 
 
@@ -63,7 +63,7 @@ def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str])
     for name in axis_names:
         if name in checked and name not in own:
             raise ValueError(
-                f"loss_fn averages its loss over the axis {name!r}, which the step does: its gradients would be "
+                f"loss_fn averages its loss over the axis {name!r}, but the step does too, so gradients would be "
                 "averaged twice. Return the loss of the device's own examples"
             )
 
@@ -91,17 +91,16 @@ def check_same_optimizer(optimizer: optax.GradientTransformation, opt_state: Opt
             sides = ("state.opt_state", "the step's optimizer")
             first, second = sides if has else reversed(sides)
             raise ValueError(
-                f"{first} has {text}, {second} has none: train_step and TrainState.create must be given the same "
-                "optimizer"
+                f"{first} has {text}, but {second} has none; pass the same optimizer to train_step and "
+                "TrainState.create"
             )
     names, wanted_names = _leaf_names(opt_state), _leaf_names(wanted)
     if names != wanted_names:
         extra = [name for name in names if name not in set(wanted_names)]
         missing = [name for name in wanted_names if name not in set(names)]
         raise ValueError(
-            "state.opt_state is another optimizer's: it has "
-            f"{_first(extra)} that the step's optimizer has not, and lacks {_first(missing)}; train_step and "
-            "TrainState.create must be given the same optimizer"
+            f"state.opt_state is from another optimizer than the step's: it has {_first(extra)} in addition, and "
+            f"lacks {_first(missing)}; pass the same optimizer to train_step and TrainState.create"
         )
 
 
@@ -110,8 +109,9 @@ def check_is_train_state(state: object) -> None:
     if not hasattr(state, "model_state") or not hasattr(state, "opt_state"):
         kind = f"{type(state).__module__}.{type(state).__qualname__}"
         raise TypeError(
-            f"state must be a jmp_train.TrainState, got {kind}; TrainState.create(params, optimizer, "
-            "model_state=..., rng=...) makes one, of flax's by TrainState.create(state.params, state.tx)"
+            f"state must be a jmp_train.TrainState, got {kind}; make one with TrainState.create(params, "
+            "optimizer, model_state=..., rng=...), or from a flax TrainState with "
+            "TrainState.create(state.params, state.tx)"
         )
 
 

@@ -72,7 +72,7 @@ def checked_watches(watch: object) -> tuple[str, ...]:
         raise TypeError(f"watch={watch!r} must be a tuple of names, of {', '.join(map(repr, WATCHES))}")
     for name in watch:
         if name not in WATCHES:
-            raise ValueError(f"watch: there is no {name!r}, the choices are {', '.join(map(repr, WATCHES))}")
+            raise ValueError(f"watch: {name!r} is unknown; choose from {', '.join(map(repr, WATCHES))}")
     return tuple(dict.fromkeys(watch))
 
 

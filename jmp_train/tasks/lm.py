@@ -182,7 +182,7 @@ def _data(options: Options, context: int) -> tuple[Arrays, Arrays]:
     held_out = len(text) // TEST_SHARE
     if held_out <= context:
         least = TEST_SHARE * (context + 1)
-        raise ValueError(f"{options.text_file} has {len(text)} bytes; windows of {context} want at least {least}")
+        raise ValueError(f"{options.text_file} has {len(text)} bytes; windows of {context} need at least {least}")
     return windows(text[:-held_out], context), windows(text[-held_out:], context)
 
 

@@ -31,7 +31,7 @@ class FileOptions:
           public: the public address of the files.
         """
         if self.data_dir is None:
-            raise FileNotFoundError(f"task {task} wants --data-dir, {files} (or --synthetic){public}")
+            raise FileNotFoundError(f"task {task} needs --data-dir, {files} (or --synthetic){public}")
         return self.data_dir
 
 

@@ -32,5 +32,5 @@ def task(options: Options) -> Task:
     if name not in PLANETOID:
         raise ValueError(f"dataset={options.dataset!r} must be one of {', '.join(PLANETOID)}")
     if options.synthetic and name != PLANETOID[0]:
-        raise ValueError(f"dataset={options.dataset!r} has no synthetic data: only {PLANETOID[0]} has")
+        raise ValueError(f"dataset={options.dataset!r} has no synthetic data; only {PLANETOID[0]} does")
     return make_task(read_papers(options, "planetoid", name), options.model, name, sparse=True)

@@ -75,7 +75,7 @@ def make_task(data: GraphData, options: Options | None = None, epochs: int = 30)
       (36, 4)
     """
     if data.num_classes is None:
-        raise ValueError("the labels of the graphs are numbers, and not classes")
+        raise ValueError("the labels of the graphs must be classes, got numbers")
     options = Options() if options is None else options
     data = dataclasses.replace(data, nodes={"h": node_features(data)}, edges={}, graphs={})
     width, classes = data.nodes["h"].shape[1], int(data.labels.max()) + 1

@@ -55,7 +55,7 @@ class Options(FileOptions):
         if self.scale is not None and not 0 < self.scale <= 1:
             raise ValueError(f"scale={self.scale} must be above 0 and up to 1")
         if self.heads is not None and (len(self.heads) != len(HEADS) or min(self.heads) < 1):
-            raise ValueError(f"heads={self.heads} must be {len(HEADS)} numbers of at least 1, one a layer")
+            raise ValueError(f"heads={self.heads} must be {len(HEADS)} numbers of at least 1, one per layer")
 
 
 def task(options: Options) -> Task:
@@ -117,6 +117,6 @@ def _data(options: Options) -> NodeData:
     if options.synthetic:
         return synthetic_reddit(1.0 if options.scale is None else options.scale)
     if options.scale is not None:
-        raise ValueError(f"scale={options.scale}: the real graph has one size; add --synthetic")
+        raise ValueError(f"scale={options.scale}: only synthetic data can be scaled; add --synthetic")
     files = f"the folder of {REDDIT_GRAPH_FILES[0]} and {REDDIT_DATA_FILE}"
     return read_reddit(options.folder("reddit", files, f"; {REDDIT_SOURCE}"))

@@ -146,7 +146,7 @@ def _parameters(title: str, function: Any, file: Path) -> tuple[type[Any] | None
     try:
         kind = typing.get_type_hints(function).get(first.name, type(first.default))
     except NameError as error:
-        raise ValueError(f"{title}: {error}, which an annotation names") from error
+        raise ValueError(f"{title}: {error}, in an annotation") from error
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return kind, file, False
     if first.default is not first.empty and first.name != "policy":
@@ -175,8 +175,8 @@ def errors_of_file(file: Path | None) -> Iterator[None]:
             raise
         code = 0 if error.code is None else error.code
         raise FileError(
-            f"{_place(file, error) or file}: it ends the process by sys.exit({code!r}); what it does as a command "
-            "belongs below if __name__ == '__main__'"
+            f"{_place(file, error) or file}: it calls sys.exit({code!r}); move code that runs as a command below "
+            "if __name__ == '__main__'"
         ) from error
     except Exception as error:  # of any kind, because it is the user's code
         place = None if file is None or isinstance(error, FileError) else _place(file, error)
@@ -214,8 +214,8 @@ def _import(name: str) -> tuple[ModuleType, Path]:
         spec = None
     if spec is None or spec.origin is None:
         raise ValueError(
-            f"there is no module {name!r} among the installed packages and the folders of PYTHONPATH; a file of the "
-            "current folder is file.py:function"
+            f"there is no module {name!r} among the installed packages and the folders of PYTHONPATH; write a "
+            "file of the current folder as file.py:function"
         )
     file = Path(spec.origin)
     with errors_of_file(file):

@@ -94,7 +94,7 @@ def task(options: Options) -> Task:
     size = IMAGE_SIZE if options.image_size is None else options.image_size
     patch = VisionTransformer.patch
     if size < 1 or size % patch:
-        raise ValueError(f"image_size={size} must be a multiple of the patch's side, {patch}")
+        raise ValueError(f"image_size={size} must be a multiple of the patch size, {patch}")
     model, data = (VisionTransformer(), _synthetic(size)) if options.synthetic else _folder(options, size)
     found = classifier(model, size)
     return Task(

@@ -278,8 +278,8 @@ def _trace(
         if any(isinstance(x, _ARRAYS) for x in leaves):
             raise
         raise TypeError(
-            f"model is a {type(model).__name__} whose init cannot be traced without example "
-            "inputs; pass what it takes: batch_norm_paths(model, x), arrays or ShapeDtypeStructs"
+            f"model is a {type(model).__name__} whose init cannot be traced without example inputs; pass them as "
+            "arrays or ShapeDtypeStructs: batch_norm_paths(model, x)"
         ) from error
 
 

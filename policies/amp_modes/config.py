@@ -51,7 +51,7 @@ def amp_from_config(config: Mapping[str, Any] | str | Path, *, dtype: DTypeLike 
     try:
         unnamed = [key for key in options if not isinstance(key, str)]
         if unnamed:
-            raise ValueError(f"{unnamed[0]!r} is not an option; options are named by strings")
+            raise ValueError(f"{unnamed[0]!r} is not an option; names of options are strings")
         if "mode" not in options:
             choices = ", ".join(repr(kind.value) for kind in AmpType)
             raise ValueError(f"mode is missing; choose from {choices}")

@@ -109,7 +109,7 @@ def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: object) ->
     amp = Amp(chosen, chosen.half_dtype(half))
     unused = [name for name in chosen.scaling if name in options]
     if unused and amp.enabled and isinstance(amp.loss_scale, NoOpLossScale):
-        raise ValueError(f"{unused[0]}: {amp.dtype} has float32's range and takes no loss scale")
+        raise ValueError(f"{unused[0]} is for float16: {amp.dtype} has float32's range and needs no loss scale")
     return amp
 
 
@@ -193,8 +193,8 @@ class Amp:
                 paths = batch_norm_paths(model, *args, **kwargs)
             except TypeError as error:
                 raise TypeError(
-                    f"{error}; for a model of another kind name the paths of its BatchNorms, () for none: "
-                    "dataclasses.replace(amp, batch_norms=(...))"
+                    f"{error}; for another kind of model, give the paths of its BatchNorm modules, or () if it has "
+                    "none: dataclasses.replace(amp, batch_norms=(...))"
                 ) from error
             known = dataclasses.replace(self, batch_norms=paths)
             return known, float32_batch_norms(model, self.dtype)
@@ -379,9 +379,9 @@ class Amp:
             return precision.model_dtype
         if self.batch_norms is None:
             raise ValueError(
-                "keep_batchnorm_fp32=True: which parameters are BatchNorm's is not known; call amp, model = "
-                "amp.for_model(model, *inputs), or dataclasses.replace(amp, batch_norms=(...)) with their "
-                "modules' paths, () for none"
+                "keep_batchnorm_fp32=True needs to know the BatchNorm parameters; call amp, model = "
+                "amp.for_model(model, *inputs), or give the paths of the BatchNorm modules, () if there are none: "
+                "dataclasses.replace(amp, batch_norms=(...))"
             )
         is_norm = any(_is_under(norm, path) for norm in self.batch_norms)
         return FLOAT32 if is_norm else precision.model_dtype
@@ -393,8 +393,8 @@ class Amp:
         unmatched = [norm for norm in self.batch_norms or () if not any(_is_under(norm, path) for path in paths)]
         if unmatched:
             raise ValueError(
-                f"batch_norms: {', '.join(map(repr, unmatched))} found no floating parameter; set them by "
-                "dataclasses.replace(amp, batch_norms=(...)), the paths are:\n  " + "\n  ".join(paths)
+                f"batch_norms: {', '.join(map(repr, unmatched))} match no floating parameter; set them with "
+                "dataclasses.replace(amp, batch_norms=(...)). The paths are:\n  " + "\n  ".join(paths)
             )
 
     def _check_params(self, params: Params) -> None:
@@ -409,8 +409,8 @@ class Amp:
         ]
         if wrong:
             raise ValueError(
-                f"params are not stored as mode {str(self.mode)!r} wants them, call amp.cast_params(params) "
-                "before the first step:\n  " + "\n  ".join(wrong)
+                f"params are not in the dtypes of mode {str(self.mode)!r}; call amp.cast_params(params) before the "
+                "first step:\n  " + "\n  ".join(wrong)
             )
 
     def _refuse_half(self, params: Params) -> None:
@@ -419,8 +419,7 @@ class Amp:
         ]
         if half:
             raise ValueError(
-                f"params must come in float32, mode {str(self.mode)!r} casts them itself where it wants that:"
-                "\n  " + "\n  ".join(half)
+                f"params must be in float32; mode {str(self.mode)!r} casts them itself:\n  " + "\n  ".join(half)
             )
 
 

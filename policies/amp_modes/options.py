@@ -299,8 +299,8 @@ class ApexOptions(_Options):
             self._dynamic_scale()
         elif any(getattr(self, name) != getattr(ApexOptions, name) for name in self.scaling):
             warnings.warn(
-                "min_loss_scale, max_loss_scale and scale_window are a dynamic loss scale's; "
-                f"loss_scale={self._level_or('loss_scale')} is static",
+                "min_loss_scale, max_loss_scale and scale_window are ignored: they are for loss_scale='dynamic', got "
+                f"loss_scale={self._level_or('loss_scale')}",
                 stacklevel=4,
             )
 
@@ -308,7 +308,8 @@ class ApexOptions(_Options):
         if self.rules is not None and not self._level_or("patch_torch_functions"):
             given = "" if self.patch_torch_functions is None else " with patch_torch_functions=False"
             raise ValueError(
-                f"rules: opt_level={self.opt_level!r}{given} does not autocast; leave them out, or take opt_level='O1'"
+                f"rules: opt_level={self.opt_level!r}{given} does not autocast; leave them out, or choose "
+                "opt_level='O1'"
             )
         if self.opt_level != "O1":
             if self.patch_torch_functions:
@@ -406,7 +407,7 @@ def _scale_option(value: float | str | None) -> float | str | None:
         try:
             number = float(value)
         except ValueError:
-            raise ValueError(f"loss_scale={value!r} must be 'dynamic', a number, or a number's text") from None
+            raise ValueError(f"loss_scale={value!r} must be 'dynamic', a number, or a number as text") from None
     check_scale("loss_scale", number)
     return float(number)
 
@@ -439,7 +440,7 @@ def _rules_option(value: object) -> AutocastRules | None:
     if value is None or isinstance(value, AutocastRules):
         return value
     if not isinstance(value, str | Path):
-        raise ValueError(f"rules={value!r} must be AutocastRules, or the path of a file of them")
+        raise ValueError(f"rules={value!r} must be AutocastRules, or the path of a rules file")
     try:
         return AutocastRules.load(value)
     except ValueError as error:

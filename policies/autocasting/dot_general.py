@@ -53,7 +53,7 @@ def float32_dot_general(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if lhs_batch or rhs_batch:
         raise ValueError(
-            f"dimension_numbers={dimension_numbers} have batch dimensions, which float32_dot_general does not take"
+            f"dimension_numbers={dimension_numbers} have batch dimensions, which float32_dot_general does not support"
         )
     given = {name: value for name, value in unused.items() if value is not None}
     if given:

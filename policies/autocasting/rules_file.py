@@ -62,7 +62,7 @@ def read_tables(path: str | Path, tables: Iterable[str]) -> dict[str, tuple[tupl
     tables = tuple(tables)
     for table in content:
         if table not in tables:
-            raise ValueError(f"{path}: there is no table {reprlib.repr(table)}; choose from {', '.join(tables)}")
+            raise ValueError(f"{path} has an unknown table {reprlib.repr(table)}; choose from {', '.join(tables)}")
     return {table: _pairs(f"{path}: {table}", entries) for table, entries in content.items()}
 
 
@@ -110,5 +110,5 @@ def _escaped(character: str) -> str:
         return character
     code = ord(character)
     if 0xD800 <= code <= 0xDFFF:
-        raise ValueError(f"{character!r} is half of a surrogate pair, which no file can hold")
+        raise ValueError(f"{character!r} is half of a surrogate pair, which cannot be written to a file")
     return f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"

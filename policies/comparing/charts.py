@@ -1,7 +1,7 @@
 """The charts of a comparison: the distribution of differences, and how far operations are apart."""
 
 from jmp_train.policies.comparing.differences import EDGES, Differences
-from jmp_train.policies.comparing.operations import Operations
+from jmp_train.policies.comparing.parted import Operations
 from jmp_train.policies.documents import Axis, Box, Chart, Label, Mark, Path, Style
 
 # Differences of operations beyond these are drawn at the edge.

@@ -3,110 +3,34 @@
 Functions that compute the same in another order and in other shapes, as generation with a cache and a full forward
 pass do, have few operations in common, but the same rows of numbers. So an operation is looked for by the rows of its
 result. From the results backwards, along what is read, through operations whose rows the other function does not have:
-the first of these is where the functions part. What differs and is mended again, such as scores that are masked later,
-is not reached that way.
+among these the functions part. What differs and is mended again, such as scores that are masked later, is not reached
+that way. The first of these is named where only the rounding differs, otherwise the first that makes a large part of
+the difference, see `contributions`.
 """
 
 import dataclasses
-import linecache
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import FlatCall
+from jmp_train.policies.comparing.contributions import Program, program_of
 from jmp_train.policies.comparing.differences import differences_of
 from jmp_train.policies.comparing.fingerprints import Prints, fingerprint
 from jmp_train.policies.comparing.log_probs import Tokens, tokens_of
 from jmp_train.policies.comparing.matching import SAME, Found, KnownRows, is_column_of
+from jmp_train.policies.comparing.naming import Named, named_of
+from jmp_train.policies.comparing.parted import FirstDifference, Kind, OperationParity, Operations
+from jmp_train.policies.comparing.rerunning import Rerun
 from jmp_train.policies.diagnosing import Pair, Recorded, is_low, record
 
 _PART_OF_ROUNDING = 64  # below an epsilon by this, differences are those of few elements rounded the other way
 _LAYOUTS = frozenset(("scatter", "dynamic_update_slice", "transpose"))  # by which caches have features before places
+_FARTHEST = 50.0  # between two tokens, in trials; that of one that is no number
 _NOISE = 4e-6  # what another order of float32 sums makes
-
-Kind = Literal["value", "rounding"]
-
-
-@dataclasses.dataclass(frozen=True)
-class OperationParity:
-    """An operation of one of the functions, beside the other function.
-
-    Attributes:
-      primitive: the name of its jax primitive.
-      path: of the modules and scopes that it is in.
-      file: of the user's line, or of the library that the user called.
-      line: number of that line; 0 where it is not known.
-      dtype: of its result.
-      shape: of its result.
-      runs: how often it ran.
-      unknown: share of its result's rows that the other function has nowhere, even in float32.
-      difference: mean difference of its rows from the same ones of the other function, relative to a row's norm; NaN
-        if none is known.
-      error: mean difference of its rows from those in float32, likewise.
-
-    Example:
-      >>> import jax.numpy as jnp, jmp_train as jt
-      >>> rows = jt.parity(lambda x: x * 2, lambda x: x + x, -jnp.ones((2, 3))).operations
-      >>> [(row.primitive, row.shape, row.difference) for row in (*rows.train, *rows.infer)]
-      [('mul', (2, 3), 0.0), ('add', (2, 3), 0.0)]
-    """
-
-    primitive: str
-    path: str
-    file: str
-    line: int
-    dtype: str
-    shape: tuple[int, ...]
-    runs: int
-    unknown: float
-    difference: float
-    error: float
-
-    @property
-    def code(self) -> str:
-        """The line itself, where its file can be read."""
-        return linecache.getline(self.file, self.line).strip() if self.line else ""
-
-
-@dataclasses.dataclass(frozen=True)
-class FirstDifference:
-    """Where two functions part.
-
-    Attributes:
-      kind: "value" where they differ even if both are computed in float32, "rounding" where only then they agree.
-      train: the first operation of training with results that inference has not; None if there is none.
-      infer: the first operation of inference with results that training has not; None if there is none.
-
-    Example:
-      >>> import jax.numpy as jnp, jmp_train as jt
-      >>> first = jt.parity(lambda x: x * 2, lambda x: (x + 0.1) * 2, -jnp.ones((2, 3))).first_difference
-      >>> first.kind, first.train.primitive, first.infer.primitive
-      ('value', 'mul', 'add')
-    """
-
-    kind: Kind
-    train: OperationParity | None
-    infer: OperationParity | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Operations:
-    """The operations of both functions.
-
-    Attributes:
-      train: in the order in which they run.
-      infer: likewise.
-      first: where they part; None where no operation differs.
-      mean: of |log p_train - log p_infer|, each operation run by itself; NaN if that is not finite.
-    """
-
-    train: tuple[OperationParity, ...]
-    infer: tuple[OperationParity, ...]
-    first: FirstDifference | None
-    mean: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +41,16 @@ class _Side:
       recorded: its operations.
       prints: of each the fingerprints of all its runs.
       results: its results as `Pair`s, a pytree.
+      program: it as it was traced.
+      arguments: of the program.
       origins: the numbers of the operations that made these.
     """
 
     recorded: list[Recorded]
     prints: list[list[Prints]]
     results: Any
+    program: Any
+    arguments: list[Any]
     origins: frozenset[int]
 
     @property
@@ -150,17 +78,53 @@ def operations_of(
         columns = [np.unique(_numbers(prints)) for op, prints in other.each if _width(op) == 1 and prints]
         found.append([_found(known, columns, op, prints) for op, prints in side.each])
     rows = [
-        tuple(_row(op, f) for op, f in zip(side.recorded, own, strict=True))
-        for side, own in zip(sides, found, strict=True)
+        [_row(op, f) for op, f in zip(side.recorded, own, strict=True)] for side, own in zip(sides, found, strict=True)
     ]
     kind = "rounding" if _agree(_tokens(sides, _shadow, where)) else "value"
     mean = differences_of(_tokens(sides, lambda pair: pair.actual, where)).mean
-    return Operations(rows[0], rows[1], _first(sides, found, rows, kind), mean)
+    matched = _first(sides, found, kind)
+    named = Named(matched, ({}, {}))
+    if kind == "value":
+        train, infer = (_program(*each) for each in zip(sides, found, strict=True))
+        named = named_of(train, infer, matched, _apart(sides, where))
+    for row, contribution in zip(rows, named.contributions, strict=True):
+        for number, share in contribution.items():
+            row[number] = dataclasses.replace(row[number], contribution=share)
+    ends = [None if n is None else row[n] for n, row in zip(named.numbers, rows, strict=True)]
+    first = FirstDifference(kind, *ends) if any(ends) else None
+    return Operations(tuple(rows[0]), tuple(rows[1]), first, mean)
+
+
+def _program(side: _Side, found: Sequence[Found | None]) -> Program:
+    """Returns a function as a program that runs again in float32."""
+    differing = frozenset(n for n, op in enumerate(side.recorded) if _differs(found[n], "value", _width(op)))
+    return program_of(Rerun(side.program, side.arguments), side.recorded, side.origins, differing)
+
+
+def _apart(sides: Sequence[_Side], where: Any) -> Callable[[list[Any], list[Any]], float]:
+    """Returns how far two lists of results are apart, those of training first, by the mean of the tokens."""
+    structures = [jax.tree.structure(side.results, is_leaf=_is_pair) for side in sides]
+
+    def apart(train: list[Any], infer: list[Any]) -> float:
+        first, second = (jax.tree.unflatten(s, x) for s, x in zip(structures, (train, infer), strict=True))
+        try:
+            tokens = tokens_of(first, second, where)
+        except ValueError:  # numbers above 0, of values that do not belong there
+            return _FARTHEST
+        with np.errstate(invalid="ignore"):
+            far = np.where(tokens.train == tokens.infer, 0.0, np.abs(tokens.train - tokens.infer))
+        return float(np.minimum(np.where(np.isnan(far), _FARTHEST, far), _FARTHEST).mean())
+
+    return apart
 
 
 def _tokens(sides: Sequence[_Side], of: Callable[[Pair], Any], where: Any) -> Tokens:
-    train, infer = (jax.tree.map(of, side.results, is_leaf=lambda x: isinstance(x, Pair)) for side in sides)
+    train, infer = (jax.tree.map(of, side.results, is_leaf=_is_pair) for side in sides)
     return tokens_of(train, infer, where)
+
+
+def _is_pair(x: object) -> bool:
+    return isinstance(x, Pair)
 
 
 def _side(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Side:
@@ -173,10 +137,11 @@ def _side(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Side:
         structures.append(jax.tree.structure(results))
         return results
 
-    recorded, pairs, origins = record(jax.make_jaxpr(call.of_arrays(arrays))(*leaves), leaves, fingerprint)
+    program = jax.make_jaxpr(call.of_arrays(arrays))(*leaves)
+    recorded, pairs, origins = record(program, leaves, fingerprint)
     results = jax.tree.unflatten(structures[-1], pairs)
     prints = [[one for run in op.kept for one in run if one is not None] for op in recorded]
-    return _Side(recorded, prints, results, frozenset().union(*origins))
+    return _Side(recorded, prints, results, program, leaves, frozenset().union(*origins))
 
 
 def _shadow(pair: Pair) -> Any:
@@ -213,19 +178,16 @@ def _arguments(args: tuple[Any, ...]) -> list[Prints]:
 
 
 def _first(
-    sides: Sequence[_Side],
-    found: Sequence[Sequence[Found | None]],
-    rows: Sequence[tuple[OperationParity, ...]],
-    kind: Kind,
-) -> FirstDifference | None:
+    sides: Sequence[_Side], found: Sequence[Sequence[Found | None]], kind: Kind
+) -> tuple[int | None, int | None]:
+    """Returns the numbers of the first operations of training and of inference whose rows the other has not."""
     rounding = _rounding(sides)
     limits = [(0.0, 1)] if kind == "value" else [(rounding, 2), (_NOISE, 2), (rounding, 1), (_NOISE, 1)]
     for limit, width in limits:
-        numbers = [_first_of(side, own, kind, limit, width) for side, own in zip(sides, found, strict=True)]
-        if any(number is not None for number in numbers):
-            train, infer = (None if n is None else row[n] for n, row in zip(numbers, rows, strict=True))
-            return FirstDifference(kind, train, infer)
-    return None
+        train, infer = (_first_of(side, own, kind, limit, width) for side, own in zip(sides, found, strict=True))
+        if train is not None or infer is not None:
+            return train, infer
+    return None, None
 
 
 def _first_of(side: _Side, found: Sequence[Found | None], kind: Kind, limit: float, width: int) -> int | None:

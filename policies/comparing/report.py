@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 from jmp_train.policies.comparing.charts import distribution_chart, operations_chart
 from jmp_train.policies.comparing.differences import Differences, TokenDifference
-from jmp_train.policies.comparing.operations import FirstDifference, OperationParity, Operations
+from jmp_train.policies.comparing.parted import FirstDifference, OperationParity, Operations
 from jmp_train.policies.diagnosing import place_of
 from jmp_train.policies.documents import (
     Block,
@@ -29,11 +30,13 @@ _EXPLAINED = 0.25  # of the mean: where operations run one by one differ by less
 
 _HEADS = (
     "#", "operation", "module", "code", "result", "runs", "off from training", "off from float32",
-    "rows that training has not",
+    "rows that training has not", "part of the difference",
 )  # fmt: skip
 _FOOTER = (
     "In the order in which they run. Differences are means over the rows of a result, relative to a row's norm. Rows "
-    "that training has not are no fault by themselves: what it computes in other shapes, or masks later, has some."
+    "that training has not are no fault by themselves: what it computes in other shapes, or masks later, has some. The "
+    "part of the difference is what goes away once an operation, after those before it, has training's values. "
+    "Operations of the same code are tried together, until hardly any difference is left."
 )
 
 
@@ -154,6 +157,10 @@ def _operation(name: str, operation: OperationParity | None) -> Section | None:
         evidence = f"{operation.unknown:.0%} of its rows are not among those of {other}"
     else:
         evidence = f"off by {operation.difference:.2g} from {other}, by {operation.error:.2g} from float32"
+    if not math.isnan(operation.contribution):
+        if not operation.unknown and not operation.difference:
+            evidence = f"its rows are those of {other}, at other places or for other tokens"
+        evidence += f"; with the values of {other}, {operation.contribution:.0%} of the difference goes away"
     return Section(head, [Code(operation.code), Text(evidence)])
 
 
@@ -161,5 +168,6 @@ def _row(number: int, row: OperationParity) -> tuple[str, ...]:
     result = f"{row.dtype}[{','.join(map(str, row.shape))}]"
     differences = [f"{x:.2g}" if x else "" for x in (row.difference, row.error)]
     unknown = f"{row.unknown:.0%}" if row.unknown else ""
+    part = "" if math.isnan(row.contribution) else f"{row.contribution:.0%}"
     where = place_of(row.file, row.line)
-    return str(number), row.primitive, row.path, where, result, str(row.runs), *differences, unknown
+    return str(number), row.primitive, row.path, where, result, str(row.runs), *differences, unknown, part

@@ -1,6 +1,13 @@
 """What half precision does to every operation of a function or a training step."""
 
+from jmp_train.policies.diagnosing.arithmetic import bound as bound
+from jmp_train.policies.diagnosing.arithmetic import in_float32 as in_float32
+from jmp_train.policies.diagnosing.devices import compiled as compiled
 from jmp_train.policies.diagnosing.diagnosis import diagnose as diagnose
+from jmp_train.policies.diagnosing.flattening import Flat as Flat
+from jmp_train.policies.diagnosing.flattening import Operation as Operation
+from jmp_train.policies.diagnosing.flattening import Part as Part
+from jmp_train.policies.diagnosing.flattening import flattened as flattened
 from jmp_train.policies.diagnosing.measures import is_low as is_low
 from jmp_train.policies.diagnosing.pairs import Pair as Pair
 from jmp_train.policies.diagnosing.places import place_of as place_of

@@ -21,7 +21,7 @@ def cast_arguments(
     In nnx objects, it casts the `nnx.Param`s, and the variables with ids in `also`.
     """
     if not args and policy is not policy.default:
-        raise TypeError("a policy_by_path needs the parameters as first positional argument")
+        raise TypeError("a policy_by_path needs the parameters as the first positional argument")
 
     def cast(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = call

@@ -34,7 +34,7 @@ def check_narrowed(tree: PyTree, what: str, *, floats: bool = True) -> None:
     Example:
       >>> check_narrowed({"time": np.array([1, 2**40])}, "the batch")
       Traceback (most recent call last):
-      ValueError: the batch has 64-bit integers that do not fit into the 32 bits that JAX keeps of them:
+      ValueError: the batch has 64-bit integers that do not fit into JAX's 32 bits:
         'time': from 1 to 1099511627776, where int32 ends at 2147483647
       Subtract an offset, number the distinct values, or set jax_enable_x64.
     """
@@ -42,7 +42,7 @@ def check_narrowed(tree: PyTree, what: str, *, floats: bool = True) -> None:
     wrong = [f"{path or '(root)'!r}: {text}" for path, x in wide if (text := _beyond_32_bits(x))]
     if wrong:
         raise ValueError(
-            f"{what} has 64-bit integers that do not fit into the 32 bits that JAX keeps of them:\n  "
+            f"{what} has 64-bit integers that do not fit into JAX's 32 bits:\n  "
             + "\n  ".join(wrong)
             + "\nSubtract an offset, number the distinct values, or set jax_enable_x64."
         )

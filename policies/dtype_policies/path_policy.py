@@ -111,11 +111,11 @@ def policy_by_path(rules: Mapping[str, Policy | str], default: Policy | str = "m
     for regex, rule in rules.items():
         policy = _policy_of(f"rule {regex!r}", rule)
         if isinstance(policy, AutocastPolicy):
-            raise ValueError(f"rule {regex!r} has autocast, which the default alone can have")
+            raise ValueError(f"rule {regex!r} is an autocast policy; only the default can autocast")
         if policy.reduce_dtype != default_policy.reduce_dtype:
             raise ValueError(
-                f"rule {regex!r} has reduce_dtype {policy.reduce_dtype}, the default has "
-                f"{default_policy.reduce_dtype}; all gradients are reduced in one dtype"
+                f"rule {regex!r} has reduce_dtype {policy.reduce_dtype} and the default "
+                f"{default_policy.reduce_dtype}; all gradients must be reduced in one dtype"
             )
         pairs.append((regex, policy))
     return PathPolicy(tuple(pairs), default_policy)

@@ -65,15 +65,15 @@ class PolicySchedule:
 
     def __init__(self, policies: Mapping[float, Policy | PathPolicy | str]) -> None:
         if not isinstance(policies, Mapping):
-            raise TypeError(f"policies must be a mapping of shares of the run to policies, got {policies!r}")
+            raise TypeError(f"policies must map fractions of the run to policies, got {policies!r}")
         check_shares(list(policies))
         starts = tuple((float(share), named_policy(policy, f"policies[{share}]")) for share, policy in policies.items())
         for (share, first), (other_share, second) in itertools.pairwise(starts):
             if _stored(first) != _stored(second):
                 raise ValueError(
-                    "policies must store parameters alike, as one state goes through all phases: "
-                    f"{_described(first)} from {share:g} on, {_described(second)} from {other_share:g} on. "
-                    "'params=float16,compute=float32,output=float32' computes in float32 what 'float16' stores"
+                    f"all policies of a schedule must store the parameters in the same dtypes: {_described(first)} "
+                    f"from {share:g} on, {_described(second)} from {other_share:g} on. To compute in float32 with the "
+                    "parameters of 'float16', write 'params=float16,compute=float32,output=float32'"
                 )
         object.__setattr__(self, "starts", starts)
 
@@ -173,14 +173,14 @@ def check_shares(shares: Sequence[object]) -> None:
     numbers = []
     for share in shares:
         if isinstance(share, bool) or not isinstance(share, int | float | np.integer | np.floating):
-            raise TypeError(f"shares of the run must be numbers, got {share!r}")
+            raise TypeError(f"fractions of the run must be numbers, got {share!r}")
         if not 0 <= share < 1:
-            raise ValueError(f"share {share!r} must be from 0 to below 1: of the run, not a number of steps")
+            raise ValueError(f"{share!r} must be a fraction of the run, from 0 to below 1, not a number of steps")
         numbers.append(share)
     if numbers[:1] != [0]:
-        raise ValueError(f"the first share must be 0, where the run begins, got {numbers}")
+        raise ValueError(f"the first fraction must be 0, the start of the run, got {numbers}")
     if any(first >= second for first, second in itertools.pairwise(numbers)):
-        raise ValueError(f"shares must rise, got {numbers}")
+        raise ValueError(f"fractions must increase, got {numbers}")
 
 
 def first_steps(shares: Sequence[float], total_steps: int) -> tuple[int, ...]:
@@ -199,8 +199,8 @@ def first_steps(shares: Sequence[float], total_steps: int) -> tuple[int, ...]:
     for number, (first, stop) in enumerate(itertools.pairwise((*firsts, total_steps))):
         if first >= stop:
             raise ValueError(
-                f"a run of {total_steps} steps has none for the phase from {shares[number]:g} on; take more steps, or "
-                "other shares"
+                f"a run of {total_steps} steps has no step for the phase that starts at {shares[number]:g}; use more "
+                "steps or other fractions"
             )
     return firsts
 

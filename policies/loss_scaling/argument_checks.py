@@ -47,7 +47,7 @@ def check_floor(name: str, value: float, start: float) -> None:
     """Raises unless a value is a scale of at most `start`."""
     check_range(name, value)
     if value > start:
-        raise ValueError(f"{name}={value!r} must not exceed the scale to begin with, {start}")
+        raise ValueError(f"{name}={value!r} must not exceed the initial scale, {start}")
 
 
 def check_growth(name: str, value: float) -> None:

@@ -28,19 +28,19 @@ class Pair(NamedTuple):
 def check_takes_state(loss_fn: object) -> None:
     """Raises TypeError if a loss function cannot take (params, model_state, batch, rng)."""
     if signature := _refused_signature(loss_fn, 4):
-        raise TypeError(f"loss_fn takes {signature}, it must be a {_EXPECTED}")
+        raise TypeError(f"loss_fn takes {signature}; it must be a {_EXPECTED}")
 
 
 def check_is_stateless(loss_fn: object) -> None:
     """Raises TypeError if a loss function cannot take (params, batch)."""
     if signature := _refused_signature(loss_fn, 2):
-        hint = "" if _refused_signature(loss_fn, 4) else "; train_step takes this one as it is, without stateless"
+        hint = "" if _refused_signature(loss_fn, 4) else "; pass this one to train_step directly, without stateless"
         if not _refused_signature(loss_fn, 3):
             hint = (
-                "; a loss that draws is a loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux)), and "
-                "train_step takes it without stateless"
+                "; a loss that needs random keys is a loss_fn(params, model_state, batch, rng) -> (loss, "
+                "(model_state, aux)): pass it to train_step without stateless"
             )
-        raise TypeError(f"loss_fn takes {signature}, it must be a loss_fn(params, batch){hint}")
+        raise TypeError(f"loss_fn takes {signature}; it must be a loss_fn(params, batch){hint}")
 
 
 def _refused_signature(fn: object, count: int) -> str:
@@ -62,8 +62,8 @@ def refuse_second_cast(loss_fn: object, policy: object) -> None:
     """Raises ValueError if a policy would cast values that an AMP mode casts already."""
     if policy is not None and getattr(loss_fn, CASTS_BY_AMP, False):
         raise ValueError(
-            f"policy={str(policy)!r}: loss_fn was transformed by an AMP mode, which says the dtypes itself; "
-            "take policy=None, or the untransformed loss_fn and optimizer"
+            f"policy={str(policy)!r}: loss_fn was transformed by an AMP mode, which sets the dtypes; pass "
+            "policy=None, or the original loss_fn and optimizer"
         )
 
 
@@ -72,7 +72,7 @@ def unpack_loss(result: object) -> tuple[Any, tuple[Any, Any]]:
     match result:
         case (loss, (model_state, aux)):
             return loss, (model_state, aux)
-    raise TypeError(f"loss_fn returned {_described(result)}, it must be a {_EXPECTED}")
+    raise TypeError(f"loss_fn returned {_described(result)}; it must be a {_EXPECTED}")
 
 
 def only_losses(result: Any, has_aux: bool | None, to_say: str = "stateless(loss_fn, has_aux=True)") -> Any:
@@ -88,8 +88,8 @@ def only_losses(result: Any, has_aux: bool | None, to_say: str = "stateless(loss
         unsaid = has_aux is None and isinstance(result, tuple) and len(result) == 2
         return Pair(*result) if unsaid else result
     raise TypeError(
-        f"loss_fn returned {_described(result)}, of which not all are losses; where it returns (loss, aux), "
-        f"say {to_say}"
+        f"loss_fn returned {_described(result)} with values that are not losses; if it returns (loss, aux), pass "
+        f"{to_say}"
     )
 
 
@@ -107,15 +107,15 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
         return only_losses(result, False, "has_aux=True"), None
     if isinstance(result, tuple | list) and len(result) == 2:
         return result[0], result[1]
-    raise TypeError(f"has_aux=True, but loss_fn returned {_described(result)}, which is no (loss, aux)")
+    raise TypeError(f"has_aux=True, but loss_fn returned {_described(result)}, not (loss, aux)")
 
 
 def refuse_pair(loss: object) -> None:
     """Raises TypeError if it is undeclared whether the second of two scalars is a loss."""
     if isinstance(loss, Pair):
         raise TypeError(
-            "loss_fn returned two scalars, and the step would follow their sum: say "
-            "stateless(loss_fn, has_aux=True) if the second is aux, has_aux=False if it is a loss too"
+            "loss_fn returned two scalars. Pass stateless(loss_fn, has_aux=True) if the second is aux, or "
+            "has_aux=False to train on their sum"
         )
 
 

@@ -398,7 +398,7 @@ def _warn_if_not_floating(x: object, name: str) -> None:
     if isinstance(x, bool | int | float | jax.Array | np.ndarray | np.generic):
         dtype = jnp.result_type(x)
         if not jnp.issubdtype(dtype, jnp.floating):
-            warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
+            warnings.warn(f"{name} must have a floating dtype, got {dtype}", stacklevel=4)
 
 
 def _check_static_number(x: object) -> None:
@@ -442,7 +442,7 @@ def _warn_of_zero_inverse(scale: StaticLossScale | DynamicLossScale) -> None:
     known = isinstance(start, int | float | np.ndarray | np.generic)
     if known and np.any(np.asarray(start) > LARGEST_SCALE):
         warnings.warn(
-            f"{type(scale).__name__}: loss_scale={start} is above 2**126: its inverse is zero, and "
-            "so is every gradient",
+            f"{type(scale).__name__}: loss_scale={start} is above 2**126, so its inverse and all unscaled gradients "
+            "are zero",
             stacklevel=5,
         )

@@ -48,21 +48,21 @@ def check_loss_scale(scale: object, hint: str) -> None:
     given = text if len(text) < 200 else f"a {type(scale).__name__}"  # possibly parameters or a model
     what = f"loss_scale must be a LossScale, got {given}"
     if isinstance(scale, type) and not _missing_of_class(scale):
-        raise TypeError(f"{what}: an instance is wanted, {scale.__name__}(...)")
+        raise TypeError(f"{what}, a class; pass an instance: {scale.__name__}(...)")
     if missing := _missing(scale):
         if len(missing) <= len(_METHODS):  # it was intended as a loss scale
             raise TypeError(f"{what}, whose class {type(scale).__name__} has no {_listed(missing)}")
         raise TypeError(f"{what}; {hint}")
     if jax.tree_util.all_leaves([scale]):
         raise TypeError(
-            f"{what}, whose class {type(scale).__name__} is not a pytree; decorate it with "
-            "jax.tree_util.register_dataclass, say"
+            f"{what}, whose class {type(scale).__name__} is not a pytree; register it, for example with "
+            "jax.tree_util.register_dataclass"
         )
     for path, x in named_leaves(scale):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float):
             raise TypeError(
-                f"{what}, whose leaf {path!r} is not a number or array; a setting belongs to the structure, "
-                "as dataclasses.field(metadata={'static': True}) makes it"
+                f"{what}, whose leaf {path!r} is not a number or array; mark settings as static with "
+                "dataclasses.field(metadata={'static': True})"
             )
     number = scale.loss_scale if is_loss_scale(scale) else None
     if isinstance(number, int | float) and not 0 < number < math.inf:
@@ -93,4 +93,4 @@ def check_adjusted(new: PyTree, old: PyTree) -> None:
     for (path, x), (_, y) in zip(named_leaves(new), named_leaves(old), strict=True):
         kinds = [f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in (x, y)]
         if kinds[0] != kinds[1]:
-            raise TypeError(f"{name} must keep shapes and dtypes, {path!r} is {kinds[0]} and was {kinds[1]}")
+            raise TypeError(f"{name} must keep shapes and dtypes; it changed {path!r} from {kinds[1]} to {kinds[0]}")

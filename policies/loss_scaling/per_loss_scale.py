@@ -83,7 +83,7 @@ class PerLossScale:
         count = len(self.loss_scales)
         if not isinstance(given, tuple) or len(given) != count:
             came = f"{len(given)} losses" if isinstance(given, tuple) else "one"
-            raise ValueError(f"{what} {came}, not a tuple for the {count} losses that have a scale")
+            raise ValueError(f"{what} {came}, but there are {count} loss scales: a tuple of {count} is needed")
 
 
 LossScales: TypeAlias = LossScale | PerLossScale  # in an optimizer's state
@@ -98,7 +98,7 @@ def check_loss_scales(loss_scale: object, hint: str) -> None:
     """
     for scale in loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,):
         if isinstance(scale, PerLossScale):
-            raise TypeError(f"loss_scales must be loss scales of one loss each, got {scale!r}")
+            raise TypeError(f"each of loss_scales must be the scale of one loss, got {scale!r}")
         check_loss_scale(scale, hint)
 
 

@@ -264,7 +264,7 @@ def deepspeed_loss_scale(
         check_scale("loss_scale", loss_scale)
         return StaticLossScale(float(loss_scale))
     if not is_integer(initial_scale_power) or not -126 <= initial_scale_power <= 126:
-        raise ValueError(f"initial_scale_power={initial_scale_power!r} must be an integer in -126 .. 126")
+        raise ValueError(f"initial_scale_power={initial_scale_power!r} must be an integer from -126 to 126")
     check_count("loss_scale_window", loss_scale_window)
     check_count("hysteresis", hysteresis)
     check_flag("consecutive_hysteresis", consecutive_hysteresis)

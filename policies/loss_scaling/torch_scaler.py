@@ -86,8 +86,8 @@ def loss_scale_from_torch(state_dict: Mapping[str, Any]) -> DynamicLossScale | N
     end = min(interval, 2**31)
     if not is_integer(tracker) or not 0 <= tracker < end:
         raise ValueError(
-            f"_growth_tracker={tracker!r} must be an integer of 0 .. {end - 1}, "
-            "below growth_interval: beyond it torch's scale never grows"
+            f"_growth_tracker={tracker!r} must be an integer from 0 to {end - 1}, below growth_interval; torch's "
+            "scale never grows beyond it"
         )
     return DynamicLossScale(
         float(scale),
@@ -127,10 +127,10 @@ def loss_scale_to_torch(loss_scale: LossScale) -> dict[str, float | int]:
     if isinstance(loss_scale, StaticLossScale):
         raise ValueError(f"torch's GradScaler always adapts its scale, got {loss_scale!r}")
     if not isinstance(loss_scale, DynamicLossScale):
-        raise ValueError(f"torch's GradScaler has the rule of DynamicLossScale, got {loss_scale!r}")
+        raise ValueError(f"torch's GradScaler corresponds to a DynamicLossScale, got {loss_scale!r}")
     shape = np.shape(loss_scale.loss_scale)
     if shape or np.shape(loss_scale.counter):
-        raise ValueError(f"loss_scale has the shape {shape}: take the one of one device or member")
+        raise ValueError(f"loss_scale must be a scalar, got shape {shape}; select one device or ensemble member")
     problems = _inexpressible(loss_scale)
     if problems:
         raise ValueError("torch's GradScaler cannot do this:\n  " + "\n  ".join(problems))

@@ -75,7 +75,7 @@ def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
         if not _fits(x, leaves[place])
     ]
     if wrong:
-        raise ValueError("old is not a state of the optimizer in new:\n  " + "\n  ".join(wrong))
+        raise ValueError("old is not a state of new's optimizer:\n  " + "\n  ".join(wrong))
     for _, place, x in pairs:
         leaves[place] = _adopted(x, leaves[place])
     return structure.unflatten(leaves)

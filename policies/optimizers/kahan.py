@@ -99,8 +99,8 @@ def with_kahan(
         refuse_overwritten(params)
         if not any(map(_is_compensated, jax.tree_util.tree_leaves(params))):
             raise ValueError(
-                "with_kahan: no parameter is in bfloat16 or float16; init takes them as they are stored "
-                "(TrainState.create(cast(params), optimizer), without cast_params)"
+                "with_kahan: no parameter is in bfloat16 or float16; cast the parameters before init: "
+                "TrainState.create(cast(params), optimizer), without cast_params"
             )
         inner_state = inner.init(upcast_to_float32(params))
         refuse_stored(inner_state)
@@ -205,7 +205,7 @@ def _stored(
 def _check_dtypes(params: Params, compensation: PyTree) -> None:
     structures = [jax.tree_util.tree_structure(tree) for tree in (params, compensation)]
     if structures[0] != structures[1]:
-        raise ValueError(f"params has another structure, {structures[0]}, than the compensation, {structures[1]}")
+        raise ValueError(f"params must have the structure of the compensation, {structures[1]}, got {structures[0]}")
     wrong = [
         f"{path!r} is {x.dtype.name}, its compensation {rest.dtype.name}"
         for (path, x), rest in zip(named_leaves(params), jax.tree_util.tree_leaves(compensation), strict=True)
@@ -213,6 +213,6 @@ def _check_dtypes(params: Params, compensation: PyTree) -> None:
     ]
     if wrong:
         raise ValueError(
-            "with_kahan: parameters are stored in other dtypes than init was given; "
-            "TrainState.create(cast(params), optimizer) has them cast before: " + ", ".join(wrong)
+            "with_kahan: parameters have other dtypes than at init; cast them before: "
+            "TrainState.create(cast(params), optimizer). " + ", ".join(wrong)
         )

@@ -84,8 +84,8 @@ def with_loss_scale(
     inner = as_transformation(optimizer)
     if isinstance(inner, StoringOptimizer):
         raise TypeError(
-            "optimizer must not store the parameters: with_master_weights and with_stochastic_rounding go "
-            "outside, with_master_weights(with_loss_scale(optimizer, loss_scale))"
+            "optimizer must not store the parameters; put with_master_weights and with_stochastic_rounding outside: "
+            "with_master_weights(with_loss_scale(optimizer, loss_scale))"
         )
     if not isinstance(skip, SkipRule | None):
         raise TypeError(f"skip must be a SkipRule, such as spikes(), or None, got {skip!r}")
@@ -98,11 +98,11 @@ def with_loss_scale(
         refuse_overwritten(params)
         inner_state = inner.init(upcast_to_float32(params))
         if scaled_states(inner_state):
-            raise ValueError("optimizer has a loss scale already: gradients would be divided twice")
+            raise ValueError("optimizer already has a loss scale; call with_loss_scale once")
         if find_nodes(inner_state, StochasticRoundingState):
             raise ValueError(
-                "optimizer rounds stochastically, but sees float32 here: with_stochastic_rounding goes outside "
-                "of with_loss_scale"
+                "with_stochastic_rounding has no effect inside with_loss_scale, where parameters are float32; put it "
+                "outside"
             )
         return LossScaledState(
             loss_scale=jax.tree_util.tree_map(jnp.array, loss_scale),

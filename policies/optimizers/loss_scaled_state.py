@@ -146,10 +146,9 @@ def set_loss_scale(opt_state: PyTree, loss_scale: LossScales) -> Any:
     if jax.tree_util.tree_structure(loss_scale) != jax.tree_util.tree_structure(old):
         settings = "keep them, dataclasses.replace(get_loss_scale(opt_state), loss_scale=number), or "
         raise ValueError(
-            f"opt_state has another kind of loss scale: {_difference(loss_scale, old)}; "
-            f"{settings if type(loss_scale) is type(old) else ''}"
-            "make a new optimizer, with_loss_scale(optimizer, loss_scale), and "
-            "adopt_opt_state(new_optimizer.init(params), opt_state)"
+            f"loss_scale differs from opt_state's in kind or settings: {_difference(loss_scale, old)}; "
+            f"{settings if type(loss_scale) is type(old) else ''}make a new optimizer with with_loss_scale(optimizer, "
+            "loss_scale) and call adopt_opt_state(new_optimizer.init(params), opt_state)"
         )
     jax.tree_util.tree_map_with_path(_check_shape, loss_scale, old)
     new = jax.tree_util.tree_map(copy_like, loss_scale, old)
@@ -187,6 +186,6 @@ def _difference(new: LossScales, old: LossScales) -> str:
 def _check_shape(path: KeyPath, new: ArrayLike, old: jax.Array) -> None:
     if jnp.shape(new) != jnp.shape(old):
         raise ValueError(
-            f"{path_name(path)} of opt_state's loss scale has the shape {jnp.shape(old)}, got "
-            f"{jnp.shape(new)}; set it before the state is copied to many devices or members"
+            f"loss_scale: {path_name(path)} must have shape {jnp.shape(old)} as in opt_state, got {jnp.shape(new)}; "
+            "set it before replicating the state"
         )

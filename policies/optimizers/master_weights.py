@@ -99,10 +99,10 @@ def with_master_weights(
         inner_state = inner.init(master_weights)
         for _, stored in find_nodes(inner_state, StoringState):
             if isinstance(stored, MasterWeightsState):
-                raise ValueError("optimizer has master weights already: with_master_weights goes once")
+                raise ValueError("optimizer already has master weights; call with_master_weights once")
             raise ValueError(
-                "optimizer rounds stochastically, but sees float32 master weights here, of which it rounds nothing: "
-                "take with_master_weights or with_stochastic_rounding"
+                "with_stochastic_rounding has no effect on float32 master weights; use with_master_weights or "
+                "with_stochastic_rounding, not both"
             )
         return MasterWeightsState(master_weights, inner_state)
 
@@ -176,12 +176,13 @@ def set_master_weights(opt_state: PyTree, params: Params) -> Any:
     old = _only_state(opt_state).master_weights
     structures = [jax.tree_util.tree_structure(tree) for tree in (params, old)]
     if structures[0] != structures[1]:
-        raise ValueError(f"params has another structure, {structures[0]}, than the master weights, {structures[1]}")
+        raise ValueError(f"params must have the structure of the master weights, {structures[1]}, got {structures[0]}")
 
     def like(path: KeyPath, x: jax.Array, weight: jax.Array) -> Any:
         if jnp.shape(x) != jnp.shape(weight):
             raise ValueError(
-                f"params {path_name(path)!r} has the shape {jnp.shape(x)}, its master weight {jnp.shape(weight)}"
+                f"params {path_name(path)!r} has shape {jnp.shape(x)}, but its master weight has shape "
+                f"{jnp.shape(weight)}"
             )
         return jnp.array(x, weight.dtype)
 

@@ -103,15 +103,15 @@ def _check_before_scale(optimizer: object, opt_state: OptState, params: Params, 
     paths = [path for path, _ in named_leaves(params)]
     if "other" in kinds[len(paths) :]:
         raise ValueError(
-            "optimizer: what comes before with_loss_scale in the chain sees scaled gradients, and is not "
-            "linear in them, as clipping, weight decay or momentum are not; it belongs inside: "
-            "with_loss_scale(optax.chain(..., optimizer), loss_scale)"
+            "optimizer: a transformation before with_loss_scale in the chain is not linear, such as clipping, weight "
+            "decay or momentum, and would see scaled gradients; move it inside: with_loss_scale(optax.chain(..., "
+            "optimizer), loss_scale)"
         )
     passed = [path for path, kind in zip(paths, kinds, strict=False) if kind in _GIVEN]
     if passed and not isinstance(optimizer, StoringOptimizer):
         raise ValueError(
-            "optimizer: the scaled gradients of these parameters reach no with_loss_scale, which belongs "
-            "outside: with_loss_scale(optax.multi_transform(...), loss_scale)\n  " + "\n  ".join(passed)
+            "optimizer: the gradients of these parameters are never unscaled; put with_loss_scale outside: "
+            "with_loss_scale(optax.multi_transform(...), loss_scale)\n  " + "\n  ".join(passed)
         )
 
 
@@ -125,9 +125,8 @@ def _check_after_storing(optimizer: object, opt_state: OptState, params: Params,
     final, stored = traced.outvars[:count], traced.outvars[count:]
     if any(all(x is not y for y in final) for x in stored):
         raise ValueError(
-            "optimizer: what comes after with_master_weights or with_stochastic_rounding in the chain "
-            "changes the parameters, and not what is kept of them; it belongs inside: "
-            "with_master_weights(optax.chain(optimizer, ...))"
+            "optimizer: a transformation after with_master_weights or with_stochastic_rounding in the chain changes "
+            "only the low-precision parameters; move it inside: with_master_weights(optax.chain(optimizer, ...))"
         )
 
 
@@ -139,15 +138,15 @@ def _check_skips_are_seen(opt_state: OptState) -> None:
         _check_skips_are_seen(tuple(node))
         if find_nodes(tuple(node), SkipRuleState):
             raise ValueError(
-                f"optimizer: {name.split('(')[0]}, at {path or 'the outermost place'!r} of its state, is around a "
-                "with_loss_scale with a skip rule, which does not see every step then; with_loss_scale goes outside: "
+                f"optimizer: {name.split('(')[0]}, at {path or 'the outermost place'!r} of its state, wraps a "
+                "with_loss_scale whose skip rule would miss steps; put with_loss_scale outside: "
                 f"with_loss_scale(optax.{name.split('(')[0]}(optimizer, ...), loss_scale, skip=...)"
             )
         if skips and scaled_states(tuple(node)):
             raise ValueError(
-                f"optimizer: {name}, at {path or 'the outermost place'!r} of its state, drops the gradients that "
-                "overflowed before with_loss_scale sees them, so that the scale never falls; with_loss_scale skips "
-                "by itself and goes outside"
+                f"optimizer: {name}, at {path or 'the outermost place'!r} of its state, drops gradients that "
+                "overflowed before with_loss_scale sees them, so the scale never decreases; put with_loss_scale "
+                "outside, it skips such steps itself"
             )
 
 

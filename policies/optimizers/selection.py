@@ -52,7 +52,7 @@ def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
     taken = state.last_taken
     trees = [jax.tree_util.tree_structure(tree) for tree in (new, old)]
     if trees[0] != trees[1]:
-        raise ValueError(f"new has another structure:\n  {trees[0]}\nthan old:\n  {trees[1]}")
+        raise ValueError(f"new and old must have the same structure, got new:\n  {trees[0]}\nand old:\n  {trees[1]}")
 
     def select(path: KeyPath, x: object, y: object) -> Any:
         is_number = isinstance(x, int | float | complex) and not isinstance(x, np.generic)
@@ -71,7 +71,7 @@ def _check_sees_every_step(opt_state: PyTree) -> None:
             continue
         name = "MultiSteps" if isinstance(node, optax.MultiStepsState) else "apply_if_finite"
         raise ValueError(
-            f"opt_state has {name}, at {path or 'the outermost place'!r}, around with_loss_scale, which cannot say "
-            "then whether this step was taken, and of an overflow NaN may stay in the sums; with_loss_scale goes "
-            f"outside: with_loss_scale(optax.{name}(optimizer, ...), loss_scale)"
+            f"opt_state has {name}, at {path or 'the outermost place'!r}, around with_loss_scale: skipped steps are "
+            "then not known, and NaN of an overflow may stay in its sums; put with_loss_scale outside: "
+            f"with_loss_scale(optax.{name}(optimizer, ...), loss_scale)"
         )

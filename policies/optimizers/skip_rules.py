@@ -72,8 +72,8 @@ def wrapped_state(rule: SkipRule[Any] | None, inner_state: Any) -> Any:
     if isinstance(inner_state, SkipRuleState) != (rule is not None):
         has, wants = ("no", "has one") if rule is not None else ("a", "has none")
         raise ValueError(
-            f"state has {has} skip rule's state, and with_loss_scale {wants}: skip has to be what it was at init; "
-            "adopt_opt_state(optimizer.init(params), state) goes on with another"
+            f"skip must be the same as at init: state has {has} skip rule's state, but with_loss_scale {wants}; to "
+            "change it, call adopt_opt_state(optimizer.init(params), state)"
         )
     return inner_state.inner_state if rule is not None else inner_state
 

@@ -66,8 +66,8 @@ class StateRules:
             if not any(alone._rule(path, owners) for path, _ in leaves):
                 fields = sorted({field for path, _ in leaves for field in owners.fields(path)})
                 raise ValueError(
-                    f"with_state_dtypes: {name!r} found no floating array of the optimizer's state; the fields are "
-                    f"{', '.join(fields) or '(none)'}, the paths are:\n  "
+                    f"with_state_dtypes: {name!r} matches no floating array of the optimizer's state; the fields are "
+                    f"{', '.join(fields) or '(none)'}, and the paths are:\n  "
                     + "\n  ".join([path_name(path) for path, _ in leaves] or ["(none)"])
                 )
         for path, x in leaves:
@@ -75,8 +75,8 @@ class StateRules:
             kept = "in blocks" if isinstance(x, BlockQuantized) else getattr(x, "dtype", None)
             if dtype is not None and kept != jnp.float32:
                 raise ValueError(
-                    f"with_state_dtypes: {path_name(path)!r} of the optimizer's state is {kept} already, and would be "
-                    f"{dtype}; leave that to one of both (optax has mu_dtype, accumulator_dtype and the like)"
+                    f"with_state_dtypes: {path_name(path)!r} of the optimizer's state is already {kept} and cannot "
+                    f"become {dtype}; set its dtype only once, here or in the optimizer (mu_dtype, accumulator_dtype)"
                 )
 
     def _rule(self, path: KeyPath, owners: "Owners") -> str | None:

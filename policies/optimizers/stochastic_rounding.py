@@ -162,5 +162,5 @@ def _check_dtypes(params: Params) -> None:
     ]
     if others:
         raise ValueError(
-            "with_stochastic_rounding is for parameters in bfloat16 or from float32 on: " + ", ".join(others)
+            "with_stochastic_rounding takes parameters in bfloat16, float32 or float64, got " + ", ".join(others)
         )

@@ -79,8 +79,8 @@ def refuse_stored(inner_state: OptState) -> None:
     """
     if find_nodes(inner_state, StoringState):
         raise ValueError(
-            "optimizer stores the parameters already: take with_master_weights, with_stochastic_rounding or "
-            "with_kahan, and once"
+            "optimizer already stores the parameters; use only one of with_master_weights, with_stochastic_rounding "
+            "and with_kahan"
         )
 
 

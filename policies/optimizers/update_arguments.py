@@ -55,8 +55,8 @@ def extra_arguments(opt_state: OptState, loss: jax.Array, grads: Grads, evaluate
 def _evaluated(evaluate: Evaluate | None, name: str) -> Evaluate:
     if evaluate is None:
         raise ValueError(
-            f"optimizer: {name} evaluates the loss at other parameters, which a step over several devices does "
-            "not; call or jit the step itself"
+            f"optimizer: {name} evaluates the loss at other parameters, which a step over several devices cannot do; "
+            "call the step on one device"
         )
     return evaluate
 

@@ -38,11 +38,10 @@ def refuse_overwritten(params: PyTree) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx_variable):
         if is_overwritten(path) or (is_nnx_variable(x) and type(x).__name__ == COLLECTION):
             raise TypeError(
-                f"params {path_name(path)!r} is of flax's collection {COLLECTION!r} of fp8 scales and histories, which "
-                "an optimizer must not train: their gradients are their next values. jt.train_step and "
-                "jt.FlaxTrainState do that with linen's variables; elsewhere the optimizer's init and update take "
-                "the other collections alone. Of flax nnx they cannot be trained along: autocast's rule 'fp8' "
-                "keeps such state itself"
+                f"params {path_name(path)!r} is in flax's collection {COLLECTION!r} of fp8 scales and histories, "
+                "which an optimizer must not train: their gradients are their next values. With linen, use "
+                "jt.train_step or jt.FlaxTrainState, or pass only the other collections to the optimizer's init and "
+                "update. With flax nnx, use autocast's rule 'fp8', which keeps such state itself"
             )
 
 
@@ -59,10 +58,7 @@ def trained(params: PyTree) -> Any:
         return kind({name: trained(x) for name, x in params.items() if name != COLLECTION})
     if isinstance(params, tuple | list):
         return kind(map(trained, params))
-    raise TypeError(
-        f"params: {COLLECTION!r} is overwritten with its gradient, and must be in dicts, tuples and "
-        f"lists, not in a {kind.__name__}"
-    )
+    raise TypeError(f"params: collection {COLLECTION!r} must be in dicts, tuples and lists, not in a {kind.__name__}")
 
 
 def trained_gradients(grads: Grads) -> Any:

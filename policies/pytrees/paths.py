@@ -29,7 +29,8 @@ def check_regexes(rules: object) -> None:
     """
     if not isinstance(rules, Mapping):
         raise TypeError(
-            f"rules must be a dict from regular expressions, got {type(rules).__name__}; dict(rules) makes one of pairs"
+            f"rules must be a dict with regular expressions as keys, got {type(rules).__name__}; convert pairs with "
+            "dict(rules)"
         )
     for regex in rules:
         if not isinstance(regex, str | re.Pattern):

@@ -89,7 +89,5 @@ def only_state(opt_state: PyTree, kind: type[Node], field: str, plural: str, wra
         raise ValueError(f"opt_state has no {field.replace('_', ' ')}; wrap the optimizer in {wrapper}")
     if len(found) > 1:
         paths = ", ".join(repr(path) for path, _ in found)
-        raise ValueError(
-            f"opt_state has {len(found)} {plural}, at {paths}; take the one you mean: opt_state[...].{field}"
-        )
+        raise ValueError(f"opt_state has {len(found)} {plural}, at {paths}; select one: opt_state[...].{field}")
     return found[0][1]

@@ -19,12 +19,12 @@ def check_values(args: PyTree, caller: str) -> None:
       ValueError: an array is divided between several processes.
     """
     if has_tracers(args):
-        raise TypeError(f"{caller} runs functions on values, and cannot be called within a transform such as jax.jit")
+        raise TypeError(f"{caller} needs concrete values; call it outside of transforms such as jax.jit")
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(f"args {path_name(path)!r} is a ShapeDtypeStruct: {caller} wants arrays with values")
+            raise TypeError(f"args {path_name(path)!r} is a ShapeDtypeStruct; {caller} needs arrays with values")
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
-                f"args {path_name(path)!r} is spread over several processes: {caller} runs in one, on its part of the "
-                "batch and a state of its own"
+                f"args {path_name(path)!r} is sharded over several processes; {caller} runs in one process, with its "
+                "own part of the batch and its own state"
             )

@@ -144,7 +144,7 @@ def test_haikus_policies_are_those_of_the_thread_that_plans(compiler: None) -> N
 @pytest.mark.full
 def test_steps_that_cannot_be_planned_say_what_to_do() -> None:
     imagenet = of_script("imagenet")()
-    with pytest.raises(ValueError, match=r"runs on 2 devices by itself \(pmap, .*: give the step of one device"):
+    with pytest.raises(ValueError, match=r"runs on 2 devices by itself \(pmap, .*; pass the step of one device"):
         exported(*imagenet)
     graphs = of_script("ogbg")()
     with pytest.raises(ValueError, match=r"batch 'nodes' has a first axis of 32, others of 64: .* give a function"):

@@ -27,7 +27,7 @@ CASES: Any = [
     (lambda: UNTYPED.batch(GRAPH), "graphs must be a sequence of graphs, got Graph"),
     (lambda: UNTYPED.stack(GRAPH), "graphs must be a sequence of graphs, got Graph"),
     (lambda: UNTYPED.to_jraph(ROWS), "graph must be a Graph, got ndarray"),
-    (lambda: UNTYPED.neighbor_sampler(GRAPH, (2,), IDS, 2), "edges must be what host_edges returned, .*, got Graph"),
+    (lambda: UNTYPED.neighbor_sampler(GRAPH, (2,), IDS, 2), "edges must be a result of host_edges, or a .*, got Graph"),
     (lambda: UNTYPED.neighbor_sampler(EDGES, 2, IDS, 2), r"fanouts=2 must have one number for each layer: \(2,\)"),
     (lambda: UNTYPED.take_rows(IDS, ROWS), "ids must be integers, got float32"),
     (lambda: UNTYPED.shard_features(ROWS, None), r"mesh must be a jax\.sharding\.Mesh, got NoneType"),

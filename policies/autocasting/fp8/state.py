@@ -78,8 +78,8 @@ def scales_of(state: Fp8State, extents: Mapping[str, tuple[int, ...]], factor: j
     if scale.keys() != extents.keys():
         missing, unknown = sorted(extents.keys() - scale.keys()), sorted(scale.keys() - extents.keys())
         raise ValueError(
-            f"the fp8 state is that of another model or other rules: it lacks {missing[:3]}, and has {unknown[:3]}, "
-            "which the model has not; with_fp8_state makes a new one"
+            f"the fp8 state does not fit the model and its rules: {missing[:3]} are missing, {unknown[:3]} are "
+            "unknown; make a new one with with_fp8_state"
         )
     one = jnp.ones((), jnp.float32)
     divisor = jnp.stack([one, one, factor])

@@ -72,7 +72,7 @@ def test_some_of_the_graphs(file: Path) -> None:
         assert labels["y"].tolist() == [1, 2]
     twice, _ = graphs.load_graphs(file, [1, 0, 1])
     assert [type(graph).__name__ for graph in twice] == ["HeteroGraph", "Graph", "HeteroGraph"]
-    with pytest.raises(ValueError, match="has 2 graphs: there is none at indices=2"):
+    with pytest.raises(ValueError, match="has 2 graphs; indices=2"):
         graphs.load_graphs(file, [2])
     with pytest.raises(ValueError, match="indices=-1 must be at least 0"):
         graphs.load_graphs(file, -1)
@@ -84,14 +84,18 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         (TypeError, lambda: graphs.to_jraph(graph), r"graphs\[0\] must be a Graph or a HeteroGraph, got GraphsTuple"),
         (ValueError, lambda: graphs.pad(graph, 5, 8), r"graphs\[0\] is padded: unpad it first"),
         (TypeError, lambda: graph.with_nodes(k=jax.random.split(jax.random.key(0), 3)), r"nodes\['k'\] is"),
-        (TypeError, lambda: graph.with_nodes(**{"a\n": jnp.ones(3)}), r"nodes has the name 'a\\n', where printable"),
+        (
+            TypeError,
+            lambda: graph.with_nodes(**{"a\n": jnp.ones(3)}),
+            r"nodes: names must be printable strings, got 'a",
+        ),
     ]
     for kind, make, message in cases:
         with pytest.raises(kind, match=message):
             graphs.save_graphs(file, [make()])
     with pytest.raises(TypeError, match=r"graphs\[0\] is traced"):
         jax.jit(lambda graph: graphs.save_graphs(file, graph))(graph)
-    with pytest.raises(TypeError, match=r"labels\['y'\] is <U1, which safetensors files do not hold"):
+    with pytest.raises(TypeError, match=r"labels\['y'\] is <U1, which safetensors files cannot store"):
         graphs.save_graphs(file, graph, {"y": np.array(["a"])})
     assert not list(tmp_path.iterdir())
 
@@ -102,7 +106,7 @@ def test_float64_wants_its_switch(tmp_path: Path) -> None:
         graph = graphs.from_edges([0], [1], 2, {"h": np.array([0.1, 0.2])})
         graphs.save_graphs(file, graph)
         assert_bitwise_equal(graphs.load_graphs(file)[0][0], graph)
-    with pytest.raises(ValueError, match=r"some: graph 0: nodes\['h'\] is float64, which wants jax_enable_x64"):
+    with pytest.raises(ValueError, match=r"some: graph 0: nodes\['h'\] is float64, which needs jax_enable_x64"):
         graphs.load_graphs(file)
 
 
@@ -134,14 +138,14 @@ def ids(*values: int) -> np.ndarray:
         (lambda a, _: a.update({"0/n_node": ids(-1, 9)}), "graph 0: n_node[0]=-1 must be at least 0"),
         (
             lambda a, _: a.update({"0/n_edge": ids(8, 4)}),
-            "graph 0: n_edge has (graphs, edges) = (2, 12), where there are (2, 11)",
+            "graph 0: n_edge must have (graphs, edges) = (2, 11), got (2, 12)",
         ),
-        (lambda a, _: a.update({"0/n_edge": ids(6, 5)}), "of graph 0 of the batch, not of 1"),
+        (lambda a, _: a.update({"0/n_edge": ids(6, 5)}), "belongs to graph 0 of the batch, but its edge to graph 1"),
         (lambda a, _: a["0/receivers"].__setitem__(3, 8), "graph 0: receivers[3] = 8 is out of range for 8 nodes"),
-        (lambda a, _: a.update({"0/extra": ids(1)}), "graph 0: the array 'extra' is of no use"),
+        (lambda a, _: a.update({"0/extra": ids(1)}), "graph 0: the array 'extra' is not part of the graph"),
         (
             lambda a, _: a.update({"2/senders": ids(1)}),
-            "the array '2/senders' belongs to no graph, of which there are 2",
+            "the array '2/senders' belongs to none of its 2",
         ),
         (lambda a, _: a["1/senders/0"].__setitem__(0, -1), "senders[0] = -1 of ('user', 'likes', 'user') is negative"),
         (
@@ -174,9 +178,9 @@ def test_a_damaged_file_is_named_with_its_fault(file: Path, change: Any, message
 def test_files_of_others(file: Path, tmp_path: Path) -> None:
     content = file.read_bytes()
     for more, message in (
-        ({"graphs": "[" * 100_000}, "its metadata of graphs are not JSON"),
-        ({"graphs": "{}"}, "its metadata of graphs are no list"),
-        ({"format_version": "2"}, "has format_version '2', this reads '1'"),
+        ({"graphs": "[" * 100_000}, "its metadata on graphs is not JSON"),
+        ({"graphs": "{}"}, "its metadata on graphs is not a list"),
+        ({"format_version": "2"}, "has format_version '2', but this version of jmp_train reads '1'"),
     ):
         file.write_bytes(content)
         rewritten(file, lambda *_: None, **more)
@@ -206,15 +210,24 @@ def test_the_format_is_that_of_its_own_package(file: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}, "the array 'a' has no dtype that is known"),
-        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, "the array 'a' has no shape or no place"),
-        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "has 4 bytes, which do not fit its shape"),
-        ({"a": {"dtype": "F32", "shape": [2**61, 2**61], "data_offsets": [0, 4]}}, "has 4 bytes, which do not"),
-        ({"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, "its arrays have 3 bytes, where the file has 4"),
+        ({"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}, "the array 'a' has an unknown dtype"),
+        (
+            {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+            "the array 'a' has no valid shape or data_offsets",
+        ),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "has 4 bytes, which does not fit its shape"),
+        (
+            {"a": {"dtype": "F32", "shape": [2**61, 2**61], "data_offsets": [0, 4]}},
+            "has 4 bytes, which does not fit its shape",
+        ),
+        (
+            {"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}},
+            "its arrays end at byte 3, but the file at byte 4",
+        ),
         ({n: {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} for n in "ab"}, "its arrays overlap"),
-        ({"a": [0, 4]}, "the array 'a' has no dtype that is known"),
-        ([], "its header is no dictionary"),
-        ({"__metadata__": {"a": 1}}, "its metadata are no texts by name"),
+        ({"a": [0, 4]}, "the array 'a' has an unknown dtype"),
+        ([], "its header is not a dictionary"),
+        ({"__metadata__": {"a": 1}}, "its metadata must map names to texts"),
     ],
 )
 def test_a_header_that_does_not_fit(file: Path, header: Any, message: str) -> None:
@@ -229,9 +242,9 @@ def test_a_header_that_does_not_fit(file: Path, header: Any, message: str) -> No
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "its header is cut off"),
-        (b"\xff" * 64, "its header would have 18446744073709551615 bytes"),
-        ((9).to_bytes(8, "little") + b"{}", "its header is cut off"),
+        (b"", "its header is truncated"),
+        (b"\xff" * 64, "its header has 18446744073709551615 bytes, more than the limit of"),
+        ((9).to_bytes(8, "little") + b"{}", "its header is truncated"),
         ((2).to_bytes(8, "little") + b"[[", "its header is not JSON"),
     ],
 )

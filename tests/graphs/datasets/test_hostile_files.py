@@ -101,8 +101,8 @@ def test_planetoids_matrices_larger_than_their_file(folders: dict[str, Path]) ->
     (folder / "ind.cora.graph").write_bytes(pickled({node: [] for node in range(nodes)}))
     (folder / "ind.cora.test.index").write_text("".join(f"{known + n}\n" for n in range(4)))
     takes = "ind.cora.allx: 8000 rows of 65536 columns would take 2097152000 bytes, more than the "
-    assert refused(folder) == f"{takes}268435456 allowed; max_bytes= allows more"
-    assert refused(folder, max_bytes=10**9).startswith(f"{takes}1000000000 allowed")
+    assert refused(folder) == f"{takes}limit of 268435456; raise it with max_bytes="
+    assert refused(folder, max_bytes=10**9).startswith(f"{takes}limit of 1000000000")
 
 
 @pytest.mark.quick_cases(2)
@@ -112,14 +112,14 @@ def test_planetoids_matrices_larger_than_their_file(folders: dict[str, Path]) ->
         (
             "test.index",
             b"1000000000\n7\n11\n9\n",
-            "has '1000000000' at row 0, where 7 to 11 are right",
+            "row 0 must be from 7 to 11, got '1000000000'",
         ),
         ("test.index", b"7\n" * 10_000, "has more than 13312 bytes for 12 nodes"),
-        ("graph", b"\x80\x02}K\x00]sJ\x00\xca\x9a;]s.", "has 2 nodes, but none that is numbered 1"),
+        ("graph", b"\x80\x02}K\x00]sJ\x00\xca\x9a;]s.", "has 2 nodes, but node 1 is missing"),
         (
             "graph",
             b"\x80\x02" + b"]" * 200_000 + b".",
-            "is not a pickle of Python 2, or a damaged one: more",
+            "is not a pickle of Python 2, or a damaged one: its stack has more",
         ),
         (
             "x",
@@ -135,13 +135,13 @@ def test_planetoids_matrices_larger_than_their_file(folders: dict[str, Path]) ->
 )
 def test_planetoids_files_that_claim_much(folders: dict[str, Path], suffix: str, content: bytes, message: str) -> None:
     (folders["planetoid"] / f"ind.cora.{suffix}").write_bytes(content)
-    assert refused(folders["planetoid"]).replace(": has", " has").startswith(f"ind.cora.{suffix} {message}")
+    assert refused(folders["planetoid"]).removeprefix(f"ind.cora.{suffix}").lstrip(": ").startswith(message)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ind.cora.tx", "has 1099511627776 bytes, more than 67108864; max_bytes= allows more"),
+        ("ind.cora.tx", "has 1099511627776 bytes, more than the limit of 67108864; raise it with max_bytes="),
         ("ind.cora.test.index", "has more than 13312 bytes for 12 nodes"),
         ("raw/node-feat.csv", "has a line of more than 2097152 bytes"),
         ("raw/num-node-list.csv", "has a line of more than 2097152 bytes"),
@@ -176,13 +176,13 @@ def bomb(line: bytes, size: int = 2**24) -> bytes:
         (
             "raw/node-label",
             b"0\n",
-            ": the table would take 8388608 bytes, more than the 4194304 allowed",
+            ": the table would take 8388608 bytes, more than the limit of 4194304",
         ),
         ("raw/edge", b"0,1\n", ": the table would take 4194304 bytes"),
         (
             "split/time/valid",
             b"\n",
-            ": the text would take 6291456 bytes, more than the 4194304 allowed",
+            ": the text would take 6291456 bytes, more than the limit of 4194304",
         ),
     ],
 )
@@ -198,8 +198,8 @@ def test_gzip_bombs(folders: dict[str, Path], name: str, line: bytes, message: s
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raw/node-label", "has more rows than the 3 that num-node-list.csv.gz says"),
-        ("raw/edge-feat", "has more rows than the 2 that num-edge-list.csv.gz says"),
+        ("raw/node-label", "has more than the 3 rows given by num-node-list.csv.gz"),
+        ("raw/edge-feat", "has more than the 2 rows given by num-edge-list.csv.gz"),
     ],
 )
 def test_reading_ends_with_the_rows_that_are_expected(folders: dict[str, Path], name: str, message: str) -> None:
@@ -222,12 +222,12 @@ def test_a_gzip_file_of_several_members(folders: dict[str, Path]) -> None:
         (
             "num-node-list",
             "2000000000\n",
-            "node-feat.csv.gz has 3 rows, where num-node-list.csv.gz says 2",
+            "node-feat.csv.gz has 3 rows, but num-node-list.csv.gz gives 2",
         ),
         (
             "num-edge-list",
             "2000000000\n",
-            "edge.csv.gz has 2 rows, where num-edge-list.csv.gz says 2000",
+            "edge.csv.gz has 2 rows, but num-edge-list.csv.gz gives 2000",
         ),
         (
             "num-node-list",
@@ -237,7 +237,7 @@ def test_a_gzip_file_of_several_members(folders: dict[str, Path]) -> None:
         (
             "node-label",
             "1\n2000000000\n0\n",
-            "node-label.csv.gz: row 1 is 2e+09, where whole numbers from",
+            "node-label.csv.gz: row 1 is 2e+09, but must be a whole number from 0 to",
         ),
     ],
 )
@@ -273,11 +273,11 @@ READ = "'feature' cannot be read: "
         (npy("(1000000000000, 602)"), WOULD),
         (
             npy("(100000, 602)"),
-            READ + "its header says float32 (100000, 602), 240800000 bytes, but it has",
+            READ + "its header gives float32 (100000, 602), 240800000 bytes, but it has",
         ),
         (
             npy("(3, 602)", content=2**25),
-            READ + "its header says float32 (3, 602), 7224 bytes, but it has",
+            READ + "its header gives float32 (3, 602), 7224 bytes, but it has",
         ),
         (npy("(" + "9" * 10**5 + ",)"), READ + "EOF: reading array header, expected "),
         (npy("(" + "9" * 5000 + ",)"), READ),
@@ -295,7 +295,7 @@ READ = "'feature' cannot be read: "
         ),
         (
             npy("(1,)").replace(b"NUMPY\x02", b"NUMPY\x03"),
-            READ + "version (3, 0) of its format is not",
+            READ + "version (3, 0) of its format is unknown",
         ),
         (
             b"\x93NUMPY\x02\0\xff\xff\xff\x7f" + b" " * 2**25,
@@ -317,7 +317,7 @@ def test_zip_bombs(folders: dict[str, Path]) -> None:
     assert message in refused(folders["reddit"], max_bytes=2**20)
     for method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):  # which Python inflates without a bound
         with_member(folders["reddit"], "feature", content, method)
-        message = f"reddit_data.npz: {READ}it is compressed in a way that numpy does not use"
+        message = f"reddit_data.npz: {READ}it uses a compression method that numpy does not write"
         assert refused(folders["reddit"]) == message
 
 
@@ -375,7 +375,7 @@ def test_faults_of_the_system_name_the_file(folders: dict[str, Path]) -> None:
 def test_the_option_is_checked(folders: dict[str, Path], kind: str) -> None:
     read = READERS[kind][1]
     assert read(folders[kind], max_bytes=2**40).num_nodes == read(folders[kind]).num_nodes
-    assert "max_bytes= allows more" in refused(folders[kind], max_bytes=1)
+    assert "bytes, more than the limit of" in refused(folders[kind], max_bytes=1)
     with pytest.raises(ValueError, match="max_bytes=-1 must be at least 0"):
         read(folders[kind], max_bytes=-1)
     for wrong in (1e9, "1", True):

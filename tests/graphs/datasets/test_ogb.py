@@ -112,7 +112,7 @@ def test_missing_files_are_named_with_their_address(folder: Path) -> None:
     for part in ("train", "test"):
         (folder / f"split/time/{part}.csv.gz").unlink()
     (folder / "split/time").rmdir()
-    assert fault(folder, FileNotFoundError) == f"split has no folder of a split; {address}"
+    assert fault(folder, FileNotFoundError) == f"split has no split folder; {address}"
     (folder / "raw/edge.csv.gz").unlink()
     (folder / "raw/node-feat.csv.gz").unlink()
     message = fault(folder, FileNotFoundError)
@@ -124,7 +124,7 @@ def test_missing_files_are_named_with_their_address(folder: Path) -> None:
 
 def test_the_binary_layout_is_refused(folder: Path) -> None:
     (folder / "raw/data.npz").write_bytes(b"")
-    message = "raw/data.npz is of OGB's binary layout (ogbn-papers100M), which is not supported"
+    message = "raw/data.npz is in OGB's binary format (ogbn-papers100M), which is not supported"
     assert fault(folder) == message
 
 
@@ -140,36 +140,36 @@ def test_the_binary_layout_is_refused(folder: Path) -> None:
         ("raw/edge", "0,1\n4,2\n2\n1,0\n", ": row 2 has 1 columns, where those before have 2"),
         ("raw/edge", "0,1\n4,2,2\n1,0\n", ": row 1 has 3 columns, where those before have 2"),
         ("raw/edge", "head,tail\n0,1\n", ": row 0, column 0 is 'head', no whole number of int32"),
-        ("raw/edge", "0,1\n4,2\n2,5\n1,0\n", ": row 2, column 1 is 5, where the graph has 5 nodes"),
-        ("raw/edge", "0,1\n4,2\n2,2\n-1,0\n", ": row 3, column 0 is -1, where the graph has 5 nodes"),
-        ("raw/edge", "0,1\n4,2\n2,2\n", " has 3 rows, where num-edge-list.csv.gz says 4"),
-        ("raw/edge", "", " has 0 rows, where num-edge-list.csv.gz says 4"),
-        ("raw/edge", "0\n4\n2\n1\n", " has 1 columns, where 2 are wanted"),
-        ("raw/num-node-list", "5\n5\n", " has 2 numbers, where that of one graph is wanted"),
-        ("raw/num-node-list", "", " has 0 numbers, where that of one graph is wanted"),
-        ("raw/num-node-list", "-5\n", " has the number -5, which is negative"),
+        ("raw/edge", "0,1\n4,2\n2,5\n1,0\n", ": row 2, column 1 is 5, but the graph has 5 nodes"),
+        ("raw/edge", "0,1\n4,2\n2,2\n-1,0\n", ": row 3, column 0 is -1, but the graph has 5 nodes"),
+        ("raw/edge", "0,1\n4,2\n2,2\n", " has 3 rows, but num-edge-list.csv.gz gives 4"),
+        ("raw/edge", "", " has 0 rows, but num-edge-list.csv.gz gives 4"),
+        ("raw/edge", "0\n4\n2\n1\n", " must have 2 columns, got 1"),
+        ("raw/num-node-list", "5\n5\n", " must have one number, that of a single graph, got 2"),
+        ("raw/num-node-list", "", " must have one number, that of a single graph, got 0"),
+        ("raw/num-node-list", "-5\n", " has a negative number, -5"),
         ("raw/num-edge-list", "x\n", ": row 0, column 0 is 'x', no whole number of int32"),
-        ("raw/node-feat", "1\n2\n3\n4\n", " has 4 rows, where num-node-list.csv.gz says 5"),
+        ("raw/node-feat", "1\n2\n3\n4\n", " has 4 rows, but num-node-list.csv.gz gives 5"),
         ("raw/node-feat", "1\n2\n3\nnan\n5\n", ": row 3 is not finite"),
         ("raw/node-feat", "1\n2\n1e39\n4\n5\n", ": row 2 is not finite"),
         ("raw/node-feat", "1,2\n3\n", ": row 1 has 1 columns, where those before have 2"),
         ("raw/node-feat", "1\n2 3\n", ": row 1, column 0 is '2 3', no number"),
-        ("raw/edge-feat", "1\n2\n3\n", " has 3 rows, where num-edge-list.csv.gz says 4"),
-        ("raw/node-label", "0\n1\n2\n", " has 3 rows, where num-node-list.csv.gz says 5"),
-        ("raw/node-label", "0,1\n" * 5, " has 2 columns: several labels a node are not supported, one"),
-        ("raw/node-label", "0\n1\n-1\n0\n3\n", ": row 2 is -1, where whole numbers from 0 are right"),
-        ("raw/node-label", "0\n1.5\nnan\n0\n3\n", ": row 1 is 1.5, where whole numbers from 0 are right"),
-        ("raw/node-label", "0\n1\n0\ninf\n3\n", ": row 3 is inf, where whole numbers from 0 are right"),
-        ("raw/node-label", "0\n1\n0\n1\n3e9\n", ": row 4 is 3e+09, where whole numbers from 0 are right"),
+        ("raw/edge-feat", "1\n2\n3\n", " has 3 rows, but num-edge-list.csv.gz gives 4"),
+        ("raw/node-label", "0\n1\n2\n", " has 3 rows, but num-node-list.csv.gz gives 5"),
+        ("raw/node-label", "0,1\n" * 5, " has 2 columns: only one label per node is supported"),
+        ("raw/node-label", "0\n1\n-1\n0\n3\n", ": row 2 is -1, but must be a whole number from 0 to"),
+        ("raw/node-label", "0\n1.5\nnan\n0\n3\n", ": row 1 is 1.5, but must be a whole number from 0 to"),
+        ("raw/node-label", "0\n1\n0\ninf\n3\n", ": row 3 is inf, but must be a whole number from 0 to"),
+        ("raw/node-label", "0\n1\n0\n1\n3e9\n", ": row 4 is 3e+09, but must be a whole number from 0 to"),
         ("raw/node-label", "nan\n" * 5, " has no label"),
-        ("raw/node_year", "2013\n" * 4, " has 4 rows, where num-node-list.csv.gz says 5"),
-        ("raw/node_year", "2013,1\n" * 5, " has 2 columns, where 1 are wanted"),
-        ("raw/node_year", "2013\nnan\n" * 2 + "0\n", ": row 1 is nan, where whole numbers from 0 are right"),
-        ("split/time/train", "4\n5\n", ": row 1, column 0 is 5, where the graph has 5 nodes"),
+        ("raw/node_year", "2013\n" * 4, " has 4 rows, but num-node-list.csv.gz gives 5"),
+        ("raw/node_year", "2013,1\n" * 5, " must have 1 columns, got 2"),
+        ("raw/node_year", "2013\nnan\n" * 2 + "0\n", ": row 1 is nan, but must be a whole number from 0 to"),
+        ("split/time/train", "4\n5\n", ": row 1, column 0 is 5, but the graph has 5 nodes"),
         ("split/time/train", "4\n0\n4\n", ": row 2 is 4, which is in the split twice"),
         ("split/time/train", "4\n2\n", ": row 1 is 2, which has no label"),
-        ("split/time/train", "4,0\n", " has 2 columns, where 1 are wanted"),
-        ("split/time/train", "", " names no node"),
+        ("split/time/train", "4,0\n", " must have 1 columns, got 2"),
+        ("split/time/train", "", " lists no node"),
         ("split/time/test", "3\n1\n", ": row 1 is 1, which is in the split twice"),
     ],
 )  # fmt: skip

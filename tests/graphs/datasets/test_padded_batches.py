@@ -40,7 +40,7 @@ def test_any_batch_fits_into_the_last_size_and_most_into_the_first() -> None:
     assert first.n_node < second.n_node < last.n_node
     largest = np.argsort(data.n_node)[-16:]
     graphs.padded_batch(data, largest, last)
-    with pytest.raises(ValueError, match=f"size has n_node={first.n_node}, where the batch needs"):
+    with pytest.raises(ValueError, match=f"size has n_node={first.n_node}, but the batch needs"):
         graphs.padded_batch(data, largest, first)
     random = np.random.default_rng(1)
     sizes = [data.n_node[random.permutation(300)[:16]].sum() for _ in range(200)]

@@ -268,16 +268,16 @@ FLOATS = [1.0, 2.0]
 @pytest.mark.parametrize(
     ("shape", "indptr", "indices", "data", "message"),
     [
-        ((3, 5), [0, 1, 2], [0, 1], FLOATS, "a matrix of shape (3, 5) has (3,) indptr, (2,) indices"),
-        ((3, 5), [0, 1, 1, 2], [0, 1], [1.0], "a matrix of shape (3, 5) has (4,) indptr, (2,) indi"),
-        ((3, 5), [0, 2, 1, 2], [0, 1], FLOATS, "the rows of a sparse matrix do not divide its 2 val"),
-        ((3, 5), [0, 1, 1, 3], [0, 1], FLOATS, "the rows of a sparse matrix do not divide its 2 val"),
-        ((3, 5), [1, 1, 1, 2], [0, 1], FLOATS, "the rows of a sparse matrix do not divide its 2 val"),
-        ((3, 5), [0, 1, 1, 2], [0, 5], FLOATS, "a column of a sparse matrix is not among its 5"),
-        ((3, 5), [0, 1, 1, 2], [-1, 1], FLOATS, "a column of a sparse matrix is not among its 5"),
+        ((3, 5), [0, 1, 2], [0, 1], FLOATS, "a matrix of shape (3, 5) has indptr, indices and data of shapes (3,),"),
+        ((3, 5), [0, 1, 1, 2], [0, 1], [1.0], "a matrix of shape (3, 5) has indptr, indices and data of shapes (4,),"),
+        ((3, 5), [0, 2, 1, 2], [0, 1], FLOATS, "the row pointers of a sparse matrix do not fit its 2 values"),
+        ((3, 5), [0, 1, 1, 3], [0, 1], FLOATS, "the row pointers of a sparse matrix do not fit its 2 values"),
+        ((3, 5), [1, 1, 1, 2], [0, 1], FLOATS, "the row pointers of a sparse matrix do not fit its 2 values"),
+        ((3, 5), [0, 1, 1, 2], [0, 5], FLOATS, "a column index of a sparse matrix is out of range for 5"),
+        ((3, 5), [0, 1, 1, 2], [-1, 1], FLOATS, "a column index of a sparse matrix is out of range for 5"),
         ((3, 5), [0, 1, 1, 2], [0.0, 1.0], FLOATS, "the indices of a sparse matrix are not integers"),
-        ((3, 5), [0, 1, 1, 2], [0, 1], [1.0, np.nan], "a number of an array is not finite"),
-        ((3, -5), [0, 1, 1, 2], [0, 1], FLOATS, "the shape of an array is not one or two integers from 0"),
+        ((3, 5), [0, 1, 1, 2], [0, 1], [1.0, np.nan], "an array has numbers that are not finite"),
+        ((3, -5), [0, 1, 1, 2], [0, 1], FLOATS, "the shape of an array must be one or two integers of at least 0"),
     ],
 )  # fmt: skip
 def test_matrices_that_are_none(folder: Path, shape: Any, indptr: Any, indices: Any, data: Any, message: str) -> None:
@@ -293,28 +293,28 @@ def csr(array: Any) -> Any:
 @pytest.mark.parametrize(
     ("suffix", "value", "message"),
     [
-        ("x", np.eye(3), "x holds no sparse matrix of features"),
-        ("x", csr(np.eye(4, 5)), "y has shape (3, 3), where x and ally want (4, 3)"),
-        ("x", csr(np.eye(3, 4)), "x has 4 columns, where allx has 5"),
-        ("x", csr(np.zeros((3, 0))), "x has features of shape (3, 0), where at least one row of 1 "),
-        ("tx", csr(np.ones((0, 5))), "tx has features of shape (0, 5), where at least one row of 1 "),
+        ("x", np.eye(3), "x must hold a sparse matrix of features"),
+        ("x", csr(np.eye(4, 5)), "y must have shape (4, 3) to match x and ally, got (3, 3)"),
+        ("x", csr(np.eye(3, 4)), "x has 4 columns, but allx has 5"),
+        ("x", csr(np.zeros((3, 0))), "x: features must have at least one row, and 1 to "),
+        ("tx", csr(np.ones((0, 5))), "tx: features must have at least one row, and 1 to "),
         ("x", csr(np.full((3, 5), 1e39)), "x has a feature too large for float32"),
-        ("tx", csr(np.eye(5, 5)), "ty has shape (4, 3), where tx and ally want (5, 3)"),
+        ("tx", csr(np.eye(5, 5)), "ty must have shape (5, 3) to match tx and ally, got (4, 3)"),
         ("ty", np.eye(4, 2), "ty: row 2 is not one-hot"),
-        ("ty", np.eye(4, 4), "ty has shape (4, 4), where tx and ally want (4, 3)"),
-        ("ally", np.eye(7, 8), "y has shape (3, 3), where x and ally want (3, 8)"),
+        ("ty", np.eye(4, 4), "ty must have shape (4, 3) to match tx and ally, got (4, 4)"),
+        ("ally", np.eye(7, 8), "y must have shape (3, 8) to match x and ally, got (3, 3)"),
         ("ally", np.full((7, 3), 0.5), "ally: row 0 is not one-hot"),
-        ("y", np.array([0, 1, 2]), "y holds no array of labels [rows, classes]"),
-        ("y", csr(np.eye(3)), "y holds no array of labels [rows, classes]"),
-        ("graph", np.eye(3), "graph holds no dictionary of the nodes' neighbors"),
-        ("graph", {}, "graph holds no dictionary of the nodes' neighbors"),
-        ("graph", {0: [], 2: []}, "graph has 2 nodes, but none that is numbered 1"),
-        ("graph", {0: [], "x": []}, "graph has 2 nodes, but none that is numbered 1"),
+        ("y", np.array([0, 1, 2]), "y must hold an array of labels [rows, classes]"),
+        ("y", csr(np.eye(3)), "y must hold an array of labels [rows, classes]"),
+        ("graph", np.eye(3), "graph must hold a dictionary of the nodes' neighbors"),
+        ("graph", {}, "graph must hold a dictionary of the nodes' neighbors"),
+        ("graph", {0: [], 2: []}, "graph has 2 nodes, but node 1"),
+        ("graph", {0: [], "x": []}, "graph has 2 nodes, but node 1"),
         ("graph", {0: [], 1: [2]}, "graph: the neighbors of node 1 are not a list of numbers from 0 to 1"),
         ("graph", {0: [], 1: [-1]}, "graph: the neighbors of node 1 are not a list of numbers from 0"),
         ("graph", {0: [[]], 1: []}, "graph: the neighbors of node 0 are not a list of numbers from 0"),
         ("graph", {0: 1, 1: []}, "graph: the neighbors of node 0 are not a list of numbers from 0 to 1"),
-        ("graph", {n: [] for n in range(10)}, "test.index has '10' at row 0, where 7 to 9 are right"),
+        ("graph", {n: [] for n in range(10)}, "test.index: row 0 must be from 7 to 9, got '10'"),
     ],
 )  # fmt: skip
 def test_files_that_do_not_fit(folder: Path, suffix: str, value: Any, message: str) -> None:
@@ -327,21 +327,21 @@ def test_lists_in_common_are_refused(folder: Path) -> None:
     first = b"K\x00](K\x01K\x02eq\x01"
     rest = b"".join(b"K" + bytes([node]) + b"h\x01" for node in range(1, 12))
     (folder / "ind.citeseer.graph").write_bytes(b"\x80\x02}(" + first + rest + b"u.")
-    assert fault(folder) == "graph: several nodes have one list of neighbors in common"
+    assert fault(folder) == "graph: several nodes share one list of neighbors"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("10\n7\n11\n", "tx has 4 rows for 3 test nodes"),
-        ("10\n7\n11\n6\n", "test.index has '6' at row 3, where 7 to 11 are right"),
-        ("10\n7\n12\n9\n", "test.index has '12' at row 2, where 7 to 11 are right"),
-        ("10\n-7\n11\n9\n", "test.index has '-7' at row 1, where 7 to 11 are right"),
-        ("10\n7.0\n11\n9\n", "test.index has '7.0' at row 1, where 7 to 11 are right"),
-        ("10\n7\n" + "9" * 5000, "test.index has '99999999999999999999' at row 2, where 7 to 11"),
-        ("10\n\xe9\n11\n9\n", r"test.index has '\\xc3\\xa9' at row 1, where 7 to 11 are right"),
-        ("10\n7\n11\n10\n", "test.index names a test node twice"),
-        ("", "test.index names no test node"),
+        ("10\n7\n11\n6\n", "test.index: row 3 must be from 7 to 11, got '6'"),
+        ("10\n7\n12\n9\n", "test.index: row 2 must be from 7 to 11, got '12'"),
+        ("10\n-7\n11\n9\n", "test.index: row 1 must be from 7 to 11, got '-7'"),
+        ("10\n7.0\n11\n9\n", "test.index: row 1 must be from 7 to 11, got '7.0'"),
+        ("10\n7\n" + "9" * 5000, "test.index: row 2 must be from 7 to 11"),
+        ("10\n\xe9\n11\n9\n", r"test.index: row 1 must be from 7 to 11, got '\\xc3\\xa9'"),
+        ("10\n7\n11\n10\n", "test.index lists a test node twice"),
+        ("", "test.index lists no test node"),
     ],
 )
 def test_faults_of_the_test_ids(folder: Path, content: str, message: str) -> None:
@@ -352,7 +352,7 @@ def test_faults_of_the_test_ids(folder: Path, content: str, message: str) -> Non
 def test_more_rows_for_training_than_there_are(folder: Path) -> None:
     (folder / "ind.citeseer.x").write_bytes(pickled(csr(np.ones((8, 5)))))
     (folder / "ind.citeseer.y").write_bytes(pickled(np.eye(3)[np.arange(8) % 3]))
-    assert fault(folder) == "x has 8 rows, more than the 7 of allx"
+    assert fault(folder) == "x has 8 rows, but allx has only 7"
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

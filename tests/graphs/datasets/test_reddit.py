@@ -133,23 +133,23 @@ def test_objects_are_not_unpickled(folder: Path) -> None:
         ({"label": None}, " has no 'label', only feature, node_types"),
         (
             {"label": [1, 2, 3]},
-            ": 'label' has shape (3,), where the 4 nodes of reddit_graph.npz want (4,)",
+            ": 'label' must have shape (4,) for the 4 nodes of reddit_graph.npz, got (3,)",
         ),
         (
             {"feature": np.ones((4, 601))},
-            ": 'feature' has shape (4, 601), where the 4 nodes of reddit_graph.npz want (4, 602)",
+            ": 'feature' must have shape (4, 602) for the 4 nodes of reddit_graph.npz, got (4, 601)",
         ),
-        ({"feature": np.ones((4, 602), int)}, ": 'feature' has int64, no floats"),
+        ({"feature": np.ones((4, 602), int)}, ": 'feature' must be floating, got int64"),
         (
             {"feature": np.full((4, 602), [[1], [1], [np.nan], [1]])},
             ": 'feature' is not finite in row 2",
         ),
         ({"feature": np.full((4, 602), 1e39)}, ": 'feature' is not finite in row 0"),
-        ({"label": [0.0, 1.0, 2.0, 3.0]}, ": 'label' has float64, no integers"),
-        ({"label": [0, 41, 2, 3]}, ": 'label' has 41 at row 1, where 0 to 40 are right"),
-        ({"node_types": [1, 2, 3, 0]}, ": 'node_types' has 0 at row 3, where 1 to 3 are right"),
-        ({"node_types": [3, 2, 3, 3]}, ": 'node_types' has no 1: no node to train on"),
-        ({"node_types": [1, 2, 1, 1]}, ": 'node_types' has no 3: no node to test on"),
+        ({"label": [0.0, 1.0, 2.0, 3.0]}, ": 'label' must be integers, got float64"),
+        ({"label": [0, 41, 2, 3]}, ": 'label': row 1 must be from 0 to 40, got 41"),
+        ({"node_types": [1, 2, 3, 0]}, ": 'node_types': row 3 must be from 1 to 3, got 0"),
+        ({"node_types": [3, 2, 3, 3]}, ": 'node_types' has no 1 for the train nodes"),
+        ({"node_types": [1, 2, 1, 1]}, ": 'node_types' has no 3 for the test nodes"),
     ],
 )
 def test_faults_of_the_nodes_are_named(folder: Path, changed: Any, message: str) -> None:
@@ -160,15 +160,15 @@ def test_faults_of_the_nodes_are_named(folder: Path, changed: Any, message: str)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"row": [0, 1, 4, 3, 2]}, ": 'row' has 4 at row 2, where 0 to 3 are right"),
-        ({"col": [1, -1, 3, 1, 2]}, ": 'col' has -1 at row 1, where 0 to 3 are right"),
+        ({"row": [0, 1, 4, 3, 2]}, ": 'row': row 2 must be from 0 to 3, got 4"),
+        ({"col": [1, -1, 3, 1, 2]}, ": 'col': row 1 must be from 0 to 3, got -1"),
         (
             {"row": [0, 1]},
-            ": 'row' and 'col' have shapes (2,) and (5,), where both are [edges]",
+            ": 'row' and 'col' must both be [edges], got shapes (2,) and (5,)",
         ),
-        ({"row": np.array(SENDERS, float)}, ": 'row' has float64, no integers"),
-        ({"shape": [5]}, ": 'shape' is [5], where [nodes, nodes] is wanted"),
-        ({"shape": [4.0, 4.0]}, ": 'shape' is [4.0, 4.0], where [nodes, nodes] is wanted"),
+        ({"row": np.array(SENDERS, float)}, ": 'row' must be integers, got float64"),
+        ({"shape": [5]}, ": 'shape' must be [nodes, nodes], got [5]"),
+        ({"shape": [4.0, 4.0]}, ": 'shape' must be [nodes, nodes], got [4.0, 4.0]"),
     ],
 )
 def test_faults_of_the_edges_are_named(folder: Path, changed: Any, message: str) -> None:
@@ -181,4 +181,4 @@ def test_other_matrices_are_refused(folder: Path) -> None:
     scipy.sparse.save_npz(path, scipy.sparse.csr_matrix(np.eye(4)))
     assert fault(folder) == "reddit_graph.npz has no 'row', only indices, indptr, format, shape, data"
     scipy.sparse.save_npz(path, scipy.sparse.coo_matrix(np.eye(4, 5)))
-    assert fault(folder) == "reddit_graph.npz: 'shape' is [4, 5], where [nodes, nodes] is wanted"
+    assert fault(folder) == "reddit_graph.npz: 'shape' must be [nodes, nodes], got [4, 5]"

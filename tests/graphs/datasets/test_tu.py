@@ -99,7 +99,7 @@ def test_the_data_set_is_chosen_by_name(tmp_path: Path) -> None:
     assert len(read_tu(tmp_path)) == len(read_tu(tmp_path, "tiny")) == len(read_tu(tmp_path / "TINY", "TINY")) == 3
     write(tmp_path, {**FILES, "graph_labels": "1\n1\n1\n"}, "Other")
     assert read_tu(tmp_path, "OTHER").num_classes == 1
-    assert fault(tmp_path) == f"name=None must be one of 'other', 'tiny', which are in {tmp_path}"
+    assert fault(tmp_path) == f"name=None must be one of 'other', 'tiny', the data sets in {tmp_path}"
     public = "the data sets are public in https://chrsmrrs.github.io/datasets"
     message = fault(tmp_path, FileNotFoundError, name="MUTAG")
     assert message == f"data_dir {tmp_path} lacks MUTAG_graph_indicator.txt; {public}"
@@ -109,7 +109,7 @@ def test_the_data_set_is_chosen_by_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"data_dir nowhere is not a folder; the data sets are public"):
         read_tu("nowhere")
     for name in ("../TINY", "", "*"):
-        with pytest.raises(ValueError, match=re.escape(f"name={name!r} is not the name of a data set")):
+        with pytest.raises(ValueError, match=re.escape(f"name={name!r} is not a valid data set name")):
             read_tu(tmp_path, name)
 
 
@@ -149,21 +149,25 @@ def test_graphs_without_nodes_and_edges(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("A", "1, 2\n0, 1\n", "row 1, column 0 is 0, where the graph has 6 nodes, numbered from 1"),
-        ("A", "1, 2\n1, 7\n", "row 1, column 1 is 7, where the graph has 6 nodes, numbered from 1"),
+        ("A", "1, 2\n0, 1\n", "row 1, column 0 is 0, but the graph has 6 nodes, numbered from 1"),
+        ("A", "1, 2\n1, 7\n", "row 1, column 1 is 7, but the graph has 6 nodes, numbered from 1"),
         ("A", "1, 2\n2, 3\n", "row 1 connects graph 1 with graph 2"),
-        ("A", "1, 2, 3\n", "has 3 columns, where 2 are wanted"),
+        ("A", "1, 2, 3\n", "must have 2 columns, got 3"),
         ("A", "1, x\n", "row 0, column 1 is ' x', no whole number of int32"),
-        ("graph_indicator", "1\n4\n", "row 1, column 0 is 4, where there are 3 graphs, numbered from 1"),
-        ("graph_labels", "", "has no label"),
-        ("graph_labels", "1, 2\n", "has 2 columns, where 1 are wanted"),
+        ("graph_indicator", "1\n4\n", "row 1, column 0 is 4, but there are 3 graphs, numbered from 1"),
+        ("graph_labels", "", "has no labels"),
+        ("graph_labels", "1, 2\n", "must have 1 columns, got 2"),
         ("graph_labels", "1\n0.5\n", "row 1, column 0 is '0.5', no whole number of int32"),
-        ("node_labels", "1\n" * 5, "has 5 rows, where TINY_graph_indicator.txt says 6"),
-        ("node_labels", "1\n" * 5 + "65537\n", "has labels that are 65536 apart, more than 65535"),
-        ("node_labels", "-2147483648\n" + "2147483647\n" * 5, "has labels that are 4294967295 apart, more than 65535"),
+        ("node_labels", "1\n" * 5, "has 5 rows, but TINY_graph_indicator.txt gives 6"),
+        ("node_labels", "1\n" * 5 + "65537\n", "has labels with a range of 65536, more than the limit of 65535"),
+        (
+            "node_labels",
+            "-2147483648\n" + "2147483647\n" * 5,
+            "has labels with a range of 4294967295, more than the limit of 65535",
+        ),
         ("node_attributes", "1\n" * 5 + "inf\n", "row 5 is not finite"),
-        ("edge_attributes", "1\n" * 7, "has more rows than the 6 that TINY_A.txt says"),
-        ("graph_attributes", "1\n", "has 1 rows, where TINY_graph_labels.txt says 3"),
+        ("edge_attributes", "1\n" * 7, "has more than the 6 rows given by TINY_A.txt"),
+        ("graph_attributes", "1\n", "has 1 rows, but TINY_graph_labels.txt gives 3"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_fault(folder: Path, kind: str, text: str, message: str) -> None:
@@ -173,7 +177,6 @@ def test_a_damaged_file_is_named_with_its_fault(folder: Path, kind: str, text: s
 
 
 def test_the_memory_that_a_file_may_ask_for(folder: Path) -> None:
-    assert (
-        fault(folder, max_bytes=8)
-        == "TINY_graph_labels.txt: the table would take 12 bytes, more than the 8 allowed; max_bytes= allows more"
+    assert fault(folder, max_bytes=8) == (
+        "TINY_graph_labels.txt: the table would take 12 bytes, more than the limit of 8; raise it with max_bytes="
     )

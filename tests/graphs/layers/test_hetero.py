@@ -253,7 +253,7 @@ def test_what_is_wrong_is_named() -> None:
         (lambda: graphs.hetero_graph_conv(graph, {"likes": graphs.gin_conv}, x), "etype='likes' is not an edge type"),
         (
             lambda: graphs.hetero_graph_conv(graph, {"plays": graphs.gin_conv}, {"user": x["user"]}),
-            "features of 'game' are missing, which",
+            "features of 'game', the receivers of",
         ),
         (
             lambda: graphs.hetero_graph_conv(graph, {"plays": graphs.gin_conv}, {**x, "game": jnp.ones((2, 4))}),
@@ -261,14 +261,14 @@ def test_what_is_wrong_is_named() -> None:
         ),
         (
             lambda: graphs.hetero_graph_conv(graph, {"plays": graphs.gin_conv}, x, edge_inputs={"makes": ()}),
-            r"edge_inputs has \('firm', 'makes', 'game'\), of which there is no layer",
+            r"edge_inputs has \('firm', 'makes', 'game'\), but layers has no such edge type",
         ),
         (lambda: graphs.HeteroGraphConv(dict.fromkeys(SLASHES, graphs.gin_conv)), "'b', 'c/d'. have the same name"),
-        (lambda: graphs.HGTConv(4, 4, (), SLASHES, rngs=nnx.Rngs(0)), "have the same name 'a/b/c/d': leave out the"),
+        (lambda: graphs.HGTConv(4, 4, (), SLASHES, rngs=nnx.Rngs(0)), "have the same name 'a/b/c/d': avoid slashes"),
         (lambda: graphs.HGTConv(4, 4, (), (), 3, rngs=nnx.Rngs(0)), "num_heads=3 must"),
         (lambda: graphs.hgt_conv(graph, {"user": x["user"]}, nodes, edges), "features of 'firm' are missing"),
         (lambda: graphs.hgt_conv(graph, x, {}, edges), "node_weights of 'firm' are missing"),
-        (lambda: graphs.hgt_conv(graph, x, nodes, {}), "edge_weights has no edge type"),
+        (lambda: graphs.hgt_conv(graph, x, nodes, {}), "edge_weights is empty: at least one edge type is needed"),
         (
             lambda: graphs.hgt_conv(graph, {**x, "game": jnp.ones((7, 5))}, nodes, edges),
             r"features\['game'\] must be \[7, 4\], got shape \(7, 5\)",

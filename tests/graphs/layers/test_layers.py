@@ -495,7 +495,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sg edge weight without graph": (
         lambda: graphs.sg_conv(None, jnp.ones((3, 2)), jnp.ones((2, 2)), edge_weight=jnp.ones(4)),
-        "edge_weight needs a graph: propagated features have been weighted",
+        "edge_weight needs a graph: features that are already propagated are already weighted",
     ),
     "tag weight": (
         lambda: plain(graphs.tag_conv, (3, 2), (2, 2)),

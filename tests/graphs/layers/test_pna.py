@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         r"layers\[1\] must be \[3, 2\], got shape \(3, 4\)",
     ),
     "jumping weights": (lambda: graphs.jumping_knowledge([X], "lstm"), "mode='lstm' takes weights"),
-    "jumping layers": (lambda: graphs.jumping_knowledge([]), "layers must be at least one"),
+    "jumping layers": (lambda: graphs.jumping_knowledge([]), "layers is empty: at least one is needed"),
     "jumping lstm": (lambda: graphs.JumpingKnowledge("lstm", 2), 'mode="lstm" needs features=2, num_layers=None'),
 }
 

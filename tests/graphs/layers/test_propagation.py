@@ -88,7 +88,7 @@ def test_each_hop_drops_other_edges_and_the_mean_stays() -> None:
     reached = np.asarray(jax.jit(jax.vmap(run))(keys))
     assert set(reached.tolist()) == {0.0, 8.0}  # three edges of 2 each, dropped apart
     assert abs(reached.mean() - 1) < 5 * reached.std() / 2_000**0.5
-    with pytest.raises(ValueError, match="keeps no edge apart"):
+    with pytest.raises(ValueError, match=r'the graph was made with formats=\("csr",\), which'):
         lean = graphs.from_edges([0], [1], 2, formats=("csr",))
         graphs.appnp_conv(lean, x[:2], edge_dropout=0.5, dropout_key=keys[0])
 
@@ -103,7 +103,7 @@ def test_propagated_features_are_made_once() -> None:
         propagated = layer.propagate(graph, x, w)
         np.testing.assert_allclose(layer(None, propagated), layer(graph, x, w), rtol=1e-5, atol=1e-6)
     strict = graphs.SGConv(4, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="no edge enters"):
+    with pytest.raises(ValueError, match="some nodes have no incoming edges, so their"):
         strict.propagate(graphs.from_edges([0], [1], 2), x[:2])
 
 

@@ -96,7 +96,7 @@ def test_rows_of_sparse_matrices_are_padded_as_is_asked() -> None:
         (
             TypeError,
             lambda: graphs.take_sparse_rows(WORDS, ids),
-            "matrix must be a floating csr matrix of scipy's, got",
+            "matrix must be a floating csr matrix of scipy, got",
         ),
         (TypeError, lambda: graphs.take_sparse_rows(matrix.tocsc(), ids), "matrix must be a floating csr matrix"),
         (ValueError, lambda: graphs.take_sparse_rows(matrix, ids + 60), "ids must be between -1 and 59, got 59 to 67"),
@@ -168,8 +168,8 @@ def test_what_is_refused() -> None:
     cases: list[tuple[type[Exception], Callable[[], Any], str]] = [
         (TypeError, lambda: graphs.sparse_features(np.eye(3, dtype=int)), "matrix must be floating, got int64"),
         (ValueError, lambda: graphs.sparse_features(np.ones(3)), r"matrix must have shape \[nodes, width\], got"),
-        (TypeError, lambda: graphs.graph_conv(GRAPH, words), "features are sparse: this layer multiplies them"),
-        (TypeError, lambda: graphs.gin_conv(GRAPH, words), "features are sparse: this layer multiplies them"),
+        (TypeError, lambda: graphs.graph_conv(GRAPH, words), "features must be an array, got sparse rows: only"),
+        (TypeError, lambda: graphs.gin_conv(GRAPH, words), "features must be an array, got sparse rows: only"),
         (ValueError, lambda: graphs.graph_conv(GRAPH, words, jnp.ones((9, 8))), r"features must be \[60, 9\], got"),
         (
             ValueError,

@@ -39,7 +39,7 @@ SHAPES = [((), ()), ((), (8,)), ((4, 8), (4, 1)), ((8,), (4, 8))]
 DOT_SHAPES = [((), ()), ((8,), (8,)), ((8,), (4, 8)), ((4, 8), (1, 8))]
 
 
-NOT_APART = 'the graph was made with formats=("csr",), which keeps no edge apart: this needs "coo" too'
+NOT_APART = 'the graph was made with formats=("csr",), which does not store single edges: add "coo" to formats'
 NEED_PLACES: dict[str, Any] = {
     "u_dot_v": lambda graph: graphs.apply_edges(graph, fn.u_dot_v("h", "h", "s")),
     "argmax": lambda graph: graphs.update_all(graph, fn.copy_u("h", "m"), fn.argmax("m", "x")),
@@ -51,7 +51,9 @@ NEED_PLACES: dict[str, Any] = {
     ),
     "types": lambda graph: graphs.rel_graph_conv(graph, graph.nodes["h"], [0, 1, 0], jnp.ones((2, 2, 2))),
     "edge_features": lambda graph: graphs.gine_conv(graph, graph.nodes["h"], jnp.ones((3, 2)), lambda x: x),
-    "some edges": lambda graph: graphs.send_and_recv(graph, [0], fn.copy_u("h", "m"), fn.sum("m", "x")),
+    "network must have no state other than parameters": lambda graph: graphs.send_and_recv(
+        graph, [0], fn.copy_u("h", "m"), fn.sum("m", "x")
+    ),
     "edge_softmax": lambda graph: graphs.edge_softmax(graph, jnp.ones(3)),
 }
 

@@ -117,7 +117,7 @@ def test_wrong_arguments_are_named() -> None:
         graphs.multi_update_all(graph, {PLAYS: step}, "prod")
     with pytest.raises(ValueError, match="etype='eats' is not an edge type; there are: "):
         graphs.multi_update_all(graph, {"eats": step}, "sum")
-    with pytest.raises(ValueError, match="over several edge types, update_all takes built-in"):
+    with pytest.raises(ValueError, match="over several edge types, update_all supports only"):
         graphs.update_all(graph, *step)
     with pytest.raises(ValueError, match="etype=None is ambiguous; there are: "):
         graphs.apply_edges(graph, fn.copy_u("h", "m"))

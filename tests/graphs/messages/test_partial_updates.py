@@ -159,8 +159,8 @@ def test_wrong_arguments_are_named() -> None:
     errors = [
         (fn.copy_u("g", "m"), ADD, "copy_u: no sender feature 'g'; there are: 'h'"),
         (fn.copy_e("h", "m"), ADD, "copy_e: no edge feature 'h'; there are: 'w'"),
-        (fn.copy_u("h", "n"), ADD, "copy_u makes the message 'n', but sum wants 'm'"),
-        (lambda edges: {"n": edges.src["h"]}, ADD, "sum wants the message 'm'; there are: 'n'"),
+        (fn.copy_u("h", "n"), ADD, "copy_u returns the message 'n', but sum needs 'm'"),
+        (lambda edges: {"n": edges.src["h"]}, ADD, "sum needs the message 'm'; there are: 'n'"),
         (lambda edges: {"m": edges.src["h"][:2]}, ADD, r"message function's 'm' must have 6 rows"),
         (COPY, lambda nodes: {"x": jnp.ones(9)}, r"reduce function's 'x' must have \d rows"),
     ]
@@ -170,10 +170,10 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="message function must return a dictionary of arrays, got"):
         graphs.update_all(graph, lambda edges: edges.src["h"], ADD)  # pyright: ignore[reportArgumentType]
     wrong: list[tuple[Any, Any, str]] = [
-        ("copy_u", ADD, "message must be a function, or built in, such as fn.copy_u"),
-        (fn.u_mul_e, ADD, "message must be a function, or built in"),
-        (ADD, COPY, "reduce must be a function, or built in, such as fn.sum"),
-        (COPY, fn.sum, "reduce must be a function, or built in"),
+        ("copy_u", ADD, "message must be a function or a built-in one, such as fn.copy_u"),
+        (fn.u_mul_e, ADD, "message must be a function or a built-in one, such as"),
+        (ADD, COPY, "reduce must be a function or a built-in one, such as fn.sum"),
+        (COPY, fn.sum, "reduce must be a function or a built-in one, such as"),
     ]
     for message, reduce, text in wrong:
         with pytest.raises(TypeError, match=text):
@@ -182,7 +182,7 @@ def test_wrong_arguments_are_named() -> None:
         graphs.update_all(graph, lambda edges: {"m": edges.src["g"]}, ADD)
     with pytest.raises(KeyError, match="no message 'n'; there are: 'm'"):
         graphs.update_all(graph, COPY, lambda nodes: {"x": nodes.mailbox["n"]})
-    with pytest.raises(ValueError, match=r"places or \(senders, receivers\), got 3 arrays"):
+    with pytest.raises(ValueError, match=r"edges must be indices or \(senders, receivers\), got 3 arrays"):
         three: Any = (0, 1, 2)
         graphs.send_and_recv(graph, three, COPY, ADD)
     other_shape = graph.with_nodes(h=jnp.ones((5, 4)))
@@ -201,9 +201,9 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="nodes must be integers, got float32"):
         half: Any = [0.5]
         graphs.push(graph, half, COPY, ADD)
-    with pytest.raises(ValueError, match="edges: there is none from 3 to 4"):
+    with pytest.raises(ValueError, match="edges: there is no edge from 3 to 4"):
         graphs.send_and_recv(graph, (np.array([0, 3]), np.array([1, 4])), COPY, ADD)
     with pytest.raises(ValueError, match="etype='knows', but the graph has one type"):
         graphs.update_all(graph, COPY, ADD, etype="knows")
-    with pytest.raises(ValueError, match=r"'h' has shape \(5,\), and some of its rows would become"):
+    with pytest.raises(ValueError, match=r"'h' has shape \(5,\), but the new rows have shape"):
         graphs.pull(graph, [0], COPY, lambda nodes: {"h": jnp.ones((len(nodes), 2))})

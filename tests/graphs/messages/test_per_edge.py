@@ -268,11 +268,13 @@ def test_faults_are_named() -> None:
             pass_by(message=graphs.per_edge(lambda edge: {"m": edge.src["g"]}))
         with pytest.raises(TypeError, match="message function must return a dictionary of arrays, got"):
             pass_by(message=graphs.per_edge(lambda edge: edge.src["h"]))  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match="sum wants the message 'm'; there are: 'n'"):
+        with pytest.raises(ValueError, match="sum needs the message 'm'; there are: 'n'"):
             pass_by(message=graphs.per_edge(lambda edge: {"n": edge.src["h"]}))
     with pytest.raises(ValueError, match="reduces messages of floats; these are others"):
         graphs.update_all(graph, graphs.per_edge(lambda edge: {"m": edge.sender}), add, implementation="chunked")
-    with pytest.raises(ValueError, match=r'"chunked" takes functions of one edge: mark it by graphs\.per_edge'):
+    with pytest.raises(
+        ValueError, match=r'implementation="chunked" needs functions of one edge: mark yours with graphs\.per_edge'
+    ):
         graphs.update_all(graph, lambda edges: {"m": edges.src["h"]}, add, implementation="chunked")
     with pytest.raises(TypeError, match="function must be a function of an edge, got Reduce"):
         graphs.per_edge(add)  # pyright: ignore[reportArgumentType]

@@ -292,7 +292,9 @@ def test_wrong_arguments_are_named() -> None:
     x = jnp.ones((3, 2))
     with pytest.raises(TypeError, match="segment_ids must be integers, got float32"):
         graphs.segment_sum(x, jnp.ones(3), 2)
-    with pytest.raises(ValueError, match=r"as many rows, got shapes \(3, 2\) and \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"data and segment_ids must have the same number of rows, got shapes \(3, 2\) and \(4,\)"
+    ):
         graphs.segment_mean(x, jnp.zeros(4, jnp.int32), 2)
     with pytest.raises(ValueError, match=r"segment_ids must have one axis, got shape \(3, 1\)"):
         graphs.segment_max(x, jnp.zeros((3, 1), jnp.int32), 2)

@@ -185,15 +185,15 @@ def test_autocast_stores_in_half_and_computes_in_float32(implementation: str) ->
 
 def test_wrong_reductions_are_named() -> None:
     graph, _ = hub("float16", 3)
-    with pytest.raises(ValueError, match=r"results of different names, got \['x', 'x'\]"):
+    with pytest.raises(ValueError, match=r"results of reduce must have different names, got \['x', 'x'\]"):
         graphs.update_all(graph, COPY, [fn.sum("m", "x"), fn.std("m", "x")])
-    with pytest.raises(ValueError, match=r"results of different names, got \[\]"):
+    with pytest.raises(ValueError, match=r"results of reduce must have different names, got \[\]"):
         graphs.update_all(graph, COPY, [])
     with pytest.raises(TypeError, match=r"reduce\[1\] must be a reduction"):
         graphs.update_all(graph, COPY, [fn.sum("m", "x"), fn.std])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"makes the message 'm', but std wants 'n'"):
+    with pytest.raises(ValueError, match=r"returns the message 'm', but std needs 'n'"):
         graphs.update_all(graph, COPY, [fn.sum("m", "x"), fn.std("n", "y")])
-    with pytest.raises(ValueError, match=r"std wants the message 'n'; there are: 'm'"):
+    with pytest.raises(ValueError, match=r"std needs the message 'n'; there are: 'm'"):
         graphs.update_all(graph, lambda edges: {"m": edges.src["h"]}, [fn.std("n", "y")])
     with pytest.raises(ValueError, match="reduces messages of floats of one precision; these are others"):
         whole = graph.with_nodes(h=jnp.arange(graph.num_nodes))

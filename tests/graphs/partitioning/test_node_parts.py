@@ -66,7 +66,9 @@ def test_bad_arguments_are_named() -> None:
         graphs.partition_nodes(graph, 2, method="metis")
     with pytest.raises(TypeError, match=r"graph must be a Graph or HostEdges, got list"):
         graphs.partition_nodes([], 2)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"graph has 3 nodes that send and 2 that receive: nodes of two types"):
+    with pytest.raises(
+        ValueError, match=r"graph has 3 sources and 2 targets: graphs with two types of nodes cannot be partitioned"
+    ):
         graphs.partition_nodes(graphs.host_edges([2], [1], 3, 2), 2)
     with pytest.raises(ValueError, match=r"graph is padded: unpad it first"):
         graphs.partition_nodes(graphs.pad(graph, 8, 8), 2)

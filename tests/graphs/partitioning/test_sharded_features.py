@@ -141,16 +141,16 @@ def test_what_is_refused() -> None:
 
     part = dataclasses.replace(store, rows=store.rows[:34])
     cases: list[tuple[Any, str]] = [
-        (lambda: store.take(ids), "the features are over a mesh axis 'data': rows are taken within jax.shard_map"),
-        (lambda: within(take, Mesh(mesh.devices, ("x",)), "x"), "the features are over a mesh axis 'data'"),
+        (lambda: store.take(ids), "the features are sharded over mesh axis 'data': take rows within"),
+        (lambda: within(take, Mesh(mesh.devices, ("x",)), "x"), "the features are sharded over mesh axis 'data'"),
         (
             lambda: within(take, mesh_of(1), **jax.device_get({"store": store, "ids": ids})),
-            "mesh axis 'data' has 1 devices, and the features have 2 shares",
+            "mesh axis 'data' has 1 devices, but the features have 2",
         ),
         (lambda: within(take, store=store, ids=ids[:, None]), r"ids must be \[reads\], got shape \(2, 1\)"),
         (
             lambda: within(take, store=part, ids=ids),
-            "a device has 17 rows of the features, and its share is 51: shares",
+            "a device must have its whole shard of 51 rows, got 17: shard the",
         ),
         (lambda: within(slopes), "Reverse-mode differentiation does not work for lax.while_loop"),
         (lambda: graphs.shard_features(features[:0], mesh), r"features must be \[nodes, ...\] of at least one node"),
@@ -161,5 +161,5 @@ def test_what_is_refused() -> None:
             call()
     with pytest.raises(TypeError, match="ids must be integers, got float32"):
         within(take, store=store, ids=ids.astype(np.float32))
-    with pytest.raises(TypeError, match="features must slice to arrays, got Sparse, of which they do not"):
+    with pytest.raises(TypeError, match="slices of features must be arrays, got Sparse"):
         graphs.shard_features(Sparse(), mesh)  # pyright: ignore[reportArgumentType]

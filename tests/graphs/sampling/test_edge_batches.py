@@ -99,10 +99,13 @@ def test_what_is_refused() -> None:
     edges = graphs.host_edges(SENDERS, RECEIVERS, NODES, keep_edge_ids=True)
     cases: list[tuple[Any, str]] = [
         (lambda: make(exclude="both"), "exclude='both' must be 'self', 'reverse', 'reverse_types' or None"),
-        (lambda: make(exclude="reverse"), "reverse_ids are for exclude='reverse', and it needs them"),
+        (lambda: make(exclude="reverse"), "reverse_ids and exclude='reverse' need each other"),
         (lambda: make(exclude="reverse", reverse_ids=REVERSE[1:]), r"reverse_ids must be integers \[300\], got int64"),
         (lambda: make(exclude="reverse", reverse_ids=REVERSE + 1), "reverse_ids must be between -1 and 299, got 1 to"),
-        (lambda: graphs.edge_sampler(edges, (1,), SENDERS[1:], RECEIVERS[1:], 8), "senders has 299 edges, where edges"),
+        (
+            lambda: graphs.edge_sampler(edges, (1,), SENDERS[1:], RECEIVERS[1:], 8),
+            "senders has 299 edges, but edges has",
+        ),
         (lambda: make(batch_size=0), "batch_size=0 must be positive"),
         (lambda: make().sample([300], RANDOM), "edge_ids must be between 0 and 299, got 300 to 300"),
         (lambda: make().sample(np.array([0.5]), RANDOM), r"edge_ids must be integers \[edges\], got float64 \(1,\)"),
@@ -115,5 +118,7 @@ def test_what_is_refused() -> None:
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match="edges must be what host_edges returned, or by edge type, got list"):
+    with pytest.raises(
+        TypeError, match="edges must be a result of host_edges, or a mapping from edge types to such results, got list"
+    ):
         graphs.edge_sampler([edges], (1,), SENDERS, RECEIVERS, 8)  # pyright: ignore[reportArgumentType]

@@ -109,18 +109,18 @@ def test_what_is_refused() -> None:
     cases: list[tuple[Any, str]] = [
         (
             lambda: make(BUYS, exclude="reverse_types"),
-            "reverse_types are for exclude='reverse_types', and it needs them",
+            "reverse_types and exclude='reverse_types' need each other",
         ),
         (lambda: make(KNOWS, **by_type), r"reverse_types lacks edge type \('user', 'knows', 'user'\)"),
         (
             lambda: make(BUYS, exclude="reverse_types", reverse_types={BUYS: KNOWS}),
-            r"reverse_types\[\('user', 'buys', 'item'\)\] = \('user', 'knows', 'user'\) has 80 edges, where 90 are",
+            r"reverse_types\[\('user', 'buys', 'item'\)\] = \('user', 'knows', 'user'\) has 80 edges, but 90 edges",
         ),
         (
             lambda: make(BUYS, exclude="reverse_types", reverse_types={BUYS: ("a", "b", "c")}),
             r"reverse_types\[\('user', 'buys', 'item'\)\] = \('a', 'b', 'c'\) is not an edge type of edges",
         ),
-        (lambda: make(BUYS, edges=turned, **by_type), "edge 0 is not the reverse of that edge; both types must have"),
+        (lambda: make(BUYS, edges=turned, **by_type), "edge 0 is not the reverse of the edge at the same index"),
         (
             lambda: make(BUYS, edges=without_ids, **by_type),
             r"edges of \('item', 'bought by', 'user'\) must be made with",
@@ -130,10 +130,10 @@ def test_what_is_refused() -> None:
             r"reverse_ids lacks edge type \('user', 'buys', 'item'\)",
         ),
         (lambda: make(BUYS, edges={KNOWS: host()[KNOWS]}), r"senders has edge type \('user', 'buys', 'item'\), which"),
-        (lambda: make(), "senders is empty: there is no edge to draw"),
+        (lambda: make(), "senders is empty: there are no edges to sample"),
         (
             lambda: sampler.sample([1], RANDOM),
-            r"edge_ids must be by edge type, of \('user', 'buys', 'item'\), \('user'",
+            r"edge_ids must be a mapping from edge types: \('user', 'buys', 'item'\), \('user'",
         ),
         (
             lambda: sampler.sample({BOUGHT: [1]}, RANDOM),
@@ -145,5 +145,5 @@ def test_what_is_refused() -> None:
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match="senders must be by edge type, as edges are, got ndarray"):
+    with pytest.raises(TypeError, match="senders must be a mapping from edge types, like edges, got ndarray"):
         graphs.edge_sampler(host(), (1,), PAIRS[0], PAIRS[1], 8)

@@ -41,7 +41,7 @@ def test_what_is_refused() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: graphs.roc_auc([1, 0], [0.5]), r"labels and scores must have one shape, got \(2,\) and \(1,\)"),
         (lambda: graphs.roc_auc([1, 2], [0.5, 0.1]), "labels must be 0 or 1"),
-        (lambda: graphs.roc_auc([1, 1], [0.5, 0.1]), "labels must have both kinds, got 2 links and 0 others"),
+        (lambda: graphs.roc_auc([1, 1], [0.5, 0.1]), "labels must have both 0 and 1, got 0 zeros and 2 ones"),
         (lambda: graphs.roc_auc([1, 0], [0.5, np.nan]), "scores has NaN"),
         (lambda: graphs.roc_auc([1, 0], [1, 2]), "scores must be floating, got int64"),
         (lambda: graphs.mean_reciprocal_rank([0.5], [[0.1], [0.2]]), r"negatives must be \[1, k\], got shape \(2, 1\)"),

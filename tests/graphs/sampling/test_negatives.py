@@ -26,7 +26,7 @@ def test_uniform_negatives_are_uniform_and_do_not_retrace() -> None:
         counts = np.bincount(receivers, minlength=8)
         assert len(counts) == 8
         assert (abs(counts - 250) < 5 * 250**0.5).all()
-    with pytest.raises(ValueError, match="num_nodes=0 leaves nothing to draw"):
+    with pytest.raises(ValueError, match="num_nodes=0 leaves no nodes to sample"):
         graphs.uniform_negatives(jax.random.key(0), [0], 0)
 
 
@@ -67,7 +67,7 @@ def test_all_pairs_that_are_no_edges() -> None:
     assert sorted(zip(*(ids.tolist() for ids in found), strict=True)) == [
         (0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1), (2, 2),
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="count=6 pairs are wanted, where 5 are no edges"):
+    with pytest.raises(ValueError, match="count=6 must be at most the 5 pairs without an edge"):
         graphs.global_negatives(np.random.default_rng(0), [0], [1], 3, 6)
     assert len(graphs.global_negatives(np.random.default_rng(0), [], [], 0, 0)[0]) == 0
 

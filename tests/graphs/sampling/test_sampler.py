@@ -232,5 +232,5 @@ def test_wrong_calls_are_refused() -> None:
     with pytest.raises(ValueError, match=r"fanouts lacks edge type \('paper', 'cites', 'paper'\)"):
         graphs.neighbor_sampler(by_type, ({WRITES: 1},), some, 2, seed_type=PAPER)
     by_type[CITES] = graphs.host_edges([0], [1], 50)
-    with pytest.raises(ValueError, match="has 50 nodes of type 'paper', another one has 90"):
+    with pytest.raises(ValueError, match="has 50 nodes of type 'paper', but another edge type has 90"):
         graphs.neighbor_sampler(by_type, (1,), some, 2, seed_type=PAPER)

@@ -105,7 +105,7 @@ def test_long_values_are_not_echoed() -> None:
 @pytest.mark.parametrize("make", [graphs.from_edges, graphs.host_edges])
 def test_more_edges_than_int32_numbers(make: Any) -> None:
     ids = np.broadcast_to(np.int32(0), BEYOND)
-    message = "^senders has 2147483648 edges, more than the 2147483647 that int32 can number"
+    message = "^senders has 2147483648 edges, more than int32's largest number, 2147483647"
     refused(lambda: make(ids, ids, 1), ValueError, message)
 
 
@@ -142,7 +142,7 @@ def test_sums_of_a_batch() -> None:
     refused(
         lambda: graphs.batch([half, half]),
         ValueError,
-        "^graphs have 2147483648 nodes together, more than the 2147483647 that int32 can number",
+        "^graphs have 2147483648 nodes together, more than int32's largest number, 2147483647",
     )
     half = claiming(2, 2**30)
     refused(lambda: graphs.batch([half, half]), ValueError, "^graphs have 2147483648 edges together")
@@ -180,7 +180,7 @@ def test_counts_of_jraphs_edges_and_of_graphs_without_features() -> None:
         r"^n_edge\[0\]=4294967297 must be at most 2147483647",
     )
     bare = jraphs([2**30] * 2, [1, 0])._replace(nodes=None)
-    message = "^n_node adds up to 2147483648, more than the 2147483647 that int32 can number"
+    message = "^n_node adds up to 2147483648, more than int32's largest number, 2147483647"
     refused(lambda: graphs.from_jraph(bare), ValueError, message)
 
 

@@ -80,12 +80,14 @@ def test_misuse_is_named() -> None:
     def run(parts: Any, rows: jax.Array) -> jax.Array:
         return parts[0].with_halo(rows)
 
-    with pytest.raises(ValueError, match=r"mesh axis 'data' has 4 devices, and the graph is cut into 2 parts"):
+    with pytest.raises(
+        ValueError, match=r"mesh axis 'data' has 4 devices, but the graph has 2 parts: one per device is needed"
+    ):
         doubled = jax.tree.map(lambda x: np.concatenate([x, x]), cut.parts)
         on_parts(run, parts=4)(doubled, np.concatenate([rows, rows]))
-    with pytest.raises(ValueError, match=r"belongs to a mesh axis 'data': it exchanges rows within jax.shard_map"):
+    with pytest.raises(ValueError, match=r"the part belongs to mesh axis 'data': use it within jax\.shard_map"):
         on_parts(run, parts=2, axis="model")(cut.parts, rows)
-    with pytest.raises(ValueError, match=r"belongs to a mesh axis 'data'"):
+    with pytest.raises(ValueError, match=r"the part belongs to mesh axis 'data'"):
         cut.parts[0].with_halo(rows[:4])
-    with pytest.raises(ValueError, match=r"features must have 4 rows, one for each of the part's own, got shape"):
+    with pytest.raises(ValueError, match=r"features must have 4 rows, one for each of the part's own nodes, got shape"):
         on_parts(run, parts=2)(cut.parts, rows[:6])

@@ -166,7 +166,13 @@ def test_other_numbers_of_graphs_are_refused() -> None:
     step = jt.train_step(jt.stateless(loss_fn), OPTIMIZER)
     with pytest.raises(ValueError, match=r"4 devices .* must divide the graphs .* 'graph' has 6"):
         jt.data_parallel(step, mesh(4))(state, whole)
-    with pytest.raises(ValueError, match=r"'graph' of the batch has 3 graphs .* accumulate_steps=1"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"'graph' of the batch must have one graph for each micro-batch of a device, got 3; stack as many as "
+            r"devices times accumulate_steps= .* accumulate_steps=1"
+        ),
+    ):
         jax.eval_shape(jt.data_parallel(step, mesh(2)), state, whole)
 
 
@@ -190,7 +196,7 @@ def test_stacks_are_scanned_mapped_and_taken_apart() -> None:
     wanted, both = jax.jit(results)(parts, stacked)
     for found in both:
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    with pytest.raises(IndexError, match="graph 3 of a stack of 3"):
+    with pytest.raises(IndexError, match="graph 3 is out of range for a stack of 3"):
         stacked[3]
 
 
@@ -211,7 +217,7 @@ def test_graphs_that_differ_are_not_stacked() -> None:
     for made, message in wrong.values():
         with pytest.raises(ValueError, match=message):
             graphs.stack(made)
-    with pytest.raises(TypeError, match=r"what graphs\.stack returned, got Graph"):
+    with pytest.raises(TypeError, match=r"stack must be a result of graphs\.stack, got Graph"):
         graphs.unstack(first)  # pyright: ignore[reportArgumentType]
 
 

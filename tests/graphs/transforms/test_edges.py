@@ -264,7 +264,7 @@ def test_sums_beyond_a_dtype_are_infinite_or_refused() -> None:
         assert graphs.to_simple(twice(large), "mean").edges["w"].tolist() == [float(large)]
     infinite = graphs.from_edges([0, 0], [1, 1], 2, edges={"w": jnp.array([np.inf, -np.inf])})
     assert np.isnan(graphs.to_simple(infinite, "sum").edges["w"]).all()
-    fault = r"the sum of edges\['w'\] is 200, which int8 does not hold"
+    fault = r"the sum of edges\['w'\] is 200, which does not fit into int8"
     with pytest.raises(ValueError, match=fault):
         graphs.to_simple(twice(jnp.array(100, "int8")), "sum")
     assert graphs.to_simple(twice(jnp.array(50, "uint8")), "sum").edges["w"].tolist() == [100]
@@ -341,7 +341,7 @@ def test_what_is_no_graph_on_the_host_is_refused(name: str) -> None:
         transform(hetero)
     with pytest.raises(ValueError, match="formats has 'csc', which is not one of"):
         transform(graph, formats=("csc",))
-    with pytest.raises(ValueError, match='keeps no edge apart: this needs "coo" too'):
+    with pytest.raises(ValueError, match=r'graph was made with formats=\("csr",\), which does'):
         transform(graph, formats=("csr",))
     unchecked = jax.jit(graphs.from_jraph)(graphs.to_jraph(graph)._replace(senders=graph.senders.at[1].set(99)))
     with pytest.raises(ValueError, match=rf"senders\[1\] = {graph.num_nodes} is out of range"):
@@ -361,11 +361,11 @@ def test_other_wrong_arguments_are_named() -> None:
     for call in (graphs.to_simple, graphs.to_bidirected):
         with pytest.raises(ValueError, match=f"reduce='prod' must be one of first, {known}"):
             call(graph, "prod")
-    with pytest.raises(ValueError, match="count='w' is an edge feature already"):
+    with pytest.raises(ValueError, match="count='w' is already an edge feature"):
         graphs.to_simple(graph, count="w")
     with pytest.raises(TypeError, match="count must be the name of an edge feature or None, got Tr"):
         graphs.to_simple(graph, count=True)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match='keeps no edge apart: this needs "coo" too'):
+    with pytest.raises(ValueError, match=r'graph was made with formats=\("csr",\), which does'):
         graphs.to_simple(graphs.from_edges([0], [1], 2, formats=("csr",)), count="times")
     with pytest.raises(ValueError, match=f"fill_value='first' must be a number or one of {known}"):
         graphs.add_self_loop(graph, "first")
@@ -373,10 +373,10 @@ def test_other_wrong_arguments_are_named() -> None:
         kind = type(wrong).__name__
         with pytest.raises(TypeError, match=f"fill_value must be a number or .* got {kind}"):
             graphs.add_self_loop(graph, wrong)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"edges\['w'\] is 1000000\.0, which float16 does not hold"):
+    with pytest.raises(ValueError, match=r"edges\['w'\] is 1000000\.0, which does not fit into float16"):
         graphs.add_self_loop(graph, 1e6)
     assert graphs.add_self_loop(graph, np.inf).edges["w"].tolist() == [1, np.inf, np.inf]
     kinds = graphs.from_edges([0], [1], 2, edges={"kind": jnp.ones(1, "int32")})
-    with pytest.raises(ValueError, match=r"edges\['kind'\] is 0\.5, which int32 does not hold"):
+    with pytest.raises(ValueError, match=r"fill_value for edges\['kind'\] is 0\.5, which does not fit into int32"):
         graphs.add_self_loop(kinds, 0.5)
     assert graphs.add_self_loop(kinds, 7).edges["kind"].tolist() == [1, 7, 7]

@@ -40,13 +40,13 @@ def test_features_of_added_edges_that_do_not_fit() -> None:
     cases: list[tuple[Any, str]] = [
         ([1.0], r"edges\['w'\] must have 2 rows, one for each of the new edges, got \(1,\)"),
         ([[1.0], [2.0]], r"edges\['w'\] must have rows of shape \(\), got \(1,\)"),
-        ([1.0, 1e6], r"edges\['w'\] is 1000000.0, which float16 does not hold"),
+        ([1.0, 1e6], r"edges\['w'\] is 1000000.0, which does not fit into float16"),
     ]
     for rows, message in cases:
         with pytest.raises(ValueError, match=message):
             graphs.add_edges(weighted(), [0, 1], [1, 0], {"w": rows})
     counts = graphs.from_edges([0], [0], 1, edges={"n": np.ones(1, np.int8)})
-    with pytest.raises(ValueError, match=r"edges\['n'\] is 300, which int8 does not hold"):
+    with pytest.raises(ValueError, match=r"edges\['n'\] is 300, which does not fit into int8"):
         graphs.add_edges(counts, [0], [0], {"n": [300]})
     with pytest.raises(ValueError, match=r"receivers\[0\] = 4 is out of range for 4 nodes"):
         graphs.add_edges(weighted(), [0], [4])
@@ -74,7 +74,7 @@ def test_edges_that_cannot_be_removed() -> None:
     for edges, kind, message in cases:
         with pytest.raises(kind, match=message):
             graphs.remove_edges(weighted(), edges)
-    with pytest.raises(ValueError, match="keeps no edge apart"):
+    with pytest.raises(ValueError, match=r'graph was made with formats=\("csr",\), which does'):
         graphs.remove_edges(graphs.from_edges([0], [0], 1, formats=("csr",)), [0])
 
 

@@ -68,19 +68,31 @@ def test_formats_stay_as_they_are() -> None:
 def test_what_is_refused() -> None:
     graph = make()
     cases: list[tuple[type[Exception], Callable[[], Any], str]] = [
-        (TypeError, lambda: graphs.node_subgraph(graph, [0]), "nodes of a graph of several types must be by type, got"),
-        (TypeError, lambda: graphs.edge_subgraph(graph, [0]), "edges of a graph of several types must be by type, got"),
+        (
+            TypeError,
+            lambda: graphs.node_subgraph(graph, [0]),
+            "nodes of a graph with several types must be a mapping from types, got",
+        ),
+        (
+            TypeError,
+            lambda: graphs.edge_subgraph(graph, [0]),
+            "edges of a graph with several types must be a mapping from types, got",
+        ),
         (
             ValueError,
             lambda: graphs.node_subgraph(graph, {"film": [0]}),
             "node_type='film' is not one of 'user', 'game'",
         ),
         (ValueError, lambda: graphs.node_subgraph(graph, {"game": [7]}), r"nodes\['game'\]\[0\] = 7 is out of range"),
-        (ValueError, lambda: graphs.node_subgraph(graph, {"game": [1, 1]}), r"nodes\['game'\]\[1\] = 1 is there twice"),
+        (ValueError, lambda: graphs.node_subgraph(graph, {"game": [1, 1]}), r"nodes\['game'\]\[1\] = 1 occurs twice"),
         (ValueError, lambda: graphs.edge_subgraph(graph, {"eats": [0]}), "etype='eats' is not an edge type"),
-        (ValueError, lambda: graphs.edge_subgraph(graph, {"plays": [0], PLAYS: [1]}), "edges names a type twice"),
+        (ValueError, lambda: graphs.edge_subgraph(graph, {"plays": [0], PLAYS: [1]}), "edges has a type twice"),
         (ValueError, lambda: graphs.edge_subgraph(graph, {"plays": [30]}), r"'plays', 'game'\)\]\[0\] = 30 is out of"),
-        (ValueError, lambda: graphs.edge_subgraph(make(("csr",), {}), {"plays": [0]}), "which keeps no edge apart"),
+        (
+            ValueError,
+            lambda: graphs.edge_subgraph(make(("csr",), {}), {"plays": [0]}),
+            "which does not store single edges",
+        ),
         (TypeError, lambda: jax.jit(lambda g: graphs.node_subgraph(g, {}))(graph), "graph is traced: transforms run"),
     ]
     for kind, call, message in cases:

@@ -70,7 +70,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="nodes: type 0 has no feature 'x'"):
         graphs.to_homogeneous(hetero(), ["x"])
     mixed = hetero().with_nodes("game", h=np.ones((2, 3), np.float16))
-    with pytest.raises(ValueError, match=r"nodes\['h'\] has rows \('float16', \(3,\)\) in type 1, and"):
+    with pytest.raises(ValueError, match=r"nodes\['h'\] has rows \('float16', \(3,\)\) in type 1, but"):
         graphs.to_homogeneous(mixed, ["h"])
     with pytest.raises(TypeError, match="graph must be a HeteroGraph, got Graph"):
         graphs.to_homogeneous(graphs.rand_graph(2, 2))  # pyright: ignore[reportArgumentType]
@@ -79,7 +79,7 @@ def test_what_is_refused() -> None:
         (ValueError, graph, [("a", "to", "a")], "edge 0 is of type .*, but connects 'a' with 'b'"),
         (ValueError, graph.with_nodes(_TYPE=jnp.array([0, 2])), ["to"], r"nodes\['_TYPE'\]\[1\] = 2 is out of range"),
         (TypeError, graph.with_edges(_TYPE=jnp.ones(1)), ["to"], r"edges\['_TYPE'\] must be integers with one axis"),
-        (ValueError, graphs.rand_graph(2, 1), ["to"], "nodes have no feature '_TYPE', which says their types"),
+        (ValueError, graphs.rand_graph(2, 1), ["to"], "nodes must have a feature '_TYPE' with their types"),
     ]
     for kind, one, names, message in cases:
         with pytest.raises(kind, match=message):

@@ -75,7 +75,7 @@ def test_what_is_refused() -> None:
         (ValueError, (cloud, 1, IDS[1:]), r"graph_ids must have shape \(100,\), one for each point, got shape \(99,\)"),
         (ValueError, (cloud, 1, IDS[::-1]), "graph_ids must ascend from 0"),
         (ValueError, (cloud, 1, IDS - 1), "graph_ids must ascend from 0"),
-        (ValueError, (cloud, 1, IDS * 10**8), "graph_ids has 300000000, of far more graphs than the 100 points"),
+        (ValueError, (cloud, 1, IDS * 10**8), "graph_ids has 300000000, far more graphs than the 100 points"),
     ]
     for kind, arguments, message in cases:
         with pytest.raises(kind, match=message):

@@ -139,7 +139,7 @@ def test_ids_are_not_kept_where_they_are_not_asked_for_or_have_no_place() -> Non
     sorted_only = graphs.from_edges([0, 1], [1, 2], 3, formats=("csr",))
     part = graphs.node_subgraph(sorted_only, [1, 2])
     assert (part.nodes["_ID"].tolist(), dict(part.edges), part.num_edges) == ([1, 2], {}, 1)
-    with pytest.raises(ValueError, match="keeps no edge apart"):
+    with pytest.raises(ValueError, match=r'graph was made with formats=\("csr",\), which does'):
         graphs.edge_subgraph(sorted_only, [0])
 
 
@@ -151,7 +151,7 @@ def test_the_graph_of_nothing() -> None:
 def test_what_is_refused() -> None:
     graph = drawn()
     for nodes, message in (
-        ([3, 1, 3], r"nodes\[2\] = 3 is there twice"),
+        ([3, 1, 3], r"nodes\[2\] = 3 occurs twice"),
         ([NODES], r"nodes\[0\] = 30 is out of range for 30"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -70,14 +70,14 @@ def test_the_folder_is_of_one_jaxlib_and_one_python(cache: Path) -> None:
 
 
 def test_what_is_not_installed_is_said_with_the_command() -> None:
-    text = f"XLA's compiler for CUDA is not here for jaxlib {JAXLIB}: {INSTALL} installs it"
+    text = f"XLA's compiler for CUDA is not installed for jaxlib {JAXLIB}; install it with {INSTALL}"
     with pytest.raises(PluginError, match=re.escape(text)):
         compiler_path()
 
 
 def test_a_compiler_for_another_jaxlib_does_not_count(cache: Path) -> None:
     (cache / "compiler-jaxlib-0.0.1-cuda12-python3.11").mkdir(parents=True)
-    with pytest.raises(PluginError, match="is not here for jaxlib"):
+    with pytest.raises(PluginError, match="XLA's compiler for CUDA is not installed for jaxlib"):
         compiler_path()
 
 
@@ -144,7 +144,7 @@ def test_other_calls_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"cuda='11' must be one of 12, 13"):
         install_compiler("11")
     monkeypatch.setattr(compiler_packages, "_ON_LINUX", False)
-    with pytest.raises(PluginError, match="is there for Linux only"):
+    with pytest.raises(PluginError, match="XLA's compiler for CUDA exists only for Linux, not for"):
         install_compiler()
 
 

@@ -169,12 +169,17 @@ def with_callback(state: Any, batch: Any) -> Any:
 @pytest.mark.parametrize(("function", "name"), [(with_print, "debug_print"), (with_callback, "pure_callback")])
 def test_a_callback_is_named_with_its_line(function: Any, name: str) -> None:
     line = function.__code__.co_firstlineno + 1
-    with pytest.raises(ExportError, match=re.escape(f"{name} at {__file__}:{line}. Leave that out")):
+    with pytest.raises(
+        ExportError,
+        match=re.escape(
+            f"{name} at {__file__}:{line}. Remove the callbacks from the planned step; they need almost no memory"
+        ),
+    ):
         exported(function)
 
 
 def test_a_step_that_returns_nothing_is_no_program() -> None:
-    with pytest.raises(ExportError, match="returns no array, so there would be nothing to compute"):
+    with pytest.raises(ExportError, match="the step returns no array, so there is nothing to"):
         exported(lambda state, batch: None)
 
 
@@ -185,7 +190,10 @@ def test_a_step_of_these_devices_is_told_from_one_of_a_plan() -> None:
     def run(state: Any, batch: Any) -> Any:
         return state, jax.lax.with_sharding_constraint(batch["x"], sharding).sum()
 
-    with pytest.raises(ExportError, match=r"runs on 8 devices by itself .* where a program for 1 is wanted"):
+    with pytest.raises(
+        ExportError,
+        match=r"runs on 8 devices by itself .* but a program for 1 is needed; pass the step of one device",
+    ):
         exported(run)
 
 

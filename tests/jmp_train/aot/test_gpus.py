@@ -194,10 +194,10 @@ LIKE = '[mine]\nlike = "T4-16GB"\n'
         ("[mine]\nlike = ['T4-16GB']", r"\[mine\] like = \['T4-16GB'\] must be one of "),
         (
             "[mine]\nbandwidth = 1e12",
-            r"\[mine\] lacks description, memory_bytes, rates, .*; like = \"\.\.\.\" takes them",
+            r'\[mine\] lacks description, memory_bytes, rates, .*; take them from another GPU with like = "\.\.\."',
         ),
         ("mine = 3", r"mine must be a table, such as \[mine\], got 3"),
-        ("[mine", r"is no TOML file: "),
+        ("[mine", r"is not a TOML file: "),
     ],
 )
 def test_errors_name_file_table_and_key(tmp_path: Path, text: str, message: str) -> None:

@@ -84,7 +84,9 @@ def test_a_folder_without_locks_is_warned_of_once(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     with jt.CheckpointStore(tmp_path) as store:
-        with pytest.warns(UserWarning, match="cannot be locked, so a second run") as caught:
+        with pytest.warns(
+            UserWarning, match="cannot be locked, so another run that saves there will not be detected"
+        ) as caught:
             store.save(1, STATE)
         assert caught[0].filename == __file__
         store.save(2, STATE)

@@ -116,7 +116,7 @@ def refused() -> dict[str, tuple[Any, type[Exception], str]]:
     """Returns for each refused leaf the leaf, the error, and what it says of it."""
     donated = jnp.ones(3)
     donated.delete()
-    array, held = "must be an array or a number, got ", "which checkpoints do not hold"
+    array, held = "must be an array or a number, got ", "which checkpoints cannot store"
     return {
         "text": ("mean", TypeError, f"{array}'mean'"),
         "long": ("x" * 10_000, TypeError, f"{array}'x{{79}}\\.\\.\\."),
@@ -124,9 +124,9 @@ def refused() -> dict[str, tuple[Any, type[Exception], str]]:
         "fraction": (fractions.Fraction(1, 3), TypeError, array),
         "function": (np.sum, TypeError, array),
         "shape": (jax.ShapeDtypeStruct((2,), jnp.float32), TypeError, f"{array}ShapeDtypeStruct"),
-        "large": (2**70, ValueError, "is an int of 71 bits, beyond int64"),
-        "larger": (2**63, ValueError, "is an int of 64 bits, beyond int64"),
-        "largest": (-(10**5000), ValueError, "is an int of 16610 bits, beyond int64"),
+        "large": (2**70, ValueError, "is an int of 71 bits, which does not fit into int64"),
+        "larger": (2**63, ValueError, "is an int of 64 bits, which does not fit into int64"),
+        "largest": (-(10**5000), ValueError, "is an int of 16610 bits, which does not fit into int64"),
         "texts": (np.array(["a"]), TypeError, f"has dtype <U1, {held}"),
         "objects": (np.array([1, None]), TypeError, f"has dtype object, {held}"),
         "structured": (np.zeros(2, "i4,f4"), TypeError, rf"has dtype \[\('f0'.*, {held}"),
@@ -143,7 +143,7 @@ def refused() -> dict[str, tuple[Any, type[Exception], str]]:
             TypeError,
             "is a masked array, whose mask would be lost",
         ),
-        "deep": (np.zeros((1,) * 33), ValueError, "has 33 axes, checkpoints hold at most 32"),
+        "deep": (np.zeros((1,) * 33), ValueError, "has 33 axes; checkpoints can store at most 32"),
         "donated": (donated, ValueError, "was deleted, as a rule by donation"),
     }
 

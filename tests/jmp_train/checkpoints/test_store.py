@@ -456,7 +456,7 @@ def test_metadata_is_what_the_step_was_saved_with(tmp_path: Path) -> None:
             store.metadata(3)
         wrongs: list[Any] = [{"x": jnp.ones(2)}, {"x": {1, 2}}, {(1, 2): 3}]
         for wrong in wrongs:
-            with pytest.raises(TypeError, match="metadata must be what JSON has: "):
+            with pytest.raises(TypeError, match="metadata must be JSON-serializable: "):
                 store.save(3, small_state(), metadata=wrong)
         with pytest.raises(TypeError, match="metadata must be a dict, got list"):
             store.save(3, small_state(), metadata=[1])  # pyright: ignore[reportArgumentType]

@@ -244,7 +244,7 @@ class Point(NamedTuple):
     ("params", "error", "message"),
     [
         ({"a": {"b": 1.0}, "ok": np.ones(1), "c": [None, "x"]}, TypeError,
-         "params must have arrays only:\n  'a/b': 1.0 is not an array\n  'c/1': 'x' is not an array"),
+         "params must contain only arrays:\n  'a/b': 1.0 is not an array\n  'c/1': 'x' is not an array"),
         ({"rng": jax.random.key(0)}, TypeError, "  'rng': a random key; keep jax.random.key_data"),
         ({"w": jnp.ones(2, jnp.float8_e4m3fn)}, TypeError, "  'w': safetensors files hold no float8"),
         ({"w": np.array("text")}, TypeError, "  'w': safetensors files hold no <U4"),
@@ -326,7 +326,7 @@ def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
         "  'int': int32 in the file, int16 in like",
         "  'shape': shape (2, 3) in the file, (3, 2) in like",
     ]
-    with pytest.raises(TypeError, match="like must have arrays only:\n  'w': 1 is not an array"):
+    with pytest.raises(TypeError, match="like must contain only arrays:\n  'w': 1 is not an array"):
         jt.load_weights(tmp_path / NAME, {"w": 1})
 
 

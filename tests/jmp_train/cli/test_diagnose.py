@@ -146,13 +146,13 @@ def test_a_script_without_problems(folder: Path, capsys: pytest.CaptureFixture[s
         (
             "scripts/model.py:number",
             2,
-            "scripts/model.py:number returned a value of type int: wanted is a jt.Task",
+            "scripts/model.py:number returned a value of type int; it must return a jt.Task",
         ),
-        ("scripts/model.py:nothing", 2, "scripts/model.py:nothing returned an empty tuple: wanted is"),
-        ("scripts/model.py:arrays", 2, "arrays returned a tuple whose first item is of type ArrayImpl: wanted is"),
+        ("scripts/model.py:nothing", 2, "scripts/model.py:nothing returned an empty tuple; it must return"),
+        ("scripts/model.py:arrays", 2, "arrays returned a tuple whose first item is of type ArrayImpl; it must return"),
         ("scripts/model.py:fails", 2, "scripts/model.py:25: KeyError: 'no key'"),
         ("scripts/model.py:wrong_arguments", 1, "TypeError: squares() takes 1 positional argument"),
-        ("scripts/ends.py:make_step", 2, "scripts/ends.py:2: it ends the process by sys.exit(5); what it does as a"),
+        ("scripts/ends.py:make_step", 2, "scripts/ends.py:2: it calls sys.exit(5); move code that runs as a"),
         ("scripts/broken.py:make_step", 2, "scripts/broken.py:1: SyntaxError: "),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_task_is_diagnosed_from_the_start_later_and_from_a_checkpoint(
         assert saved["rows"] != found["rows"]
 
         assert main(["diagnose", *run, "--checkpoint-dir", "saved", "--after", "1"]) == 2
-        assert "--after 1: the run has 3 steps, 3 of them are done" in capsys.readouterr().err
+        assert "--after 1: the run has 3 steps, and 3 are done" in capsys.readouterr().err
         assert main(["diagnose", *run, "--seed", "1", "--checkpoint-dir", "saved"]) == 2
         assert "saved is of another run:\n  seed: the run has 0, this call 1" in capsys.readouterr().err
     assert sorted(os.listdir("out")) == ["diagnosis.html", "diagnosis.json"]

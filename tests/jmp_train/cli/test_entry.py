@@ -214,33 +214,33 @@ def test_interrupting_compare_stops_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "error: a command is wanted: train, compare, diagnose, tune, plan or launch; --help says more"),
+        ([], "error: a command is needed: train, compare, diagnose, tune, plan or launch; see --help"),
         (["train", "nosuch"], "'nosuch' is not a task: digits, mnist, karate, "),
         (["train", "--policy", "float31"], "argument --policy: Unknown dtype 'float31'"),
         (["compare", "--policies", "float32", "c=x"], "argument --policies: Unknown dtype 'x'"),
         (
             ["train", "--policy", "float16,0.9:float32"],
-            (
-                "argument --policy: 'float16,0.9:float32': one state goes through all phases, but float16 keeps "
-                "parameters in float16, float32 keeps parameters in float32"
-            ),
+            "argument --policy: 'float16,0.9:float32': all phases must store parameters in the same dtypes, but ",
         ),
         (
             ["compare", "--modes", "float32", "torch,0.9:apex-O1"],
-            "one loss scale goes through all phases, but those of torch and apex-O1 are not the same",
+            "all phases must have the same loss scale, but torch and apex-O1 differ",
         ),
-        (["diagnose", "--policy", "a:b"], "'a' in 'a:b' is not a share of the run; a schedule is NAME,SHARE:NAME"),
+        (
+            ["diagnose", "--policy", "a:b"],
+            "'a' in 'a:b' is not a fraction of the run; write a schedule as NAME,SHARE:NAME",
+        ),
         (["train", "--policy", "float32,0.9:float31"], "argument --policy: Unknown dtype 'float31'"),
         (
             ["plan", "--policies", "mixed_float16,0.9:float32"],
             (
-                "argument --policies: 'mixed_float16,0.9:float32' is a schedule of several; name them one by one: "
+                "argument --policies: 'mixed_float16,0.9:float32' is a schedule; name its policies one by one: "
                 "mixed_float16 float32"
             ),
         ),
         (
             ["train", "--policy", "mixed_float16,0.99:float32", "--epochs", "1"],
-            "'mixed_float16,0.99:float32': a run of 22 steps has none for the phase from 0.99 on; take more steps, or",
+            "'mixed_float16,0.99:float32': a run of 22 steps has no step for the phase that starts at 0.99; use more ",
         ),
         (["train", "--mode", "apex-O4"], "argument --mode: Unknown dtype 'apex-O4' must be full"),
         (

@@ -43,9 +43,9 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train karate --state-dtypes nu=int8 nu=uint8", "--state-dtypes names nu more than once"),
         (
             "train karate --state-dtypes trace=int8",
-            "--state-dtypes trace=int8: with_state_dtypes: 'trace' found no floating array of the optimizer's state; ",
+            "--state-dtypes trace=int8: with_state_dtypes: 'trace' matches no floating array of the optimizer's state",
         ),
-        ("diagnose karate --state-dtypes trace=int8", "--state-dtypes trace=int8: with_state_dtypes: 'trace' found no"),
+        ("diagnose karate --state-dtypes trace=int8", "--state-dtypes trace=int8: with_state_dtypes: 'trace' matches"),
         ("train karate --parameters half", "argument --parameters: 'half' is not one of kahan, kahan-int8, stochastic"),
         (
             "train karate --policy mixed_bfloat16 --parameters kahan",
@@ -58,11 +58,11 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train karate --fp8 fast", "argument --fp8: 'fast' is not one of Float8CurrentScaling, DelayedScaling, MXFP8"),
         (
             "train karate --mode torch --fp8 DelayedScaling",
-            "--fp8 DelayedScaling: torch does not autocast as policies; autocast_bfloat16 and autocast_float16 do",
+            "--fp8 DelayedScaling: torch does not autocast as policies; use autocast_bfloat16 or autocast_float16",
         ),
         (
             "diagnose karate --policy autocast_bfloat16,0.5:float32 --fp8 DelayedScaling",
-            "--fp8 DelayedScaling has a state, which the phases of autocast_bfloat16,0.5:float32 would not share",
+            "--fp8 DelayedScaling has a state, which the phases of autocast_bfloat16,0.5:float32 cannot share",
         ),
     ],
 )

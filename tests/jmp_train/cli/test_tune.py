@@ -203,7 +203,7 @@ def test_the_state_of_a_checkpoint_is_tuned(
             assert main(["tune", *run, *state, "--dtype", "bfloat16", "--steps", "0", "--json"]) == 0
             found.append(json.loads(capsys.readouterr().out))
         assert main(["tune", *run, "--checkpoint-dir", "saved", "--after", "1"]) == 2
-        assert "--after 1: the run has 3 steps, 3 of them are done" in capsys.readouterr().err
+        assert "--after 1: the run has 3 steps, and 3 are done" in capsys.readouterr().err
     saved, trained = ({k: x for k, x in f.items() if not k.endswith("seconds")} for f in found)
     assert saved == trained
     assert (saved["step"], saved["examples"]) == (3, 1)

@@ -220,7 +220,7 @@ def test_a_wrong_call_is_exit_code_2_and_one_line(calls: list[tuple[str, ...]], 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ((), "a command is wanted: train, compare, diagnose, tune, plan or launch; --help says more"),
+        ((), "a command is needed: train, compare, diagnose, tune, plan or launch; see --help"),
         ((*KARATE, "--epochs", "2"), "argument --epochs: given more than once"),
         ((*KARATE, "--policy", "c=f16,c=f16"), "'c=f16,c=f16' gives compute_dtype more than once"),
         ((*KARATE, "--policy", "float64"), "policy 'float64' has float64, which needs JAX_ENABLE_X64=1"),

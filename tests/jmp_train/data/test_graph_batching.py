@@ -104,7 +104,7 @@ def test_what_is_prepared_reaches_the_step(data: graphs.GraphData) -> None:
 
 
 def test_wrong_arguments_are_named(data: graphs.GraphData) -> None:
-    with pytest.raises(ValueError, match="there are 50 graphs, where a step needs 64"):
+    with pytest.raises(ValueError, match="there are 50 graphs, but a step needs 64"):
         graph_batches(data, 8, stack=8)
     with pytest.raises(ValueError, match="stack=0 must be positive"):
         graph_batches(data, 8, stack=0)
@@ -113,5 +113,5 @@ def test_wrong_arguments_are_named(data: graphs.GraphData) -> None:
     with pytest.raises(ValueError, match=r"process_index=2 must be in \[0, 2\)"):
         graph_batches(data, 8, process_index=2, process_count=2)
     small = graphs.PaddedSize(n_node=8, n_edge=8, n_graph=9)
-    with pytest.raises(ValueError, match=r"no size holds a batch of 8 graphs with \d+ nodes"):
+    with pytest.raises(ValueError, match=r"no size fits a batch of 8 graphs with \d+ nodes and"):
         next(graph_batches(data, 8, sizes=[small]))

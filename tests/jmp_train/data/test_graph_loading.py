@@ -142,7 +142,7 @@ def test_wrong_calls_are_refused() -> None:
     sampler, _, _ = sampler_of(seeds)
     with pytest.raises(ValueError, match=r"process_index=2 must be in \[0, 2\)"):
         neighbor_batches(sampler, seeds, ids, process_index=2, process_count=2)
-    with pytest.raises(ValueError, match="10 nodes, 10 for each of 1 processes, where a batch needs 32"):
+    with pytest.raises(ValueError, match="10 nodes, 10 for each of 1 processes, but a batch needs 32"):
         neighbor_batches(sampler, seeds, ids, drop_remainder=True)
     with pytest.raises(ValueError, match="epochs=0 must be at least 1"):
         neighbor_batches(sampler, seeds, ids, epochs=0)

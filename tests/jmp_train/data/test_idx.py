@@ -28,20 +28,20 @@ def test_images_are_read_gzipped_or_not(tmp_path: Path, content: bytes) -> None:
         (ZIPPED[:15], "is a damaged or truncated gzip file: "),
         (ZIPPED[:-8] + b"12345678", "is a damaged or truncated gzip file: CRC"),
         (b"\x1f\x8b\x08\x00" + 30 * b"\xff", "is a damaged or truncated gzip file: "),
-        (GOOD[:-1], "has 23 bytes of data, where its header says 2 x 3 x 4"),
-        (GOOD + b"x", "has more than 24 bytes of data, where its header says 2 x 3 x 4"),
+        (GOOD[:-1], "has 23 bytes of data, but its header says 2 x 3 x 4"),
+        (GOOD + b"x", "has more than 24 bytes of data, but its header says 2 x 3 x 4"),
         (
             gzip.compress(GOOD + b"x", mtime=0),
-            "has more than 24 bytes of data, where its header says 2 x 3 x 4",
+            "has more than 24 bytes of data, but its header says 2 x 3 x 4",
         ),
         (
             gzip.compress(GOOD[:-1], mtime=0),
-            "has 23 bytes of data, where its header says 2 x 3 x 4",
+            "has 23 bytes of data, but its header says 2 x 3 x 4",
         ),
-        (gzip.compress(b"", mtime=0), "has the magic number 0x, where IDX"),
+        (gzip.compress(b"", mtime=0), "has the magic number 0x; IDX"),
         (GOOD[:10], "ends within its header, after 10 bytes"),
-        (b"", "has the magic number 0x, where IDX bytes with 3 axes have 0x00000803"),
-        (idx_bytes(IMAGES[0, 0]), "0x00000801, where IDX bytes with 3 axes have 0x00000803"),
+        (b"", "has the magic number 0x; IDX bytes with 3 axes have 0x00000803"),
+        (idx_bytes(IMAGES[0, 0]), "has the magic number 0x00000801; IDX bytes with 3 axes have 0x00000803"),
         (b"\x00\x00\x0d\x03" + GOOD[4:], "has the magic number 0x00000d03"),
     ],
 )
@@ -71,7 +71,7 @@ def zeros(*shape: int, zipped: int) -> bytes:
         ),
         (
             zeros(2, 28, 28, zipped=2**31),
-            "has more than 1568 bytes of data, where its header says 2 ",
+            "has more than 1568 bytes of data, but its header says 2 ",
         ),
         (
             zeros(2**32 - 1, 28, 28, zipped=0),
@@ -83,7 +83,7 @@ def zeros(*shape: int, zipped: int) -> bytes:
         ),
         (
             zeros(1_000_000, 28, 28, zipped=0),
-            "has 0 bytes of data, where its header says 1000000 x ",
+            "has 0 bytes of data, but its header says 1000000 x ",
         ),
         (struct.pack(">IIII", 0x803, 2**31, 2**31, 2**31), "bytes, more than max_bytes=1073741824"),
     ],

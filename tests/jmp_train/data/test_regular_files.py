@@ -63,4 +63,4 @@ def test_too_little_memory_is_one_line_that_names_the_file(tmp_path: Path) -> No
     path.touch()
     with pytest.raises(MemoryError) as caught, open_regular(path):
         bytearray(2**62)
-    assert str(caught.value) == f"{path} needs more memory than there is"
+    assert str(caught.value) == f"{path} needs more memory than is available"

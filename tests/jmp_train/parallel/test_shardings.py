@@ -94,9 +94,9 @@ def test_wrong_specs_are_refused() -> None:
         jt.specs_by_path(params, {"b": P(None, "model")})
     with pytest.raises(ValueError, match="axis='modle' is not one of the mesh's: 'data', 'model'"):
         jt.state_shardings(state, MESH, params={"w": P("modle"), "b": P()})
-    with pytest.raises(ValueError, match=r"'w' of shape \(6, 8\) cannot .* 6 is not a multiple of 4"):
+    with pytest.raises(ValueError, match=r"'w' of shape \(6, 8\) cannot .* 6 must be a multiple of 4"):
         jt.state_shardings(state, MESH, params={"w": P("data"), "b": P()})
-    with pytest.raises(ValueError, match=r"'w' .* 6 is not a multiple of 8 devices"):
+    with pytest.raises(ValueError, match=r"'w' .* 6 must be a multiple of 8 devices"):
         jt.state_shardings(state, MESH, params={"w": P(("data", "model")), "b": P()})
     with pytest.raises(ValueError, match="must have a PartitionSpec for each parameter"):
         jt.state_shardings(state, MESH, params={"w": P()})
@@ -118,7 +118,7 @@ def test_rules_take_tuples_and_are_named_where_they_are_wrong() -> None:
         jt.specs_by_path(params, {"up/(": P()})
     rules: Any
     for rules, text in (
-        ([("up", P())], "rules must be a dict from regular expressions, got list"),
+        ([("up", P())], "rules must be a dict with regular expressions as keys, got list"),
         ({("up", "kernel"): P()}, r"rule \('up', 'kernel'\) is not a regular expression"),
         ({"up": "model"}, "rule 'up' must have a PartitionSpec, or a tuple .*, got 'model'"),
         ({"up": (0, "model")}, r"rule 'up' must have a PartitionSpec, .* got \(0, 'model'\)"),

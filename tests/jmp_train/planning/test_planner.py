@@ -84,7 +84,7 @@ def never(state: Any, batch: Any) -> Any:
         ({"policies": ["float32", "torch"]}, ValueError, "Unknown dtype 'torch'"),
         ({"policies": []}, ValueError, "policies is empty"),
         ({"policies": [3]}, TypeError, "each of policies that is no AMP mode must be a Policy, a "),
-        ({"policies": jt.amp_mode("torch")}, ValueError, "optimizer has a loss scale already"),
+        ({"policies": jt.amp_mode("torch")}, ValueError, "optimizer already has a loss scale; call with_loss_scale"),
         ({"state": {"w": 1.0}, "policies": "float32"}, TypeError, "policies can be given for a TrainStep and its"),
         ({"step": never, "policies": "float32"}, TypeError, "policies can be given for a TrainStep and its TrainState"),
         ({"step": None}, TypeError, "step must be a function of state and batch, got NoneType"),
@@ -123,7 +123,7 @@ def fixture_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_the_compiler_all_threads_end_with_the_command(no_compiler: None) -> None:
-    with pytest.raises(PluginError, match=r"jmp_train\.aot\.install_compiler\(\) installs it"):
+    with pytest.raises(PluginError, match=r"install it with jmp_train\.aot\.install_compiler\(\)"):
         rows_of(STEP, STATE, BATCH, policies=["float32", "mixed_float16"], gpus=["V100-16GB", "T4-16GB"], jobs=4)
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 )
 def test_commas_within_policies_are_not_between_phases(name: str, phases: list[tuple[float, str]] | None) -> None:
     if phases is None:
-        with pytest.raises(ValueError, match=r"shares must rise, got \[0.0, 0.5, 0.1\]"):
+        with pytest.raises(ValueError, match=r"fractions must increase, got \[0\.0, 0\.5, 0\.1\]"):
             phases_named(name)
         return
     assert phases_named(name) == tuple(NamedPhase(*phase) for phase in phases)
@@ -34,12 +34,12 @@ def test_a_schedule_has_one_name() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("float32:0.9", "'float32' in 'float32:0.9' is not a share of the run; a schedule is NAME,SHARE:NAME"),
-        ("a,-0.1:b", "'-0.1' in 'a,-0.1:b' is not a share"),
-        ("a,90%:b", "'90%' in 'a,90%:b' is not a share"),
-        ("a,0.5:b:c", "'0.5:b' in 'a,0.5:b:c' is not a share"),
-        ("a,900:b", "'a,900:b': share 900.0 must be from 0 to below 1: of the run, not a number of steps"),
-        ("0.9:float32", "'0.9:float32': the first share must be 0, where the run begins"),
+        ("float32:0.9", "'float32' in 'float32:0.9' is not a fraction of the run; write a schedule as NAME,SHARE:NAME"),
+        ("a,-0.1:b", "'-0.1' in 'a,-0.1:b' is not a fraction of the run; write a schedule as"),
+        ("a,90%:b", "'90%' in 'a,90%:b' is not a fraction of the run; write a schedule as"),
+        ("a,0.5:b:c", "'0.5:b' in 'a,0.5:b:c' is not a fraction of the run; write a schedule as"),
+        ("a,900:b", "'a,900:b': 900.0 must be a fraction of the run, from 0 to below 1, not a number of steps"),
+        ("0.9:float32", "'0.9:float32': the first fraction must be 0, the start of the run"),
     ],
 )
 def test_what_is_no_share_is_named(name: str, text: str) -> None:
@@ -50,5 +50,5 @@ def test_what_is_no_share_is_named(name: str, text: str) -> None:
 def test_a_run_too_short_for_a_phase_is_named() -> None:
     assert phase_bounds("float32", 1) == ((0, 1),)
     assert phase_bounds("a,0.5:b,0.9:c", 10) == ((0, 5), (5, 9), (9, 10))
-    with pytest.raises(ValueError, match=r"'a,0.9:b': a run of 4 steps has none for the phase from 0.9 on"):
+    with pytest.raises(ValueError, match=r"'a,0\.9:b': a run of 4 steps has no step for the phase that"):
         phase_bounds("a,0.9:b", 4)

@@ -153,7 +153,7 @@ def test_what_is_not_the_same_run_is_refused(task: Task, tmp_path: Path) -> None
         "step_00000014",
         "step_00000015",
     ]
-    with pytest.raises(ValueError, match="has checkpoints already: go on with --resume"):
+    with pytest.raises(ValueError, match="already has checkpoints; continue with --resume, or choose another folder"):
         run(task, tmp_path, resume=False)
     (tmp_path / "run.json").unlink()  # every checkpoint says it
     text = (
@@ -193,7 +193,7 @@ def test_a_signal_saves_and_the_command_goes_on(number: int, tmp_path: Path) -> 
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
     assert refused.stderr.startswith("jmp-train: error: ")
-    assert "has checkpoints already" in refused.stderr
+    assert "already has checkpoints; continue with --resume, or choose another folder" in refused.stderr
 
 
 STEPS_PER_EPOCH = 4
@@ -285,7 +285,7 @@ def test_checkpoints_that_do_not_say_whose_they_are_are_left_alone(
 ) -> None:
     with jt.CheckpointStore(tmp_path) as store:
         store.save(2, {"train": small_state(2)}, metadata=metadata)
-    with pytest.raises(ResumeError, match="step 2 does not say of which run it is, as those"):
+    with pytest.raises(ResumeError, match="cannot be resumed: step 2 does not record its"):
         begin(tmp_path)
     assert not (tmp_path / "run.json").exists()
 
@@ -316,7 +316,7 @@ def test_a_second_run_in_a_folder_fails_at_once_and_a_killed_one_goes_on(
             assert main(call) == 2
         finally:
             process.kill()
-        notice = f"jmp-train: {tmp_path} has no checkpoint: a new run\n"
+        notice = f"jmp-train: {tmp_path} has no checkpoint; starting a new run\n"
         assert process.stderr.readline() == notice
     line = capsys.readouterr().err
     assert line.startswith(f"jmp-train: error: {tmp_path} is in use: process {process.pid} on ")

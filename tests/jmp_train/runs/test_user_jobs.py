@@ -134,7 +134,7 @@ def test_what_needs_the_number_of_steps_says_how_to_give_it() -> None:
     ):
         run(task)
     assert len(run(task, steps=4).steps) == 4
-    with pytest.raises(ValueError, match=r"a schedule divides the number of steps, which is unknown"):
+    with pytest.raises(ValueError, match=r"a schedule needs the number of steps, which is unknown"):
         run(make_task(), "mixed_float16,0.5:float32")
 
 
@@ -338,14 +338,14 @@ def test_a_learning_rate_scales_the_updates_relative_to_the_peak() -> None:
     np.testing.assert_allclose(losses(run(plain, learning_rate=0.2)), losses(run(faster)), rtol=1e-6)
     assert run(plain, learning_rate=0.2).epochs[-1].learning_rate == pytest.approx(0.2)
     assert math.isnan(run(make_task("arrays", optimizer=optax.sgd(0.1)), steps=1).epochs[-1].learning_rate)
-    with pytest.raises(ValueError, match="learning_rate: the task does not say its own"):
+    with pytest.raises(ValueError, match="learning_rate needs the task's own learning rate"):
         run(make_task("arrays", optimizer=optax.sgd(0.1)), learning_rate=0.2)
 
 
 def test_numbers_that_a_task_does_not_take_are_refused() -> None:
     shared = dataclasses.replace(make_task("arrays"), shared=lambda: {"graph": np.ones(3)})
     cases: list[tuple[jt.Task, dict[str, Any], str]] = [
-        (make_task(), {"batch_size": 8}, "the task's train makes its own batches"),
+        (make_task(), {"batch_size": 8}, "the task's train creates its own batches"),
         (shared, {"devices": 2}, "devices=2: all batches share arrays"),
         (shared, {"accumulate_steps": 2}, "accumulate_steps=2: all batches share arrays"),
         (make_task("arrays"), {"steps": 3, "epochs": 2}, "epochs=2 and steps=3 exclude each other"),

@@ -236,17 +236,19 @@ def test_what_is_missing_is_said() -> None:
     optimizer = optax.sgd(0.1)
     step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy_of())
     state = jt.TrainState.create(PARAMS, optimizer)
-    with pytest.raises(ValueError, match=r"2 products, which the state has not: state = jt.with_fp8_state\(step"):
+    with pytest.raises(ValueError, match=r"2 products, which the state does not have; call state ="):
         step(state, BATCH)
     with pytest.raises(ValueError, match=r"must be an AutocastPolicy with fp8=DelayedScaling\(\), got None"):
         jt.with_fp8_state(jt.train_step(jt.stateless(loss_fn), optimizer), state, BATCH)
-    with pytest.raises(TypeError, match="step must be what train_step returned"):
+    with pytest.raises(TypeError, match="step must be a result of train_step, not jitted, got"):
         jt.with_fp8_state(jax.jit(step), state, BATCH)  # type: ignore[arg-type]
     none = dataclasses.replace(step, policy=policy_of(rules=jt.TORCH_CUDA))
-    with pytest.raises(ValueError, match="have no product of the loss in 8 bits"):
+    with pytest.raises(ValueError, match="no product of the loss is in 8 bits by the rules"):
         jt.with_fp8_state(none, state, BATCH)
     foreign = jt.with_fp8_state(step, state, BATCH)
-    with pytest.raises(ValueError, match=r"another model or other rules: it lacks \['dot_general'\], and has \['mlp"):
+    with pytest.raises(
+        ValueError, match=r"the fp8 state does not fit the model and its rules: \['dot_general'\] are missing, \['mlp"
+    ):
         dataclasses.replace(step, loss_fn=jt.stateless(lambda p, x: (x @ p["up"]).mean()))(foreign, BATCH)
     for field, bad in (("amax_history_len", 0), ("amax_compute_algo", "mean"), ("margin", 0.5)):
         with pytest.raises(ValueError, match=f"{field}={bad!r} must be"):

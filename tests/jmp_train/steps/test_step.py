@@ -458,10 +458,10 @@ def test_a_model_state_that_changes_is_named() -> None:
         return params["w"].sum(), ({"mean": jnp.ones(3)}, None)
 
     step = jt.train_step(grows, optax.sgd(0.1))
-    with pytest.raises(TypeError, match="model_state of another structure"):
+    with pytest.raises(TypeError, match="loss_fn must return a model_state of the state's structure, got"):
         step(line_state(optax.sgd(0.1)), line_batch(0))
     for old, text in ((jnp.ones(2), r"float32\[2\]"), (jnp.arange(3), r"int32\[3\]")):
-        with pytest.raises(TypeError, match=rf"'mean' as float32\[3\], the state has {text}"):
+        with pytest.raises(TypeError, match=rf"'mean' as float32\[3\], but the state has {text}"):
             step(line_state(optax.sgd(0.1), model_state={"mean": old}), line_batch(0))
 
 

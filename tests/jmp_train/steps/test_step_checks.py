@@ -43,24 +43,24 @@ def run(optimizer: Any, state: Any, loss: Any = None) -> Any:
         (
             jt.with_master_weights(scaled()),
             optax.sgd(0.1),
-            "state.opt_state has a loss scale, the step's optimizer has none",
+            "state.opt_state has a loss scale, but the step's optimizer has none",
         ),
         (
             jt.with_master_weights(optax.sgd(0.1)),
             optax.sgd(0.1),
-            "state.opt_state has master weights, the step's optimizer has none",
+            "state.opt_state has master weights, but the step's optimizer has none",
         ),
-        (optax.sgd(0.1), scaled(), "the step's optimizer has a loss scale, state.opt_state has no"),
-        (scaled(), jt.with_master_weights(scaled()), "optimizer has master weights, state.opt_st"),
+        (optax.sgd(0.1), scaled(), "the step's optimizer has a loss scale, but state.opt_state has no"),
+        (scaled(), jt.with_master_weights(scaled()), "optimizer has master weights, but state.opt_st"),
         (
             relaxed(optax.adam(0.1)),
             optax.sgd(0.1, momentum=0.9),
-            r"it has '0/count', '0/mu/w', '0/nu/w' that .* lacks '0/trace/w'; train_step and Train",
+            r"it has '0/count', '0/mu/w', '0/nu/w' in addition, and lacks '0/trace/w'; pass the same",
         ),
         (
             scaled(optax.sgd(0.1, momentum=0.9)),
             scaled(),
-            r"it has 'inner_state/0/trace/w' that the step's optimizer has not, and lacks nothing",
+            r"it has 'inner_state/0/trace/w' in addition, and lacks nothing",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_what_a_loss_function_returned_is_said(loss: Any, came: str) -> None:
     plain = scaled()
     with_amp, amp_optimizer = jt.amp_mode("torch").transform(loss, optax.sgd(0.1))
     for optimizer, fn in ((plain, loss), (amp_optimizer, with_amp)):
-        with pytest.raises(TypeError, match=f"loss_fn returned {came}, it must be a loss_fn"):
+        with pytest.raises(TypeError, match=rf"loss_fn returned {came}; it must be a loss_fn\(params, model_state"):
             run(optimizer, jt.TrainState.create(PARAMS, optimizer), fn)
 
 
@@ -131,7 +131,7 @@ def test_a_forgotten_has_aux_is_no_second_loss() -> None:
 
     sgd = optax.sgd(0.1)
     state = jt.TrainState.create(PARAMS, sgd)
-    with pytest.raises(TypeError, match=r"say stateless\(loss_fn, has_aux=True\) if the second is aux"):
+    with pytest.raises(TypeError, match=r"loss_fn returned two scalars\. Pass stateless\(loss_fn"):
         run(sgd, state, jt.stateless(with_accuracy))
     _, metrics = run(sgd, state, jt.stateless(with_accuracy, has_aux=True))
     assert (float(metrics["loss"]), float(metrics["aux"])) == (2.25, 300)
@@ -142,7 +142,9 @@ def test_a_forgotten_has_aux_is_no_second_loss() -> None:
     assert float(metrics["loss"]) == 302.25
     for aux in ({"n": 1}, jnp.ones(2), jnp.array(3), None, ("a", 1.0)):
         wrong = jt.stateless(lambda p, b, aux=aux: (loss_fn(p, b), aux))
-        with pytest.raises(TypeError, match=r"not all are losses; .*has_aux=True"):
+        with pytest.raises(
+            TypeError, match=r"with values that are not losses; if it returns \(loss, aux\), pass .*has_aux=True"
+        ):
             run(sgd, state, wrong)
 
 
@@ -176,7 +178,7 @@ def test_an_nnx_module_and_its_statistics_are_no_parameters() -> None:
     model, sgd = Model(nnx.Rngs(0)), optax.sgd(0.1)
     with pytest.raises(TypeError, match=r"params is the nnx module Model.*nnx.split\(model, nnx.Par"):
         jt.TrainState.create(model, sgd)
-    with pytest.raises(TypeError, match=r"params 'norm/mean' is an nnx\.BatchStat and no parameter"):
+    with pytest.raises(TypeError, match=r"params 'norm/mean' is an nnx\.BatchStat, not a"):
         jt.TrainState.create(nnx.state(model), sgd)
     state = jt.TrainState.create(nnx.state(model, nnx.Param), sgd)
     assert len(jax.tree.leaves(state.params)) == 4
@@ -191,8 +193,9 @@ class Normed(linen.Module):
 def test_batch_statistics_of_flax_are_no_parameters() -> None:
     variables, sgd = Normed().init(jax.random.key(0), BATCH), optax.sgd(0.1)
     message = (
-        r"params 'batch_stats' is a collection of flax's variables, not trained.*create\(variables\[\"params\"\]"
-        r", optimizer, model_state=\{\"batch_stats\": variables\[\"batch_stats\"\]\}\).*mutable=\[\"batch_stats\"\]"
+        "params 'batch_stats' is a collection of flax variables that are "
+        'not.*create\\(variables\\[\\"params\\"\\], optimizer, model_state=\\{\\"batch_stats\\": '
+        'variables\\[\\"batch_stats\\"\\]\\}\\).*mutable=\\[\\"batch_stats\\"\\]'
     )
     with pytest.raises(TypeError, match=message):
         jt.TrainState.create(variables, sgd)
@@ -249,17 +252,20 @@ ARGUMENTS: Any = [
     (
         lambda: UNTYPED.stateless(stateful),
         TypeError,
-        r"takes \(params: .*, it must be a loss_fn\(params, batch\); train_step",
+        r"takes \(params: .*it must be a loss_fn\(params, batch\); pass this one to train_step",
     ),
     (
         lambda: UNTYPED.stateless(lambda params: params),
         TypeError,
-        r"takes \(params\), it must be a loss_fn\(params, batch\)$",
+        r"loss_fn takes \(params\); it must be a loss_fn\(params, batch\)$",
     ),
     (
         lambda: UNTYPED.stateless(lambda params, batch, rng: params),
         TypeError,
-        r"batch\); a loss that draws is a loss_fn\(params, model_state, batch, rng\) -> .* train_step takes it without",
+        (
+            r"batch\); a loss that needs random keys is a loss_fn\(params, model_state, batch, rng\) -> .*: pass it to "
+            r"train_step without"
+        ),
     ),
     (lambda: UNTYPED.scaled_value_and_grad(None), TypeError, "loss_fn must be a function, got None"),
     (lambda: UNTYPED.apply_policy(None, "float16"), TypeError, "fn must be a function or a module, got None"),

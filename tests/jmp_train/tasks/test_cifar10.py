@@ -121,7 +121,7 @@ def test_files_are_found_and_options_checked(tmp_path: Any) -> None:
     assert (len(task.train["label"]), len(task.test["label"])) == (15, 3)
     with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
         load_task("cifar10", data_dir=tmp_path, synthetic=True)
-    with pytest.raises(FileNotFoundError, match="task cifar10 wants --data-dir, the folder of these") as caught:
+    with pytest.raises(FileNotFoundError, match="task cifar10 needs --data-dir, the folder of these") as caught:
         load_task("cifar10")
     assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == [
         *(f"data_batch_{number}.bin" for number in range(1, 6)),

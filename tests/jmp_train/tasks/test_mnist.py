@@ -87,7 +87,7 @@ def test_missing_files_are_named_with_address_size_and_sha256(folder: Path) -> N
             "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6)"
         )
     ]
-    with pytest.raises(FileNotFoundError, match="task mnist wants --data-dir") as caught:
+    with pytest.raises(FileNotFoundError, match="task mnist needs --data-dir") as caught:
         load_task("mnist")
     assert lines[0] in str(caught.value).splitlines()
     assert len(str(caught.value).splitlines()) == 5
@@ -98,7 +98,7 @@ def test_missing_files_are_named_with_address_size_and_sha256(folder: Path) -> N
 def test_data_that_does_not_fit_is_named(folder: Path) -> None:
     labels = folder / "train-labels-idx1-ubyte"
     labels.write_bytes(idx_bytes(np.arange(40, dtype=np.uint8) % 11))
-    with pytest.raises(ValueError, match=r"train-labels.* has the label 10 at row 10, .* 0 and 9"):
+    with pytest.raises(ValueError, match=r"train-labels.* has the label 10 at row 10; .* 0 to 9"):
         read_mnist(folder)
     labels.write_bytes(idx_bytes(np.zeros(39, np.uint8)))
     with pytest.raises(ValueError, match=r"train-labels.* has 39 labels for 40 images in .*train"):
@@ -109,7 +109,7 @@ def test_data_that_does_not_fit_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"train-images.* has no images"):
         read_mnist(folder)
     images.write_bytes(idx_bytes(np.zeros((40, 32, 32), np.uint8)))
-    with pytest.raises(ValueError, match="has images of 32 x 32 pixels, MNIST's are 28 x 28"):
+    with pytest.raises(ValueError, match="has images of 32 x 32 pixels; MNIST's are 28 x 28"):
         read_mnist(folder)
 
 

@@ -184,7 +184,7 @@ def test_a_split_and_features_of_whole_numbers_are_taken_as_they_are(tmp_path: P
 
 def test_wrong_calls_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "proteins"]) == 2
-    assert "task proteins wants --data-dir, the folder of PROTEINS_A.txt" in capsys.readouterr().err
+    assert "task proteins needs --data-dir, the folder of PROTEINS_A.txt" in capsys.readouterr().err
     numbers = dataclasses.replace(graphs.synthetic_proteins(5), num_classes=None)
-    with pytest.raises(ValueError, match="the labels of the graphs are numbers, and not classes"):
+    with pytest.raises(ValueError, match="the labels of the graphs must be classes, got numbers"):
         make_task(numbers)

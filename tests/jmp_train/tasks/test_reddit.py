@@ -82,7 +82,7 @@ def test_scales_out_of_range_are_named() -> None:
     for scale in (0.0, -1.0, 1.1, float("nan")):
         with pytest.raises(ValueError, match=f"scale={scale} must be between 0"):
             synthetic_reddit(scale)
-    with pytest.raises(ValueError, match=r"scale=0.0004 leaves 93 nodes of 232965; 100 are the few"):
+    with pytest.raises(ValueError, match=r"scale=0.0004 gives 93 of 232965 nodes; a graph needs at least 100"):
         synthetic_reddit(0.0004)
 
 

@@ -100,7 +100,10 @@ def test_modules_are_found_on_the_path_and_not_in_the_current_folder(
 ) -> None:
     written(folder, JOB, "module_of_a_user.py")
     monkeypatch.chdir(folder)
-    with pytest.raises(ValueError, match=r"there is no module 'module_of_a_user' among .* is file\.py:function"):
+    with pytest.raises(
+        ValueError,
+        match=r"there is no module 'module_of_a_user' among .* as file.py:function",
+    ):
         find_task("module_of_a_user:plain")
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     source = find_task("module_of_a_user:plain")
@@ -129,7 +132,7 @@ def test_what_is_missing_is_named(folder: Path) -> None:
         ("def f():\n    return {}['k']\nf()\n", r"job_of_a_user\.py:2: KeyError: 'k'$"),
         ("x = (\n", r"job_of_a_user\.py:1: SyntaxError: '\(' was never closed"),
         ("import no_such_package\n", r"job_of_a_user\.py:1: ModuleNotFoundError: No module named 'no_such_package'"),
-        ("import sys\nsys.exit(4)\n", r"job_of_a_user\.py:2: it ends the process by sys\.exit\(4\); what it does"),
+        ("import sys\nsys.exit(4)\n", r"job_of_a_user\.py:2: it calls sys\.exit\(4\); move code that runs as a"),
     ],
 )
 def test_what_a_file_raises_is_one_line_with_its_own(text: str, message: str, folder: Path) -> None:

@@ -307,7 +307,7 @@ def test_synthetic_images_have_their_labels_color() -> None:
         (
             {"synthetic": True, "image_size": 40},
             ValueError,
-            r"image_size=40 must be a multiple of the patch's side, 16",
+            r"image_size=40 must be a multiple of the patch size, 16",
         ),
         ({"synthetic": True, "image_size": 0}, ValueError, r"image_size=0 must be a multiple"),
         (
@@ -318,7 +318,7 @@ def test_synthetic_images_have_their_labels_color() -> None:
         (
             {},
             FileNotFoundError,
-            r"task vit-b16 wants --data-dir, the folder of train/CLASS/\*\.jpg",
+            r"task vit-b16 needs --data-dir, the folder of train/CLASS/\*\.jpg",
         ),
         ({"data_dir": Path("/nowhere")}, FileNotFoundError, r"/nowhere/train is not a folder"),
     ],

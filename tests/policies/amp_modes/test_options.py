@@ -178,7 +178,7 @@ WRONG = [
     ),
     ("naive", {"verbose": 2}, "verbose=2 must be True or False"),
     ("naive", {"hysteresis": 0}, "hysteresis=0 must be an integer of at least 1"),
-    ("naive", {"min_scale": 2.0**33}, "min_scale=8589934592.0 must not exceed the scale to begin"),
+    ("naive", {"min_scale": 2.0**33}, "min_scale=8589934592.0 must not exceed the initial scale"),
     ("naive", {"initial_scale": 2.0**33}, "initial_scale=8589934592.0 must not exceed max_scale"),
     ("apex", {"opt_level": "O4"}, "opt_level='O4' must be one of 'O0', 'O1', 'O2', 'O3'"),
     ("apex", {"opt_level": "02"}, "opt_level='02' must be .*; the first character is the letter O"),
@@ -220,7 +220,7 @@ WRONG = [
     ("apex", {"loss_scale": "static"}, "loss_scale='static' must be 'dynamic', a number, or a num"),
     ("apex", {"loss_scale": 0.0}, r"loss_scale=0.0 must be between 2\*\*-126 and 2\*\*126"),
     ("apex", {"loss_scale": float("inf")}, "loss_scale=inf must be a finite number"),
-    ("torch", {"rules": 3}, "rules=3 must be AutocastRules, or the path of a file of them"),
+    ("torch", {"rules": 3}, "rules=3 must be AutocastRules, or the path of a rules file"),
     ("torch", {"rules": "/"}, "rules: / is not a regular file"),
     ("apex", {"opt_level": "O2", "rules": RULES}, "rules: opt_level='O2' does not autocast; .* opt_level='O1'"),
     (
@@ -236,12 +236,12 @@ WRONG = [
     (
         "torch",
         {"dtype": "bfloat16", "init_scale": 2.0},
-        "init_scale: bfloat16 has float32's range",
+        "init_scale is for float16: bfloat16 has float32's range",
     ),
     (
         "apex",
         {"opt_level": "O2", "cast_model_type": "bfloat16", "max_loss_scale": 2.0},
-        "max_loss_scale: bfloat16 has float32's range and takes no loss scale",
+        "max_loss_scale is for float16: bfloat16 has float32's range and needs no loss scale",
     ),
     ("apex", {"loss_scale": [2.0]}, r"loss_scale=\[2.0\] must be a finite number"),
     ("apex", {"max_loss_scale": -1.0}, "max_loss_scale=-1.0 must be between"),
@@ -258,7 +258,13 @@ def test_wrong_options_are_named_with_the_choices(mode: Any, options: Any, messa
 
 
 def test_bounds_of_a_static_scale_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="are a dynamic loss scale's; loss_scale=1.0 is static"):
+    with pytest.warns(
+        UserWarning,
+        match=(
+            r"min_loss_scale, max_loss_scale and scale_window are ignored: they are for loss_scale='dynamic', got "
+            r"loss_scale=1\.0"
+        ),
+    ):
         apex("O3", min_loss_scale=2.0)
 
 
@@ -335,7 +341,7 @@ def test_configurations_of_another_type() -> None:
         jt.amp_from_config({"fp16": {"opt_level": "O2"}})
     with pytest.raises(TypeError, match="fp16 must be a dictionary of options, got 'O2'"):
         jt.amp_from_config({"fp16": "O2"})
-    with pytest.raises(ValueError, match="fp16: 1 is not an option; options are named by strings"):
+    with pytest.raises(ValueError, match="fp16: 1 is not an option; names of options are strings"):
         jt.amp_from_config({"fp16": {"mode": "torch", 1: 2}})
     with pytest.raises(TypeError, match="config must be a dictionary or a TOML file's path, got 3"):
         jt.amp_from_config(3)  # pyright: ignore[reportArgumentType]

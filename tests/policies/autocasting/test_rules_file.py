@@ -86,7 +86,7 @@ def test_a_comment_is_for_people_alone(tmp_path: Path) -> None:
         (b"format = 3", "is not a file of autocast rules: format must be 'jmp_train autocast rules', got 3"),
         (b'format = "jmp_train autocast rules"', "rules.toml: version must be 1, got none"),
         (HEAD.replace("1", "2").encode(), "rules.toml: version must be 1, got 2"),
-        ('path = [["a", "lower"]]', "rules.toml: there is no table 'path'; choose from primitives, functions, paths"),
+        ('path = [["a", "lower"]]', "rules.toml has an unknown table 'path'; choose from primitives, functions, paths"),
         ('paths = "a"', "rules.toml: paths must be a list of pairs such as [\"exp\", \"float32\"], got 'a'"),
         ('[paths]\na = "lower"', "paths must be a list of pairs such as [\"exp\", \"float32\"], got {'a': 'lower'}"),
         ('paths = [["a", "lower"], ["b"]]', "rules.toml: paths: entry 2 must be a pair of strings, such as"),

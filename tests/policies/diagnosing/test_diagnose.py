@@ -196,12 +196,12 @@ def test_the_report_fits_the_screen_and_is_json() -> None:
         (
             lambda: jt.diagnose(jnp.sin, jax.ShapeDtypeStruct((2,), F16)),
             TypeError,
-            "args '0' is a ShapeDtypeStruct: diagnose wants arrays with values",
+            "args '0' is a ShapeDtypeStruct; diagnose needs arrays with values",
         ),
         (
             lambda: jax.jit(lambda x: jt.diagnose(jnp.sin, x))(jnp.ones(2)),
             TypeError,
-            "cannot be called within a transform such as jax.jit",
+            "needs concrete values; call it outside of transforms such as jax.jit",
         ),
     ],
 )

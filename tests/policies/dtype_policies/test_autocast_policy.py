@@ -31,7 +31,7 @@ def test_strings() -> None:
     assert (policy.reduce_dtype, policy.autocast_dtype) == (jnp.bfloat16, jnp.bfloat16)
     with pytest.raises(ValueError, match="autocast_dtype=float32 must be float16 or bfloat16"):
         jt.get_policy("a=f32")
-    with pytest.raises(ValueError, match="rule 'norm' has autocast, which the default alone can"):
+    with pytest.raises(ValueError, match="rule 'norm' is an autocast policy; only the default can autocast"):
         jt.policy_by_path({"norm": "autocast_float16"})
 
 

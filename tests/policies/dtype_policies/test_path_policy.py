@@ -110,7 +110,7 @@ def test_a_bad_regex_and_a_bad_policy_are_named() -> None:
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
-        ([("norm", "float32")], "rules must be a dict from regular expressions, got list"),
+        ([("norm", "float32")], "rules must be a dict with regular expressions as keys, got list"),
         ({3: "float32"}, "rule 3 is not a regular expression"),
         ({"norm": ("float32",)}, r"rule 'norm' must be a Policy or the name of one, got \('float"),
         ({"norm": jnp.float32}, "rule 'norm' must be a Policy or the name of one"),

@@ -359,7 +359,7 @@ def test_a_policy_by_path_takes_its_parameters_by_position() -> None:
     fn = jt.apply_policy(dtypes, policy)
     assert fn(params, jnp.ones(2)).dtype == jnp.float32
     assert fn(params, x=jnp.ones(2), norm=jnp.ones(2)).dtype == jnp.float32
-    with pytest.raises(TypeError, match="policy_by_path needs the parameters as first positional"):
+    with pytest.raises(TypeError, match="a policy_by_path needs the parameters as the first positional argument"):
         fn(params=params, x=jnp.ones(2))
     grads = jax.grad(jt.apply_policy(lambda p, x: jnp.sum(p["dense"] * x), policy))(params, jnp.ones(2))
     assert grads["dense"].dtype == grads["norm"].dtype == jnp.float32

@@ -70,8 +70,8 @@ def test_policies_by_path_that_store_alike_may_follow_each_other() -> None:
 
 def test_policies_that_store_parameters_differently_are_refused_by_name() -> None:
     text = (
-        "must store parameters alike, as one state goes through all phases: 'p=f16,c=f16,o=f16' in float16 from 0 on, "
-        r"'p=full,c=full,o=full' in float32 from 0\.75 on\. 'params=float16,compute=float32,output=float32' computes"
+        r"all policies of a schedule must store the parameters in the same dtypes: 'p=f16,c=f16,o=f16' in float16 "
+        r"from 0 on, 'p=full,c=full,o=full' in float32 from 0\.75 on\. To compute in float32 with the parameters of"
     )
     with pytest.raises(ValueError, match=text):
         jt.PolicySchedule({0: "float16", 0.75: "float32"})
@@ -81,14 +81,26 @@ def test_policies_that_store_parameters_differently_are_refused_by_name() -> Non
 @pytest.mark.parametrize(
     ("policies", "error", "text"),
     [
-        ([0.0, "float32"], TypeError, "policies must be a mapping of shares of the run to policies, got"),
-        ({}, ValueError, r"the first share must be 0, where the run begins, got \[\]"),
-        ({0.1: "float32"}, ValueError, r"the first share must be 0, where the run begins, got \[0.1\]"),
-        ({0: "float32", 1.0: "float32"}, ValueError, r"share 1.0 must be from 0 to below 1: of the run, not a number"),
-        ({0: "float32", 900: "float32"}, ValueError, "share 900 must be from 0 to below 1"),
-        ({0: "float32", float("nan"): "float32"}, ValueError, "share nan must be from 0 to below 1"),
-        ({0: "float32", "0.9": "float32"}, TypeError, "shares of the run must be numbers, got '0.9'"),
-        ({0: "float32", 0.5: "float32", 0.2: "float32"}, ValueError, r"shares must rise, got \[0, 0.5, 0.2\]"),
+        ([0.0, "float32"], TypeError, "policies must map fractions of the run to policies, got"),
+        ({}, ValueError, r"the first fraction must be 0, the start of the run, got \[\]"),
+        ({0.1: "float32"}, ValueError, r"the first fraction must be 0, the start of the run, got \[0\.1\]"),
+        (
+            {0: "float32", 1.0: "float32"},
+            ValueError,
+            r"1.0 must be a fraction of the run, from 0 to below 1, not a number of steps",
+        ),
+        (
+            {0: "float32", 900: "float32"},
+            ValueError,
+            "900 must be a fraction of the run, from 0 to below 1, not a number of steps",
+        ),
+        (
+            {0: "float32", float("nan"): "float32"},
+            ValueError,
+            "nan must be a fraction of the run, from 0 to below 1, not a number of steps",
+        ),
+        ({0: "float32", "0.9": "float32"}, TypeError, "fractions of the run must be numbers, got '0.9'"),
+        ({0: "float32", 0.5: "float32", 0.2: "float32"}, ValueError, r"fractions must increase, got \[0, 0\.5, 0\.2\]"),
         ({0: "float32", 0.5: jnp.float32}, TypeError, r"policies\[0.5\] must be a Policy, a PathPolicy or a name"),
         ({0: "float32", 0.5: "float31"}, ValueError, "Unknown dtype 'float31'"),
     ],
@@ -100,7 +112,10 @@ def test_what_is_no_schedule_is_named(policies: Any, error: type[Exception], tex
 
 def test_a_phase_without_a_step_and_steps_out_of_range_are_named() -> None:
     schedule = jt.PolicySchedule(FLOAT32_END)
-    with pytest.raises(ValueError, match=r"a run of 4 steps has none for the phase from 0\.9 on"):
+    with pytest.raises(
+        ValueError,
+        match=r"a run of 4 steps has no step for the phase that starts at 0\.9; use more steps or other fractions",
+    ):
         schedule.phases(4)
     with pytest.raises(ValueError, match="start=11 must be from 0 to total_steps=10"):
         schedule.phases(10, 11)
@@ -124,10 +139,10 @@ def test_steps_are_made_when_they_are_wanted_and_once_for_each_policy() -> None:
     assert made == [jt.get_policy("mixed_float16")]
     assert list(steps) == [2, 2, 1, 1]
     assert list(schedule.steps(make_step, 8, start=5)) == [3, 4, 4]
-    with pytest.raises(ValueError, match="a run of 1 steps has none"):
+    with pytest.raises(ValueError, match="a run of 1 steps has no step for the phase that starts at"):
         schedule.steps(make_step, 1)  # at once, and not at the first step
 
 
 def test_a_train_step_says_what_to_do_with_a_schedule() -> None:
-    with pytest.raises(TypeError, match=r"policy must be that of one step, got a PolicySchedule: .*schedule\.steps\("):
+    with pytest.raises(TypeError, match=r"policy must be a single policy, got a PolicySchedule .*schedule\.steps\("):
         jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), jax.tree.map, policy=jt.PolicySchedule(FLOAT32_END))  # pyright: ignore[reportArgumentType]

@@ -311,10 +311,10 @@ class FunctionLeaf(Additive):
         (8.0, TypeError, r"must be a LossScale, got 8\.0; "),
         (None, TypeError, "must be a LossScale, got None; "),
         (WithoutTwo(), TypeError, r"whose class WithoutTwo has no unscale\(\) and adjust\(\)"),
-        (NotRegistered(), TypeError, "whose class NotRegistered is not a pytree; decorate it with jax.tree_util"),
-        (OfADataclass, TypeError, r"an instance is wanted, OfADataclass\(\.\.\.\)"),
-        (jt.NoOpLossScale, TypeError, r"an instance is wanted, NoOpLossScale\(\.\.\.\)"),
-        (FunctionLeaf(8.0), TypeError, "whose leaf 'schedule' is not a number or array; a setting belongs"),
+        (NotRegistered(), TypeError, "whose class NotRegistered is not a pytree; register it, for example with"),
+        (OfADataclass, TypeError, r"a class; pass an instance: OfADataclass\(\.\.\.\)"),
+        (jt.NoOpLossScale, TypeError, r"a class; pass an instance: NoOpLossScale\(\.\.\.\)"),
+        (FunctionLeaf(8.0), TypeError, "whose leaf 'schedule' is not a number or array; mark settings as"),
         (Wrong(0.0), ValueError, r"loss_scale=0\.0 must be a finite number above 0"),
         (Wrong(float("inf")), ValueError, "loss_scale=inf must be a finite number above 0"),
     ],
@@ -335,7 +335,7 @@ def test_what_it_lacks_is_named(scale: Any, error: Any, message: str, place: str
 
 def test_several_in_several_are_refused() -> None:
     inner: Any = jt.PerLossScale((jt.NoOpLossScale(),))
-    with pytest.raises(TypeError, match="loss_scales must be loss scales of one loss each, got Per"):
+    with pytest.raises(TypeError, match="each of loss_scales must be the scale of one loss, got Per"):
         jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((inner,)))
 
 
@@ -346,11 +346,11 @@ def test_several_in_several_are_refused() -> None:
         (lambda self: Wrong(self.loss_scale, None, self.made), "the same structure"),
         (
             lambda self: Wrong(self.loss_scale.astype(jnp.float16), self.steps, self.made),
-            r"adjust must keep shapes and dtypes, 'loss_scale' is float16\[\] and was float32\[\]",
+            r"adjust must keep shapes and dtypes; it changed 'loss_scale' from float32\[\]",
         ),
         (
             lambda self: Wrong(self.loss_scale, self.steps[None], self.made),
-            r"'steps' is int32\[1\] and was int32\[\]",
+            r"it changed 'steps' from int32\[\] to int32\[1\]",
         ),
     ],
 )
@@ -362,5 +362,5 @@ def test_a_rule_that_a_compiled_step_cannot_follow_is_named(made: Any, message: 
 
 
 def test_torch_has_no_state_for_a_user_scale() -> None:
-    with pytest.raises(ValueError, match=r"has the rule of DynamicLossScale, got OfADataclass\("):
+    with pytest.raises(ValueError, match=r"torch's GradScaler corresponds to a DynamicLossScale, got OfADataclass\("):
         jt.loss_scale_to_torch(OfADataclass(64.0, 0, 8.0))

@@ -122,7 +122,7 @@ def test_pieces_of_a_step_of_ones_own() -> None:
         np.testing.assert_allclose(found[loss_id], loss, rtol=1e-6)
     updates: Any = optimizer.update(grads, state, params())[0]
     assert updates["w"].shape == (4, 2)
-    with pytest.raises(ValueError, match="updates is 1 losses, not a tuple for the 2 losses"):
+    with pytest.raises(ValueError, match="updates is 1 losses, but there are 2 loss scales: a tuple of 2 is needed"):
         optimizer.update(grads[:1], state, params())
 
 
@@ -130,9 +130,9 @@ def test_losses_and_scales_that_do_not_fit_are_named() -> None:
     several = jt.with_loss_scale(optax.sgd(0.1), scales(2.0, 4.0))
     one = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
     plain = jt.stateless(lambda params, batch: params["w"].sum())
-    with pytest.raises(ValueError, match="not a tuple for the 2 losses that have a scale"):
+    with pytest.raises(ValueError, match="but there are 2 loss scales: a tuple of 2 is needed"):
         jt.train_step(plain, several)(jt.TrainState.create(params(), several), batch())
-    with pytest.raises(TypeError, match="loss_fn returned 2 losses; the optimizer has to have a Per"):
+    with pytest.raises(TypeError, match="loss_fn returned 2 losses, which need an optimizer with a PerLossScale"):
         losses = jt.scaled_value_and_grad(lambda p, b: two_losses(p, None, b, None)[0])
         losses(jt.get_loss_scale(one.init(params())), params(), batch())
     with pytest.raises(TypeError, match="loss_scales must be a tuple of loss scales, got Dynamic"):

@@ -134,7 +134,7 @@ def test_there_and_back_in_pythons_own_numbers(
         ({"backoff_factor": -1.0}, "backoff_factor=-1.0 must be"),
         ({"growth_interval": 0}, "growth_interval=0 must be an integer of at least 1"),
         ({"growth_interval": 10.0}, "growth_interval=10.0 must be an integer"),
-        ({"_growth_tracker": 2000}, r"_growth_tracker=2000 must be an integer of 0 \.\. 1999"),
+        ({"_growth_tracker": 2000}, r"_growth_tracker=2000 must be an integer from 0 to 1999"),
         ({"_growth_tracker": -1}, "_growth_tracker=-1 must be"),
         ({"_growth_tracker": 1.0}, "_growth_tracker=1.0 must be"),
         ({"_growth_tracker": False}, "_growth_tracker=False must be"),
@@ -188,7 +188,7 @@ def test_other_loss_scales_are_refused() -> None:
     with pytest.raises(TypeError, match="loss_scale must be a LossScale, got 8"):
         jt.loss_scale_to_torch(8.0)  # pyright: ignore[reportArgumentType]
     stacked = jax.tree.map(lambda x: np.stack([x, x]), jt.torch_loss_scale())
-    with pytest.raises(ValueError, match=r"loss_scale has the shape \(2,\): take the one"):
+    with pytest.raises(ValueError, match=r"loss_scale must be a scalar, got shape \(2,\)"):
         jt.loss_scale_to_torch(stacked)
 
 
@@ -263,7 +263,7 @@ def scaled(loss_scale: jt.LossScale) -> Any:
         (scaled(jt.StaticLossScale(8.0)), jt.StaticLossScale(jnp.float32(4.0)),
          "the number of one is an array, that of the other is not"),
         (jax.tree.map(lambda x: jnp.stack([x, x]), scaled(jt.torch_loss_scale())), jt.torch_loss_scale(),
-         r"^loss_scale of opt_state's loss scale has the shape \(2,\), got \(\)"),
+         r"^loss_scale: loss_scale must have shape \(2,\) as in opt_state, got \(\)"),
     ],
 )  # fmt: skip
 def test_a_state_refuses_what_does_not_fit(state: Any, loss_scale: jt.LossScale, message: str) -> None:

@@ -262,7 +262,7 @@ def test_two_optimizers_have_a_scale_each() -> None:
 
 def test_a_second_scale_inside_is_an_error() -> None:
     twice = jt.with_loss_scale(optax.chain(scaled()), jt.NoOpLossScale())
-    with pytest.raises(ValueError, match="has a loss scale already"):
+    with pytest.raises(ValueError, match="optimizer already has a loss scale; call with_loss_scale once"):
         twice.init(PARAMS)
 
 

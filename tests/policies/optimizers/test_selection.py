@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_named() -> None:
     state = after_step(finite=True)
     with pytest.raises(TypeError, match=r"leaf 'a/b' is float16\[2\] in one tree and float32\[2\]"):
         jt.select_step(state, {"a": {"b": jnp.ones(2, jnp.float16)}}, {"a": {"b": jnp.ones(2)}})
-    with pytest.raises(ValueError, match="new has another structure"):
+    with pytest.raises(ValueError, match="new and old must have the same structure, got new"):
         jt.select_step(state, {"a": jnp.ones(2)}, {"b": jnp.ones(2)})
     with pytest.raises(ValueError, match="opt_state has no loss scale"):
         jt.select_step(optax.sgd(0.1).init(jnp.ones(2)), 1, 2)
@@ -159,6 +159,6 @@ def test_what_hides_steps_from_the_loss_scale_is_refused(optimizer: Any, message
     state = jt.FlaxTrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optimizer)
     with (
         jax.numpy_dtype_promotion("standard"),  # MultiSteps multiplies booleans with floats
-        pytest.raises(ValueError, match="with_loss_scale goes outside"),
+        pytest.raises(ValueError, match="put with_loss_scale outside"),
     ):
         state.apply_gradients(grads={"w": jnp.ones(2)})

@@ -180,7 +180,7 @@ def test_what_hides_steps_from_a_rule_is_refused(around: Any) -> None:
     tx = around(TX)
     step = jt.train_step(loss_fn, tx)
     tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
-    with pytest.raises(ValueError, match=r"does not see every step then; with_loss_scale goes outside"):
+    with pytest.raises(ValueError, match=r"of its state, wraps a with_loss_scale whose skip rule"):
         jax.eval_shape(step, first_state(tx), good(0))
 
 
@@ -343,7 +343,7 @@ def test_a_state_of_another_rule_is_refused() -> None:
         TX.update(grads, plain.init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match="state has a skip rule's state"):
         plain.update(grads, TX.init(PARAMS), PARAMS)
-    with pytest.raises(ValueError, match="has a skip rule, the step's optimizer has none"):
+    with pytest.raises(ValueError, match="has a skip rule, but the step's optimizer has none"):
         jax.eval_shape(jt.train_step(loss_fn, plain), first_state(TX), good(0))
 
 

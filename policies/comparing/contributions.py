@@ -1,0 +1,270 @@
+"""How much of a difference arises at an operation: what goes away once it has the values of the other program.
+
+Operations are taken in the order in which they run. Each gets the values of its counterpart and keeps them, so that
+what a later one takes away is its own part, and not that of what it reads. What is only written otherwise makes nothing
+go away.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_train.policies.autocasting import source_of
+from jmp_train.policies.comparing.counterparts import FILL, Counterpart, Values, counterparts, is_uniform
+from jmp_train.policies.comparing.rerunning import Key, Rerun, Swap, key_of
+from jmp_train.policies.diagnosing import Recorded
+
+_MOST_TRIALS = 48
+_MOST_ELEMENTS = 1 << 24  # of values that are kept
+_WORSE = 1.02  # times the difference, beyond which values are those of another thing
+_CHANCE = 0.8  # of the difference: what leaves more may be the values of another thing, that are nearer by chance
+_LEFT = 0.02  # of the difference, with which the search ends
+_TRIED = 2  # counterparts of an operation, and one by the same primitive
+_SURE = 0.05  # relative difference, up to which there is no other counterpart
+_CLOSE = 0.7  # misfit of what has nothing but its shape in common
+_LEAST = 0.2  # of the difference, below which an operation is not named for its part
+_LEADING = 0.5  # of the largest part, from which on an operation is the first that matters
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function that can be run again.
+
+    Attributes:
+      rerun: the program.
+      recorded: its operations.
+      values: of the operations by number, and of the arguments by numbers below 0.
+      results: what it returns.
+      origins: the numbers of the operations that made these.
+      differing: the numbers of those whose rows are not among those of the other program.
+    """
+
+    rerun: Rerun
+    recorded: Sequence[Recorded]
+    values: dict[int, Values]
+    results: list[Any]
+    origins: frozenset[int]
+    differing: frozenset[int]
+
+
+def program_of(
+    rerun: Rerun, recorded: Sequence[Recorded], origins: frozenset[int], differing: frozenset[int]
+) -> Program:
+    """Runs a program and notes down its values.
+
+    Args:
+      rerun: the program.
+      recorded: its operations.
+      origins: the numbers of the operations that made the results.
+      differing: the numbers of those whose rows are not among those of the other program.
+    """
+    numbers = {key_of(op.callers, op.equation): number for number, op in enumerate(recorded)}
+    kept: dict[int, list[np.ndarray]] = {}
+
+    def note(key: Key, result: Any) -> None:
+        number = numbers.get(key)
+        if number is None or not _is_plain(result):
+            return
+        if result.size * max(len(recorded[number].kept), 1) <= _MOST_ELEMENTS:
+            kept.setdefault(number, []).append(np.asarray(result))
+
+    results = rerun.results({}, note)
+    values = {
+        number: Values(np.stack(runs), recorded[number].equation.primitive.name, number / len(recorded))
+        for number, runs in kept.items()
+    }
+    plain = [x for x in rerun.arguments if _is_plain(x) and x.size <= _MOST_ELEMENTS]
+    values |= {-1 - i: Values(np.asarray(x)[None], "argument", 0.0) for i, x in enumerate(plain)}
+    return Program(rerun, recorded, values, results, origins, differing)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """What an operation contributes to a difference.
+
+    Attributes:
+      share: of the difference, which goes away with the values of the counterpart.
+      counterpart: the number of the operation of the other program; None if there is none, or it is an argument.
+    """
+
+    share: float
+    counterpart: int | None
+
+
+def contributions(own: Program, other: Program, apart: Callable[[list[Any]], float]) -> dict[int, Contribution]:
+    """Returns of operations which part of the difference arises there.
+
+    Args:
+      own: the program whose operations these are.
+      other: the one whose values take the place of its own.
+      apart: how far results of the own program are from those of the other.
+    """
+    before = start = apart(own.results)
+    if not start > 0:
+        return {}
+    found: dict[int, Contribution] = {}
+    kept: dict[Key, Swap] = {}
+    known = _Counterparts(own, other)
+    tried = 0
+    for group in _groups(own, known):
+        best, swaps, chosen = before * _WORSE, None, dict[int, Counterpart]()
+        for choice in known.choices(group):
+            trial = kept | dict(_swaps(own, other, choice))
+            after, tried = apart(own.rerun.results(trial)), tried + 1
+            if after <= best:
+                best, swaps, chosen = after, trial, choice
+            if best <= _LEFT * start:
+                break
+        if swaps is not None:
+            share = (before - best) / start
+            found |= {n: Contribution(share, _operation(chosen.get(n))) for n in group}
+            if not _CHANCE * before < best < before / _WORSE:
+                kept, before = swaps, best
+        if before <= _LEFT * start or tried >= _MOST_TRIALS:
+            break
+    return found
+
+
+def _operation(found: Counterpart | None) -> int | None:
+    return None if found is None or found.number < 0 else found.number
+
+
+def leading(found: dict[int, Contribution]) -> int | None:
+    """Returns the first operation with a large part of the difference; None if none has."""
+    most = max((contribution.share for contribution in found.values()), default=0.0)
+    least = max(_LEADING * most, _LEAST)
+    return min((number for number, contribution in found.items() if contribution.share >= least), default=None)
+
+
+class _Counterparts:
+    """The counterparts of a program's operations, each looked for once."""
+
+    def __init__(self, own: Program, other: Program) -> None:
+        self._own, self._numbers = own, list(other.values)
+        self._all = list(other.values.values())
+        self._varying = [number for number, values in other.values.items() if not is_uniform(values.array)]
+        self._other = other
+        self._same_code = _same_code(other.recorded)
+        self._found: dict[int, list[Counterpart]] = {}
+
+    def of(self, number: int) -> list[Counterpart]:
+        """Returns the counterparts of an operation, the likeliest first."""
+        if number not in self._found:
+            own = self._own.values.get(number)
+            uniform = own is not None and is_uniform(own.array)
+            numbers = self._varying if uniform else self._numbers
+            others = [self._other.values[n] for n in numbers]
+            is_start = uniform and not self._own.recorded[number].reads  # of a cache or a sum
+            found = [] if own is None or is_start else counterparts(own, others)
+            found = [c for c in found if c.misfit <= _CLOSE or not uniform]  # whose shapes are all that is known
+            self._found[number] = [dataclasses.replace(c, number=numbers[c.number]) for c in found]
+        return self._found[number]
+
+    def is_equal(self, number: int) -> bool:
+        """Whether the other program has an operation with the same values."""
+        return any(c.is_equal for c in self.of(number)[:1])
+
+    def choices(self, group: Sequence[int]) -> Iterator[dict[int, Counterpart]]:
+        """Yields counterparts of operations of the same code that are tried together, the likeliest first.
+
+        Those of other code are taken one after the other if there are as many there, for in deep layers, which have
+        the differences of all before them, numbers are less alike.
+        """
+        ways: dict[tuple[int, ...], Counterpart] = {}
+        for found in self.of(group[0]):
+            numbers = self._same_code[found.number] if found.number >= 0 else (found.number,)
+            if len(numbers) != len(group):
+                numbers = (found.number, *((self.of(number) or [found])[0].number for number in group[1:]))
+            ways.setdefault(numbers, found)
+        for numbers, found in self._chosen(group[0], list(ways.items())):
+            pairs = ((number, self._way(group[0], found, number, n)) for number, n in zip(group, numbers, strict=True))
+            yield {number: way for number, way in pairs if way is not None}
+
+    def _way(self, first: int, found: Counterpart, number: int, other: int) -> Counterpart | None:
+        """Returns how an operation's values are arranged as another's, as the first one's are if shapes allow it."""
+        own, others = self._own.values, self._other.values
+        if number not in own or other not in others:
+            return None
+        shapes = [values.array.shape for values in (own[first], own[number], others[found.number], others[other])]
+        if shapes[0] == shapes[1] and shapes[2] == shapes[3]:
+            return dataclasses.replace(found, number=other)
+        way = next(iter(counterparts(own[number], [others[other]])), None)
+        return way and dataclasses.replace(way, number=other)
+
+    def _chosen(self, number: int, ways: list[tuple[Any, Counterpart]]) -> list[tuple[Any, Counterpart]]:
+        """Returns the likeliest ways, and that by the same primitive."""
+        if ways and ways[0][1].apart < _SURE:
+            return ways[:1]
+        name = self._own.recorded[number].equation.primitive.name
+        same = [way for way in ways[_TRIED:] if self._other.values[way[1].number].primitive == name]
+        return ways[:_TRIED] + same[:1]
+
+    def _fits(self, number: int, twin: int, found: int, other: int) -> bool:
+        own, others = self._own.values, self._other.values
+        return (
+            twin in own
+            and own[number].array.shape == own[twin].array.shape
+            and other in others
+            and others[found].array.shape == others[other].array.shape
+        )
+
+
+def _groups(own: Program, known: _Counterparts) -> list[list[int]]:
+    """Returns operations that may make the difference, those of the same code together, in the order they run."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    waiting, reached = set(own.origins), set[int]()
+    while waiting:
+        number = waiting.pop()
+        if number in reached or (number not in own.differing and known.is_equal(number)):
+            continue
+        reached.add(number)
+        op = own.recorded[number]
+        waiting |= op.reads
+        groups.setdefault(_code_of(op), []).append(number)
+    return sorted((sorted(group) for group in groups.values()), key=min)
+
+
+def _same_code(recorded: Sequence[Recorded]) -> list[tuple[int, ...]]:
+    """Returns for each operation the numbers of all that are the same operation of the same code."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for number, op in enumerate(recorded):
+        numbers.setdefault(_code_of(op), []).append(number)
+    return [tuple(numbers[_code_of(op)]) for op in recorded]
+
+
+def _code_of(op: Recorded) -> tuple[str, str]:
+    return source_of((*op.callers, op.equation)), op.equation.primitive.name
+
+
+def _swaps(own: Program, other: Program, choice: dict[int, Counterpart]) -> Iterator[tuple[Key, Swap]]:
+    for number, found in choice.items():
+        op = own.recorded[number]
+        theirs = found.arranged(other.values[found.number].array, own.values[number].array.ndim)
+        yield key_of(op.callers, op.equation), _swap(theirs)
+
+
+def _swap(theirs: np.ndarray) -> Swap:
+    """Returns what puts in another operation's values; places that only one's own has are not seen if others are not.
+
+    Args:
+      theirs: with the own axes.
+    """
+    lowest = float(np.nan_to_num(theirs).min()) if theirs.dtype.kind == "f" else 0.0
+    fill = lowest if lowest <= -FILL else None
+
+    def put_in(run: int, result: Any) -> Any:
+        if theirs.shape[0] != 1 and run >= theirs.shape[0]:
+            return result
+        value = theirs[run if theirs.shape[0] != 1 else 0]
+        region = tuple(slice(None) if size == 1 else slice(size) for size in value.shape)
+        result = jnp.asarray(result) if fill is None else jnp.full_like(result, fill)
+        return result.at[region].set(jnp.asarray(value, result.dtype))
+
+    return put_in
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, jnp.ndarray) and x.size > 0 and x.dtype.kind in "fiub"

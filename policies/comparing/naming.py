@@ -1,0 +1,56 @@
+"""Names the operations where two functions part: by what they contribute, or else by what only one of them has."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jmp_train.policies.comparing.contributions import Contribution, Program, contributions, leading
+
+Numbers = tuple[int | None, int | None]
+"""Of an operation of training and one of inference."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """Where two functions part.
+
+    Attributes:
+      numbers: of the operations; None if a function has none there.
+      contributions: of training and of inference, by the numbers of operations that were tried.
+    """
+
+    numbers: Numbers
+    contributions: tuple[dict[int, float], dict[int, float]]
+
+
+def named_of(train: Program, infer: Program, matched: Numbers, apart: Callable[[list[Any], list[Any]], float]) -> Named:
+    """Returns the operations where two functions part.
+
+    Args:
+      train: of training.
+      infer: of inference.
+      matched: the first operations with rows that the other has not, which are named if none contributes.
+      apart: how far results of training and of inference are apart.
+    """
+    of_infer = contributions(infer, train, lambda results: apart(train.results, results))
+    of_train = contributions(train, infer, lambda results: apart(results, infer.results))
+    numbers = _numbers(of_train, of_infer, matched)
+    shares = [{number: c.share for number, c in found.items()} for found in (of_train, of_infer)]
+    first, second = numbers
+    if first is not None and second in of_infer and of_infer[second].counterpart == first:
+        shares[0][first] = shares[1][second]  # the same trial, seen from the other side
+    return Named(numbers, (shares[0], shares[1]))
+
+
+def _numbers(of_train: dict[int, Contribution], of_infer: dict[int, Contribution], matched: Numbers) -> Numbers:
+    """Returns the operation of inference that contributes first, and its counterpart or an earlier one of training.
+
+    What inference leaves out is an operation of training alone.
+    """
+    train, infer = leading(of_train), leading(of_infer)
+    if infer is None:
+        return (matched[0] if train is None else train), matched[1]
+    counterpart = of_infer[infer].counterpart
+    if train is None or (counterpart is not None and counterpart < train):
+        train = matched[0] if counterpart is None else counterpart
+    return train, infer
