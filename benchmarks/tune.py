@@ -1,6 +1,7 @@
 """What `jmp_train.tune` costs and finds, beside a search that compiles the model anew for each trial.
 
     python benchmarks/tune.py [--cases mnist terrain ...] [--rounds 3] [--json FILE]
+    python benchmarks/tune.py --parts breaking      # models that break in half precision
     python benchmarks/tune.py --tiny --rounds 1     # in small sizes, to see that it runs
 
 A case is the loss of a model and its gradient, each in a process of its own: MNIST's network, ResNet-34, a vision
@@ -9,10 +10,14 @@ of `rescue_models`, which torch's table in float16 does not train. Compile time 
 search that of its trials alone. The peer tries rules the plain way: `autocast` with them, `jax.jit`, run on all
 examples of the search; `--rounds` of its trials are timed, the first with nothing in float32, and each further one
 with one more of the entries that `tune` found. A search by it would take that time for each trial.
+
+`breaking` tunes the models of `breaking_models`, whose loss or gradient half precision makes wrong. Errors are the
+largest of all examples, those that the search has not seen included; shares are of what may run in half precision.
 """
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -21,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from breaking_models import BREAKING
 from rescue_models import MODELS, moments
 from result_files import write_results
 from tune_models import CASES, Case
@@ -44,14 +51,30 @@ def main() -> None:
     """Prints a table of the cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *RESCUED], default=[*CASES, *RESCUED])
+    parser.add_argument("--parts", nargs="+", choices=("costs", "breaking"), default=("costs", "breaking"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--case", choices=[*CASES, *RESCUED], help="measure this one here, and print it as JSON")
+    cases = [*CASES, *RESCUED, *BREAKING]
+    parser.add_argument("--case", choices=cases, help="measure this one here, and print it as JSON")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.case in BREAKING:
+        print(json.dumps(mended(BREAKING[args.case](args.tiny))))
+        return
     if args.case:
         print(json.dumps(measured(case_of(args.case, args.tiny), args.rounds)))
         return
+    results: dict[str, Any] = {}
+    if "costs" in args.parts:
+        results["cases"] = costs(args)
+    if "breaking" in args.parts:
+        results["breaking"] = breaking(args)
+    if args.json:
+        write_results(args.json, results)
+
+
+def costs(args: argparse.Namespace) -> dict[str, Any]:
+    """Prints what tuning costs, one line per case."""
     heads = [f"{title:>9}" for _, title, _ in COLUMNS]
     print(f"{'':<17}{''.join(heads)}{'flops in half':>17}{'elements':>17}  holds")
     results = {}
@@ -62,8 +85,29 @@ def main() -> None:
         holds = "yes" if found["holds"] else "no"
         print(f"{name:<17}{''.join(cells)}{shares[0]:>17}{shares[1]:>17}  {holds}", flush=True)
     print("shares: by torch's table, and tuned; the peer compiles for each trial")
-    if args.json:
-        write_results(args.json, {"cases": results})
+    return results
+
+
+def breaking(args: argparse.Namespace) -> dict[str, Any]:
+    """Prints what half precision does to the models that it breaks, before and after tuning."""
+    print(
+        f"\n{'':<17}{'':>9}{'loss':>12}{'loss off':>10}{'grad. off':>10}{'flops':>8}{'values':>8}{'trials':>8}{'s':>7}"
+    )
+    results = {}
+    for name in BREAKING:
+        found = results[name] = in_a_process(name, args)
+        for choice in ("float32", "all half", "tuned"):
+            row = found[choice]
+            cells = f"{row['loss']:>12.5g}{row['loss_error']:>10.1e}{row['gradient_error']:>10.1e}"
+            cells += f"{row['half_flops']:>8.1%}{row['half_elements']:>8.1%}"
+            if choice == "tuned":
+                holds = "" if found["holds"] else "  does not hold"
+                cells += (
+                    f"{found['trials']:>8}{found['seconds']:>7.1f}  {', '.join(found['entries']) or 'nothing'}{holds}"
+                )
+            print(f"{name if choice == 'float32' else '':<17}{choice:>9}{cells}", flush=True)
+    print("flops and values: shares in half precision; last, what the rules keep in float32")
+    return results
 
 
 def in_a_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -105,6 +149,58 @@ def measured(case: Case, rounds: int) -> dict[str, Any]:
         "half_elements": tuned.half_elements,
         "holds": tuned.verification.passed,
     }
+
+
+def mended(case: Case) -> dict[str, Any]:
+    """Returns the errors of a case in half precision, and by the rules that a tuning finds."""
+    began = time.perf_counter()
+    tuned = jt.tune(case.loss_fn, case.examples, dtype="float16")
+    seconds = time.perf_counter() - began
+    report = jt.explain_autocast(jt.autocast(case.loss_fn, rules=jt.MOSTLY_HALF), *case.examples[0])
+    shares = {
+        "float32": (0.0, 0.0),
+        "all half": (report.half_flops_share, report.half_elements_share),
+        "tuned": (tuned.half_flops[1], tuned.half_elements[1]),
+    }
+    rules = {"float32": None, "all half": jt.MOSTLY_HALF, "tuned": tuned.rules}
+    rows = {}
+    for name, (flops, elements) in shares.items():
+        errors = errors_by(case, rules[name], tuned.loss_scale)
+        rows[name] = {**errors, "half_flops": flops, "half_elements": elements}
+    return {
+        **rows,
+        "entries": [", ".join(entry.primitives) for entry in tuned.entries],
+        "choices": tuned.choices,
+        "trials": tuned.trials,
+        "seconds": seconds,
+        "holds": tuned.verification.passed,
+    }
+
+
+def errors_by(case: Case, rules: jt.AutocastRules | None, scale: float) -> dict[str, float]:
+    """Returns a loss, and the largest relative errors of loss and gradient; of what is not finite they are infinite.
+
+    Args:
+      case: whose first example's loss is returned.
+      rules: of autocast to float16; None for float32.
+      scale: the loss scale.
+    """
+    exact = jax.jit(jax.value_and_grad(case.loss_fn))
+    half_loss = case.loss_fn if rules is None else jt.autocast(case.loss_fn, "float16", rules=rules)
+    scaled = jax.jit(jax.value_and_grad(lambda params, batch: scale * half_loss(params, batch).astype("float32")))
+    losses, errors = [], []
+    for example in case.examples:
+        (loss, gradient), (wanted, wanted_gradient) = scaled(*example), exact(*example)
+        pairs = (loss / scale, wanted), (_flat(gradient) / scale, _flat(wanted_gradient))
+        off = [float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)) for x, y in pairs]
+        losses.append(float(loss / scale))
+        errors.append([x if math.isfinite(x) else math.inf for x in off])
+    loss_error, gradient_error = (max(each) for each in zip(*errors, strict=True))
+    return {"loss": losses[0], "loss_error": loss_error, "gradient_error": gradient_error}
+
+
+def _flat(tree: Any) -> jax.Array:
+    return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])
 
 
 def peer_seconds(case: Case, tuned: jt.TunedRules, count: int) -> float:

@@ -116,7 +116,7 @@ def _ways(own: tuple[int, ...], other: tuple[int, ...], *, drops: bool) -> Itera
       drops: whether the other may have more axes, along which it does not vary.
     """
     long = [axis for axis, size in enumerate(other) if size > 1]
-    for left_out in range(2 if drops else 1):
+    for left_out in range(min(len(long), 1) + 1 if drops else 1):
         for kept in itertools.combinations(long, len(long) - left_out):
             choices = [[a for a, size in enumerate(own) if size >= other[axis]] for axis in kept]
             for chosen in itertools.islice(itertools.product(*choices), _MOST_WAYS):

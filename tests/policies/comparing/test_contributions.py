@@ -100,3 +100,23 @@ def test_what_inference_leaves_out_is_named_in_training(args: Any) -> None:
     assert first is not None
     assert first.train is not None
     assert first.train.code.endswith("# left out")
+
+
+def test_positions_that_are_one_number_beside_those_of_all_tokens(args: Any) -> None:
+    def one_by_one(params: Any, tokens: jax.Array) -> jax.Array:
+        def step(position: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+            later = position + 1  # a position too far
+            return position + 1, jnp.asarray(params["words"])[token] * jnp.cos(later.astype(jnp.float32))
+
+        _, x = jax.lax.scan(step, jnp.int32(0), tokens[:, :-1].T)
+        return chosen(x.swapaxes(0, 1), params["words"], tokens)
+
+    def at_once(params: Any, tokens: jax.Array) -> jax.Array:
+        start = jnp.int32(tokens.size) - tokens.size  # of no axis
+        turns = jnp.cos((start + jnp.arange(LENGTH)).astype(jnp.float32))[:, None]
+        return chosen(jnp.asarray(params["words"])[tokens[:, :-1]] * turns, params["words"], tokens)
+
+    first = jt.parity(at_once, one_by_one, *args).first_difference
+    assert first is not None
+    assert first.infer is not None
+    assert first.infer.code.endswith("# a position too far")
