@@ -7,27 +7,14 @@ Gaussians, values far from 1.
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-
-EXAMPLES = 3  # the last of which the search does not see
+from tune_models import EXAMPLES, Case
 
 Params = dict[str, Any]
-
-
-class Case(NamedTuple):
-    """What is tuned.
-
-    Attributes:
-      loss_fn: takes parameters and a batch, returns the loss.
-      examples: its arguments.
-    """
-
-    loss_fn: Callable[[Any, Any], jax.Array]
-    examples: list[tuple[Any, Any]]
 
 
 def _weights(key: jax.Array, *sizes: int) -> list[jax.Array]:
