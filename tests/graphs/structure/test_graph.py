@@ -162,7 +162,7 @@ def test_one_array_of_jraph_becomes_the_feature_x() -> None:
     [
         (([0, 1], [1, 3], 3), ValueError, r"receivers\[1\] = 3 is out of range for 3 nodes"),
         (([0, -1], [1, 2], 3), ValueError, r"senders\[1\] = -1 is negative"),
-        (([0, 1, 2], [1, 2], 3), ValueError, "senders has 3 edges and receivers 2: edge 2 has one"),
+        (([0, 1, 2], [1, 2], 3), ValueError, "senders has 3 edges and receivers 2: edge 2 has only one"),
         (([0.0, 1.0], [1, 2], 3), TypeError, "senders must be integers, got float64: edge 0 has"),
         (([[0]], [[1]], 3), ValueError, r"senders must have one axis, got shape \(1, 1\)"),
         (([0], [1], 2.5), TypeError, r"n_node=2\.5 must be an integer"),

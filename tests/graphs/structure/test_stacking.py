@@ -170,7 +170,7 @@ def test_other_numbers_of_graphs_are_refused() -> None:
         ValueError,
         match=(
             r"'graph' of the batch must have one graph for each micro-batch of a device, got 3; stack as many as "
-            r"devices times accumulate_steps= .* accumulate_steps=1"
+            r"devices times accumulate_steps=1"
         ),
     ):
         jax.eval_shape(jt.data_parallel(step, mesh(2)), state, whole)

@@ -78,5 +78,5 @@ def test_another_kind_of_scale_is_named() -> None:
     with pytest.raises(ValueError, match=r"loss scale at \./loss_scale is a DynamicLossScale with"):
         serialization.from_state_dict(states[0], serialization.to_state_dict(states[1]))
     state = jt.TrainState.create(PARAMS, adam())
-    with pytest.raises(ValueError, match=r"a TrainState has .*, the state has \['params'\]"):
+    with pytest.raises(ValueError, match=r"a TrainState has .*, but the state has \['params'\]"):
         serialization.from_state_dict(state, {"params": PARAMS})

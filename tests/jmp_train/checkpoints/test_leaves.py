@@ -144,7 +144,7 @@ def refused() -> dict[str, tuple[Any, type[Exception], str]]:
             "is a masked array, whose mask would be lost",
         ),
         "deep": (np.zeros((1,) * 33), ValueError, "has 33 axes; checkpoints can store at most 32"),
-        "donated": (donated, ValueError, "was deleted, as a rule by donation"),
+        "donated": (donated, ValueError, "was deleted, usually by donation"),
     }
 
 

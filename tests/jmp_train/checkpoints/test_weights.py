@@ -229,7 +229,7 @@ def test_the_metadata_say_the_format_and_the_dtypes_before_the_cast(tmp_path: Pa
 def test_a_later_format_is_refused(tmp_path: Path) -> None:
     metadata = {"format": "jmp_train.weights", "format_version": "2"}
     safetensors.numpy.save_file({"w": np.ones(2)}, tmp_path / NAME, metadata)
-    with pytest.raises(ValueError, match=rf"{NAME} has format_version 2, this reads 1"):
+    with pytest.raises(ValueError, match=rf"{NAME} has format_version 2, but this version of jmp_train reads 1"):
         jt.load_weights(tmp_path / NAME, {"w": np.ones(2)})
 
 

@@ -468,7 +468,7 @@ def test_wrong_pipelines_are_refused() -> None:
         doubling(jnp.ones(2), x)
     with pytest.raises(ValueError, match="2 functions have params of 1 stages"):
         jt.Stages([identity, identity], [jnp.ones(2)])
-    with pytest.raises(ValueError, match="params '1' is float16, '0' is float32"):
+    with pytest.raises(ValueError, match="params '1' is float16, but '0' is float32"):
         jt.Stages([identity] * 2, [jnp.ones(2), jnp.ones(2, jnp.float16)])
     stages = jt.Stages([identity] * 2, [jnp.ones(2), jnp.ones(3)])
     with pytest.raises(ValueError, match=r"params of stage 1 must be .*3.*, got .*2"):

@@ -341,7 +341,7 @@ def test_an_axis_that_the_model_names_otherwise_is_named(form: str) -> None:
     loss = jt.stateless(lambda w, x: (w * x - jax.lax.pmean(x, "batch")).mean())
     step = jt.train_step(loss, optax.sgd(1.0))
     state = jt.TrainState.create(jnp.zeros(()), optax.sgd(1.0))
-    text = r"reduces over the axis 'batch' .* the step's axes are 'data': .*axis=\"batch\""
+    text = r"reduces over the axis 'batch' .* the step's axes are 'data'. .*axis=\"batch\""
     with pytest.raises(NameError, match=text):
         EAGER[form](step)(state, jnp.ones(16))
     with pytest.raises(NameError, match="the step's axes are none, as on one device"):

@@ -242,9 +242,9 @@ def test_aux_that_was_not_announced_or_is_missing_is_named(make: Any) -> None:
         kernel = params["kernel"] if isinstance(params, dict) else params.kernel[...]
         return (x @ kernel).sum(), {"logits": x}
 
-    with pytest.raises(TypeError, match=r"loss_fn returned \(float32\[\], dict\), .* say has_aux=True"):
+    with pytest.raises(TypeError, match=r"loss_fn returned \(float32\[\], dict\) with .* pass has_aux=True"):
         make(loss_fn)(scale, params, jnp.ones((3, 2)))
-    with pytest.raises(TypeError, match=r"has_aux=True, but loss_fn returned float32\[\], which is no \(loss, aux\)"):
+    with pytest.raises(TypeError, match=r"has_aux=True, but loss_fn returned float32\[\], not \(loss, aux\)"):
         make(lambda *args: loss_fn(*args)[0], has_aux=True)(scale, params, jnp.ones((3, 2)))
     with pytest.raises(TypeError, match="must be a LossScale, got a dict"):
         make(loss_fn)({"w": jnp.ones((99, 9))}, params, jnp.ones((3, 2)))

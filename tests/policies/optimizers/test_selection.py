@@ -156,9 +156,9 @@ def test_what_hides_steps_from_the_loss_scale_is_refused(optimizer: Any, message
     opt_state = optimizer.init(jnp.ones(2))
     with pytest.raises(ValueError, match=message):
         jt.select_step(opt_state, jnp.ones(()), jnp.ones(()))
-    state = jt.FlaxTrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optimizer)
     with (
         jax.numpy_dtype_promotion("standard"),  # MultiSteps multiplies booleans with floats
         pytest.raises(ValueError, match="put with_loss_scale outside"),
     ):
+        state = jt.FlaxTrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optimizer)
         state.apply_gradients(grads={"w": jnp.ones(2)})
