@@ -58,10 +58,10 @@ def test_missing_files_are_named_with_size_and_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (GOOD[:-1], "has 6145 bytes and ends within row 1: rows are of 3073 bytes, the published"),
-        (GOOD + b"x", "has 6147 bytes and ends within row 2: rows are of 3073 bytes"),
+        (GOOD[:-1], "has 6145 bytes and ends within row 1: rows have 3073 bytes, and the published"),
+        (GOOD + b"x", "has 6147 bytes and ends within row 2: rows have 3073 bytes"),
         (b"", "has 0 bytes and ends within row 0: "),
-        (GOOD + cifar_bytes(IMAGES, np.array([3, 10])), "has the label 10 at row 3, labels are"),
+        (GOOD + cifar_bytes(IMAGES, np.array([3, 10])), "has the label 10 at row 3; labels must be"),
     ],
 )
 def test_damage_is_named_with_file_and_row(tmp_path: Path, content: bytes, message: str) -> None:
