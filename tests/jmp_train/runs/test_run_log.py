@@ -161,7 +161,7 @@ def test_a_log_that_is_removed_is_said_once(tmp_path: Path, capsys: pytest.Captu
         for _ in range(3):
             log.write(RUN)
     assert capsys.readouterr().err == (
-        f"jmp-train: warning: --logdir {tmp_path}/log: it is removed; the log lacks some of the run\n"
+        f"jmp-train: warning: --logdir {tmp_path}/log: it was removed; the log lacks some of the run\n"
     )
 
 

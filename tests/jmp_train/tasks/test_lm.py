@@ -84,7 +84,7 @@ def test_the_text_is_pythons_documentation_and_its_last_tenth_is_held_out() -> N
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [
-        (b"x" * 1289, ValueError, "has 1289 bytes; windows of 128 want at least 1290"),
+        (b"x" * 1289, ValueError, "has 1289 bytes; windows of 128 need at least 1290"),
         (b"", ValueError, "has 0 bytes"),
         (None, FileNotFoundError, "No such file"),
     ],
