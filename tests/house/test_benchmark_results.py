@@ -100,6 +100,16 @@ def test_bytes_of_an_optimizers_state() -> None:
         assert least["with_gradients"] <= most["with_gradients"] / 2
 
 
+def test_small_state_compiles_in_less_than_twice_the_time() -> None:
+    compiled = results("optimizer_state")["compile"]["optimizers"]
+    seconds = {name: found["trace_s"] + found["compile_s"] for name, found in compiled.items()}
+    for name, found in compiled.items():
+        ratio = seconds[name] / seconds["Adam"]
+        size = f"{found['donated_bytes'] / 1e6:.1f} MB"
+        cells = [f"{found['compiled_lines']:,}", f"{seconds[name]:.1f} s", f"{ratio:.2f}", size]
+        assert row(f"compiled, {name}") == cells and ratio < 2
+
+
 def test_what_is_learned_with_small_state_is_within_the_noise_of_seeds() -> None:
     training = results("optimizer_state")["training"]
     for choice in training[0]["choices"]:
