@@ -45,9 +45,9 @@ def check_bytes(what: str, count: int, most: int) -> None:
       most: number of bytes allowed.
 
     Example:
-      >>> check_bytes("ind.cora.allx: a matrix [9, 9]", 324, 300)
+      >>> check_bytes("cora.allx: a matrix [9, 9]", 324, 300)
       Traceback (most recent call last):
-      ValueError: ind.cora.allx: a matrix [9, 9] would take 324 bytes, more than the 300 allowed; max_bytes= allows more
+      ValueError: cora.allx: a matrix [9, 9] would take 324 bytes, more than the limit of 300; raise it with max_bytes=
     """
     if count > most:
         raise ValueError(f"{what} would take {count} bytes, more than the limit of {most}; raise it with max_bytes=")

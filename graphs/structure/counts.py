@@ -51,7 +51,7 @@ def check_int32(what: str, count: int, noun: str = "") -> None:
     Example:
       >>> check_int32("senders has", 2**31, "edges")
       Traceback (most recent call last):
-      ValueError: senders has 2147483648 edges, more than the 2147483647 that int32 can number
+      ValueError: senders has 2147483648 edges, more than int32's largest number, 2147483647
     """
     if count > LARGEST_COUNT:
         number = f"{count} {noun}".rstrip()

@@ -98,7 +98,7 @@ def test_the_split_is_chosen_by_name(folder: Path) -> None:
     parts = {"train": "1\n", "valid": "0\n", "test": "4\n3\n"}
     write(folder, False, {f"split/random/{name}": ids for name, ids in parts.items()})
     assert read_ogb(folder, "random").test.tolist() == [4, 3]
-    are_there = f"must be one of 'random', 'time', which are in {folder}/split"
+    are_there = f"must be one of 'random', 'time', the splits in {folder}/split"
     assert fault(folder) == f"split=None {are_there}"
     for other in ("public", "", "../split/time", "notes.txt"):
         assert fault(folder, split=other) == f"split={other!r} {are_there}"

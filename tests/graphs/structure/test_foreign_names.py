@@ -31,7 +31,7 @@ TABLES = pytest.mark.parametrize(("graph", "names"), [(GRAPH, GRAPH_NAMES), (HET
     ],
 )
 def test_the_error_says_what_does_it_here(graph: Any, name: str, here: str) -> None:
-    with pytest.raises(AttributeError, match=f"a {type(graph).__name__} has no '{name}', as .* here it is .*{here}"):
+    with pytest.raises(AttributeError, match=f"a {type(graph).__name__} has no '{name}', which is .* use .*{here}"):
         getattr(graph, name)
     assert not hasattr(graph, name)
 

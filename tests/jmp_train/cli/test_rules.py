@@ -54,7 +54,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             "train karate --policy mixed_float16 --rules rules.toml",
-            "--rules rules.toml: mixed_float16 does not autocast; autocast_float16, autocast_bfloat16, torch and",
+            "--rules rules.toml: mixed_float16 does not autocast; use autocast_float16, autocast_bfloat16, torch and",
         ),
         ("train karate --mode apex-O2 --rules none.toml", "--rules none.toml: apex-O2 does not autocast; "),
         ("train karate --policy half --rules rules.toml", "--rules rules.toml: half does not autocast; "),
@@ -63,7 +63,7 @@ def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("compare karate --rules bad.toml", "--rules bad.toml: paths: the rule of 'a'"),
         (
             "compare karate --modes float32 apex-O3 --rules rules.toml",
-            "--rules rules.toml: float32, apex-O3 do not autocast; autocast_float16, ",
+            "--rules rules.toml: float32, apex-O3 do not autocast; use autocast_float16, ",
         ),
     ],
 )

@@ -369,7 +369,7 @@ def test_a_line_without_an_end_takes_no_memory(script: Path, tmp_path: Path) -> 
     ("command", "count", "devices", "message"),
     [
         ([], 1, 1, r"launch needs a script: jmp-train launch -n 2 -- script\.py"),
-        (["nowhere.py"], 1, 1, r"launch needs a Python script, 'nowhere\.py' is not a file"),
+        (["nowhere.py"], 1, 1, r"launch needs a Python script, but 'nowhere\.py' is not a file"),
         (["-m", "json"], 0, 1, "count=0 must be at least 1"),
         (["-m", "json"], 1, 0, "devices_per_process=0 must be at least 1"),
     ],

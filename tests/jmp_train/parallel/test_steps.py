@@ -444,7 +444,7 @@ def test_in_a_shard_map_of_ones_own_a_loss_is_not_averaged_twice(check_vma: bool
     if not check_vma:  # here jax's gradient of a mean is that of the own part
         assert float(own(averaged)) == -3.5
         return
-    with pytest.raises(ValueError, match="loss_fn averages its loss over the axis 'data', which"):
+    with pytest.raises(ValueError, match="loss_fn averages its loss over the axis 'data', but the step does"):
         own(averaged)
 
 

@@ -81,7 +81,7 @@ def test_rules_take_the_place_of_those_of_a_name_that_autocasts(name: str) -> No
 @pytest.mark.parametrize("name", ["float32", "mixed_float16", "apex-O0", "apex-O2-bfloat16", "naive"])
 def test_a_name_that_does_not_autocast_takes_no_rules(name: str) -> None:
     assert not autocasts(precision_of(name))
-    text = f"{name} does not autocast, so that it has no rules; autocast_float16, autocast_bfloat16, torch and apex-O1"
+    text = f"{name} does not autocast, so it has no rules; use autocast_float16, autocast_bfloat16, torch and apex-O1"
     with pytest.raises(ValueError, match=text):
         precision_of(name, jt.TORCH_CUDA)
 

@@ -71,7 +71,8 @@ def test_a_cancellation_over_several_operations_is_named_where_it_is_and_mended(
     assert max(loss_error, gradient_error) > 10 * float(jnp.finfo(dtype).eps)  # of the step as it is
     report = jt.diagnose(step, state, NEAR)
     (problem,) = harmful(report)
-    assert (problem.kind, problem.primitive) == ("cancellation", "sub")
+    assert problem.kind == "cancellation"
+    assert problem.primitive in ("sub", "dot_general")  # what amplifies, and in bfloat16 what rounds before it
     assert problem.code == "distances = squares - 2 * x @ y.T  # cancels"
     assert "dot_general" in str(problem.remedy.rules.operations)  # which is what rounds
     assert problem.trial.startswith("tried: these rules mend it; the loss is off by ")

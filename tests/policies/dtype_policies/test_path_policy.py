@@ -96,7 +96,7 @@ def test_outputs_and_reductions_follow_the_default() -> None:
     policy = jt.policy_by_path({"norm": rule}, default)
     assert (policy.output_dtype, policy.reduce_dtype) == (jnp.bfloat16, jnp.float16)
     assert policy.default is default
-    with pytest.raises(ValueError, match="rule 'norm' has reduce_dtype float32, the default has fl"):
+    with pytest.raises(ValueError, match="rule 'norm' has reduce_dtype float32 and the default fl"):
         jt.policy_by_path({"norm": "float32"}, default)
 
 

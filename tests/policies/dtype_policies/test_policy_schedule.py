@@ -144,5 +144,5 @@ def test_steps_are_made_when_they_are_wanted_and_once_for_each_policy() -> None:
 
 
 def test_a_train_step_says_what_to_do_with_a_schedule() -> None:
-    with pytest.raises(TypeError, match=r"policy must be a single policy, got a PolicySchedule .*schedule\.steps\("):
+    with pytest.raises(TypeError, match=r"policy must be a single policy, got a PolicySchedule; .*schedule\.steps\("):
         jt.train_step(jt.stateless(lambda w, x: (w * x).mean()), jax.tree.map, policy=jt.PolicySchedule(FLOAT32_END))  # pyright: ignore[reportArgumentType]
