@@ -14,8 +14,8 @@ import numpy as np
 
 from jmp_train.policies.autocasting import source_of
 from jmp_train.policies.comparing.counterparts import FILL, Counterpart, Values, counterparts, is_uniform
-from jmp_train.policies.comparing.rerunning import Key, Rerun, Swap, key_of
-from jmp_train.policies.diagnosing import Recorded
+from jmp_train.policies.comparing.rerunning import Rerun, Swap
+from jmp_train.policies.diagnosing import Key, Recorded, key_of
 
 _MOST_TRIALS = 48
 _MOST_ELEMENTS = 1 << 24  # of values that are kept
@@ -201,15 +201,6 @@ class _Counterparts:
         name = self._own.recorded[number].equation.primitive.name
         same = [way for way in ways[_TRIED:] if self._other.values[way[1].number].primitive == name]
         return ways[:_TRIED] + same[:1]
-
-    def _fits(self, number: int, twin: int, found: int, other: int) -> bool:
-        own, others = self._own.values, self._other.values
-        return (
-            twin in own
-            and own[number].array.shape == own[twin].array.shape
-            and other in others
-            and others[found].array.shape == others[other].array.shape
-        )
 
 
 def _groups(own: Program, known: _Counterparts) -> list[list[int]]:

@@ -11,23 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_train.policies.autocasting import scan_counts
-from jmp_train.policies.diagnosing import Flat, Operation, Part, bound, compiled, flattened, in_float32, is_low
+from jmp_train.policies.diagnosing import (
+    Flat,
+    HeldPrograms,
+    Key,
+    Operation,
+    Part,
+    ValueKind,
+    bound,
+    compiled,
+    flattened,
+    in_float32,
+    is_low,
+    key_of,
+    last_uses,
+)
 
-Key = tuple[int, ...]
-"""Which operation of a traced program: the identities of the equations around it, and its own."""
 Swap = Callable[[int, Any], Any]
 """From the number of a run of an operation, and the result, to the value that takes its place."""
-
-
-def key_of(callers: Sequence[Any], equation: Any) -> Key:
-    """Returns the key of an operation of a program; it is valid as long as that program lives.
-
-    Args:
-      callers: the equations in whose bodies it is, the outermost first.
-      equation: its own.
-    """
-    return tuple(map(id, (*callers, equation)))
 
 
 class Rerun:
@@ -44,7 +45,7 @@ class Rerun:
     def __init__(self, program: Any, arguments: Sequence[Any]) -> None:
         self._flat = flattened(program)
         self.arguments = [_widened(x) for x in arguments]
-        self._bodies: dict[int, Flat] = {}
+        self._held = HeldPrograms(self._run, _KIND)
         self._operations: dict[int, Callable[[list[Any]], list[Any]]] = {}
         self._swaps: Mapping[Key, Swap] = {}
         self._runs: dict[Key, int] = {}
@@ -63,8 +64,7 @@ class Rerun:
     def _run(self, flat: Flat, arguments: Sequence[Any], around: tuple[Any, ...]) -> list[Any]:
         values = dict(zip(flat.operands, arguments, strict=True))
         values |= {number: _widened(array) for number, array in flat.constants.items()}
-        last_use = {number: i for i, op in enumerate(flat.operations) for number in op.reads}
-        last_use |= dict.fromkeys((x for x in flat.results if isinstance(x, int)), len(flat.operations))
+        last_use = last_uses(flat)
         for i, op in enumerate(flat.operations):
             inputs = [values[x] if isinstance(x, int) else _widened(x) for x in op.inputs]
             results = self._operation(op, inputs, around)
@@ -75,19 +75,15 @@ class Rerun:
         return [values[x] if isinstance(x, int) else _widened(x) for x in flat.results]
 
     def _operation(self, op: Operation, inputs: list[Any], around: tuple[Any, ...]) -> list[Any]:
-        params, within = op.equation.params, (*around, *op.callers, op.equation)
-        match op.equation.primitive.name:
-            case "scan":
-                return self._scan(params, inputs, within)
-            case "while":
-                return self._while(params, inputs, within)
-            case "cond":
-                index, branches = int(inputs[0]), params["branches"]
-                return self._run(self._body(branches[min(max(index, 0), len(branches) - 1)]), inputs[1:], within)
+        results = self._held.results(op, inputs, around)
+        if results is not None:
+            return results
         if id(op) not in self._operations:  # which is kept by its body
             self._operations[id(op)] = _compiled(Part([op], frozenset()))
         results = self._operations[id(op)](inputs)
-        return [self._replaced(key_of(within[:-1], op.equation), results[0])] if len(results) == 1 else results
+        return (
+            [self._replaced(key_of((*around, *op.callers), op.equation), results[0])] if len(results) == 1 else results
+        )
 
     def _replaced(self, key: Key, result: Any) -> Any:
         if self._seen is not None:
@@ -96,33 +92,6 @@ class Rerun:
             run = self._runs[key] = self._runs.get(key, -1) + 1
             return self._swaps[key](run, result)
         return result
-
-    def _scan(self, params: dict[str, Any], inputs: list[Any], within: tuple[Any, ...]) -> list[Any]:
-        n_consts, n_carry = scan_counts(params)
-        consts, carry, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
-        body, rows = self._body(params["jaxpr"]), []
-        for i in reversed(range(params["length"])) if params["reverse"] else range(params["length"]):
-            results = self._run(body, [*consts, *carry, *(x[i] for x in xs)], within)
-            carry, row = results[:n_carry], results[n_carry:]
-            rows.append(row)
-        if not rows:
-            outputs = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in within[-1].outvars[n_carry:]]
-            return [*carry, *map(_widened, outputs)]
-        return [*carry, *(jnp.stack(column) for column in zip(*rows[:: -1 if params["reverse"] else 1], strict=True))]
-
-    def _while(self, params: dict[str, Any], inputs: list[Any], within: tuple[Any, ...]) -> list[Any]:
-        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts, body_consts, carry = inputs[:n_cond], inputs[n_cond:][:n_body], inputs[n_cond + n_body :]
-        condition, body = self._body(params["cond_jaxpr"]), self._body(params["body_jaxpr"])
-        while np.any(self._run(condition, [*cond_consts, *carry], within)[0]):
-            carry = self._run(body, [*body_consts, *carry], within)
-        return carry
-
-    def _body(self, program: Any) -> Flat:
-        """Returns a loop's body flattened, which is done once."""
-        if id(program) not in self._bodies:
-            self._bodies[id(program)] = flattened(program)
-        return self._bodies[id(program)]
 
 
 def _compiled(part: Part) -> Callable[[list[Any]], list[Any]]:
@@ -150,3 +119,6 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 def _widened(x: Any) -> Any:
     return lax.convert_element_type(x, np.float32) if is_low(getattr(x, "dtype", None)) else x
+
+
+_KIND = ValueKind(of_array=_widened, array_of=lambda x: x, row=lambda x, i: x[i], stacked=jnp.stack)

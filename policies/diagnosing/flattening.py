@@ -69,6 +69,12 @@ def flattened(program: Any) -> Flat:
     return Flat(operands, constants, operations, tuple(results))
 
 
+def last_uses(flat: Flat) -> dict[int, int]:
+    """Returns the place of the last operation that reads each value; results of the program are read after all."""
+    last = {number: i for i, op in enumerate(flat.operations) for number in op.reads}
+    return last | dict.fromkeys((x for x in flat.results if isinstance(x, int)), len(flat.operations))
+
+
 def _inline(
     program: Any,
     operands: Sequence[int | np.ndarray],

@@ -13,15 +13,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocasting import join, scan_counts
+from jmp_train.policies.autocasting import join
 from jmp_train.policies.diagnosing.devices import compiled
 from jmp_train.policies.diagnosing.equations import user_line
-from jmp_train.policies.diagnosing.flattening import Flat, Operation, Part, flattened, is_plain, parts_of
+from jmp_train.policies.diagnosing.flattening import Flat, Operation, Part, flattened, is_plain, last_uses, parts_of
+from jmp_train.policies.diagnosing.held_programs import HeldPrograms, ValueKind
 from jmp_train.policies.diagnosing.pairs import Pair, run_both, with_shadow
 from jmp_train.policies.diagnosing.shadow import Shadowing
 
 Keep = Callable[[Pair], Any]
 """Of a result and its shadow to what is kept of it."""
+Key = tuple[int, ...]
+"""Which operation of a traced program: the identities of the equations around it, and its own."""
+
+
+def key_of(callers: Sequence[Any], equation: Any) -> Key:
+    """Returns the key of an operation of a program; it is valid as long as that program lives.
+
+    Args:
+      callers: the equations in whose bodies it is, the outermost first.
+      equation: its own.
+    """
+    return tuple(map(id, (*callers, equation)))
 
 
 @dataclasses.dataclass
@@ -81,15 +94,14 @@ class _Recorder:
     def __init__(self, keep: Keep) -> None:
         self.keep = keep
         self.operations: list[Recorded] = []
-        self.numbers: dict[tuple[int, ...], int] = {}
-        self.bodies: dict[int, Flat] = {}
+        self.numbers: dict[Key, int] = {}
+        self.held = HeldPrograms(self.run, _KIND)
 
     def run(self, flat: Flat, arguments: Sequence[_Value], around: tuple[Any, ...]) -> list[_Value]:
         """Runs a program within the bodies of some equations, the outermost first."""
         values = dict(zip(flat.operands, arguments, strict=True))
         values |= {number: _Value(Pair(array)) for number, array in flat.constants.items()}
-        last_use = {number: i for i, op in enumerate(flat.operations) for number in op.reads}
-        last_use |= dict.fromkeys((x for x in flat.results if isinstance(x, int)), len(flat.operations))
+        last_use = last_uses(flat)
         end = 0
         for part in parts_of(flat.operations):
             end += len(part)
@@ -119,7 +131,7 @@ class _Recorder:
         if not results:
             return []
         callers = (*around, *op.callers)
-        key = tuple(map(id, (*callers, op.equation)))
+        key = key_of(callers, op.equation)
         if key not in self.numbers:
             self.numbers[key] = len(self.operations)
             self.operations.append(Recorded(op.equation, callers, set(), []))
@@ -130,47 +142,11 @@ class _Recorder:
         return [_Value(pair, frozenset((number,))) for pair in results]
 
     def _holding_program(self, op: Operation, inputs: list[_Value], around: tuple[Any, ...]) -> list[_Value]:
-        within = (*around, *op.callers, op.equation)
-        match op.equation.primitive.name:
-            case "scan":
-                return self._scan(op.equation.params, inputs, within)
-            case "while":
-                return self._while(op.equation.params, inputs, within)
-            case "cond":
-                index, *operands = inputs
-                branches = op.equation.params["branches"]
-                taken = branches[min(max(int(index.pair.actual), 0), len(branches) - 1)]
-                return self.run(self._flattened(taken), operands, within)
+        results = self.held.results(op, inputs, around)
+        if results is not None:
+            return results
         pairs, _ = Shadowing().run_operation(op, [x.pair for x in inputs])
         return self._made(op, inputs, pairs, around)
-
-    def _scan(self, params: dict[str, Any], inputs: list[_Value], within: tuple[Any, ...]) -> list[_Value]:
-        n_consts, n_carry = scan_counts(params)
-        consts, carry, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
-        body, rows = self._flattened(params["jaxpr"]), []
-        for i in reversed(range(params["length"])) if params["reverse"] else range(params["length"]):
-            x = [_Value(jax.tree.map(lambda array, i=i: array[i], value.pair), value.origins) for value in xs]
-            results = self.run(body, [*consts, *carry, *x], within)
-            carry, row = results[:n_carry], results[n_carry:]
-            rows.append(row)
-        if not rows:
-            outputs = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in within[-1].outvars[n_carry:]]
-            return [*carry, *(_Value(Pair(x)) for x in outputs)]
-        return [*carry, *map(_stacked, zip(*(rows[::-1] if params["reverse"] else rows), strict=True))]
-
-    def _while(self, params: dict[str, Any], inputs: list[_Value], within: tuple[Any, ...]) -> list[_Value]:
-        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts, body_consts, carry = inputs[:n_cond], inputs[n_cond:][:n_body], inputs[n_cond + n_body :]
-        condition, body = self._flattened(params["cond_jaxpr"]), self._flattened(params["body_jaxpr"])
-        while np.any(self.run(condition, [*cond_consts, *carry], within)[0].pair.actual):
-            carry = self.run(body, [*body_consts, *carry], within)
-        return carry
-
-    def _flattened(self, program: Any) -> Flat:
-        """Returns a loop's body flattened, which is done once."""
-        if id(program) not in self.bodies:
-            self.bodies[id(program)] = flattened(program)
-        return self.bodies[id(program)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,6 +169,15 @@ def _stacked(row: Sequence[_Value]) -> _Value:
         pairs = [with_shadow(pair) for pair in pairs]
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *pairs)
     return _Value(stacked, frozenset().union(*(value.origins for value in row)))
+
+
+def _row(value: _Value, index: int) -> _Value:
+    return _Value(jax.tree.map(lambda array: array[index], value.pair), value.origins)
+
+
+_KIND = ValueKind(
+    of_array=lambda array: _Value(Pair(array)), array_of=lambda value: value.pair.actual, row=_row, stacked=_stacked
+)
 
 
 def _read(value: int | np.ndarray, values: dict[int, _Value]) -> _Value:

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jmp_train.policies.autocasting import scan_counts
 from jmp_train.policies.diagnosing.arithmetic import bound
 from jmp_train.policies.diagnosing.devices import compiled, each_device, mapped, stacking
-from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, parts_of
+from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, last_uses, parts_of
 from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing, totals_of
 from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_once, with_shadow
 from jmp_train.policies.diagnosing.programs import count_rows, dtype_of
@@ -70,8 +70,7 @@ class Shadowing:
         flat = flattened(program)
         values = dict(zip(flat.operands, operands, strict=True))
         values |= {number: self._constant(array) for number, array in flat.constants.items()}
-        last_use = {number: i for i, op in enumerate(flat.operations) for number in op.reads}
-        last_use |= dict.fromkeys((x for x in flat.results if isinstance(x, int)), len(flat.operations))
+        last_use = last_uses(flat)
         blocks: list[jax.Array] = []
         start = 0
         for part in parts_of(flat.operations):
