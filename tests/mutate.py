@@ -14,12 +14,11 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mutations import CHECK_OF_THE_LIST, PYTEST, RINGS, ROOT, copied_tree
+from mutations import RINGS, ROOT, compiled_once, copied_tree, pytest_call
 
 ROOMS = ("policies", "graphs", "jmp_train/steps", "jmp_train/parallel", "jmp_train/checkpoints")
 EQUIVALENT = Path(__file__).parent / "equivalent_faults.txt"
@@ -217,12 +216,8 @@ def is_caught(tree: Path, arguments: Sequence[str], seconds: float) -> bool:
       arguments: of pytest.
       seconds: after which the tests count as hanging.
     """
-    options = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-m", RINGS["quick"], f"--ignore={CHECK_OF_THE_LIST}"]
-    command = [sys.executable, "-c", PYTEST, *options, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    process = subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    call = pytest_call(tree, "-x", "-m", RINGS["quick"], *arguments)
+    process = subprocess.Popen(**call, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -271,10 +266,7 @@ def main() -> int:
     parser.add_argument("--room-only", action="store_true", help="do not run the whole quick ring for survivors")
     options = parser.parse_args()
     faults = drawn_faults(options.room, options.count, options.seed)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy is deleted, as it is after Ctrl-C
-    with tempfile.TemporaryDirectory(prefix="mutation-cache-") as cache:
-        # What one fault leaves as it is need not be compiled again for the next.
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+    with compiled_once():
         by_room, survivors = check(faults, options.room_only, lambda line: print(line, flush=True))
     caught = len(faults) - len(survivors)
     print(f"{by_room} of {len(faults)} caught by the tests of their room, {caught} in all; seed {options.seed}")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RINGS = {"quick": "quick and not full", "all": "not gpu"}  # as the Makefile has them, for pytest's -m
@@ -217,6 +218,15 @@ MUTATIONS = (
 
 
 @contextmanager
+def compiled_once() -> Iterator[None]:
+    """Keeps compiled programs for all faults: what one leaves as it is need not be compiled again for the next."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that copies are deleted, as they are after Ctrl-C
+    with tempfile.TemporaryDirectory(prefix="mutation-cache-") as cache:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+        yield
+
+
+@contextmanager
 def copied_tree() -> Iterator[Path]:
     """Yields a temporary copy of the tracked files as they are in the checkout, links as links."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
@@ -229,13 +239,21 @@ def copied_tree() -> Iterator[Path]:
         yield Path(folder)
 
 
+def pytest_call(tree: Path, *arguments: str) -> dict[str, Any]:
+    """Returns the arguments with which `subprocess` runs pytest in a copy of the tree."""
+    options = ["-q", "--tb=no", "-p", "no:cacheprovider", f"--ignore={CHECK_OF_THE_LIST}"]
+    return {
+        "args": [sys.executable, "-c", PYTEST, *options, *arguments],
+        "cwd": tree,
+        # Before the editable install: the processes that tests start import the copy, too.
+        "env": {**os.environ, "PYTHONPATH": str(tree)},
+    }
+
+
 def failures(tree: Path, *arguments: str) -> list[str]:
     """Returns the tests that fail when pytest runs with these arguments in a copy of the tree."""
-    options = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--ignore={CHECK_OF_THE_LIST}"]
-    command = [sys.executable, "-c", PYTEST, *options, *arguments]
-    # Before the editable install: the processes that tests start import the copy, too.
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    call = pytest_call(tree, "-rfE", *arguments)
+    done = subprocess.run(**call, capture_output=True, text=True, check=False)
     found = [line.split(" - ")[0].split(" ", 1)[1] for line in done.stdout.splitlines() if _names_failure(line)]
     if not found and done.returncode not in (0, NOTHING_RAN):
         raise SystemExit(f"pytest ended with {done.returncode} and named no test:\n{done.stdout}{done.stderr}")
@@ -293,10 +311,7 @@ def main() -> int:
     parser.add_argument("--mirror-only", action="store_true", help="run no more than the tests that mirror the module")
     options = parser.parse_args()
     chosen = [mutation for mutation in MUTATIONS if mutation.name in options.only]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy is deleted, as it is after Ctrl-C
-    with tempfile.TemporaryDirectory(prefix="mutation-cache-") as cache:
-        # What one fault leaves as it is need not be compiled again for the next.
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+    with compiled_once():
         missed = check(chosen, options.ring, options.mirror_only)
     return int(missed > (len(chosen) // 10 if options.ring == "quick" else 0))  # two of twenty
 
