@@ -188,8 +188,9 @@ def use(archive: Path, python: str, *options: str, packages: Path | None = None)
         _run(python, "-m", "venv", str(environment), cwd=elsewhere, env=env)
         inside = str(environment / "bin" / "python")
         _run(inside, "-m", "pip", "install", "-q", *options, str(archive.resolve()), cwd=elsewhere, env=env)
-        blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-        code = "\n".join([*blocks, CHECK.replace("{version}", version())])
+        step, *others = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        # After the step, whose loss it prints: a job of one's own has another `metrics`.
+        code = "\n".join([step, CHECK.replace("{version}", version()), *others])
         _run(str(environment / "bin" / "jmp-train"), "--version", cwd=elsewhere, env=env)
         return _run(inside, "-c", code, cwd=elsewhere, env=env)
 

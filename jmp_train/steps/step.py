@@ -97,8 +97,7 @@ def train_step(
     if isinstance(policy, PolicySchedule):
         raise TypeError(
             "policy must be a single policy, got a PolicySchedule; make one step per phase with "
-            "schedule.steps(lambda policy: jax.jit(train_step(..., policy=policy), donate_argnums=0), "
-            "total_steps)"
+            "schedule.steps(lambda policy: jax.jit(train_step(..., policy=policy), donate_argnums=0), total_steps)"
         )
     policy = None if policy is None else named_policy(policy)
     check_takes_state(loss_fn)
