@@ -398,7 +398,8 @@ def _warn_if_not_floating(x: object, name: str) -> None:
     if isinstance(x, bool | int | float | jax.Array | np.ndarray | np.generic):
         dtype = jnp.result_type(x)
         if not jnp.issubdtype(dtype, jnp.floating):
-            warnings.warn(f"{name} must have a floating dtype, got {dtype}", stacklevel=4)
+            # jmp's tests expect its words.
+            warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
 
 
 def _check_static_number(x: object) -> None:

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.quick
 MANY = settings(max_examples=40, deadline=None)
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # of the tests
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # in one of those tests
 @pytest.mark.parametrize(("module", "count"), [("loss_scale", 25), ("policy", 60)])

@@ -209,7 +209,7 @@ def test_own_fields_are_strict() -> None:
         ((8.0, 0, 10, 1), "factor=1 should be finite and above 1"),
         ((8.0, 0, 10, 2, -1.0), "min_loss_scale=-1.0 should be finite and not negative"),
         ((0.0,), "loss_scale=0.0 should be finite and above 0"),
-        ((8,), "loss_scale must have a floating dtype, got int32"),
+        ((8,), "Expected floating type for loss_scale, got int32"),
     ],
 )
 def test_fields_of_jmp_are_lenient_and_warn(arguments: tuple[Any, ...], text: str) -> None:
