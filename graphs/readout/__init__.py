@@ -1,5 +1,9 @@
 """Operations on whole graphs: readouts of a batch's graphs, pooling, and norms over real nodes."""
 
+from jmp_train.graphs.readout.dense_batches import from_dense_adj as from_dense_adj
+from jmp_train.graphs.readout.dense_batches import from_dense_batch as from_dense_batch
+from jmp_train.graphs.readout.dense_batches import to_dense_adj as to_dense_adj
+from jmp_train.graphs.readout.dense_batches import to_dense_batch as to_dense_batch
 from jmp_train.graphs.readout.graph_features import broadcast_edges as broadcast_edges
 from jmp_train.graphs.readout.graph_features import broadcast_nodes as broadcast_nodes
 from jmp_train.graphs.readout.graph_features import edge_cumsum as edge_cumsum

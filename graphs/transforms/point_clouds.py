@@ -13,6 +13,8 @@ from jmp_train.graphs.structure import Graph, as_count, ascends, from_edges
 from jmp_train.policies.pytrees import has_tracers
 
 Pairs = tuple[np.ndarray, np.ndarray]  # senders and receivers
+SAME = 1e-9  # relative difference up to which a tree's distances may be equal
+ROWS = 256  # points whose ties are resolved at a time
 
 
 def knn_graph(
@@ -35,7 +37,7 @@ def knn_graph(
 
     Returns:
       The graph, a batch with `graph_ids`, without features; its edges are sorted by receiver, and those of a receiver
-      by distance, then sender. Among points at equal distance, any may be the last one taken.
+      by distance, then sender. So of points at equal distance in float64, those that come first are taken.
 
     Raises:
       TypeError: points are not floating or traced, ids are not integers, or `k` is not an integer.
@@ -59,16 +61,19 @@ def knn_graph(
         wanted = min(k + exclude_self, len(some))
         if wanted == 0:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        distances, found = KDTree(some).query(some, k=wanted)
-        receivers = np.repeat(np.arange(len(some)), wanted)
-        senders, distances = np.ravel(found), np.ravel(distances)
-        if exclude_self:  # if many points are equal, a point need not be among its own nearest
-            is_self = (senders == receivers).reshape(-1, wanted)
-            is_self[~is_self.any(axis=1), -1] = True
-            keep = ~is_self.ravel()
-            senders, receivers, distances = senders[keep], receivers[keep], distances[keep]
-        order = np.lexsort((senders, distances, receivers))
-        return senders[order], receivers[order]
+        tree = KDTree(some)
+        distances, found = (
+            np.asarray(each).reshape(len(some), -1) for each in tree.query(some, k=min(wanted + 1, len(some)))
+        )
+        last = distances[:, wanted - 1] * (1 + SAME)
+        # If the next point is as near as the last one, all that are as near are compared.
+        is_tied = (distances[:, -1] <= last) & (wanted < len(some))
+        senders, receivers = [found[~is_tied, :wanted].ravel()], [np.repeat(np.flatnonzero(~is_tied), wanted)]
+        for rows in np.array_split(np.flatnonzero(is_tied), 1 + is_tied.sum() // ROWS):
+            near = tree.query_ball_point(some[rows], last[rows])
+            senders += [np.asarray(each, np.int64) for each in near]
+            receivers.append(np.repeat(rows, [len(each) for each in near]))
+        return _nearest_of(some, np.concatenate(senders), np.concatenate(receivers), k, exclude_self)
 
     return _connected(points, graph_ids, nearest, formats)
 
@@ -79,6 +84,7 @@ def radius_graph(
     graph_ids: Ids | None = None,
     *,
     self_loop: bool = False,
+    max_neighbors: int | None = None,
     formats: Sequence[str] = ("coo", "csr"),
 ) -> Graph:
     """Returns the graph in which points at most a radius apart send to each other; runs on the host.
@@ -87,15 +93,17 @@ def radius_graph(
       points: floating [points, dimensions], finite; distances are Euclidean.
       radius: the largest distance.
       graph_ids: see `knn_graph`.
-      self_loop: True to let each point send to itself.
+      self_loop: True to let each point send to itself, as its nearest point.
+      max_neighbors: the largest number of senders per point, the nearest ones; of points at equal distance in float64,
+        those that come first. None for all.
       formats: see `from_edges`.
 
     Returns:
-      The graph, a batch with `graph_ids`, without features; each edge in both directions, sorted by receiver, then
-      sender.
+      The graph, a batch with `graph_ids`, without features; each edge in both directions unless `max_neighbors` leaves
+      one out, sorted by receiver, then sender.
 
     Raises:
-      TypeError: see `knn_graph`.
+      TypeError: see `knn_graph`; or `max_neighbors` is not an integer.
       ValueError: see `knn_graph`; or the radius is negative or NaN.
 
     Example:
@@ -108,6 +116,7 @@ def radius_graph(
     """
     if not radius >= 0:
         raise ValueError(f"radius={radius} must be at least 0")
+    most = None if max_neighbors is None else as_count("max_neighbors", max_neighbors)
 
     def near(some: np.ndarray) -> Pairs:
         from scipy.spatial import KDTree
@@ -116,10 +125,27 @@ def radius_graph(
         own = np.arange(len(some) if self_loop else 0)
         senders = np.concatenate([pairs[:, 0], pairs[:, 1], own])
         receivers = np.concatenate([pairs[:, 1], pairs[:, 0], own])
+        if most is not None:
+            senders, receivers = _nearest_of(some, senders, receivers, most)
         order = np.lexsort((senders, receivers))
         return senders[order], receivers[order]
 
     return _connected(points, graph_ids, near, formats)
+
+
+def _nearest_of(
+    points: np.ndarray, senders: np.ndarray, receivers: np.ndarray, k: int, exclude_self: bool = False
+) -> Pairs:
+    """Returns the pairs of each receiver with its `k` nearest senders, sorted by receiver, distance and sender."""
+    if exclude_self:
+        is_kept = senders != receivers
+        senders, receivers = senders[is_kept], receivers[is_kept]
+    distances = np.linalg.norm(points[senders] - points[receivers], axis=1)
+    distances[senders == receivers] = -1  # a point is nearest to itself, even if others are equal
+    order = np.lexsort((senders, distances, receivers))
+    senders, receivers = senders[order], receivers[order]
+    is_near = np.arange(len(receivers)) - np.searchsorted(receivers, receivers) < k
+    return senders[is_near], receivers[is_near]
 
 
 def _connected(

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jmp_train import graphs
 
@@ -57,6 +59,38 @@ def test_many_equal_points_are_not_their_own_neighbors() -> None:
     assert not (graph.senders == graph.receivers).any()
 
 
+def nearest(cloud: np.ndarray, k: int, radius: float, *, exclude_self: bool) -> list[tuple[int, int]]:
+    """Returns receivers with the nearest senders, by distance and then by id; a point is nearest to itself."""
+    found = []
+    for to, point in enumerate(cloud):
+        apart = np.sqrt(((cloud - point) ** 2).sum(1))
+        near = [(-1.0 if of == to else apart[of], of) for of in range(len(cloud)) if apart[of] <= radius]
+        found += [(to, of) for _, of in [each for each in sorted(near) if each[1] != to or not exclude_self][:k]]
+    return found
+
+
+def check_ties(cloud: np.ndarray, k: int) -> None:
+    for exclude_self in (False, True):
+        graph = graphs.knn_graph(cloud, k, exclude_self=exclude_self)
+        assert ends(graph) == nearest(cloud, k, np.inf, exclude_self=exclude_self)
+        graph = graphs.radius_graph(cloud, 1.0, self_loop=not exclude_self, max_neighbors=k)
+        assert ends(graph) == sorted(nearest(cloud, k, 1.0, exclude_self=exclude_self))
+
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+def test_of_points_at_equal_distance_the_first_are_taken(k: int) -> None:
+    grid = np.stack(np.meshgrid(np.arange(5.0), np.arange(5.0)), -1).reshape(-1, 2)
+    check_ties(np.random.default_rng(k).permutation(grid), k)
+    check_ties(np.ones((6, 1)), k)
+
+
+@pytest.mark.full
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12), st.integers(0, 5))
+def test_ties_on_grids(points: list[tuple[int, int]], k: int) -> None:
+    check_ties(np.array(points, np.float64).reshape(-1, 2), k)
+
+
 def test_of_no_points_and_few() -> None:
     for make in (graphs.knn_graph, graphs.radius_graph):
         assert make(np.zeros((0, 2)), 1).num_nodes == 0
@@ -83,5 +117,7 @@ def test_what_is_refused() -> None:
     for radius in (-1.0, np.nan):
         with pytest.raises(ValueError, match=f"radius={radius} must be at least 0"):
             graphs.radius_graph(cloud, radius)
+    with pytest.raises(ValueError, match="max_neighbors=-1 must be at least 0"):
+        graphs.radius_graph(cloud, 1.0, max_neighbors=-1)
     with pytest.raises(TypeError, match="points is traced"):
         jax.jit(lambda x: graphs.knn_graph(x, 1).senders)(cloud)
