@@ -11,8 +11,7 @@ from jmp_train.steps.call_checks import check_call as check_call
 from jmp_train.steps.costs import StepCosts as StepCosts
 from jmp_train.steps.costs import step_costs as step_costs
 from jmp_train.steps.device_axes import over_axes as over_axes
-from jmp_train.steps.explained_errors import missing_key_explained as missing_key_explained
-from jmp_train.steps.explained_errors import why_no_key as why_no_key
+from jmp_train.steps.explained_errors import NO_KEY as NO_KEY
 from jmp_train.steps.flax_train_state import FlaxTrainState as FlaxTrainState
 from jmp_train.steps.fp8_scaling import delayed_scaling as delayed_scaling
 from jmp_train.steps.fp8_scaling import own_state as own_state
@@ -38,3 +37,6 @@ from jmp_train.steps.update import Update as Update
 from jmp_train.steps.update import apply_gradients as apply_gradients
 from jmp_train.steps.update import evaluation as evaluation
 from jmp_train.steps.watches import WATCHES as WATCHES
+from jmp_train.types import Batch as Batch
+from jmp_train.types import Metrics as Metrics
+from jmp_train.types import ModelState as ModelState

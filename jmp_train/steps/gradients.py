@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_train.policies import Params, PyTree
-from jmp_train.policies.autocasting import DelayedScales, fp8_scales
+from jmp_train.policies.autocasting import DelayedScales, fp8_scales, none_key_explained
 from jmp_train.policies.dtype_policies import (
     FirstTrace,
     PathPolicy,
@@ -36,7 +36,6 @@ from jmp_train.policies.pytrees import (
     named_leaves,
     upcast_to_float32,
 )
-from jmp_train.steps.explained_errors import missing_key_explained, why_no_key
 
 
 def scaled_value_and_grad(
@@ -91,7 +90,7 @@ def scaled_value_and_grad(
 
     @functools.wraps(value_and_grad)
     def watched(loss_scale: LossScales, *args: object, **kwargs: object) -> Any:
-        with missing_key_explained(why_no_key(loss_fn, args)):
+        with none_key_explained(loss_fn, args, kwargs):
             first_trace.look(loss_fn, policy, args, kwargs)
             return value_and_grad(loss_scale, *args, **kwargs)
 

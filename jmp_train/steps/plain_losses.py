@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from jmp_train.policies import Params
+from jmp_train.policies.autocasting import missing_key_explained
 from jmp_train.policies.loss_scaling import check_is_stateless, loss_and_aux, only_losses
-from jmp_train.steps.explained_errors import missing_key_explained
 from jmp_train.steps.gradient_functions import LossFn
 from jmp_train.types import Batch, ModelState
 
@@ -45,7 +45,7 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossF
         params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
     ) -> tuple[jax.Array, tuple[Any, Any]]:
         del rng
-        with missing_key_explained(_STATELESS):
+        with missing_key_explained(lambda: _STATELESS, is_last_word=True):
             result = loss_fn(params, batch)
         loss, aux = loss_and_aux(result, True) if has_aux else (only_losses(result, has_aux), None)
         return loss, (model_state, aux)

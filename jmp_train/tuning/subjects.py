@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train.policies.autocasting import FlatCall
+from jmp_train.policies.autocasting import FlatCall, missing_key_explained
 from jmp_train.policies.dtype_policies import FirstTrace, Policy
 from jmp_train.policies.loss_scaling import StaticLossScale, unpack_loss
 from jmp_train.policies.optimizers import scaled_states
 from jmp_train.policies.pytrees import is_float_array, is_inexact_array, is_nnx_object, named_leaves
-from jmp_train.steps import TrainState, TrainStep, unstacked, unwatched_value_and_grad
+from jmp_train.steps import NO_KEY, TrainState, TrainStep, unstacked, unwatched_value_and_grad
 from jmp_train.tuning.tolerance import Outcome
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -204,7 +204,9 @@ class _Step:
         """See `Subject`."""
         state, batch = example
         batch = unstacked(batch, self.step.accumulate_steps)
-        loss, _ = unpack_loss(transform(self.step.loss_fn)(state.params, state.model_state, batch, _key_of(state)))
+        with missing_key_explained(lambda: NO_KEY if state.rng is None else None):
+            result = transform(self.step.loss_fn)(state.params, state.model_state, batch, _key_of(state))
+        loss, _ = unpack_loss(result)
         return jnp.asarray(sum(loss) if isinstance(loss, tuple | list) else loss, _F32)
 
     def _under(self, transform: Transform) -> TrainStep:

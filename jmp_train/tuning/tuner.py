@@ -17,12 +17,13 @@ from jmp_train.policies.autocasting import (
     AutocastRules,
     autocast,
     explain_autocast,
+    none_key_explained,
 )
 from jmp_train.policies.dtype_policies import AutocastPolicy, FirstTrace
 from jmp_train.policies.loss_scaling import DynamicLossScale
 from jmp_train.policies.optimizers import get_loss_scale, scaled_states, set_loss_scale
 from jmp_train.policies.pytrees import check_half
-from jmp_train.steps import TrainState, missing_key_explained, why_no_key
+from jmp_train.steps import TrainState
 from jmp_train.tuning.checks import check_finite, checked, why_no_choice
 from jmp_train.tuning.entries import entries_of
 from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
@@ -104,7 +105,7 @@ def tune(
         raise ValueError(f"loss_scale={loss_scale!r} must be a positive number")
     given = checked(fn, examples, others, held_out, budget, steps)
     seen = len(given) - (len(held_out) if held_out is not None else len(examples) > 1)
-    with missing_key_explained(why_no_key(fn, given[0])):
+    with none_key_explained(fn, given[0]):
         subject, given = subject_of(fn, given)
         units = find_units(subject, given[0], half, MOSTLY_HALF)
     if not units:

@@ -27,6 +27,9 @@ from jmp_train.policies.autocasting.fp8 import fp8_state as fp8_state
 from jmp_train.policies.autocasting.fp8 import scales_of as scales_of
 from jmp_train.policies.autocasting.fp8 import with_magnitudes as with_magnitudes
 from jmp_train.policies.autocasting.higher_order import scan_counts as scan_counts
+from jmp_train.policies.autocasting.missing_keys import argument_names as argument_names
+from jmp_train.policies.autocasting.missing_keys import missing_key_explained as missing_key_explained
+from jmp_train.policies.autocasting.missing_keys import none_key_explained as none_key_explained
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
 from jmp_train.policies.autocasting.operations import OperationReport as OperationReport
 from jmp_train.policies.autocasting.operations import OperationsReport as OperationsReport

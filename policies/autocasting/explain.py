@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.policies.autocasting.flat_calls import FlatCall
+from jmp_train.policies.autocasting.missing_keys import none_key_explained
 from jmp_train.policies.autocasting.operations import (
     OperationReport,
     OperationsReport,
@@ -88,7 +89,8 @@ def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) ->
     call = FlatCall(args, kwargs)
     in_float32 = [float32_aval(aval) for aval in call.avals]
     under_autocast = call.of_arrays(lambda *a, **k: run_region(region, plain, a, k))
-    operations = decided(region, lambda region, *a, **k: run_region(region, plain, a, k), call)
+    with none_key_explained(plain, args, kwargs):
+        operations = decided(region, lambda region, *a, **k: run_region(region, plain, a, k), call)
     return AutocastReport(
         operations=operations,
         unmet=unmet_entries(region.rules, programs),

@@ -14,6 +14,7 @@ from jmp_train.policies.autocasting.cpu_convolutions import all_equations, warn_
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScaling, Recipe, fp8_scales, given_scales
 from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.interpreter import interpret
+from jmp_train.policies.autocasting.missing_keys import none_key_explained
 from jmp_train.policies.autocasting.python_values import python_values_explained
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import TORCH_CUDA, AutocastRules, Rule
@@ -96,7 +97,7 @@ def autocast(
         with jax.named_scope(DECIDED):
             if not enabled:
                 return fn(*args, **kwargs)
-            with tried_rules(rules, half) as taken:
+            with tried_rules(rules, half) as taken, none_key_explained(fn, args, kwargs):
                 return run(dataclasses.replace(region, rules=taken), fn, args, kwargs)
 
     mark = Mark(with_autocast, fn, region if enabled else None)

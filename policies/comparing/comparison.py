@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from jmp_train.policies.autocasting import none_key_explained
 from jmp_train.policies.comparing.differences import differences_of
 from jmp_train.policies.comparing.log_probs import tokens_of
 from jmp_train.policies.comparing.operations import operations_of
@@ -57,6 +58,9 @@ def parity(
     Reference: Qi and others, "Defeating the Training-Inference Mismatch via FP16", arXiv:2510.26788, 2025.
     """
     check_values(args, "parity")
-    tokens = tokens_of(train_fn(*args), infer_fn(*args), where)
+    with none_key_explained(train_fn, args):
+        trained = train_fn(*args)
+    with none_key_explained(infer_fn, args):
+        tokens = tokens_of(trained, infer_fn(*args), where)
     found = operations_of(train_fn, infer_fn, args, where) if operations else None
     return ParityReport(**vars(differences_of(tokens)), operations=found)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jmp_train.policies.autocasting import none_key_explained
 from jmp_train.policies.diagnosing.examining import examine
 from jmp_train.policies.diagnosing.explaining import explanation
 from jmp_train.policies.diagnosing.report import NumericsReport
@@ -50,10 +51,12 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
     Reference: the shadow is that of FpDebug (Benz, Hildebrandt and Hack, PLDI 2012), the local error of an operation
     that of Herbgrind (Sanchez-Stern and others, PLDI 2018).
     """
+    plain, given = fn, args
     if any(map(is_nnx_object, jax.tree.leaves(args, is_leaf=is_nnx_object))):
         fn, args = _with_changed_objects(fn), (args,)
     try:
-        first = examine(fn, args, steps)
+        with none_key_explained(plain, given):
+            first = examine(fn, args, steps)
         found = with_trials(first, lambda rules: examine_by_rules(first, fn, args, rules))
     finally:
         forget_programs()

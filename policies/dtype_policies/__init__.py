@@ -31,4 +31,3 @@ from jmp_train.policies.dtype_policies.policy_schedule import Phase as Phase
 from jmp_train.policies.dtype_policies.policy_schedule import PolicySchedule as PolicySchedule
 from jmp_train.policies.dtype_policies.policy_schedule import check_shares as check_shares
 from jmp_train.policies.dtype_policies.policy_schedule import first_steps as first_steps
-from jmp_train.policies.dtype_policies.policy_trace import argument_names as argument_names

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from jmp_train.policies.autocasting import none_key_explained
 from jmp_train.policies.dtype_policies.arguments import cast_arguments
 from jmp_train.policies.dtype_policies.half_products import FirstTrace, mixed_dtypes_explained
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
@@ -56,7 +57,8 @@ def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy | str) 
     def with_policy(*inputs: Args.args, **kwargs: Args.kwargs) -> Result:
         args = (*module, *inputs)
         first_trace.look(plain, policy, args, kwargs)
-        with mixed_dtypes_explained(policy), cast_arguments(policy, args, kwargs) as call:
+        explained = none_key_explained(plain, args, kwargs)
+        with explained, mixed_dtypes_explained(policy), cast_arguments(policy, args, kwargs) as call:
             compute_args, compute_kwargs = call
             result = run(*compute_args, **compute_kwargs)
         return cast_results(result, policy.default.cast_to_output)

@@ -13,6 +13,7 @@ from jmp_train.policies.autocasting import (
     elements_of,
     half_share,
     mark_of,
+    none_key_explained,
     run_region,
     source_of,
     table,
@@ -88,9 +89,9 @@ def explain_policy(
     policy = named_policy(policy)
     fn, module = unbound(fn)
     args = (*module, *args)
-    if isinstance(policy.default, AutocastPolicy):
-        return _under_autocast(fn, policy, args, kwargs)
-    with mixed_dtypes_explained(policy):
+    with mixed_dtypes_explained(policy), none_key_explained(fn, args, kwargs):
+        if isinstance(policy.default, AutocastPolicy):
+            return _under_autocast(fn, policy, args, kwargs)
         return PolicyReport(tuple(map(_row, operations_under(fn, policy, args, kwargs))))
 
 

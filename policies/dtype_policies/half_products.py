@@ -12,6 +12,7 @@ import numpy as np
 from jmp_train.policies.autocasting import (
     TOLERATED_SHARE,
     Float32ProductsWarning,
+    argument_names,
     is_at_risk,
     product_text,
     share_text,
@@ -24,7 +25,6 @@ from jmp_train.policies.dtype_policies.narrowed_values import check_narrowed
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.dtype_policies.policy_trace import (
-    argument_names,
     computes_in_float16,
     computes_in_half,
     operations_under,
@@ -43,7 +43,7 @@ class MissingLossScaleWarning(UserWarning):
     Example:
       >>> import warnings
       >>> import jmp_train as jt
-      >>> warnings.filterwarnings("ignore", category=jt.MissingLossScaleWarning)
+      >>> warnings.filterwarnings("ignore", category=jt.policies.MissingLossScaleWarning)
     """
 
 

@@ -1,13 +1,12 @@
 """Traces a function under a policy, to analyze its operations; nothing is computed."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jmp_train.policies.autocasting import FlatCall, chosen, is_float32
+from jmp_train.policies.autocasting import FlatCall, argument_names, chosen, is_float32
 from jmp_train.policies.dtype_policies.arguments import cast_arguments
 from jmp_train.policies.dtype_policies.float32_origins import (
     Origin,
@@ -82,13 +81,3 @@ def operations_under(
         for path, variable in zip(chosen(paths, call.are_arrays), jaxpr.jaxpr.invars, strict=True)
     ]
     return traced_operations(jaxpr, origins)
-
-
-def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    """Returns the names of a function's first `count` arguments."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [*positional, *(f"argument {i}" for i in range(len(positional), count))][:count]

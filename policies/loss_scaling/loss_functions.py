@@ -1,6 +1,7 @@
 """Checks the arguments and results of loss functions."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ _EXPECTED = (
     "stateless(loss_fn) adapts a loss_fn(params, batch) -> loss, and stateless(loss_fn, has_aux=True) "
     "a loss_fn(params, batch) -> (loss, aux)"
 )
+
+_ASKS_FOR_A_KEY = re.compile(r"\*, .*\b(rngs?|key|seed)\b")  # by keyword only, as equinox's models do
 
 # An attribute of loss functions from an AMP mode: whether the mode casts parameters and batch.
 CASTS_BY_AMP = "_jmp_train_casts_by_amp"
@@ -35,7 +38,7 @@ def check_is_stateless(loss_fn: object) -> None:
     """Raises TypeError if a loss function cannot take (params, batch)."""
     if signature := _refused_signature(loss_fn, 2):
         hint = "" if _refused_signature(loss_fn, 4) else "; pass this one to train_step directly, without stateless"
-        if not _refused_signature(loss_fn, 3):
+        if not _refused_signature(loss_fn, 3) or _ASKS_FOR_A_KEY.search(signature):
             hint = (
                 "; a loss that needs random keys is a loss_fn(params, model_state, batch, rng) -> (loss, "
                 "(model_state, aux)): pass it to train_step without stateless"
