@@ -28,7 +28,10 @@ from jmp_train import Task
 from jmp_train.aot import compile_for_gpu
 from jmp_train.tasks import load_task
 
-RECIPES = {recipe.__name__: recipe for recipe in (jt.Float8CurrentScaling, jt.DelayedScaling, jt.MXFP8BlockScaling)}
+RECIPES = {
+    recipe.__name__: recipe
+    for recipe in (jt.policies.Float8CurrentScaling, jt.DelayedScaling, jt.policies.MXFP8BlockScaling)
+}
 WAYS = ("float32", "bfloat16", *RECIPES)
 RULES = jt.TORCH_CUDA.replace(paths={"attention|mlp": "fp8"})
 TEST_BATCH = 32
@@ -79,7 +82,7 @@ def bits_per_byte(task: Task, way: str, seed: int, steps: int | None) -> float:
     state = jt.TrainState.create(params, optimizer, model_state=model_state)
     if way == jt.DelayedScaling.__name__:
         examples = {name: array[:size] for name, array in task.train.items()}
-        state = jt.with_fp8_state(step, state, task.prepare(examples))
+        state = jt.steps.with_fp8_state(step, state, task.prepare(examples))
     order = np.random.default_rng(seed).permutation(windows)
     run = jax.jit(step, donate_argnums=0)
     for number in range(steps):
@@ -128,7 +131,7 @@ def blocks(way: str) -> tuple[Any, ...]:
     state = jax.eval_shape(lambda params: jt.TrainState.create(params, optimizer), params)
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
     if way == jt.DelayedScaling.__name__:
-        state = jt.with_fp8_state(step, state, x)
+        state = jt.steps.with_fp8_state(step, state, x)
     return step, (state, x), {"donate_argnums": 0}
 
 

@@ -193,7 +193,7 @@ def planned(task: Task, choice: Choice) -> tuple[Any, Any, Any]:
     return jax.eval_shape(create, jax.random.key(0)), jax.eval_shape(lambda: task.prepare(rows)), step
 
 
-def step_of(task: Task, choice: Choice, adam: Optimizer, steps: int) -> tuple[jt.TrainStep, Callable[..., Any]]:
+def step_of(task: Task, choice: Choice, adam: Optimizer, steps: int) -> tuple[jt.steps.TrainStep, Callable[..., Any]]:
     """Returns a task's step in a choice, and what makes the state of a key."""
     optimizer, policy = choice.wrap(adam(task.schedule_for(steps), choice.mu_dtype)), jt.get_policy(choice.policy)
 

@@ -170,7 +170,7 @@ def on_cpu(make: Make, policy: str, size: int) -> Measured:
     )
 
 
-def comparison(row: jt.PlanRow, found: Measured | None) -> str:
+def comparison(row: jt.planning.PlanRow, found: Measured | None) -> str:
     """Returns a line of a plan's row beside what was measured."""
     if found is None:
         return "does not fit"
@@ -203,7 +203,7 @@ def gat(policy: str, heads: str, graph_of: Callable[[int], Any], nodes: int | No
     return step, state, lambda n: gat_memory.batch_of(graph_of(n), n if nodes is None else nodes, policy)
 
 
-def share_with_source(row: jt.PlanRow) -> float:
+def share_with_source(row: jt.planning.PlanRow) -> float:
     """Returns the share of the peak in buffers that name a line, or are an argument whose path is known."""
     return sum(buffer.n_bytes for buffer in row.buffers if buffer.source) / row.peak_bytes
 

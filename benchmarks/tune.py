@@ -203,7 +203,7 @@ def _flat(tree: Any) -> jax.Array:
     return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])
 
 
-def peer_seconds(case: Case, tuned: jt.TunedRules, count: int) -> float:
+def peer_seconds(case: Case, tuned: jt.tuning.TunedRules, count: int) -> float:
     """Returns the seconds of a trial that compiles the model.
 
     Args:

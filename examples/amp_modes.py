@@ -22,11 +22,11 @@ import jmp_train as jt
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "float32": {},
-    "torch": {"fp16": {"mode": jt.AmpType.TORCH, "init_scale": 2.0**16}},
-    "apex-O1": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O1"}},
-    "apex-O2": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O2"}},
-    "apex-O3": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O3"}},
-    "naive": {"fp16": {"mode": jt.AmpType.NAIVE, "initial_scale": 2.0**16, "verbose": True}},
+    "torch": {"fp16": {"mode": jt.policies.AmpType.TORCH, "init_scale": 2.0**16}},
+    "apex-O1": {"fp16": {"mode": jt.policies.AmpType.APEX, "opt_level": "O1"}},
+    "apex-O2": {"fp16": {"mode": jt.policies.AmpType.APEX, "opt_level": "O2"}},
+    "apex-O3": {"fp16": {"mode": jt.policies.AmpType.APEX, "opt_level": "O3"}},
+    "naive": {"fp16": {"mode": jt.policies.AmpType.NAIVE, "initial_scale": 2.0**16, "verbose": True}},
 }
 
 

@@ -72,7 +72,7 @@ def sequences(count: int) -> np.ndarray:
     return (np.arange(count)[:, None] * 7 + np.arange(LENGTH)) % WORDS
 
 
-def train(policy: jt.Policy | str, steps: int = 150) -> tuple[jt.TrainStep, jt.TrainState, float]:
+def train(policy: jt.Policy | str, steps: int = 150) -> tuple[jt.steps.TrainStep, jt.TrainState, float]:
     """Trains in a policy and prints how it went; returns the step, the last state and the last loss."""
     tx = jt.with_loss_scale(optax.adam(1e-3), jt.torch_loss_scale())
     step = jt.train_step(jt.stateless(loss_fn), tx, policy=policy)

@@ -26,11 +26,11 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of red, green 
 
 MODES: dict[str, dict[str, Any]] = {
     "float32": {},
-    "torch": {"fp16": {"mode": jt.AmpType.TORCH}},
-    "apex-O1": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O1"}},
-    "apex-O2": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O2"}},
-    "apex-O3": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O3"}},
-    "naive": {"fp16": {"mode": jt.AmpType.NAIVE, "initial_scale": 2.0**16}},
+    "torch": {"fp16": {"mode": jt.policies.AmpType.TORCH}},
+    "apex-O1": {"fp16": {"mode": jt.policies.AmpType.APEX, "opt_level": "O1"}},
+    "apex-O2": {"fp16": {"mode": jt.policies.AmpType.APEX, "opt_level": "O2"}},
+    "apex-O3": {"fp16": {"mode": jt.policies.AmpType.APEX, "opt_level": "O3"}},
+    "naive": {"fp16": {"mode": jt.policies.AmpType.NAIVE, "initial_scale": 2.0**16}},
 }
 
 

@@ -28,11 +28,11 @@ MEAN, STD = np.array((123.7, 116.3, 103.5)), np.array((58.4, 57.1, 57.4))
 
 MODES: dict[str, dict[str, Any]] = {
     "float32": {},
-    "torch": {"fp16": {"mode": jt.AmpType.TORCH}},
-    "apex-O1": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O1"}},
-    "apex-O2": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O2"}},
-    "apex-O3": {"fp16": {"mode": jt.AmpType.APEX, "opt_level": "O3"}},
-    "naive": {"fp16": {"mode": jt.AmpType.NAIVE, "initial_scale": 2.0**16}},
+    "torch": {"fp16": {"mode": jt.policies.AmpType.TORCH}},
+    "apex-O1": {"fp16": {"mode": jt.policies.AmpType.APEX, "opt_level": "O1"}},
+    "apex-O2": {"fp16": {"mode": jt.policies.AmpType.APEX, "opt_level": "O2"}},
+    "apex-O3": {"fp16": {"mode": jt.policies.AmpType.APEX, "opt_level": "O3"}},
+    "naive": {"fp16": {"mode": jt.policies.AmpType.NAIVE, "initial_scale": 2.0**16}},
 }
 
 

@@ -22,65 +22,25 @@ from jmp_train.capsules import load_capsule as load_capsule
 from jmp_train.checkpoints import CheckpointStore as CheckpointStore
 from jmp_train.checkpoints import load_weights as load_weights
 from jmp_train.checkpoints import save_weights as save_weights
-from jmp_train.distributed import broadcast_state as broadcast_state
-from jmp_train.parallel import Stages as Stages
 from jmp_train.parallel import data_parallel as data_parallel
 from jmp_train.parallel import fsdp_shardings as fsdp_shardings
 from jmp_train.parallel import pipeline as pipeline
 from jmp_train.parallel import pmap_step as pmap_step
 from jmp_train.parallel import sharded_step as sharded_step
-from jmp_train.parallel import specs_by_path as specs_by_path
-from jmp_train.parallel import state_shardings as state_shardings
 from jmp_train.parallel import zero1_shardings as zero1_shardings
 from jmp_train.policies import APEX_O1 as APEX_O1
 from jmp_train.policies import MOSTLY_HALF as MOSTLY_HALF
 from jmp_train.policies import TORCH_CPU as TORCH_CPU
 from jmp_train.policies import TORCH_CUDA as TORCH_CUDA
-from jmp_train.policies import Amp as Amp
-from jmp_train.policies import AmpType as AmpType
 from jmp_train.policies import AutocastPolicy as AutocastPolicy
-from jmp_train.policies import AutocastReport as AutocastReport
 from jmp_train.policies import AutocastRules as AutocastRules
-from jmp_train.policies import BannedOperationError as BannedOperationError
-from jmp_train.policies import CastLoss as CastLoss
-from jmp_train.policies import CollapsedValuesWarning as CollapsedValuesWarning
-from jmp_train.policies import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies import DelayedScaling as DelayedScaling
-from jmp_train.policies import FirstDifference as FirstDifference
 from jmp_train.policies import DynamicLossScale as DynamicLossScale
-from jmp_train.policies import Float32ProductsWarning as Float32ProductsWarning
-from jmp_train.policies import MissingLossScaleWarning as MissingLossScaleWarning
-from jmp_train.policies import UnmetRulesWarning as UnmetRulesWarning
-from jmp_train.policies import Float8CurrentScaling as Float8CurrentScaling
-from jmp_train.policies import Fp8Scales as Fp8Scales
-from jmp_train.policies import Fp8State as Fp8State
-from jmp_train.policies import LeafReport as LeafReport
 from jmp_train.policies import LossScale as LossScale
-from jmp_train.policies import LossScaledState as LossScaledState
-from jmp_train.policies import MXFP8BlockScaling as MXFP8BlockScaling
 from jmp_train.policies import NoOpLossScale as NoOpLossScale
-from jmp_train.policies import OperationReport as OperationReport
-from jmp_train.policies import NumericsReport as NumericsReport
-from jmp_train.policies import OperationNumerics as OperationNumerics
-from jmp_train.policies import OperationParity as OperationParity
-from jmp_train.policies import ParityReport as ParityReport
-from jmp_train.policies import PathPolicy as PathPolicy
-from jmp_train.policies import PerLossScale as PerLossScale
-from jmp_train.policies import Grads as Grads
-from jmp_train.policies import OptState as OptState
-from jmp_train.policies import Params as Params
-from jmp_train.types import Batch as Batch
-from jmp_train.types import Metrics as Metrics
-from jmp_train.types import ModelState as ModelState
 from jmp_train.policies import Policy as Policy
-from jmp_train.policies import PolicyReport as PolicyReport
 from jmp_train.policies import PolicySchedule as PolicySchedule
-from jmp_train.policies import Problem as Problem
-from jmp_train.policies import Remedy as Remedy
-from jmp_train.policies import SkipRule as SkipRule
-from jmp_train.policies import StalledTrainingError as StalledTrainingError
 from jmp_train.policies import StaticLossScale as StaticLossScale
-from jmp_train.policies import TokenDifference as TokenDifference
 from jmp_train.policies import adopt_opt_state as adopt_opt_state
 from jmp_train.policies import all_finite as all_finite
 from jmp_train.policies import amp_from_config as amp_from_config
@@ -90,16 +50,11 @@ from jmp_train.policies import apply_policy as apply_policy
 from jmp_train.policies import autocast as autocast
 from jmp_train.policies import autocast_as as autocast_as
 from jmp_train.policies import autocasting as autocasting
-from jmp_train.policies import batch_norm_paths as batch_norm_paths
 from jmp_train.policies import cast_to_full as cast_to_full
 from jmp_train.policies import cast_to_half as cast_to_half
 from jmp_train.policies import check_casts as check_casts
 from jmp_train.policies import check_progress as check_progress
-from jmp_train.policies import collapse_report as collapse_report
-from jmp_train.policies import count_zero_gradients as count_zero_gradients
-from jmp_train.policies import decode_opt_state as decode_opt_state
 from jmp_train.policies import deepspeed_loss_scale as deepspeed_loss_scale
-from jmp_train.policies import compensated_params as compensated_params
 from jmp_train.policies import diagnose as diagnose
 from jmp_train.policies import explain_autocast as explain_autocast
 from jmp_train.policies import explain_policy as explain_policy
@@ -110,62 +65,45 @@ from jmp_train.policies import half_dtype as half_dtype
 from jmp_train.policies import loss_scale_from_torch as loss_scale_from_torch
 from jmp_train.policies import loss_scale_to_torch as loss_scale_to_torch
 from jmp_train.policies import megatron_loss_scale as megatron_loss_scale
-from jmp_train.policies import nemo_loss_scale as nemo_loss_scale
 from jmp_train.policies import nonfinite_report as nonfinite_report
 from jmp_train.policies import parity as parity
 from jmp_train.policies import policy_by_path as policy_by_path
 from jmp_train.policies import reduce_gradients as reduce_gradients
-from jmp_train.policies import scale_tree as scale_tree
 from jmp_train.policies import select_step as select_step
 from jmp_train.policies import select_tree as select_tree
 from jmp_train.policies import set_loss_scale as set_loss_scale
-from jmp_train.policies import set_master_weights as set_master_weights
-from jmp_train.policies import skips_to_floor as skips_to_floor
 from jmp_train.policies import spikes as spikes
-from jmp_train.policies import stochastic_round as stochastic_round
 from jmp_train.policies import torch_loss_scale as torch_loss_scale
-from jmp_train.policies import unscale_tree as unscale_tree
-from jmp_train.policies import pvary as pvary
-from jmp_train.policies import float32_dot_general as float32_dot_general
 from jmp_train.policies import with_kahan as with_kahan
 from jmp_train.policies import with_loss_scale as with_loss_scale
 from jmp_train.policies import with_master_weights as with_master_weights
 from jmp_train.policies import with_state_dtypes as with_state_dtypes
 from jmp_train.policies import with_stochastic_rounding as with_stochastic_rounding
 from jmp_train.steps import FlaxTrainState as FlaxTrainState
-from jmp_train.steps import StepCosts as StepCosts
 from jmp_train.steps import TrainState as TrainState
-from jmp_train.steps import TrainStep as TrainStep
 from jmp_train.steps import nnx_value_and_grad as nnx_value_and_grad
 from jmp_train.steps import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.steps import stateless as stateless
-from jmp_train.steps import step_costs as step_costs
 from jmp_train.steps import train_step as train_step
-from jmp_train.steps import with_fp8_state as with_fp8_state
 from jmp_train.task import Task as Task
-from jmp_train.tuning import Tolerance as Tolerance
-from jmp_train.tuning import TunedRules as TunedRules
 from jmp_train.tuning import tune as tune
 
 if typing.TYPE_CHECKING:
     from jmp_train import aot as aot
     from jmp_train import data as data
     from jmp_train import graphs as graphs
-    from jmp_train.planning import Allowances as Allowances
-    from jmp_train.planning import Plan as Plan
-    from jmp_train.planning import PlanRow as PlanRow
+    from jmp_train import planning as planning
     from jmp_train.planning import plan as plan
 
 __version__ = "0.1.0"
 
 # Slow imports, which only users of these names wait for.
-_LAZY = ("aot", "data", "graphs")
-_LAZY_OF_PLANNING = ("Allowances", "Plan", "PlanRow", "plan")
+_LAZY = ("aot", "data", "graphs", "planning")
 
 
 def __getattr__(name: str) -> typing.Any:
     if name in _LAZY:
         return importlib.import_module(f"jmp_train.{name}")
-    if name in _LAZY_OF_PLANNING:
-        return getattr(importlib.import_module("jmp_train.planning"), name)
+    if name == "plan":
+        return importlib.import_module("jmp_train.planning").plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

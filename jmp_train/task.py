@@ -82,7 +82,7 @@ class Task:
         and of each batch then have rows of the devices' parts, whatever the number of examples.
       loading_threads: threads that prepare batches of arrays.
       batch_norms: returns the paths of the model's BatchNorms in the parameters, for AMP modes that keep them in
-        float32; see `jt.batch_norm_paths`.
+        float32; see `jt.policies.batch_norm_paths`.
 
     Raises:
       TypeError: an argument is of another kind than listed above.

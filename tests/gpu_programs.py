@@ -165,8 +165,8 @@ def model_parallel_step(form: str, mode: str, mesh: Mesh) -> tuple[Any, ...]:
     if form == "tensor":
         mesh = Mesh(mesh.devices.reshape(-1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
         rules = {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")}
-        specs = jt.specs_by_path(state.params, rules)
-        shardings = jt.state_shardings(state, mesh, params=specs)
+        specs = jt.parallel.specs_by_path(state.params, rules)
+        shardings = jt.parallel.state_shardings(state, mesh, params=specs)
     elif form == "zero1":
         shardings = jt.zero1_shardings(state, mesh)
     else:
@@ -182,7 +182,7 @@ def _level(mode: str) -> dict[str, str]:
 
 
 def _dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jt.float32_dot_general(x, kernel, (((1,), (0,)), ((), ())))
+    return jt.policies.float32_dot_general(x, kernel, (((1,), (0,)), ((), ())))
 
 
 def fp8_layer(recipe: str, *, batch: int = 4) -> tuple[Any, ...]:
@@ -205,7 +205,7 @@ def fp8_layer(recipe: str, *, batch: int = 4) -> tuple[Any, ...]:
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     state = jt.TrainState.create(params, optimizer)
     examples = Struct((batch, 256, 512), jnp.float32)
-    return step, (jt.with_fp8_state(step, state, examples) if recipe == "DelayedScaling" else state, examples)
+    return step, (jt.steps.with_fp8_state(step, state, examples) if recipe == "DelayedScaling" else state, examples)
 
 
 def autocast_products(dtype: str) -> tuple[Any, ...]:

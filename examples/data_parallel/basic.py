@@ -58,7 +58,7 @@ def main(seed: int = 0, epochs: int = 10) -> None:
     params = ToyModel().init(jax.random.key(seed), data["x"][:1])["params"]
     state = jt.TrainState.create(params, tx)
     jt.distributed.check_agreement(state, batch=data, policy=step.policy, seed=seed)
-    state = jt.broadcast_state(state, mesh)
+    state = jt.distributed.broadcast_state(state, mesh)
 
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     batches = array_batches(data, BATCH_SIZE, seed=seed, epochs=epochs, sharding=sharding)

@@ -44,7 +44,7 @@ def main() -> None:
     run = jt.data_parallel(step, mesh, donate_argnums=0)
 
     params = ToyModel().init(jax.random.key(0), jnp.zeros((1, 10)))["params"]
-    state = jt.broadcast_state(jt.TrainState.create(params, tx), mesh)
+    state = jt.distributed.broadcast_state(jt.TrainState.create(params, tx), mesh)
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     with jt.CheckpointStore(args.directory) as store:
         try:

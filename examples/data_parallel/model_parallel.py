@@ -27,7 +27,7 @@ BATCH_SIZE = 64  # of all devices together
 def dense(params: Any, x: jax.Array) -> jax.Array:
     """A dense layer, whose product is added up in float32 where its input is sharded over devices."""
     kernel, bias = params["kernel"], params["bias"]
-    return jt.float32_dot_general(x, kernel, (((1,), (0,)), ((), ()))) + bias
+    return jt.policies.float32_dot_general(x, kernel, (((1,), (0,)), ((), ()))) + bias
 
 
 def first(params: Any, x: jax.Array, rng: Any) -> jax.Array:
@@ -53,7 +53,7 @@ def make_params(key: jax.Array) -> list[Any]:
 
 def layers_apart(params: list[Any], mesh: Mesh) -> Any:
     """Returns the model with a layer on each device, its parameters, and where they are."""
-    stages = jt.Stages([first, second], params)
+    stages = jt.parallel.Stages([first, second], params)
     return stages.pipeline(mesh, "model"), stages.pack(params), P("model")
 
 
@@ -69,7 +69,7 @@ def layers_sharded(params: list[Any], mesh: Mesh) -> Any:
     def model(params: list[Any], x: jax.Array) -> jax.Array:
         return second(params[1], first(params[0], x, None), None)
 
-    return model, params, jt.specs_by_path(params, rules)
+    return model, params, jt.parallel.specs_by_path(params, rules)
 
 
 def make_data(seed: int) -> dict[str, np.ndarray]:
@@ -95,9 +95,9 @@ def main(form: str = "layers", seed: int = 0, epochs: int = 10) -> None:
     tx = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale(2.0**10))
     step = jt.train_step(jt.stateless(loss_fn), tx, policy="mixed_float16")
     state = jt.TrainState.create(params, tx)
-    shardings = jt.state_shardings(state, mesh, params=specs)
+    shardings = jt.parallel.state_shardings(state, mesh, params=specs)
     run = jt.sharded_step(step, mesh, shardings=shardings, donate_argnums=0)
-    state = jt.broadcast_state(state, shardings=shardings)
+    state = jt.distributed.broadcast_state(state, shardings=shardings)
 
     data = make_data(seed)
     batches = array_batches(data, BATCH_SIZE, seed=seed, epochs=epochs, sharding=NamedSharding(mesh, P("data")))

@@ -74,10 +74,10 @@ def main(seed: int = 0) -> None:
     tx = jt.with_loss_scale(optax.adam(5e-4), jt.torch_loss_scale())
     step = jt.train_step(jt.stateless(loss_fn), tx, policy="mixed_float16")
     state = jt.TrainState.create(make_params(jax.random.key(seed)), tx)
-    specs = jt.specs_by_path(state.params, {"blocks": P("pipe")})
-    shardings = jt.state_shardings(state, mesh, params=specs)
+    specs = jt.parallel.specs_by_path(state.params, {"blocks": P("pipe")})
+    shardings = jt.parallel.state_shardings(state, mesh, params=specs)
     step = jt.sharded_step(step, mesh, shardings=shardings, donate_argnums=0)
-    state = jt.broadcast_state(state, shardings=shardings)
+    state = jt.distributed.broadcast_state(state, shardings=shardings)
 
     by_example = NamedSharding(mesh, P("data"))
     batches = array_batches(train, BATCH_SIZE, seed=seed, epochs=EPOCHS, sharding=by_example)

@@ -88,7 +88,7 @@ def main() -> None:
     run = jt.pmap_step(jt.train_step(loss_fn, tx, policy="mixed_float16"), donate_argnums=0)
     variables = CNN().init(jax.random.key(0), np.zeros((1, 28, 28, 1), np.float32))
     state = jt.TrainState.create(variables["params"], tx, model_state=variables["batch_stats"])
-    state = jt.broadcast_state(state)
+    state = jt.distributed.broadcast_state(state)
 
     losses = []
     steps_per_epoch = len(train["label"]) // args.batch_size

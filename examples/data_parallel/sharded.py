@@ -24,7 +24,7 @@ from jmp_train.data import array_batches
 BATCH_SIZE, EPOCHS = 64, 10
 TRAIN, TEST = slice(1500), slice(1500, None)
 FORMS = {
-    "whole": jt.state_shardings,
+    "whole": jt.parallel.state_shardings,
     "zero1": jt.zero1_shardings,
     "fsdp": jt.fsdp_shardings,
 }
@@ -75,7 +75,7 @@ def main(form: str = "fsdp", mode: str = "apex-O2", seed: int = 0) -> None:
     shardings = FORMS[form](state, mesh)
     step = jt.train_step(loss, tx)
     step = jt.sharded_step(step, mesh, shardings=shardings, donate_argnums=0)
-    state = jt.broadcast_state(state, shardings=shardings)
+    state = jt.distributed.broadcast_state(state, shardings=shardings)
 
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     batches = array_batches(train, BATCH_SIZE, seed=seed, epochs=EPOCHS, sharding=sharding)

@@ -35,7 +35,7 @@ def main() -> None:
     tx = optax.sgd(0.1)
     step = jt.train_step(jt.stateless(lambda w, batch: ((batch["x"] @ w) ** 2).mean()), tx)
     run = jt.data_parallel(step, mesh, donate_argnums=0)
-    state = jt.broadcast_state(jt.TrainState.create(jnp.ones((8, 1)), tx), mesh)
+    state = jt.distributed.broadcast_state(jt.TrainState.create(jnp.ones((8, 1)), tx), mesh)
 
     data = {"x": np.random.default_rng(0).normal(size=(1024, 8)).astype(np.float32)}
     sharding = NamedSharding(mesh, PartitionSpec("data"))

@@ -64,5 +64,5 @@ def task() -> jt.Task:
         epochs=10,
         test={"image": x_test, "label": y_test},
         metrics=metrics,
-        batch_norms=lambda: jt.batch_norm_paths(net, IMAGES, is_training=True),
+        batch_norms=lambda: jt.policies.batch_norm_paths(net, IMAGES, is_training=True),
     )

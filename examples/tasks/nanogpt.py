@@ -52,7 +52,7 @@ def task(options: Options) -> jt.Task:
     windows = np.resize(text, (len(text) // WINDOW, WINDOW)).astype(np.int32)
     structure = nnx.graphdef(GPT(nnx.Rngs(0)))
 
-    def loss_fn(params: jt.Params, batch: dict[str, jax.Array]) -> jax.Array:
+    def loss_fn(params: jt.policies.Params, batch: dict[str, jax.Array]) -> jax.Array:
         logits = nnx.merge(structure, params)(batch["token"][:, :-1]).astype("float32")
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["token"][:, 1:]).mean()
 

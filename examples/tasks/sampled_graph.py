@@ -46,7 +46,7 @@ def task(options: Options) -> jt.Task:
         label = np.where(batch.seeds < 0, -1, graphs.take_rows(labels, batch.seeds))  # -1: padding
         return {"blocks": batch.blocks, "h": graphs.take_rows(features, batch.inputs), "label": label}
 
-    def metrics(params: jt.Params, model_state: jt.ModelState, batch: dict[str, Any]) -> dict[str, Any]:
+    def metrics(params: jt.policies.Params, model_state: jt.steps.ModelState, batch: dict[str, Any]) -> dict[str, Any]:
         h, label = batch["h"], batch["label"]
         for layer, block in zip(nnx.merge(structure, params), batch["blocks"], strict=True):
             h = layer(block, h)

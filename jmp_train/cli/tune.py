@@ -34,7 +34,7 @@ class TuneOptions:
       checkpoint_dir: take the state from a float32 run's last checkpoint
       after: train N steps in float32 first
       examples: tune for N batches, the last one held out; default: 4
-      tolerance: relative error of loss and gradient; default: jt.Tolerance's
+      tolerance: relative error of loss and gradient; default: jt.tuning.Tolerance's
       budget: try at most N choices
       steps: train N steps next to float32 at the end
     """

@@ -2,7 +2,7 @@
 
     jt.distributed.initialize()                             # no effect with one process
     jt.distributed.check_agreement(batch=batch, policy=policy, seed=seed)
-    state = jt.broadcast_state(state, mesh)
+    state = jt.distributed.broadcast_state(state, mesh)
 
 There is no recovery inside a process: when one dies, the others end too, and their launcher starts
 them again.
@@ -201,7 +201,7 @@ def broadcast_state(state: PyTree, mesh: Mesh | None = None, *, shardings: PyTre
       >>> import jax, jax.numpy as jnp, optax
       >>> import jmp_train as jt
       >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-      >>> state = jt.broadcast_state(jt.TrainState.create(jnp.ones(2), optax.sgd(0.1)), mesh)
+      >>> state = jt.distributed.broadcast_state(jt.TrainState.create(jnp.ones(2), optax.sgd(0.1)), mesh)
       >>> state.params.sharding.is_fully_replicated
       True
     """

@@ -98,7 +98,7 @@ def state_shardings(state: TrainState, mesh: Mesh, *, params: PyTree = None) -> 
       >>> import jmp_train as jt
       >>> mesh = Mesh(jax.devices()[:1], ("model",))
       >>> state = jt.TrainState.create({"w": jnp.ones((2, 4))}, optax.adam(1e-3))
-      >>> shardings = jt.state_shardings(state, mesh, params={"w": P(None, "model")})
+      >>> shardings = jt.parallel.state_shardings(state, mesh, params={"w": P(None, "model")})
       >>> tuple(shardings.opt_state[0].mu["w"].spec)
       (None, 'model')
     """

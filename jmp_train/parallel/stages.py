@@ -42,7 +42,7 @@ class Stages:
       >>> params = [{"w": jnp.ones((2, 3))}, {"w": jnp.ones((3, 1)), "b": jnp.ones(1)}]
       >>> first = lambda p, x, rng: jax.nn.relu(x @ p["w"])
       >>> second = lambda p, x, rng: x @ p["w"] + p["b"]
-      >>> stages = jt.Stages([first, second], params)
+      >>> stages = jt.parallel.Stages([first, second], params)
       >>> packed = stages.pack(params)
       >>> packed.shape, stages.unpack(packed)[1]["w"].shape
       ((2, 6), (3, 1))

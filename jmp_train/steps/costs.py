@@ -81,7 +81,7 @@ def step_costs(traced: jax.stages.Traced, state: TrainState) -> StepCosts:
       >>> state = jt.TrainState.create([jnp.ones((16, 16)), jnp.ones((16, 16))], optimizer)
       >>> for policy in ("float32", "autocast_float16"):
       ...     step = jax.jit(jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy))
-      ...     costs = jt.step_costs(step.trace(state, jnp.ones((64, 16))), state)
+      ...     costs = jt.steps.step_costs(step.trace(state, jnp.ones((64, 16))), state)
       ...     print(f"{costs.half_flops_share:.0%} in half, {costs.residual_bytes} bytes saved")
       0% in half, 12288 bytes saved
       95% in half, 8704 bytes saved

@@ -63,7 +63,7 @@ def scaled_products(
         if not isinstance(model_state, Fp8State):
             raise ValueError(
                 f"the policy's DelayedScaling needs scales and histories of {len(extents)} products, which the "
-                "state does not have; call state = jt.with_fp8_state(step, state, batch) before the first step"
+                "state does not have; call state = jt.steps.with_fp8_state(step, state, batch) before the first step"
             )
         factor = _gradient_factor(loss_scale, axis_names)
         scaled = ScaledProducts(params, scales_of(model_state, extents, factor))

@@ -39,7 +39,7 @@ def with_fp8_state(step: TrainStep, state: TrainState, batch: Batch) -> TrainSta
       >>> policy = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=rules, fp8=jt.DelayedScaling())
       >>> step = jt.train_step(jt.stateless(lambda w, x: (x @ w).mean()), optax.sgd(0.1), policy=policy)
       >>> batch = jnp.ones((4, 8))
-      >>> state = jt.with_fp8_state(step, jt.TrainState.create(jnp.ones((8, 2)), optax.sgd(0.1)), batch)
+      >>> state = jt.steps.with_fp8_state(step, jt.TrainState.create(jnp.ones((8, 2)), optax.sgd(0.1)), batch)
       >>> state, metrics = step(state, batch)
       >>> state.model_state.fp8.value.amax_history["dot_general"][:, 0]
       Array([1.   , 1.   , 0.125], dtype=float32)

@@ -33,7 +33,7 @@ class CpuConvolutionWarning(UserWarning):
     Example:
       >>> import warnings
       >>> import jmp_train as jt
-      >>> warnings.filterwarnings("error", category=jt.CpuConvolutionWarning)
+      >>> warnings.filterwarnings("error", category=jt.policies.CpuConvolutionWarning)
     """
 
 

@@ -28,7 +28,7 @@ class UnmetRulesWarning(UserWarning):
     Example:
       >>> import warnings
       >>> import jmp_train as jt
-      >>> warnings.filterwarnings("ignore", category=jt.UnmetRulesWarning)
+      >>> warnings.filterwarnings("ignore", category=jt.policies.UnmetRulesWarning)
     """
 
 

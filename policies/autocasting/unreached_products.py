@@ -39,7 +39,7 @@ class Float32ProductsWarning(UserWarning):
     Example:
       >>> import warnings
       >>> import jmp_train as jt
-      >>> warnings.filterwarnings("ignore", category=jt.Float32ProductsWarning)
+      >>> warnings.filterwarnings("ignore", category=jt.policies.Float32ProductsWarning)
     """
 
 

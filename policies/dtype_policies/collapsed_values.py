@@ -31,7 +31,7 @@ class CollapsedValuesWarning(UserWarning):
     Example:
       >>> import warnings
       >>> import jmp_train as jt
-      >>> warnings.filterwarnings("error", category=jt.CollapsedValuesWarning)
+      >>> warnings.filterwarnings("error", category=jt.policies.CollapsedValuesWarning)
     """
 
 

@@ -100,9 +100,9 @@ class LossScale(Protocol):
       ... class Halving:
       ...     loss_scale: jax.Array
       ...     def scale(self, tree):
-      ...         return jt.scale_tree(tree, self.loss_scale)
+      ...         return jt.policies.scale_tree(tree, self.loss_scale)
       ...     def unscale(self, tree):
-      ...         return jt.unscale_tree(tree, self.loss_scale)
+      ...         return jt.policies.unscale_tree(tree, self.loss_scale)
       ...     def adjust(self, grads_finite):
       ...         return Halving(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
       >>> isinstance(Halving(jnp.float32(8.0)), jt.LossScale)

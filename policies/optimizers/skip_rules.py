@@ -28,7 +28,7 @@ class SkipRule(NamedTuple, Generic[State]):
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import jmp_train as jt
-      >>> below_ten = jt.SkipRule(init=tuple, update=lambda grad_norm, state: (grad_norm > 10.0, state))
+      >>> below_ten = jt.policies.SkipRule(init=tuple, update=lambda grad_norm, state: (grad_norm > 10.0, state))
       >>> optimizer = jt.with_loss_scale(optax.sgd(1.0), jt.NoOpLossScale(), skip=below_ten)
       >>> _, state = optimizer.update(jnp.full(2, 9.0), optimizer.init(jnp.ones(2)), jnp.ones(2))
       >>> bool(state.last_finite), bool(state.last_taken), int(state.skip_reason)

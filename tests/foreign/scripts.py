@@ -48,7 +48,7 @@ def share_by_policy(loss_fn: Callable[..., Any], *args: Any) -> float:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         share = products_in_half(half_loss, *args)
-    warned = any(issubclass(warning.category, jt.Float32ProductsWarning) for warning in caught)
+    warned = any(issubclass(warning.category, jt.policies.Float32ProductsWarning) for warning in caught)
     assert warned == (report.half_products_share < 0.9)
     return _same_as_told(share, report.operations)
 
@@ -134,9 +134,9 @@ def assert_learns_alike(
 # One overflow
 
 
-def scaled_states(state: Any) -> list[jt.LossScaledState]:
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, jt.LossScaledState))
-    return [node for node in nodes if isinstance(node, jt.LossScaledState)]
+def scaled_states(state: Any) -> list[jt.policies.LossScaledState]:
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, jt.policies.LossScaledState))
+    return [node for node in nodes if isinstance(node, jt.policies.LossScaledState)]
 
 
 def assert_skips(
@@ -178,9 +178,9 @@ def overflowing(tree: Any) -> Any:
 def _leaves(state: Any) -> dict[str, tuple[str, bytes]]:
     """Returns dtype and bytes of all arrays by their paths, but for those of loss scales."""
     inner = jax.tree.map(
-        lambda x: x.inner_state if isinstance(x, jt.LossScaledState) else x,
+        lambda x: x.inner_state if isinstance(x, jt.policies.LossScaledState) else x,
         state,
-        is_leaf=lambda x: isinstance(x, jt.LossScaledState),
+        is_leaf=lambda x: isinstance(x, jt.policies.LossScaledState),
     )
     return {
         jax.tree_util.keystr(path): _bits(x)

@@ -119,7 +119,7 @@ def cases(makers: Iterable[Callable[[], Any]]) -> list[Any]:
     ]
 
 
-def assert_all_is_half(tuned: jt.TunedRules, least_choices: int) -> None:
+def assert_all_is_half(tuned: jt.tuning.TunedRules, least_choices: int) -> None:
     """Asserts that nothing needs float32, as of models that float16 with a loss scale is known to train."""
     assert tuned.choices > least_choices, tuned
     assert tuned.complete

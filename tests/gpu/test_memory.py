@@ -83,5 +83,5 @@ def test_half_as_much_is_kept_for_the_gradients(policy: str) -> None:
     kept = {}
     for name in ("float32", policy):
         function, (state, batch), _ = gpu_programs.dense_step(name)
-        kept[name] = jt.step_costs(jax.jit(function).trace(state, batch), state).residual_bytes
+        kept[name] = jt.steps.step_costs(jax.jit(function).trace(state, batch), state).residual_bytes
     assert 0 < kept[policy] <= 0.6 * kept["float32"]

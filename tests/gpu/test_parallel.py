@@ -23,7 +23,7 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()), ("data",))
 
 
-def make(policy: str) -> tuple[jt.TrainStep, jt.TrainState]:
+def make(policy: str) -> tuple[jt.steps.TrainStep, jt.TrainState]:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         hidden = jnp.tanh(batch["x"] @ params["hidden"])
         return jnp.mean((hidden @ params["out"]).astype(jnp.float32) ** 2)
@@ -61,7 +61,7 @@ def test_steps_equal_those_of_one_device(route: str, policy: str) -> None:
     alone, wanted = train(step, state)
     data = NamedSharding(mesh(), PartitionSpec("data"))
     if route == "data_parallel":
-        together, found = train(jt.data_parallel(step, mesh()), jt.broadcast_state(state, mesh()), data)
+        together, found = train(jt.data_parallel(step, mesh()), jt.distributed.broadcast_state(state, mesh()), data)
     else:
         shardings = jt.fsdp_shardings(state, mesh(), min_size=0)
         placed = jax.tree.map(jax.device_put, state, shardings)

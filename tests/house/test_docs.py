@@ -26,8 +26,19 @@ PUBLIC = {
     for module in (jt, jmp_train.policies, jmp_train.graphs)
     for name, thing in vars(module).items()
     if not name.startswith("_") and not inspect.ismodule(thing) and name not in ALIASES
-} | {name: getattr(jt, name) for name in ("Allowances", "Plan", "PlanRow", "plan")}
-PUBLIC |= {name: getattr(jt.distributed, name) for name in ("initialize", "is_main_process", "check_agreement")}
+} | {"plan": jt.plan}
+# Names that other faces offer beside those that the top level has.
+PUBLIC |= {
+    name: getattr(face, name)
+    for face, names in {
+        jt.steps: ("StepCosts", "TrainStep", "step_costs", "with_fp8_state"),
+        jt.parallel: ("Stages", "specs_by_path", "state_shardings"),
+        jt.tuning: ("Tolerance", "TunedRules"),
+        jt.planning: ("Allowances", "Plan", "PlanRow"),
+        jt.distributed: ("broadcast_state", "check_agreement", "initialize", "is_main_process"),
+    }.items()
+    for name in names
+}
 # A logger, and what stability.md names as not offered.
 NOT_OFFERED = ("jmp_train.amp", "jmp_train.parallel.steps")
 GUIDES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))]
@@ -85,6 +96,12 @@ def test_every_public_name_has_a_docstring_with_an_example(name: str) -> None:
         assert re.search(r"\AReturns |^Returns:", text, re.MULTILINE) or signature.return_annotation is None
         for parameter in signature.parameters:
             assert re.search(rf"^  \*{{0,2}}{parameter}: ", text, re.MULTILINE), parameter
+
+
+def test_the_top_level_has_at_most_80_names() -> None:
+    lazy = set(jmp_train._LAZY) | {"plan"}
+    imported = re.findall(r"^from [\w.]+ import (\w+) as \1$", Path(jmp_train.__file__).read_text(), re.MULTILINE)
+    assert len(lazy | set(imported)) <= 80
 
 
 def test_the_readme_example_is_short() -> None:

@@ -47,7 +47,7 @@ def missing_names(folder: Path) -> set[str]:
 
 
 def _names(face: ModuleType) -> Iterator[str]:
-    yield from ("Allowances", "Plan", "PlanRow", "plan") if face is jt else ()
+    yield from ("plan",) if face is jt else ()
     yield from (name for name, thing in vars(face).items() if not name.startswith("_") and not inspect.ismodule(thing))
 
 

@@ -18,7 +18,7 @@ from jmp_train import graphs
 NODES, EDGES, CLASSES, STEPS = 60, 500, 3, 5
 
 
-def problem() -> tuple[graphs.Graph, np.ndarray, np.ndarray, jt.TrainStep, jt.TrainState]:
+def problem() -> tuple[graphs.Graph, np.ndarray, np.ndarray, jt.steps.TrainStep, jt.TrainState]:
     """Returns a graph, features, labels, a step and its first state."""
     random = np.random.default_rng(0)
     ends = random.integers(0, NODES, (2, EDGES))
@@ -56,7 +56,7 @@ def main(folder: Path) -> None:
     batch = {"graph": cut.parts, "features": cut.take(features), "label": cut.take(labels, fill=-1)}
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     jt.distributed.check_agreement(state, seed=0)
-    state = jt.broadcast_state(state, mesh)
+    state = jt.distributed.broadcast_state(state, mesh)
     run, losses = jt.data_parallel(step, mesh), []
     for _ in range(STEPS):
         state, metrics = run(state, batch)

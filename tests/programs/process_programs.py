@@ -30,7 +30,7 @@ def digits() -> dict[str, np.ndarray]:
     return {"x": (images / 16).astype(np.float32), "y": labels.astype(np.int32)}
 
 
-def make_step(policy: str) -> tuple[jt.TrainStep, jt.TrainState]:
+def make_step(policy: str) -> tuple[jt.steps.TrainStep, jt.TrainState]:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         logits = jax.nn.relu(batch["x"] @ params["hidden"]) @ params["out"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"])
@@ -53,7 +53,7 @@ def first_losses(directory: str) -> None:
     jt.distributed.initialize(shutdown_timeout=20)
     mesh = Mesh(np.array(jax.devices()), ("data",))
     step, state = make_step("float32")
-    run, state = jax.jit(jt.data_parallel(step, mesh)), jt.broadcast_state(state, mesh)
+    run, state = jax.jit(jt.data_parallel(step, mesh)), jt.distributed.broadcast_state(state, mesh)
     batches = array_batches(digits(), BATCH, seed=1, sharding=NamedSharding(mesh, PartitionSpec("data")))
     losses = []
     for _ in range(STEPS):
@@ -69,7 +69,7 @@ def train(directory: str, *names: str) -> None:
     jt.distributed.initialize(shutdown_timeout=20)
     mesh = Mesh(np.array(jax.devices()), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    routes: dict[str, tuple[Callable[[jt.TrainStep], Any], Any, Any]] = {
+    routes: dict[str, tuple[Callable[[jt.steps.TrainStep], Any], Any, Any]] = {
         "shard_map": (lambda step: jax.jit(jt.data_parallel(step, mesh)), mesh, sharding),
         "jit": (lambda step: jax.jit(jt.sharded_step(step, mesh)), mesh, sharding),
         "pmap": (jt.pmap_step, None, None),
@@ -79,7 +79,7 @@ def train(directory: str, *names: str) -> None:
         step, state = make_step("float32")
         if not jt.distributed.is_main_process():  # replaced by those of process 0
             state = jax.tree.map(lambda x: x + 1, state)
-        state = jt.broadcast_state(state, where)
+        state = jt.distributed.broadcast_state(state, where)
         jt.distributed.check_agreement(state, policy=step.policy, seed=1)
         run, losses = transform(step), []
         for batch in array_batches(digits(), BATCH, seed=1, sharding=how):
@@ -105,7 +105,7 @@ def save(path: Path, params: Any, losses: list[float]) -> None:
 def overflow(mesh: Mesh, sharding: NamedSharding) -> None:
     """Skips steps that overflow in the last process only."""
     step, state = make_step("mixed_float16")
-    state = jt.broadcast_state(state, mesh)
+    state = jt.distributed.broadcast_state(state, mesh)
     run, finite, scales = jax.jit(jt.data_parallel(step, mesh)), [], []
     examples = BATCH // jax.process_count()
     for number in range(6):
@@ -127,7 +127,7 @@ def naive_mode(mesh: Mesh, sharding: NamedSharding) -> None:
     plain, state = make_step("float32")
     loss_fn, optimizer = amp.transform(plain.loss_fn, plain.optimizer)
     state = jt.TrainState.create(state.params, optimizer, cast_params=amp.cast_params)
-    state = jt.broadcast_state(state, mesh)
+    state = jt.distributed.broadcast_state(state, mesh)
     run = jax.jit(jt.data_parallel(jt.train_step(loss_fn, optimizer), mesh))
     examples = BATCH // jax.process_count()
     metrics: Any = {}
@@ -159,7 +159,7 @@ def graphs_of_their_own(mesh: Mesh, sharding: NamedSharding) -> None:
 
     optimizer = optax.sgd(1.0)
     step = jt.train_step(jt.stateless(loss_fn), optimizer, accumulate_steps=2)
-    state = jt.broadcast_state(jt.TrainState.create(jnp.ones(()), optimizer), mesh)
+    state = jt.distributed.broadcast_state(jt.TrainState.create(jnp.ones(()), optimizer), mesh)
     first = jax.process_index() * 2 * jax.local_device_count()
     own = graphs.stack([star(first + i + 1) for i in range(2 * jax.local_device_count())])
     batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), {"graph": own})
@@ -188,7 +188,7 @@ def differ() -> None:
         except ValueError as error:
             print(f"{name}: {error}".replace("\n", " |"))
     try:
-        jt.broadcast_state({"w": np.zeros(2 if odd else 3)})
+        jt.distributed.broadcast_state({"w": np.zeros(2 if odd else 3)})
     except ValueError as error:
         print(f"broadcast: {error}".replace("\n", " |"))
     send_all_kinds()
@@ -209,7 +209,7 @@ def send_all_kinds() -> None:
         "flags": np.array([True, False]),
     }
     other = {**jax.tree.map(lambda x: x, sent), "key": jax.random.key(6), "number": 8}
-    got = jt.broadcast_state(sent if first else other)
+    got = jt.distributed.broadcast_state(sent if first else other)
     jt.distributed.check_agreement(got)
     print("signs", np.signbit(got["zero"]).tolist(), got["number"], type(got["number"]).__name__)
     print("kinds", {name: str(getattr(x, "dtype", "")) for name, x in got.items()})
@@ -244,7 +244,7 @@ def late(delay: str, collective_timeout: str) -> None:
     step, state = make_step("float32")
     run = jax.jit(jt.data_parallel(step, mesh))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    state = jt.broadcast_state(state, mesh)
+    state = jt.distributed.broadcast_state(state, mesh)
     for number, batch in enumerate(array_batches(digits(), BATCH, sharding=sharding)):
         if number == 2 and jax.process_index() == 1:
             time.sleep(float(delay))
@@ -335,7 +335,7 @@ def capsules(directory: str) -> None:
     for route, (run, where, how) in routes.items():
         for save_state in (False, True) if route == "jit" else (False,):
             folder = Path(directory, f"{route}_{save_state}")
-            state = jt.broadcast_state(make_step("mixed_float16")[1], where)
+            state = jt.distributed.broadcast_state(make_step("mixed_float16")[1], where)
             if route == "jit":
                 state = jax.device_put(state, fsdp)
             count = replay_skips(folder, run, state, how, save_state)

@@ -72,7 +72,7 @@ def flat_state(*, filled: bool) -> dict[str, Any]:
     """Returns a tree of the kinds of leaves that users have beside a `TrainState`."""
     loss_scale = jt.DynamicLossScale(jnp.float32(2.0**12), counter=jnp.int32(3), hysteresis=2)
     state = {
-        "scales": jt.PerLossScale((loss_scale, jt.StaticLossScale(jnp.float32(64)))),
+        "scales": jt.policies.PerLossScale((loss_scale, jt.StaticLossScale(jnp.float32(64)))),
         "halves": [jnp.array([1.5, jnp.nan, -jnp.inf], jnp.float16), jnp.bfloat16(-2.75)],
         "fp8": jnp.array([0.5, 448.0], jnp.float8_e4m3fn),
         "keys": jax.random.split(jax.random.key(3), 2),

@@ -95,7 +95,7 @@ def losses_of_shares(policy: str, mesh: Mesh, features: Any, transform: Any = jt
     steps = [{"batch": jax.device_put(stack, apart), "features": store} for stack in given.steps]
     step = jt.train_step(jt.stateless(given.loss_fn), optimizer, policy=policy, accumulate_steps=COUNT // mesh.size)
     run = transform(step, mesh)
-    return train(steps, run, jt.broadcast_state(jt.TrainState.create(given.params, optimizer), mesh))
+    return train(steps, run, jt.distributed.broadcast_state(jt.TrainState.create(given.params, optimizer), mesh))
 
 
 class Counting:

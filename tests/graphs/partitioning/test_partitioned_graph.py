@@ -64,7 +64,7 @@ def test_layers_make_of_parts_what_they_make_of_the_graph(name: str, formats: tu
         wanted, whole = jax.jit(gradients)(state, graph, x, w, cotangent)
 
         def local(parts: Any, state: Any, x: Any, w: Any, cotangent: Any) -> Any:
-            (of_state, *of_rows), result = gradients(jt.pvary(state, ("data",)), parts[0], x, w, cotangent)
+            (of_state, *of_rows), result = gradients(jt.policies.pvary(state, ("data",)), parts[0], x, w, cotangent)
             return jax.lax.psum(of_state, "data"), of_rows, result
 
         run = on_parts(count, local, (SPLIT, P(), SPLIT, SPLIT, SPLIT), (P(), SPLIT, SPLIT))
@@ -115,7 +115,7 @@ def test_any_graph_in_any_parts(
         def total(rows: Any, w: Any) -> jax.Array:
             return jnp.where(stack[0].is_node[:, None, None], loss_of(stack[0], rows, w) ** 2, 0).sum()
 
-        loss, (of_rows, of_w) = jax.value_and_grad(total, (0, 1))(rows, jt.pvary(w, ("data",)))
+        loss, (of_rows, of_w) = jax.value_and_grad(total, (0, 1))(rows, jt.policies.pvary(w, ("data",)))
         return jax.lax.psum((loss, of_w), "data"), of_rows
 
     run = on_parts(parts, local, (SPLIT, SPLIT, P()), (P(), SPLIT))

@@ -63,7 +63,7 @@ def test_half_is_sent_as_half_forward_and_backward() -> None:
                 logits = graphs.graph_conv(parts[0], rows, weight, allow_zero_in_degree=True)
                 return logits.astype(jnp.float32).sum()
 
-            return jax.grad(wrap(loss))(jt.pvary(weight, ("data",)).astype(rows.dtype), rows)
+            return jax.grad(wrap(loss))(jt.policies.pvary(weight, ("data",)).astype(rows.dtype), rows)
 
         return on_parts(run, parts=2)
 

@@ -19,7 +19,7 @@ from jmp_train.graphs import fn
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
 OPTIMIZER = optax.sgd(0.5)
-Route = Callable[[jt.TrainStep], Any]
+Route = Callable[[jt.steps.TrainStep], Any]
 
 
 def mesh(count: int) -> Mesh:

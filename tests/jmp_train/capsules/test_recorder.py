@@ -173,7 +173,7 @@ def test_fifty_of_fifty_are_replayed(mode: str, options: dict[str, Any], route: 
     assert check_replays(route(step), state, tmp_path, 60, set(range(60)) - set(range(3, 60, 6))) == 50
 
 
-def small_step() -> tuple[jt.TrainStep, jt.TrainState]:
+def small_step() -> tuple[jt.steps.TrainStep, jt.TrainState]:
     """Returns a step of little to compile, whose batches are skipped if they have an inf."""
     optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale(256.0))
     step = jt.train_step(jt.stateless(lambda w, x: (w.sum() * x).mean()), optimizer)

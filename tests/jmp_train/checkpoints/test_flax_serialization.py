@@ -50,7 +50,7 @@ def test_an_optimizers_state_goes_to_bytes_and_back(name: str) -> None:
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_a_train_state_goes_to_bytes_and_back(make_key: Any) -> None:
-    scales = jt.PerLossScale((jt.torch_loss_scale(8.0), jt.StaticLossScale(4.0)))
+    scales = jt.policies.PerLossScale((jt.torch_loss_scale(8.0), jt.StaticLossScale(4.0)))
     optimizer = jt.with_stochastic_rounding(jt.with_loss_scale(adam(), scales), jax.random.key(3))
     state = jt.TrainState.create(PARAMS, optimizer, model_state={"mean": jnp.ones(2)}, rng=make_key(7))
     other = jt.TrainState.create(

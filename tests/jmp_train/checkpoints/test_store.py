@@ -385,7 +385,7 @@ def test_what_lay_on_no_particular_device_still_does(tmp_path: Path) -> None:
     x = jax.device_put(jnp.ones(8), NamedSharding(mesh, PartitionSpec("data")))
     with jt.CheckpointStore(tmp_path) as store:
         store.save(0, state)
-        for found in (store.restore(state)[1], jt.broadcast_state(state)):
+        for found in (store.restore(state)[1], jt.distributed.broadcast_state(state)):
             assert not found["w"].committed
             assert float(jax.jit(lambda a, b, rng: (a["w"] * b).sum())(found, x, found["rng"])) == 8
 

@@ -137,9 +137,9 @@ def test_dense_layers_are_in_8_bits_or_what_rules_name() -> None:
     policy: Any = jt.get_policy("autocast_bfloat16")
     few_bits = FewBits(fp8="MXFP8BlockScaling")
     own: Any = few_bits.policy(policy, has_rules=False)
-    assert (own.fp8, dict(own.rules.primitives)["dot_general"]) == (jt.MXFP8BlockScaling(), "fp8")
+    assert (own.fp8, dict(own.rules.primitives)["dot_general"]) == (jt.policies.MXFP8BlockScaling(), "fp8")
     given: Any = few_bits.policy(policy, has_rules=True)
-    assert (given.fp8, given.rules) == (jt.MXFP8BlockScaling(), policy.rules)
+    assert (given.fp8, given.rules) == (jt.policies.MXFP8BlockScaling(), policy.rules)
 
 
 @pytest.mark.full

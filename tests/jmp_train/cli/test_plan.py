@@ -84,11 +84,11 @@ def fixture_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments with which `plan` was called, which then returns two made-up rows, of which one does not fit."""
     calls: list[Any] = []
 
-    def plan(*args: Any, **options: Any) -> jt.Plan:
+    def plan(*args: Any, **options: Any) -> jt.planning.Plan:
         calls.append((args, options))
         kinds = {"parameters": 10**9, "activations saved for the backward pass": 10**10}
         rows = (planned_row(), planned_row("T4-16GB", kinds={**kinds, "gradients": 10**10}))
-        return jt.Plan(rows[: 1 + ("T4-16GB" in [gpu.name for gpu in options["gpus"]])], Allowances())
+        return jt.planning.Plan(rows[: 1 + ("T4-16GB" in [gpu.name for gpu in options["gpus"]])], Allowances())
 
     monkeypatch.setattr(planning, "plan", plan)
     return calls
@@ -117,7 +117,7 @@ def test_a_task_is_planned_with_the_options(calls: list[Any], capsys: pytest.Cap
         "batch_size": 64,
     }  # fmt: skip
     step, _, batches = make("float32")
-    assert isinstance(step, jt.TrainStep)
+    assert isinstance(step, jt.steps.TrainStep)
     assert {x.shape[0] for x in batches(8).values()} == {8}
     out = capsys.readouterr().out
     assert out.startswith("digits:\nGPU ")

@@ -132,7 +132,7 @@ def test_compare_gives_rules_to_those_that_autocast_and_the_report_names_them(
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore::jmp_train.UnmetRulesWarning")  # karate has no head
+@pytest.mark.filterwarnings("ignore::jmp_train.policies.UnmetRulesWarning")  # karate has no head
 def test_a_run_with_rules_goes_on_with_the_same_rules_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ("train", "karate", "--epochs", "2", "--checkpoint-dir", "run", "--json")
     with jax.numpy_dtype_promotion("standard"):  # as in a user's process

@@ -19,9 +19,9 @@ from jmp_train.tuning import Errors, Float32Entry, Verification
 pytestmark = pytest.mark.quick
 
 ENTRY = Float32Entry(("^net:exp@",), ("exp",), "net", "model.py:3", 2, Errors(False, 0.1, 0.2, 0.3, 0.9))
-TUNED = jt.TunedRules(
+TUNED = jt.tuning.TunedRules(
     rules=jt.MOSTLY_HALF.replace(operations={"^net:exp@": "float32"}), dtype="bfloat16", entries=(ENTRY,), choices=9,
-    complete=True, trials=4, seconds=0.5, compile_seconds=3.0, loss_scale=1.0, tolerance=jt.Tolerance(),
+    complete=True, trials=4, seconds=0.5, compile_seconds=3.0, loss_scale=1.0, tolerance=jt.tuning.Tolerance(),
     half_flops=(0.5, 0.9), half_elements=(0.4, 0.8), front=(), chosen=None,
     verification=Verification(True, Errors(True, 0.001, 0.02, 0.1, 1.0), 1),
 )  # fmt: skip
@@ -36,7 +36,7 @@ def fixture_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[
     (tmp_path / "folder").mkdir()
     calls: list[dict[str, Any]] = []
 
-    def tune(step: object, examples: list[Any], **options: Any) -> jt.TunedRules:
+    def tune(step: object, examples: list[Any], **options: Any) -> jt.tuning.TunedRules:
         calls.append({"step": step, "examples": len(examples), **options})
         return TUNED
 

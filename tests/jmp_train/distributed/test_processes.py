@@ -169,7 +169,7 @@ def test_processes_that_wait_for_one_that_has_ended_are_stopped(launch: Launch) 
 
 def test_a_state_that_was_sent_is_one_s_own() -> None:
     params = jnp.arange(4.0)
-    sent = jt.broadcast_state({"w": params, "rng": jax.random.key(3)})
+    sent = jt.distributed.broadcast_state({"w": params, "rng": jax.random.key(3)})
     jax.block_until_ready(jax.jit(lambda x: x * 0 + 7, donate_argnums=0)(sent["w"]))
     np.testing.assert_array_equal(params, np.arange(4.0))
     assert jnp.issubdtype(sent["rng"].dtype, jax.dtypes.prng_key)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.aot.compilation import CompiledForGPU, compile_for_gpu
+from jmp_train.aot import CompiledForGPU, compile_for_gpu
 
 pytestmark = pytest.mark.quick
 
@@ -53,7 +53,7 @@ def make_params() -> dict[str, jax.Array]:
 
 
 def dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jt.float32_dot_general(x, kernel, (((1,), (0,)), ((), ())))
+    return jt.policies.float32_dot_general(x, kernel, (((1,), (0,)), ((), ())))
 
 
 def block(params: Any, x: jax.Array, rng: Any) -> jax.Array:
@@ -98,11 +98,11 @@ class Form(NamedTuple):
 
 def tensor_specs(params: Any, *first: str | None) -> Any:
     rules = {"up": P(*first, None, "model"), "down": P(*first, "model"), "bias": P(*first)}
-    return jt.specs_by_path(params, rules)
+    return jt.parallel.specs_by_path(params, rules)
 
 
 def tensor(state: jt.TrainState, mesh: Mesh) -> jt.TrainState:
-    return jt.state_shardings(state, mesh, params=tensor_specs(state.params, None))
+    return jt.parallel.state_shardings(state, mesh, params=tensor_specs(state.params, None))
 
 
 def tensor_and_zero1(state: jt.TrainState, mesh: Mesh) -> jt.TrainState:
@@ -111,8 +111,8 @@ def tensor_and_zero1(state: jt.TrainState, mesh: Mesh) -> jt.TrainState:
 
 
 def piped(state: jt.TrainState, mesh: Mesh) -> jt.TrainState:
-    specs = jt.specs_by_path(state.params, {"up|down|bias": P("pipe")})
-    return jt.state_shardings(state, mesh, params=specs)
+    specs = jt.parallel.specs_by_path(state.params, {"up|down|bias": P("pipe")})
+    return jt.parallel.state_shardings(state, mesh, params=specs)
 
 
 def all_of_them(state: jt.TrainState, mesh: Mesh) -> jt.TrainState:
@@ -241,7 +241,7 @@ def test_an_overflow_on_one_shard_is_skipped_by_all(mode: str, form: str) -> Non
 def test_fsdp_with_micro_batches_several_losses_and_statistics(reduce: str) -> None:
     """Beside `data_parallel` with whole parameters, in float16; the same keys are drawn."""
     policy = f"params=float32,compute=float16,output=float32,reduce={reduce}"
-    scales = jt.PerLossScale((jt.torch_loss_scale(2.0**6), jt.torch_loss_scale(2.0**8)))
+    scales = jt.policies.PerLossScale((jt.torch_loss_scale(2.0**6), jt.torch_loss_scale(2.0**8)))
     tx = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), scales)
 
     def loss_fn(params: Any, statistics: jax.Array, batch: Any, rng: Any) -> Any:
@@ -379,7 +379,7 @@ def test_layers_of_other_shapes_on_different_devices_are_those_of_one() -> None:
         del rng
         return dense(x, params["kernel"])
 
-    stages = jt.Stages([first, second], params)
+    stages = jt.parallel.Stages([first, second], params)
     run = stages.pipeline(DATA_PIPE, micro_batches=2)
 
     def cross_entropy(logits: jax.Array, batch: Any) -> jax.Array:
@@ -395,7 +395,7 @@ def test_layers_of_other_shapes_on_different_devices_are_those_of_one() -> None:
     tx = optax.sgd(0.1, momentum=0.9)
     single = jt.TrainState.create(params, tx)
     state = jt.TrainState.create(stages.pack(params), tx)
-    where = jt.state_shardings(state, DATA_PIPE, params=P("pipe"))
+    where = jt.parallel.state_shardings(state, DATA_PIPE, params=P("pipe"))
     state = jax.device_put(state, where)
     one = jax.jit(jt.train_step(jt.stateless(together), tx))
     step = jt.train_step(jt.stateless(apart), tx)
@@ -467,15 +467,15 @@ def test_wrong_pipelines_are_refused() -> None:
     with pytest.raises(ValueError, match=r"its inputs, \(root\) float32\[4, 3\]; it returned .*4, 6\]"):
         doubling(jnp.ones(2), x)
     with pytest.raises(ValueError, match="2 functions have params of 1 stages"):
-        jt.Stages([identity, identity], [jnp.ones(2)])
+        jt.parallel.Stages([identity, identity], [jnp.ones(2)])
     with pytest.raises(ValueError, match="params '1' is float16, but '0' is float32"):
-        jt.Stages([identity] * 2, [jnp.ones(2), jnp.ones(2, jnp.float16)])
-    stages = jt.Stages([identity] * 2, [jnp.ones(2), jnp.ones(3)])
+        jt.parallel.Stages([identity] * 2, [jnp.ones(2), jnp.ones(2, jnp.float16)])
+    stages = jt.parallel.Stages([identity] * 2, [jnp.ones(2), jnp.ones(3)])
     with pytest.raises(ValueError, match=r"params of stage 1 must be .*3.*, got .*2"):
         stages.pack([jnp.ones(2), jnp.ones(2)])
     with pytest.raises(ValueError, match="mesh axis 'data' has 4 devices for 2 stages"):
         stages.pipeline(mesh, "data")
-    to_half = jt.Stages([identity, lambda p, x, rng: x.astype("float16")], [jnp.ones(2), jnp.ones(3)])
+    to_half = jt.parallel.Stages([identity, lambda p, x, rng: x.astype("float16")], [jnp.ones(2), jnp.ones(3)])
     run = to_half.pipeline(mesh)
     with pytest.raises(ValueError, match=r"stage 1 returned float16\[4, 3\] for a batch of 4 examples in"):
         run(to_half.pack([jnp.ones(2), jnp.ones(3)]), x)

@@ -38,7 +38,7 @@ def test_the_optimizers_copies_lie_where_the_parameter_does() -> None:
     params = {"w": jnp.ones((4, 8)), "layer": {"w": jnp.ones((4, 8)), "b": jnp.ones(8)}}
     state = make_state(tx, params)
     rules = {"layer/w": P(None, "model"), "layer/b": P("model"), "w": P("data")}
-    where = jt.state_shardings(state, MESH, params=jt.specs_by_path(params, rules))
+    where = jt.parallel.state_shardings(state, MESH, params=jt.parallel.specs_by_path(params, rules))
     found = specs(where.opt_state)
     for name, spec in (
         ("['layer']['w']", (None, "model")),
@@ -89,19 +89,19 @@ def test_wrong_specs_are_refused() -> None:
     params = {"w": jnp.ones((6, 8)), "b": jnp.ones(8)}
     state = make_state(optax.sgd(0.1), params)
     with pytest.raises(ValueError, match="'kernel' found no parameter; the paths are:\n  b\n  w"):
-        jt.specs_by_path(params, {"kernel": P("model")})
+        jt.parallel.specs_by_path(params, {"kernel": P("model")})
     with pytest.raises(ValueError, match=r"params 'b' of shape \(8,\) has fewer dimensions than"):
-        jt.specs_by_path(params, {"b": P(None, "model")})
+        jt.parallel.specs_by_path(params, {"b": P(None, "model")})
     with pytest.raises(ValueError, match="axis='modle' is not one of the mesh's: 'data', 'model'"):
-        jt.state_shardings(state, MESH, params={"w": P("modle"), "b": P()})
+        jt.parallel.state_shardings(state, MESH, params={"w": P("modle"), "b": P()})
     with pytest.raises(ValueError, match=r"'w' of shape \(6, 8\) cannot .* 6 must be a multiple of 4"):
-        jt.state_shardings(state, MESH, params={"w": P("data"), "b": P()})
+        jt.parallel.state_shardings(state, MESH, params={"w": P("data"), "b": P()})
     with pytest.raises(ValueError, match=r"'w' .* 6 must be a multiple of 8 devices"):
-        jt.state_shardings(state, MESH, params={"w": P(("data", "model")), "b": P()})
+        jt.parallel.state_shardings(state, MESH, params={"w": P(("data", "model")), "b": P()})
     with pytest.raises(ValueError, match="must have a PartitionSpec for each parameter"):
-        jt.state_shardings(state, MESH, params={"w": P()})
+        jt.parallel.state_shardings(state, MESH, params={"w": P()})
     with pytest.raises(ValueError, match="params 'b' must be a PartitionSpec, got 'model'"):
-        jt.state_shardings(state, MESH, params={"w": P(), "b": "model"})
+        jt.parallel.state_shardings(state, MESH, params={"w": P(), "b": "model"})
     with pytest.raises(ValueError, match="axis='rows' is not one of the mesh's"):
         jt.zero1_shardings(state, MESH, "rows")
     with pytest.raises(TypeError, match="state must be a TrainState, got dict"):
@@ -112,10 +112,10 @@ def test_wrong_specs_are_refused() -> None:
 
 def test_rules_take_tuples_and_are_named_where_they_are_wrong() -> None:
     params = {"up": {"kernel": jnp.ones((6, 8))}}
-    specs = jt.specs_by_path(params, {"up": (None, ("data", "model"))})
+    specs = jt.parallel.specs_by_path(params, {"up": (None, ("data", "model"))})
     assert specs["up"]["kernel"] == P(None, ("data", "model"))
     with pytest.raises(ValueError, match=r"rule 'up/\(' is not a regular expression: missing \)"):
-        jt.specs_by_path(params, {"up/(": P()})
+        jt.parallel.specs_by_path(params, {"up/(": P()})
     rules: Any
     for rules, text in (
         ([("up", P())], "rules must be a dict with regular expressions as keys, got list"),
@@ -125,7 +125,7 @@ def test_rules_take_tuples_and_are_named_where_they_are_wrong() -> None:
         ({"up": None}, "rule 'up' must have a PartitionSpec, .* got None"),
     ):
         with pytest.raises(TypeError, match=text):
-            jt.specs_by_path(params, rules)
+            jt.parallel.specs_by_path(params, rules)
 
 
 class Boxed(nn.Module):
@@ -156,10 +156,10 @@ def test_linen_boxes_train_as_under_plain_jit() -> None:
     step = jt.train_step(jt.stateless(loss), optimizer)
     wanted, metrics = jax.jit(step)(state, x)
 
-    of_boxes = jt.state_shardings(state, MESH)
+    of_boxes = jt.parallel.state_shardings(state, MESH)
     assert in_columns(of_boxes).value.spec == P(None, "model", None)
     assert in_columns(of_boxes).value == in_columns(
-        jt.state_shardings(state, MESH, params=nn.get_partition_spec(state.params))
+        jt.parallel.state_shardings(state, MESH, params=nn.get_partition_spec(state.params))
     ).value  # fmt: skip
     of_both = jt.fsdp_shardings(state, MESH, min_size=16)
     assert in_columns(of_both).value.spec == P(None, "model", "data")
@@ -193,7 +193,7 @@ def test_nnx_metadata_and_logical_names_say_where_parameters_lie() -> None:
     definition, params = nnx.split(layer)
     optimizer = optax.sgd(0.1)
     state = make_state(optimizer, params)
-    where = jt.state_shardings(state, MESH)
+    where = jt.parallel.state_shardings(state, MESH)
     assert set(specs(where.params).values()) == {(None, "model"), ()}
     loss = jt.stateless(lambda params, x: (nnx.merge(definition, params)(x) ** 2).mean())
     step, x = jt.train_step(loss, optimizer), jnp.ones((8, 4))
@@ -208,11 +208,11 @@ def test_nnx_metadata_and_logical_names_say_where_parameters_lie() -> None:
     logical = nn.LogicallyPartitioned(jnp.ones((4, 8)), ("embed", "mlp"))
     state = make_state(optimizer, {"w": logical})
     with nn.logical_axis_rules([("embed", None), ("mlp", "model")]):
-        where = jt.state_shardings(state, MESH)
+        where = jt.parallel.state_shardings(state, MESH)
     assert tuple(where.params["w"].value.spec) == (None, "model")
     boxed = nn.Partitioned(jnp.ones((4, 8)), ("embed", None))
     with pytest.raises(ValueError, match="axis='embed' is not one of the mesh's: 'data', 'model'"):
-        jt.state_shardings(make_state(optimizer, {"w": boxed}), MESH)
+        jt.parallel.state_shardings(make_state(optimizer, {"w": boxed}), MESH)
 
 
 def test_shardings_that_do_not_fit_are_named() -> None:
@@ -227,7 +227,7 @@ def test_shardings_that_do_not_fit_are_named() -> None:
 def test_shardings_of_another_state_are_refused() -> None:
     tx = optax.sgd(0.1)
     state = make_state(tx, {"w": jnp.ones((8, 16))})
-    other = jt.state_shardings(make_state(tx, {"v": jnp.ones((8, 16))}), MESH)
+    other = jt.parallel.state_shardings(make_state(tx, {"v": jnp.ones((8, 16))}), MESH)
     step = jt.train_step(jt.stateless(lambda params, x: (params["w"] * x).mean()), tx)
     run = jt.sharded_step(step, MESH, shardings=other)
     with pytest.raises(ValueError, match="shardings must have a sharding for each array"):
@@ -237,8 +237,8 @@ def test_shardings_of_another_state_are_refused() -> None:
 def test_a_state_goes_where_its_shardings_say() -> None:
     state = make_state(optax.adam(1e-3), {"w": jnp.ones((8, 16))})
     where = jt.fsdp_shardings(state, MESH, min_size=16)
-    placed = jt.broadcast_state(state, shardings=where)
+    placed = jt.distributed.broadcast_state(state, shardings=where)
     for x, sharding in zip(jax.tree.leaves(placed), jax.tree.leaves(where), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
     with pytest.raises(ValueError, match="mesh and shardings exclude each other"):
-        jt.broadcast_state(state, MESH, shardings=where)
+        jt.distributed.broadcast_state(state, MESH, shardings=where)

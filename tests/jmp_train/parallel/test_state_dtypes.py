@@ -49,7 +49,7 @@ def test_codes_and_scales_lie_where_the_parameter_does() -> None:
         assert tuple(where.mu[name].scales.spec) == scales
         assert tuple(where.nu[name].spec) == codes
     assert tuple(where.mu["bias"].spec) == ()
-    split = jt.state_shardings(state, MESH, params={**jax.tree.map(lambda x: P(), PARAMS), "up": P("data")})
+    split = jt.parallel.state_shardings(state, MESH, params={**jax.tree.map(lambda x: P(), PARAMS), "up": P("data")})
     assert tuple(split.opt_state.inner_state.inner_state[0].mu["up"].scales.spec) == ("data", None)
 
 

@@ -28,15 +28,15 @@ PROGRAMS = Path(__file__).resolve().parents[2] / "gpu_programs.py"
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
 
-def by_shard_map(step: jt.TrainStep) -> Any:
+def by_shard_map(step: jt.steps.TrainStep) -> Any:
     return jax.jit(jt.data_parallel(step, MESH))
 
 
-def by_jit(step: jt.TrainStep) -> Any:
+def by_jit(step: jt.steps.TrainStep) -> Any:
     return jax.jit(jt.sharded_step(step, MESH))
 
 
-ROUTES: dict[str, Callable[[jt.TrainStep], Any]] = {
+ROUTES: dict[str, Callable[[jt.steps.TrainStep], Any]] = {
     "shard_map": by_shard_map,
     "pmap": jt.pmap_step,
     "jit": by_jit,
@@ -73,7 +73,7 @@ def first_variables() -> Any:
     return jax.jit(Net().init)(jax.random.key(0), np.zeros((1, 64), np.float32))
 
 
-def make(optimizer: Any, policy: str, axis_name: str | None) -> tuple[jt.TrainStep, jt.TrainState]:
+def make(optimizer: Any, policy: str, axis_name: str | None) -> tuple[jt.steps.TrainStep, jt.TrainState]:
     variables = first_variables()
 
     def loss_fn(params: Any, stats: Any, batch: Any, rng: Any) -> Any:
@@ -133,7 +133,7 @@ def test_fifty_steps_are_those_of_one_device(route: str) -> None:
         )
 
 
-def by_fsdp(step: jt.TrainStep) -> Any:
+def by_fsdp(step: jt.steps.TrainStep) -> Any:
     def run(state: jt.TrainState, batch: Any) -> Any:
         shardings = jt.fsdp_shardings(state, MESH, min_size=DEVICES)
         return jt.sharded_step(step, MESH, shardings=shardings)(state, batch)
@@ -462,7 +462,7 @@ def test_a_mesh_of_other_devices_that_is_set_is_refused() -> None:
 
 
 @functools.cache
-def squares_step() -> tuple[jt.TrainStep, jt.TrainState, jax.Array, jax.Array]:
+def squares_step() -> tuple[jt.steps.TrainStep, jt.TrainState, jax.Array, jax.Array]:
     """Returns a step, its state and batch, and the parameters after it on one device."""
     step = jt.train_step(jt.stateless(lambda w, x: ((x @ w) ** 2).mean()), optax.sgd(0.1))
     state = jt.TrainState.create(jnp.ones((4, 2)), optax.sgd(0.1))
@@ -479,7 +479,7 @@ def test_any_mesh_may_be_set_and_arrays_lie_on_explicit_axes(within: str, form: 
     mesh = {"explicit": explicit, "automatic": DATA_MODEL}.get(within)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         if form == "sharded":
-            shardings = jt.state_shardings(state, explicit, params=PartitionSpec(None, "model"))
+            shardings = jt.parallel.state_shardings(state, explicit, params=PartitionSpec(None, "model"))
             run = jt.sharded_step(step, explicit, shardings=shardings)
         elif form == "two axes":
             run = jt.data_parallel(step, explicit)

@@ -93,7 +93,7 @@ def never(state: Any, batch: Any) -> Any:
         ({"batch": lambda size: BATCH}, TypeError, "batch is a function of the number of examples, and so batch_size"),
         ({"batch_size": 0}, ValueError, "batch_size=0 must be an integer of at least 1"),
         ({"jobs": 0}, ValueError, "jobs=0 must be at least 1"),
-        ({"allowances": 0.5}, TypeError, "allowances must be jt.Allowances, got float"),
+        ({"allowances": 0.5}, TypeError, "allowances must be jt.planning.Allowances, got float"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_said_before_anything_is_compiled(
@@ -309,7 +309,7 @@ def test_what_could_help_does(compiler: None) -> None:
     assert helped["rematerialization"] < row.peak_bytes - 0.4 * activations
     assert helped["4 micro-batches"] < helped["2 micro-batches"] < row.peak_bytes
     assert helped["policy mixed_float16"] < row.peak_bytes - 0.3 * activations
-    assert "what could help:" in str(jt.Plan((row,), Allowances()))
+    assert "what could help:" in str(jt.planning.Plan((row,), Allowances()))
 
 
 @pytest.mark.full

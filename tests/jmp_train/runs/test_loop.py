@@ -142,7 +142,7 @@ def test_nan_for_ever_ends_in_an_error(digits: Task, policy: str, tmp_path: Path
     images = np.full_like(digits.train["image"], 1e38)  # whose variance is infinite
     broken = dataclasses.replace(digits, train={**digits.train, "image": images})
     recorder = jt.SkipRecorder(tmp_path)
-    with pytest.raises(jt.StalledTrainingError, match="steps were skipped for non-finite gradients") as stall:
+    with pytest.raises(jt.policies.StalledTrainingError, match="steps were skipped for non-finite gradients") as stall:
         train(broken, policy, RunSettings(epochs=50), recorder=recorder)
     capsules = sorted(tmp_path.iterdir())
     assert f"load_capsule('{capsules[-1]}', state)" in str(stall.value)

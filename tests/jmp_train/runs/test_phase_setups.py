@@ -33,9 +33,9 @@ def state_of(task: Task, setup: Any) -> tuple[Any, ...]:
     """Returns structure, shapes and dtypes of a setup's state; its loss scale apart, as where it is 1."""
     state = jax.eval_shape(lambda key: setup.create_state(*task.init(key), key), jax.random.key(0))
     without_scale = jax.tree.map(
-        lambda node: node._replace(loss_scale=()) if isinstance(node, jt.LossScaledState) else node,
+        lambda node: node._replace(loss_scale=()) if isinstance(node, jt.policies.LossScaledState) else node,
         state,
-        is_leaf=lambda node: isinstance(node, jt.LossScaledState),
+        is_leaf=lambda node: isinstance(node, jt.policies.LossScaledState),
     )
     leaves, structure = jax.tree.flatten(without_scale)
     return structure, tuple((x.shape, x.dtype) for x in leaves)

@@ -72,7 +72,11 @@ def test_rules_take_the_place_of_those_of_a_name_that_autocasts(name: str) -> No
     assert autocasts(precision_of(name))
     rules = jt.AutocastRules(primitives=(("dot_general", "float32"),))
     precision = precision_of(name, rules)
-    found = precision.precision.autocast_rules if isinstance(precision, jt.Amp) else getattr(precision, "rules", None)
+    found = (
+        precision.precision.autocast_rules
+        if isinstance(precision, jt.policies.Amp)
+        else getattr(precision, "rules", None)
+    )
     assert found == rules
     assert precision != precision_of(name)
     assert precision_of(name, None) == precision_of(name)

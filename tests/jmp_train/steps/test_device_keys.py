@@ -21,12 +21,12 @@ MESH = Mesh(np.array(jax.devices()), ("data",))
 GRAPH, DROPOUT = nnx.split(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
 
 
-def in_own_shard_map(step: jt.TrainStep) -> Any:
+def in_own_shard_map(step: jt.steps.TrainStep) -> Any:
     specs = (PartitionSpec(), PartitionSpec("data"))
     return jax.jit(jax.shard_map(step.with_axes("data"), mesh=MESH, in_specs=specs, out_specs=PartitionSpec()))
 
 
-ROUTES: dict[str, Callable[[jt.TrainStep], Any]] = {
+ROUTES: dict[str, Callable[[jt.steps.TrainStep], Any]] = {
     "shard_map": lambda step: jt.data_parallel(step, MESH),
     "pmap": jt.pmap_step,
     "jit": lambda step: jt.sharded_step(step, MESH),

@@ -37,7 +37,7 @@ def made(loss: Any = loss_fn, scale: Any = None, params: Any = PARAMS, recipe: A
     """Returns a step and the state before the first."""
     optimizer = jt.with_loss_scale(relaxed(optax.adam(1e-2)), scale or jt.StaticLossScale(2.0**10))
     step = jt.train_step(jt.stateless(loss), optimizer, policy=policy_of(recipe), **kwargs)
-    return step, jt.with_fp8_state(step, jt.TrainState.create(params, optimizer), BATCH)
+    return step, jt.steps.with_fp8_state(step, jt.TrainState.create(params, optimizer), BATCH)
 
 
 def ran(step: Any, state: Any, steps: int = 3, batch: Any = BATCH) -> Any:
@@ -75,7 +75,7 @@ def test_what_is_quantized_is_scaled_by_the_steps_before() -> None:
     """After some steps of the same batch the scales are those of the tensors, and so is the loss that of the recipe."""
     step, state = made()
     state = ran(step, state, 2)
-    current = dataclasses.replace(step, policy=policy_of(jt.Float8CurrentScaling()))
+    current = dataclasses.replace(step, policy=policy_of(jt.policies.Float8CurrentScaling()))
     metrics = [jax.jit(one)(state, BATCH)[1] for one in (step, current)]
     np.testing.assert_allclose(metrics[0]["loss"], metrics[1]["loss"], rtol=1e-2)
     np.testing.assert_allclose(metrics[0]["grad_norm"], metrics[1]["grad_norm"], rtol=3e-2)
@@ -117,7 +117,7 @@ def test_a_skipped_step_leaves_them() -> None:
 def test_nothing_that_is_not_finite_enters_without_a_loss_scale_either() -> None:
     optimizer = optax.sgd(1e-3)
     step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy_of())
-    state = jt.with_fp8_state(step, jt.TrainState.create(PARAMS, optimizer), BATCH)
+    state = jt.steps.with_fp8_state(step, jt.TrainState.create(PARAMS, optimizer), BATCH)
     after, _ = jax.jit(step)(state, BATCH.at[0, 0].set(jnp.inf))
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(scales_of(after)))
 
@@ -212,7 +212,7 @@ def test_the_models_own_state_goes_on() -> None:
     optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
     step = jt.train_step(loss, optimizer, policy=policy_of(), accumulate_steps=2)
     state = jt.TrainState.create(PARAMS, optimizer, model_state=jnp.zeros(()))
-    state = ran(step, jt.with_fp8_state(step, state, BATCH), steps=2)
+    state = ran(step, jt.steps.with_fp8_state(step, state, BATCH), steps=2)
     assert float(state.model_state.model_state) == 4
     # Another policy leaves the state alone, and evaluation needs none.
     other = dataclasses.replace(step, policy=jt.get_policy("autocast_bfloat16"))
@@ -239,13 +239,13 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(ValueError, match=r"2 products, which the state does not have; call state ="):
         step(state, BATCH)
     with pytest.raises(ValueError, match=r"must be an AutocastPolicy with fp8=DelayedScaling\(\), got None"):
-        jt.with_fp8_state(jt.train_step(jt.stateless(loss_fn), optimizer), state, BATCH)
+        jt.steps.with_fp8_state(jt.train_step(jt.stateless(loss_fn), optimizer), state, BATCH)
     with pytest.raises(TypeError, match="step must be a result of train_step, not jitted, got"):
-        jt.with_fp8_state(jax.jit(step), state, BATCH)  # type: ignore[arg-type]
+        jt.steps.with_fp8_state(jax.jit(step), state, BATCH)  # type: ignore[arg-type]
     none = dataclasses.replace(step, policy=policy_of(rules=jt.TORCH_CUDA))
     with pytest.raises(ValueError, match="no product of the loss is in 8 bits by the rules"):
-        jt.with_fp8_state(none, state, BATCH)
-    foreign = jt.with_fp8_state(step, state, BATCH)
+        jt.steps.with_fp8_state(none, state, BATCH)
+    foreign = jt.steps.with_fp8_state(step, state, BATCH)
     with pytest.raises(
         ValueError, match=r"the fp8 state does not fit the model and its rules: \['dot_general'\] are missing, \['mlp"
     ):

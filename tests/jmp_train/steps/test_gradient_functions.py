@@ -132,5 +132,5 @@ def test_micro_batches_have_to_divide_the_batch() -> None:
 def test_loss_gradients_warns_on_its_first_trace() -> None:
     loss_fn = jt.stateless(lambda w, x: (w.astype(jnp.float32) @ jnp.ones((8, 8))).mean())
     gradients = loss_gradients(loss_fn, "mixed_float16")
-    with pytest.warns(jt.Float32ProductsWarning):
+    with pytest.warns(jt.policies.Float32ProductsWarning):
         gradients(jt.NoOpLossScale(), jnp.ones((8, 8)), None, jnp.ones(1), None)

@@ -130,7 +130,7 @@ def test_it_trains(make: Callable[[], Made], policy: str) -> None:
         step = jax.jit(jt.train_step(loss_fn, optimizer, policy=chosen), donate_argnums=0)
         state = jt.TrainState.create(params, optimizer, model_state=model_state)
         with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always", jt.Float32ProductsWarning)
+            warnings.simplefilter("always", jt.policies.Float32ProductsWarning)
             state, first = step(state, BATCH)
         hands_on_float32 = policy == "by path" and make in (linen, haiku)
         assert len(warned) == hands_on_float32  # the product after the norm

@@ -125,7 +125,7 @@ def test_tree_mode() -> None:
 
 @pytest.mark.full
 def test_each_of_several_losses_has_a_scale_and_gradients_of_its_own() -> None:
-    scales = jt.PerLossScale((jt.StaticLossScale(2.0), jt.StaticLossScale(8.0)))
+    scales = jt.policies.PerLossScale((jt.StaticLossScale(2.0), jt.StaticLossScale(8.0)))
 
     def two(net: Net, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y = net(x)

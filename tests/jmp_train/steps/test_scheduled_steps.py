@@ -126,7 +126,7 @@ def test_scales_and_histories_of_products_in_8_bits_wait_for_their_next_phase() 
     steps = {
         policy: jt.train_step(jt.stateless(loss_fn), CASES["adam"][1], policy=policy) for _, policy in schedule.starts
     }
-    state = jt.with_fp8_state(steps[fp8], first_state("adam"), next(batches()))
+    state = jt.steps.with_fp8_state(steps[fp8], first_state("adam"), next(batches()))
     histories = []
     for step, batch in zip(schedule.steps(lambda policy: jax.jit(steps[policy]), TOTAL), batches(), strict=True):
         state, metrics = step(state, batch)
@@ -148,7 +148,7 @@ def test_eight_devices_follow_the_schedule() -> None:
             seen.append(host_copy(metrics))
         return state, seen
 
-    def step_of(policy: Any) -> jt.TrainStep:
+    def step_of(policy: Any) -> jt.steps.TrainStep:
         return jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy)
 
     eight, metrics = run(lambda policy: jt.data_parallel(step_of(policy), mesh, donate_argnums=0))

@@ -86,7 +86,9 @@ def line_batch(seed: int, examples: int = 8) -> jax.Array:
 def test_float16_without_a_loss_scale_is_said_once(policy: str) -> None:
     step = jt.train_step(jt.stateless(line_loss), optax.sgd(0.1), policy=policy)
     state = line_state(step.optimizer)
-    with pytest.warns(jt.MissingLossScaleWarning, match=r"computes in float16 and the optimizer has no loss scale.*jt"):
+    with pytest.warns(
+        jt.policies.MissingLossScaleWarning, match=r"computes in float16 and the optimizer has no loss scale.*jt"
+    ):
         jax.eval_shape(step, state, line_batch(0))
     jax.eval_shape(step, state, line_batch(0, 16))
 
@@ -492,7 +494,7 @@ def test_stateless_hands_aux_on() -> None:
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
 
-def parallel(step: jt.TrainStep, way: str) -> Any:
+def parallel(step: jt.steps.TrainStep, way: str) -> Any:
     step = step.with_axes("data")
     if way == "pmap":
         return jax.pmap(step, axis_name="data", in_axes=(None, 0), out_axes=None)

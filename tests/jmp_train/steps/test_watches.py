@@ -43,7 +43,7 @@ def shares_of(
     policy: Any = None,
     watch: tuple[str, ...] = BOTH,
     examples: int = 1,
-    run: Callable[[jt.TrainStep], Any] = jax.jit,
+    run: Callable[[jt.steps.TrainStep], Any] = jax.jit,
     **options: Any,
 ) -> Any:
     """Returns the shares of a step in which the gradients are `factors`, and all metrics."""
@@ -181,7 +181,9 @@ def test_underflow_of_micro_batches_is_that_of_their_mean() -> None:
 
 
 def test_underflow_of_several_losses_counts_all_of_them() -> None:
-    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((jt.StaticLossScale(1.0), jt.StaticLossScale(4.0))))
+    optimizer = jt.with_loss_scale(
+        optax.sgd(0.1), jt.policies.PerLossScale((jt.StaticLossScale(1.0), jt.StaticLossScale(4.0)))
+    )
 
     def losses(w: Any, x: Any) -> Any:
         loss = (w * x).astype(jnp.float32).sum()
@@ -236,7 +238,7 @@ def test_there_are_at_most_eight_groups() -> None:
     assert group_names([0] * 9) == ["params"] * 9
 
 
-ROUTES: dict[str, Callable[[jt.TrainStep], Any]] = {
+ROUTES: dict[str, Callable[[jt.steps.TrainStep], Any]] = {
     "data_parallel": lambda step: jt.data_parallel(step, MESH),
     "pmap_step": jt.pmap_step,
     "sharded_step": lambda step: jt.sharded_step(step, MESH),
@@ -338,7 +340,7 @@ def test_metrics_have_no_watches_where_there_are_none() -> None:
 
 
 def test_a_wrong_watch_is_refused() -> None:
-    def make(watch: Any) -> jt.TrainStep:
+    def make(watch: Any) -> jt.steps.TrainStep:
         return jt.train_step(jt.stateless(product_loss), optax.sgd(0.1), watch=watch)
 
     with pytest.raises(ValueError, match=r"watch: 'overflow' is unknown; choose from 'lost_updates', 'underflow'"):

@@ -51,7 +51,7 @@ TABLE = {
 }
 
 
-def amp_named(name: str, **options: Any) -> jt.Amp:
+def amp_named(name: str, **options: Any) -> jt.policies.Amp:
     mode, _, dtype = name.partition("-")
     if mode.startswith("O"):
         mode, options = "apex", {"opt_level": mode, **options}
@@ -59,7 +59,7 @@ def amp_named(name: str, **options: Any) -> jt.Amp:
 
 
 class Made(NamedTuple):
-    amp: jt.Amp
+    amp: jt.policies.Amp
     params: Any
     model_state: Any
     loss_fn: Callable[..., Any]
@@ -71,7 +71,7 @@ def squared(y: jax.Array, batch: Any) -> jax.Array:
     return ((y.astype(jnp.float32) - batch["y"].astype(jnp.float32)) ** 2).mean()
 
 
-def linen(amp: jt.Amp) -> Made:
+def linen(amp: jt.policies.Amp) -> Made:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> Any:
@@ -92,7 +92,7 @@ def linen(amp: jt.Amp) -> Made:
     return Made(amp, params, stats, loss_fn, lambda p: p["first"]["scale"], lambda p: p["dense"]["kernel"])
 
 
-def flax_nnx(amp: jt.Amp) -> Made:
+def flax_nnx(amp: jt.policies.Amp) -> Made:
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.first = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
@@ -121,7 +121,7 @@ def flax_nnx(amp: jt.Amp) -> Made:
     )
 
 
-def equinox(amp: jt.Amp) -> Made:
+def equinox(amp: jt.policies.Amp) -> Made:
     class Net(eqx.Module):
         first: eqx.nn.BatchNorm
         dense: eqx.nn.Linear
@@ -157,13 +157,13 @@ def outputs(y: jax.Array, hidden: jax.Array) -> dict[str, Any]:
 
 
 LIBRARIES = {"linen": linen, "nnx": flax_nnx, "equinox": equinox}
-ROUTES: dict[str, Callable[[jt.TrainStep], Any]] = {
+ROUTES: dict[str, Callable[[jt.steps.TrainStep], Any]] = {
     "jit": jax.jit,
     "data_parallel": lambda step: jax.jit(jt.data_parallel(step, MESH)),
 }
 
 
-def start(made: Made, optimizer: Any) -> tuple[jt.TrainStep, jt.TrainState, Any]:
+def start(made: Made, optimizer: Any) -> tuple[jt.steps.TrainStep, jt.TrainState, Any]:
     loss_fn, tx = made.amp.transform(made.loss_fn, relaxed(optimizer))
     state = jt.TrainState.create(
         made.params,

@@ -32,7 +32,7 @@ MODES = {
 }
 
 
-def digits_accuracy(amp: jt.Amp, steps: int) -> tuple[float, int]:
+def digits_accuracy(amp: jt.policies.Amp, steps: int) -> tuple[float, int]:
     """Returns the test accuracy of the digits task after some steps, and how many were skipped."""
     task = load_task("digits")
     amp, _ = amp.for_model(DigitsCNN(), jnp.ones((1, 8, 8, 1)), train=False)
@@ -88,7 +88,7 @@ TORCH = [128, 128, 64, 64, 32, 16, 16, 16, 32, 32, 16, 8, 8, 8, 16, 16, 16]
 MEGATRON = [256, 256, 128, 128, 64, 32, 32, 32, 64, 64, 64, 32, 32, 32, 64, 64, 64]
 
 
-def scales_of(amp: jt.Amp, bad: Sequence[int]) -> tuple[list[float], list[bool]]:
+def scales_of(amp: jt.policies.Amp, bad: Sequence[int]) -> tuple[list[float], list[bool]]:
     """Returns the loss scale after each step of a training loop, and whether the step was taken."""
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
@@ -129,7 +129,7 @@ def apex_rule(bad: Sequence[int], scale: float, lowest: float, highest: float) -
         (jt.amp_mode("apex", opt_level="O3", loss_scale=128.0), [128] * len(BAD)),
     ],
 )
-def test_scalers_follow_their_golden_traces(amp: jt.Amp, wanted: list[float]) -> None:
+def test_scalers_follow_their_golden_traces(amp: jt.policies.Amp, wanted: list[float]) -> None:
     scales, taken = scales_of(amp, BAD)
     assert scales == wanted
     assert taken == [not bad for bad in BAD]
@@ -146,7 +146,7 @@ def test_apex_scales_follow_its_rule(level: str) -> None:
     assert {64.0, 128.0, 256.0, 512.0} == set(scales)
 
 
-def with_small_scale(amp: jt.Amp) -> jt.Amp:
+def with_small_scale(amp: jt.policies.Amp) -> jt.policies.Amp:
     """Returns a mode whose first step does not overflow, for a model without BatchNorms."""
     small = {
         "torch": {"init_scale": 2.0**8},

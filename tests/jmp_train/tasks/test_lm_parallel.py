@@ -48,8 +48,8 @@ def fsdp(setup: Setup, state: jt.TrainState) -> Any:
 
 def tensor_parallel(setup: Setup, state: jt.TrainState) -> Any:
     mesh = mesh_of(data=4, model=2)
-    specs = jt.specs_by_path(state.params, TENSOR_PARALLEL)
-    return jt.sharded_step(setup.step, mesh, shardings=jt.state_shardings(state, mesh, params=specs))
+    specs = jt.parallel.specs_by_path(state.params, TENSOR_PARALLEL)
+    return jt.sharded_step(setup.step, mesh, shardings=jt.parallel.state_shardings(state, mesh, params=specs))
 
 
 def data_parallel(setup: Setup, state: jt.TrainState) -> Any:

@@ -175,7 +175,7 @@ def test_graph_and_features_are_arguments_of_the_step(tiny: Task) -> None:
 def test_it_learns_in_float32_and_float16(tiny: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the loop makes the graph once a run, and casts the features before they are arguments."""
     made, traced = [], []
-    step = jt.TrainStep.__call__
+    step = jt.steps.TrainStep.__call__
 
     def shared() -> dict[str, Any]:
         made.append(1)
@@ -185,7 +185,7 @@ def test_it_learns_in_float32_and_float16(tiny: Task, monkeypatch: pytest.Monkey
         traced.append(batch["features"].dtype)
         return step(self, state, batch)
 
-    monkeypatch.setattr(jt.TrainStep, "__call__", look)
+    monkeypatch.setattr(jt.steps.TrainStep, "__call__", look)
     counted = dataclasses.replace(tiny, shared=shared)
     runs = [train(counted, policy, RunSettings(epochs=14)) for policy in ("float32", "mixed_float16")]
     assert (len(made), traced) == (2, [jnp.float32, jnp.float16])

@@ -23,16 +23,16 @@ CHOSEN = FrontPoint(0.95, 0.04, 3)
 PASSED = Verification(True, Errors(True, 1e-3, 0.02, 0.1, 1.0), 1, (2.0, 1.5, 1.0), (2.0, 1.6, 1.25))
 
 
-def tuned_rules(file: Path) -> jt.TunedRules:
+def tuned_rules(file: Path) -> jt.tuning.TunedRules:
     file.write_text(f"\n{LINE}\n")
     entry = Float32Entry(
         (r"^net/<i>:mul@",), ("mul",), "net/<i>", f"{file}:2", 3, Errors(False, math.nan, math.inf, math.nan, 0.0)
     )
     added = Float32Entry((r"^:exp@.*model\.py:9$",), ("exp",), "", "nowhere.py:9", 1, None, repaired=True)
-    return jt.TunedRules(
+    return jt.tuning.TunedRules(
         rules=jt.MOSTLY_HALF.replace(operations={x: "float32" for e in (entry, added) for x in e.expressions}),
         dtype="bfloat16", entries=(entry, added), choices=40, complete=True, trials=17, seconds=1.5,
-        compile_seconds=20.0, loss_scale=4096.0, tolerance=jt.Tolerance(), half_flops=(0.5, 0.875),
+        compile_seconds=20.0, loss_scale=4096.0, tolerance=jt.tuning.Tolerance(), half_flops=(0.5, 0.875),
         half_elements=(0.25, 0.75), front=FRONT, chosen=CHOSEN, verification=PASSED,
     )  # fmt: skip
 
@@ -80,7 +80,7 @@ def test_what_does_not_hold_and_what_is_not_there_shows(tmp_path: Path) -> None:
     failed = Verification(False, Errors(True, 0.1, 0.3, 0.4, 0.9), 0)
     tuned = dataclasses.replace(
         tuned_rules(tmp_path / "model.py"), rules=jt.MOSTLY_HALF, entries=(), complete=False, front=(), chosen=None,
-        tolerance=jt.Tolerance(math.inf, math.inf, math.inf, -1.0), verification=failed,
+        tolerance=jt.tuning.Tolerance(math.inf, math.inf, math.inf, -1.0), verification=failed,
     )  # fmt: skip
     page = Page(tuned.to_html())
     assert ("class", "failed") in page.attributes

@@ -24,7 +24,7 @@ QUICK = ("softmax of an offset",)
 )
 def test_it_is_kept_out_of_half_precision(fault: Fault) -> None:
     fn, args = fault.build(Way(fault.dtype, exact=True))
-    tuned = jt.tune(fn if isinstance(fn, jt.TrainStep) else promoting(fn), [args], dtype=fault.dtype)
+    tuned = jt.tune(fn if isinstance(fn, jt.steps.TrainStep) else promoting(fn), [args], dtype=fault.dtype)
     assert tuned.complete
     assert tuned.verification.passed
     for entry in tuned.entries:
@@ -36,4 +36,4 @@ def test_it_is_kept_out_of_half_precision(fault: Fault) -> None:
 def test_where_nothing_could_be_half_there_is_nothing_to_tune(fault: Fault) -> None:
     fn, args = fault.build(Way(fault.dtype, exact=True))
     with pytest.raises(ValueError, match=f"no operation of fn could be {fault.dtype}"):
-        jt.tune(fn if isinstance(fn, jt.TrainStep) else promoting(fn), [args], dtype=fault.dtype)
+        jt.tune(fn if isinstance(fn, jt.steps.TrainStep) else promoting(fn), [args], dtype=fault.dtype)

@@ -72,7 +72,7 @@ def errors_under(rules: jt.AutocastRules, loss_fn: Any, example: Any, scale: flo
 @pytest.mark.parametrize("seed", range(20))
 def test_each_entry_is_needed_and_all_together_suffice(seed: int) -> None:
     loss_fn, examples = program(seed)
-    tuned = jt.tune(loss_fn, examples, tolerance=jt.Tolerance(sensitivity=0))
+    tuned = jt.tune(loss_fn, examples, tolerance=jt.tuning.Tolerance(sensitivity=0))
     assert tuned.complete
     assert tuned.verification.passed
     for example in examples:

@@ -52,11 +52,11 @@ def examples() -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def tuned(examples: list[tuple[Any, ...]]) -> jt.TunedRules:
+def tuned(examples: list[tuple[Any, ...]]) -> jt.tuning.TunedRules:
     return jt.tune(bad_loss_fn, examples)
 
 
-def test_it_finds_the_operation(tuned: jt.TunedRules) -> None:
+def test_it_finds_the_operation(tuned: jt.tuning.TunedRules) -> None:
     (entry,) = tuned.entries
     assert (entry.path, entry.primitives, entry.operations) == ("norm", ("integer_pow",), 1)
     assert entry.why.startswith("48% of its values overflow")
@@ -67,7 +67,7 @@ def test_it_finds_the_operation(tuned: jt.TunedRules) -> None:
     assert tuned.verification.held_out == 1
 
 
-def test_its_rules_are_for_autocast(tuned: jt.TunedRules, examples: list[tuple[Any, ...]]) -> None:
+def test_its_rules_are_for_autocast(tuned: jt.tuning.TunedRules, examples: list[tuple[Any, ...]]) -> None:
     for rules, is_finite in ((tuned.rules, True), (jt.MOSTLY_HALF, False)):
         grads = jax.grad(jt.autocast(bad_loss_fn, jnp.float16, rules=rules))(*examples[0])
         assert all(bool(jnp.isfinite(x).all()) for x in grads) == is_finite
@@ -75,7 +75,7 @@ def test_its_rules_are_for_autocast(tuned: jt.TunedRules, examples: list[tuple[A
     assert tuned.half_elements[1] > tuned.half_elements[0]
 
 
-def test_it_says_so(tuned: jt.TunedRules) -> None:
+def test_it_says_so(tuned: jt.tuning.TunedRules) -> None:
     text = str(tuned)
     assert "1 entry in float32" in text
     assert "integer_pow  norm" in text
@@ -84,7 +84,7 @@ def test_it_says_so(tuned: jt.TunedRules) -> None:
     assert eval(tuned.code().removeprefix("rules = "), {"jt": jt}) == tuned.rules
 
 
-def test_the_front_falls_from_more_half_to_less_error(tuned: jt.TunedRules) -> None:
+def test_the_front_falls_from_more_half_to_less_error(tuned: jt.tuning.TunedRules) -> None:
     shares = [point.half_flops for point in tuned.front]
     errors = [point.gradient_error for point in tuned.front]
     assert shares == sorted(shares, reverse=True)
@@ -92,7 +92,7 @@ def test_the_front_falls_from_more_half_to_less_error(tuned: jt.TunedRules) -> N
     assert all(math.isfinite(error) for error in errors)
 
 
-def test_the_same_arguments_give_the_same_rules(tuned: jt.TunedRules, examples: list[tuple[Any, ...]]) -> None:
+def test_the_same_arguments_give_the_same_rules(tuned: jt.tuning.TunedRules, examples: list[tuple[Any, ...]]) -> None:
     again = jt.tune(bad_loss_fn, examples)
     assert (again.rules, again.trials, again.entries) == (tuned.rules, tuned.trials, tuned.entries)
 
@@ -220,7 +220,7 @@ def test_an_nnx_module_stays_as_it_was(examples: list[tuple[Any, ...]]) -> None:
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-def step_of(fn: Any, **options: Any) -> tuple[jt.TrainStep, jt.TrainState]:
+def step_of(fn: Any, **options: Any) -> tuple[jt.steps.TrainStep, jt.TrainState]:
     optimizer = jt.with_loss_scale(optax.sgd(0.05), jt.torch_loss_scale())
     step = jt.train_step(jt.stateless(fn), optimizer, policy="mixed_float16", **options)
     return step, jt.TrainState.create(params_of((4, 8), (8, 2)), optimizer)
@@ -259,7 +259,7 @@ def test_the_steps_that_were_taken_are_counted() -> None:
     assert steps_taken([(model, optimizer, 0)]) == 1
 
 
-def test_a_policy_with_the_rules_trains(tuned: jt.TunedRules, examples: list[tuple[Any, ...]]) -> None:
+def test_a_policy_with_the_rules_trains(tuned: jt.tuning.TunedRules, examples: list[tuple[Any, ...]]) -> None:
     optimizer = jt.with_loss_scale(optax.sgd(0.05), jt.torch_loss_scale(init_scale=tuned.loss_scale))
     policy = jt.AutocastPolicy(F32, F32, F32, autocast_dtype=jnp.float16, rules=tuned.rules)
     step = jt.train_step(jt.stateless(bad_loss_fn), optimizer, policy=policy)
@@ -345,4 +345,4 @@ def test_what_no_choice_mends_is_refused(examples: list[tuple[Any, ...]]) -> Non
 @pytest.mark.parametrize("name", ["loss", "gradient", "leaf", "cosine", "sensitivity"])
 def test_a_tolerance_checks_its_numbers(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=-2 must be a"):
-        jt.Tolerance(**{name: -2})
+        jt.tuning.Tolerance(**{name: -2})

@@ -34,7 +34,7 @@ def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
 BATCH = {"x": jnp.asarray(X), "label": jnp.arange(16)}
 
 
-def train(amp: jt.Amp, steps: int = 3, batch: Any = BATCH) -> tuple[jt.TrainState, Any]:
+def train(amp: jt.policies.Amp, steps: int = 3, batch: Any = BATCH) -> tuple[jt.TrainState, Any]:
     fn, optimizer = amp.transform(loss_fn, relaxed(optax.adam(0.1)))
     step = jax.jit(jt.train_step(fn, optimizer))
     state = jt.TrainState.create(make_params(), optimizer, cast_params=amp.cast_params)
@@ -44,7 +44,7 @@ def train(amp: jt.Amp, steps: int = 3, batch: Any = BATCH) -> tuple[jt.TrainStat
     return state, metrics
 
 
-def apex(level: str, **options: Any) -> jt.Amp:
+def apex(level: str, **options: Any) -> jt.policies.Amp:
     amp = jt.amp_mode("apex", opt_level=level, **options)
     return dataclasses.replace(amp, batch_norms=("bn",))
 
@@ -95,7 +95,7 @@ def test_norms_that_are_not_there_are_named() -> None:
 def test_outputs_are_cast_inside_a_loss_where_asked_for() -> None:
     batch = {"x": jnp.full((4, 4), 64.0), "y": jnp.full((4, 2), 1000.0)}
 
-    def far_off(amp: jt.Amp) -> float:
+    def far_off(amp: jt.policies.Amp) -> float:
         def fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
             y = amp.cast_outputs(batch["x"] @ params["dense"]["w"])
             return ((y - batch["y"].astype(y.dtype)) ** 2).mean(), (model_state, None)
@@ -133,7 +133,7 @@ def test_master_weights() -> None:
         (jt.amp_mode("naive"), "float32"),
     ],
 )
-def test_outputs(amp: jt.Amp, outputs: str) -> None:
+def test_outputs(amp: jt.policies.Amp, outputs: str) -> None:
     _, metrics = train(amp, 1)
     assert metrics["aux"]["y"].dtype.name == outputs
     params = amp.cast_params(make_params())
@@ -187,7 +187,7 @@ def test_zero_gradients_are_counted_where_asked_for() -> None:
 
 
 def test_skips_keep_the_count_of_zeros() -> None:
-    optimizer = jt.with_loss_scale(jt.count_zero_gradients(optax.sgd(0.1)), jt.NoOpLossScale())
+    optimizer = jt.with_loss_scale(jt.policies.count_zero_gradients(optax.sgd(0.1)), jt.NoOpLossScale())
     params = jnp.ones(3)
     state: Any
     _, state = optimizer.update(jnp.array([0.0, 0.0, 1.0]), optimizer.init(params), params)
@@ -270,7 +270,7 @@ def test_statistics_are_stored_as_the_mode_says_and_come_back_so() -> None:
     ],
 )
 def test_settings_and_skips_are_logged_where_asked_for(
-    amp: jt.Amp, lines: int, caplog: pytest.LogCaptureFixture
+    amp: jt.policies.Amp, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "jmp_train.amp")
     fn, optimizer = amp.transform(loss_fn, optax.sgd(0.1))
@@ -338,6 +338,6 @@ def test_products_that_a_mode_leaves_in_float32_are_told_once(mode: str) -> None
     fn, optimizer = amp.transform(jt.stateless(dense_loss), optax.sgd(0.1))
     step = jax.jit(jt.train_step(fn, optimizer))
     state = jt.TrainState.create(params, optimizer, cast_params=amp.cast_params)
-    with pytest.warns(jt.Float32ProductsWarning, match=f"100% .* AMP mode {amp.mode}"):
+    with pytest.warns(jt.policies.Float32ProductsWarning, match=f"100% .* AMP mode {amp.mode}"):
         state, _ = step(state, {"x": X})
     step(state, {"x": X[:8]})  # a retrace says nothing: warnings are errors here

@@ -58,11 +58,11 @@ DEFAULTS = {
 def test_options_and_defaults_are_the_originals(mode: str) -> None:
     assert dataclasses.asdict(jt.amp_mode(mode).options) == DEFAULTS[mode]
     spelled_out = jt.amp_mode(mode, **DEFAULTS[mode])
-    assert spelled_out == jt.amp_mode(jt.AmpType(mode))
+    assert spelled_out == jt.amp_mode(jt.policies.AmpType(mode))
     assert hash(spelled_out) == hash(jt.amp_mode(mode))
 
 
-def apex(level: str, **options: Any) -> jt.Amp:
+def apex(level: str, **options: Any) -> jt.policies.Amp:
     return jt.amp_mode("apex", opt_level=level, **options)
 
 
@@ -113,7 +113,7 @@ def test_an_option_of_apex_overrides_its_level() -> None:
     floors = [apex("O1", min_loss_scale=x).loss_scale.min_loss_scale for x in (None, 0.0)]  # pyright: ignore[reportAttributeAccessIssue]
     assert floors == [1.0, 2.0**-126]
     several = apex("O1", num_losses=3).loss_scale
-    assert isinstance(several, jt.PerLossScale)
+    assert isinstance(several, jt.policies.PerLossScale)
     assert len(several.loss_scales) == 3
 
 
@@ -274,7 +274,7 @@ def test_the_tutorials_dictionaries() -> None:
             "BATCH_SIZE": 128,
             "DROP_RATE": 0.1,
             "fp16": {
-                "mode": jt.AmpType.TORCH,
+                "mode": jt.policies.AmpType.TORCH,
                 "init_scale": 2.0**16,
                 "growth_factor": 2.0,
                 "backoff_factor": 0.5,
@@ -285,7 +285,7 @@ def test_the_tutorials_dictionaries() -> None:
     )
     assert torch == jt.amp_mode("torch")
     assert jt.amp_from_config({"fp16": {"mode": "apex", "opt_level": "O2"}}) == apex("O2")
-    naive = {"mode": jt.AmpType.NAIVE, "initial_scale": 2**10, "clip_grad": 1.0}
+    naive = {"mode": jt.policies.AmpType.NAIVE, "initial_scale": 2**10, "clip_grad": 1.0}
     with pytest.raises(ValueError, match="'clip_grad' is not an option of mode 'naive'"):
         jt.amp_from_config({"fp16": naive})
     for without in ({}, {"fp16": None}):

@@ -42,7 +42,7 @@ def texts(fn: Callable[..., Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         jax.eval_shape(fn, W, X)
-    assert {w.category for w in seen} <= {jt.CpuConvolutionWarning}
+    assert {w.category for w in seen} <= {jt.policies.CpuConvolutionWarning}
     return [str(w.message) for w in seen]
 
 

@@ -29,7 +29,7 @@ def test_values_and_gradients_are_dot_generals(data: Any, dtype: Any) -> None:
     random = np.random.default_rng(0)
     x, w = (jnp.asarray(random.normal(size=[sizes[i] for i in letters]), dtype) for letters in (lhs, rhs))
     numbers = (tuple(map(lhs.index, both)), tuple(map(rhs.index, both))), ((), ())
-    out, pullback = jax.vjp(lambda x, w: jt.float32_dot_general(x, w, numbers), x, w)
+    out, pullback = jax.vjp(lambda x, w: jt.policies.float32_dot_general(x, w, numbers), x, w)
     cotangent = jnp.asarray(random.normal(size=out.shape), dtype)
     grads = pullback(cotangent)
     left, right = "".join(lhs), "".join(rhs)
@@ -54,7 +54,7 @@ def test_shares_of_devices_are_added_up_in_float32() -> None:
     x = jax.device_put(x, NamedSharding(mesh, P(None, "model")))
     w = jax.device_put(w, NamedSharding(mesh, P("model")))
     numbers = ((1,), (0,)), ((), ())
-    exact = jax.jit(lambda x, w: jt.float32_dot_general(x, w, numbers))(x, w)
+    exact = jax.jit(lambda x, w: jt.policies.float32_dot_general(x, w, numbers))(x, w)
     assert float(exact[0, 0]) == 2056  # 2055, rounded once; in float16 2048
     assert float(exact[1, 1]) == 30000
 
@@ -64,7 +64,7 @@ def test_autocast_lowers_the_operands_and_not_the_sum() -> None:
     x, w = jnp.full((1, 2), 60000.0), jnp.ones((2, 1))
 
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jt.float32_dot_general(x, w, numbers, preferred_element_type=jnp.float32)
+        return jt.policies.float32_dot_general(x, w, numbers, preferred_element_type=jnp.float32)
 
     traced = str(jax.make_jaxpr(jt.autocast(run))(x, w))
     assert "preferred_element_type=float32" in traced
@@ -75,7 +75,7 @@ def test_autocast_lowers_the_operands_and_not_the_sum() -> None:
 
 
 def test_layers_take_it() -> None:
-    layer = nn.DenseGeneral((3, 2), axis=(-2, -1), dot_general=jt.float32_dot_general)
+    layer = nn.DenseGeneral((3, 2), axis=(-2, -1), dot_general=jt.policies.float32_dot_general)
     plain = nn.DenseGeneral((3, 2), axis=(-2, -1))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4, 2)), jnp.float32)
     params = plain.init(jax.random.key(0), x)
@@ -86,6 +86,6 @@ def test_layers_take_it() -> None:
 def test_what_it_does_not_take() -> None:
     x = jnp.ones((2, 3, 3))
     with pytest.raises(ValueError, match="have batch dimensions"):
-        jt.float32_dot_general(x, x, (((2,), (1,)), ((0,), (0,))))
+        jt.policies.float32_dot_general(x, x, (((2,), (1,)), ((0,), (0,))))
     with pytest.raises(ValueError, match="float32_dot_general has no argument out_sharding"):
-        jt.float32_dot_general(x, x, (((2,), (1,)), ((), ())), out_sharding=P())
+        jt.policies.float32_dot_general(x, x, (((2,), (1,)), ((), ())), out_sharding=P())

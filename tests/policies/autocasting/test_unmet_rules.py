@@ -52,7 +52,7 @@ def test_an_entry_that_matches_nothing_is_named(table: str, name: str, nearest: 
     rules = jt.TORCH_CUDA.replace(**{**MET, table: {**MET[table], name: "float32"}})
     run = jt.autocast(loss_fn, rules=rules)
     message = rf"(?s)^1 entry of the autocast rules matches no operation.*{table}: '.*; the nearest is '{nearest}.*tune"
-    with pytest.warns(jt.UnmetRulesWarning, match=message) as warned:
+    with pytest.warns(jt.policies.UnmetRulesWarning, match=message) as warned:
         run(X, X)
     assert warned[0].filename == __file__
     run(X, X)  # says it once
@@ -79,5 +79,7 @@ def test_stale_rules_of_tune_are_named_by_a_step() -> None:
     jt.apply_policy(norm, policy)(w, x)
     optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
     step = jax.jit(jt.train_step(jt.stateless(changed), optimizer, policy=policy))
-    with pytest.warns(jt.UnmetRulesWarning, match=r"(?s)operations: '.*integer_pow@.*nearest is '.*integer_pow@"):
+    with pytest.warns(
+        jt.policies.UnmetRulesWarning, match=r"(?s)operations: '.*integer_pow@.*nearest is '.*integer_pow@"
+    ):
         step(jt.TrainState.create(w, optimizer), x)

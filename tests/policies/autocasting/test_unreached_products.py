@@ -55,10 +55,10 @@ def test_products_that_are_not_reached_are_named(fn: Callable[..., Any], why: st
         r'jt\.apply_policy\(fn, "mixed_bfloat16"\) around the function'
     )
     run = jax.jit(jt.autocast(fn, jnp.bfloat16))
-    with pytest.warns(jt.Float32ProductsWarning, match=message) as warned:
+    with pytest.warns(jt.policies.Float32ProductsWarning, match=message) as warned:
         run(X, X)
     assert warned[0].filename == __file__
-    with pytest.warns(jt.Float32ProductsWarning, match="under autocast to float16"):
+    with pytest.warns(jt.policies.Float32ProductsWarning, match="under autocast to float16"):
         jt.apply_policy(fn, "autocast_float16")(X, X)
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 TRAIN = -np.arange(1.0, 9.0).reshape(2, 4)
 
 
-def report_of(infer: Any, train: Any = TRAIN, **options: Any) -> jt.ParityReport:
+def report_of(infer: Any, train: Any = TRAIN, **options: Any) -> jt.policies.ParityReport:
     """Returns the report of log-probabilities that are there."""
     train, infer = (jax.tree.map(lambda x: np.asarray(x, np.float32), tree) for tree in (train, infer))
     return jt.parity(lambda t, _: t, lambda _, i: i, train, infer, operations=False, **options)
@@ -139,7 +139,7 @@ def test_results_that_are_no_floats_and_arguments_without_values_are_refused() -
 
 
 @pytest.fixture(name="report", scope="module")
-def fixture_report() -> jt.ParityReport:
+def fixture_report() -> jt.policies.ParityReport:
     """Of a softmax in half precision."""
 
     def infer(logits: jax.Array) -> jax.Array:
@@ -149,7 +149,9 @@ def fixture_report() -> jt.ParityReport:
     return jt.parity(jax.jit(jax.nn.log_softmax), jax.jit(infer), logits)
 
 
-def test_the_report_is_read_in_a_terminal_as_json_and_as_a_page(report: jt.ParityReport, tmp_path: Path) -> None:
+def test_the_report_is_read_in_a_terminal_as_json_and_as_a_page(
+    report: jt.policies.ParityReport, tmp_path: Path
+) -> None:
     text = str(report)
     assert max(map(len, text.splitlines())) <= 100
     assert text.startswith("48 tokens: |log p_train - log p_infer| is ")
@@ -171,7 +173,7 @@ def test_the_report_is_read_in_a_terminal_as_json_and_as_a_page(report: jt.Parit
     assert "$" not in picture
 
 
-def test_what_no_operation_explains_is_the_compilers(report: jt.ParityReport) -> None:
+def test_what_no_operation_explains_is_the_compilers(report: jt.policies.ParityReport) -> None:
     assert report.operations is not None
     assert report.operations.mean == pytest.approx(report.mean, rel=0.01)
     assert "compiler" not in str(report)

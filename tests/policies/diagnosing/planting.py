@@ -121,7 +121,7 @@ class Fault:
         """The way in which it is found."""
         return Way(self.dtype, rules=jt.TORCH_CUDA if self.autocast else None)
 
-    def by_remedy(self, report: jt.NumericsReport) -> Way:
+    def by_remedy(self, report: jt.policies.NumericsReport) -> Way:
         """Returns the way with the remedy of the report's first problem applied as it is."""
         match self.applied:
             case "rules":

@@ -20,11 +20,11 @@ F16, BF16 = jnp.float16, jnp.bfloat16
 X = jax.random.normal(jax.random.key(1), (8, 4))
 
 
-def harmful(report: jt.NumericsReport) -> list[jt.Problem]:
+def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
     return [problem for problem in report.problems if problem.severity == "problem"]
 
 
-def mended_by(report: jt.NumericsReport, dtype: Any) -> jt.AutocastPolicy:
+def mended_by(report: jt.policies.NumericsReport, dtype: Any) -> jt.AutocastPolicy:
     full = jnp.float32
     return jt.AutocastPolicy(full, full, full, autocast_dtype=jnp.dtype(dtype), rules=report.rules)
 

@@ -13,7 +13,7 @@ BF16 = jnp.bfloat16
 POSITIONS = jnp.arange(257, dtype=jnp.float32)  # which bfloat16 holds
 
 
-def problems(report: jt.NumericsReport) -> list[jt.Problem]:
+def problems(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
     return [problem for problem in report.problems if problem.severity == "problem"]
 
 

@@ -24,7 +24,7 @@ def squares(x: jax.Array) -> jax.Array:
     return jnp.sum(x * x)  # overflows
 
 
-def line_of(problem: jt.Problem) -> str:
+def line_of(problem: jt.policies.Problem) -> str:
     return problem.code.partition("#")[0].strip()
 
 

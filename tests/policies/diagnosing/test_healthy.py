@@ -25,7 +25,7 @@ def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
         jax.clear_caches()
 
 
-def harmful(report: jt.NumericsReport) -> list[jt.Problem]:
+def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
     return [problem for problem in report.problems if problem.severity == "problem"]
 
 

@@ -16,7 +16,7 @@ from jmp_train.policies.documents import svg
 
 pytestmark = pytest.mark.quick
 
-ROW = jt.OperationNumerics(
+ROW = jt.policies.OperationNumerics(
     primitive="mul", direction="forward", path="net/<script>alert(1)</script>", file="net&co.py", line=7,
     dtypes_in=("float16", "float16"), dtype="float16", shape=(4, 3), runs=2, overflowed=0.25, flushed=0.0,
     subnormal=0.0, nan=0.0, infinite=0.25, absorbed=0.0, whole_rounded=0.0, merged=0.0, largest=9e4, smallest=2.0,
@@ -30,15 +30,17 @@ ROWS = (
 RULES = jt.AutocastRules(
     primitives=(("mul", "float32"),), paths=(('a"\\.b$', "float32"),), operations=((r"^net:exp@", "float32"),)
 )
-PROBLEM = jt.Problem(
+PROBLEM = jt.policies.Problem(
     "problem", "overflow", "forward", ROW.path, ROW.file, ROW.line, "mul", "25% > all & <b>",
-    jt.Remedy("rules", "float32 <here>", RULES),
+    jt.policies.Remedy("rules", "float32 <here>", RULES),
 )  # fmt: skip
-NOTE = dataclasses.replace(PROBLEM, severity="note", line=8, primitive="exp", remedy=jt.Remedy("mathematics", "mend"))
-REPORT = jt.NumericsReport((PROBLEM, NOTE), ROWS, {"0/<x>": "collapses"}, steps=2)
+NOTE = dataclasses.replace(
+    PROBLEM, severity="note", line=8, primitive="exp", remedy=jt.policies.Remedy("mathematics", "mend")
+)
+REPORT = jt.policies.NumericsReport((PROBLEM, NOTE), ROWS, {"0/<x>": "collapses"}, steps=2)
 
 
-def picture(rows: Sequence[jt.OperationNumerics], problems: Sequence[jt.Problem]) -> str:
+def picture(rows: Sequence[jt.policies.OperationNumerics], problems: Sequence[jt.policies.Problem]) -> str:
     chart = errors_chart(rows, problems)
     return "" if chart is None else svg(chart)
 
@@ -98,7 +100,7 @@ def test_the_rules_can_be_copied() -> None:
         primitives=dict(RULES.primitives), paths=dict(RULES.paths), operations=dict(RULES.operations)
     )
     assert rules_code(jt.AutocastRules()) == ""
-    assert "TORCH_CUDA" not in jt.NumericsReport((NOTE,), ROWS, {}, 1).to_html()
+    assert "TORCH_CUDA" not in jt.policies.NumericsReport((NOTE,), ROWS, {}, 1).to_html()
 
 
 def test_the_picture_has_both_errors_the_passes_and_the_problems() -> None:
@@ -132,7 +134,7 @@ def test_a_page_of_five_thousand_operations_is_small() -> None:
 
 
 def test_a_function_without_operations_has_a_page() -> None:
-    text = jt.NumericsReport((), (), {}, 1).to_html()
+    text = jt.policies.NumericsReport((), (), {}, 1).to_html()
     assert "no problems in 0 operations" in text
     assert "<svg" not in text
 

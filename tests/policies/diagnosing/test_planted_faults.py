@@ -15,12 +15,12 @@ import jmp_train as jt
 
 pytestmark = [
     pytest.mark.quick,
-    pytest.mark.filterwarnings("ignore::jmp_train.MissingLossScaleWarning"),
+    pytest.mark.filterwarnings("ignore::jmp_train.policies.MissingLossScaleWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),  # of a constant, which is a fault
 ]
 
 
-def harmful(report: jt.NumericsReport) -> list[jt.Problem]:
+def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
     return [problem for problem in report.problems if problem.severity == "problem"]
 
 
@@ -40,7 +40,7 @@ def difference(mended: np.ndarray, exact: np.ndarray) -> float:
     return float(np.linalg.norm(mended - exact) / np.linalg.norm(exact))
 
 
-def standing(fault: Fault, report: jt.NumericsReport) -> str:
+def standing(fault: Fault, report: jt.policies.NumericsReport) -> str:
     """Returns how a report names a fault: "first", "nearly", "wrong" or "quiet"."""
     lines = [problem.code.partition("# fault: ")[2] for problem in harmful(report)]
     if fault.name not in lines:

@@ -21,28 +21,28 @@ FULL = jnp.float32
 X = jax.random.normal(jax.random.key(0), (16, 8))
 
 
-def harmful(report: jt.NumericsReport) -> list[jt.Problem]:
+def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
     return [problem for problem in report.problems if problem.severity == "problem"]
 
 
-def training(loss_fn: Any, params: Any, policy: str) -> tuple[jt.TrainStep, jt.TrainState]:
+def training(loss_fn: Any, params: Any, policy: str) -> tuple[jt.steps.TrainStep, jt.TrainState]:
     """Returns a train step whose optimizer keeps the gradients, with its first state."""
     optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.StaticLossScale(4.0))
     return jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy), jt.TrainState.create(params, optimizer)
 
 
-def by_rules(step: jt.TrainStep, report: jt.NumericsReport, dtype: Any) -> jt.TrainStep:
+def by_rules(step: jt.steps.TrainStep, report: jt.policies.NumericsReport, dtype: Any) -> jt.steps.TrainStep:
     """Returns a step with a report's rules, as they are."""
     policy = jt.AutocastPolicy(FULL, FULL, FULL, autocast_dtype=dtype, rules=report.rules)
     return dataclasses.replace(step, policy=policy)
 
 
-def loss_and_gradients(step: jt.TrainStep, state: jt.TrainState, batch: Any) -> tuple[float, np.ndarray]:
+def loss_and_gradients(step: jt.steps.TrainStep, state: jt.TrainState, batch: Any) -> tuple[float, np.ndarray]:
     state, metrics = jax.jit(step)(state, batch)
     return float(metrics["loss"]), np.asarray(optax.tree.get(state.opt_state, "trace"), np.float64)
 
 
-def errors(step: jt.TrainStep, state: jt.TrainState, batch: Any) -> tuple[float, float]:
+def errors(step: jt.steps.TrainStep, state: jt.TrainState, batch: Any) -> tuple[float, float]:
     """Returns how far loss and gradients of a step are off, relative to those in float32."""
     exact = dataclasses.replace(step, policy=jt.get_policy("float32"))
     loss, gradients = loss_and_gradients(step, state, batch)

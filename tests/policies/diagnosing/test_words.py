@@ -14,20 +14,20 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 
-pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore::jmp_train.MissingLossScaleWarning")]
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore::jmp_train.policies.MissingLossScaleWarning")]
 
 F16, BF16 = jnp.float16, jnp.bfloat16
 PARAMS = {"gain": jnp.full((1,), 1e6), "w": jax.random.normal(jax.random.key(0), (4, 1))}
 X = jax.random.normal(jax.random.key(1), (8, 4))
 
 
-def diagnosed(fn: Any, *args: Any) -> jt.NumericsReport:
+def diagnosed(fn: Any, *args: Any) -> jt.policies.NumericsReport:
     """Returns the report of a function in which dtypes promote."""
     with jax.numpy_dtype_promotion("standard"):
         return jt.diagnose(fn, *args)
 
 
-def harmful(report: jt.NumericsReport) -> list[jt.Problem]:
+def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
     return [problem for problem in report.problems if problem.severity == "problem"]
 
 

@@ -34,7 +34,7 @@ STEPS = np.arange(5000.0, 5008.0, dtype=np.float32)
 def test_what_collapses(values: np.ndarray, dtype: str, kept: int | str | None) -> None:
     values = values.astype(np.float32)
     for leaf in (values, jnp.asarray(values)):
-        (text,) = jt.collapse_report({"t": leaf}, f"mixed_{dtype}").values()
+        (text,) = jt.policies.collapse_report({"t": leaf}, f"mixed_{dtype}").values()
         assert text.endswith(f"in {dtype}") and f"become {kept or ''}" in text
         assert text.startswith("column 1: ") == (values.ndim == 2)
 
@@ -55,14 +55,14 @@ def test_what_collapses(values: np.ndarray, dtype: str, kept: int | str | None) 
     ],
 )
 def test_what_does_not_collapse(values: np.ndarray) -> None:
-    assert jt.collapse_report({"x": values}, "mixed_bfloat16") == {}
-    assert jt.collapse_report({"x": STEPS}, "float32") == {}
-    assert jt.collapse_report({"x": STEPS}, "autocast_bfloat16") == {}
+    assert jt.policies.collapse_report({"x": values}, "mixed_bfloat16") == {}
+    assert jt.policies.collapse_report({"x": STEPS}, "float32") == {}
+    assert jt.policies.collapse_report({"x": STEPS}, "autocast_bfloat16") == {}
 
 
 def told(fn: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", jt.CollapsedValuesWarning)
+        warnings.simplefilter("always", jt.policies.CollapsedValuesWarning)
         fn()
     return [str(w.message) for w in seen if w.filename == __file__]
 
@@ -76,7 +76,7 @@ def test_eager_steps_and_functions_say_it_once_and_traced_ones_cannot() -> None:
     optimizer = optax.sgd(0.0)
     state = jt.TrainState.create(jnp.ones(()), optimizer)
 
-    def step() -> jt.TrainStep:
+    def step() -> jt.steps.TrainStep:
         return jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_bfloat16")
 
     eager = step()

@@ -35,7 +35,7 @@ def messages(fn: Callable[..., Any], *args: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         fn(*args)
-    assert {w.category for w in seen} <= {jt.Float32ProductsWarning}
+    assert {w.category for w in seen} <= {jt.policies.Float32ProductsWarning}
     assert {Path(w.filename) for w in seen} <= {Path(__file__)}  # the user's line
     return [str(w.message) for w in seen]
 

@@ -47,7 +47,7 @@ def test_integers_that_do_not_fit_are_refused(array: np.ndarray, text: str) -> N
     ],
 )
 def test_floats_that_collapse_are_warned_of(array: np.ndarray) -> None:
-    with pytest.warns(jt.CollapsedValuesWarning, match=r"the batch has float64 values.*\n  'time': .*float32"):
+    with pytest.warns(jt.policies.CollapsedValuesWarning, match=r"the batch has float64 values.*\n  'time': .*float32"):
         check_narrowed({"time": array}, "the batch")
     check_narrowed({"time": array}, "the batch", floats=False)
 
@@ -96,7 +96,7 @@ def test_features_of_graphs() -> None:
         assert make(wrong // 2**20).nodes["t"].tolist() == [0, 2**20]
     with pytest.raises(ValueError, match="edges has 64-bit integers"):
         graphs.from_edges([0, 1], [1, 0], 2).with_edges(t=wrong)
-    with pytest.warns(jt.CollapsedValuesWarning, match=r"nodes has float64 values(.|\n)*'t'"):
+    with pytest.warns(jt.policies.CollapsedValuesWarning, match=r"nodes has float64 values(.|\n)*'t'"):
         graphs.from_edges([0], [1], 3, nodes={"t": rounded})
 
 

@@ -30,7 +30,7 @@ SCALES: dict[str, Callable[[], Any]] = {
     "torch": lambda: jt.torch_loss_scale(2.0**13, 4.0, 0.25, 5),
     "apex": lambda: jt.apex_loss_scale(init_scale=2.0**13, scale_window=5, min_loss_scale=2.0),
     "megatron": lambda: jt.megatron_loss_scale(2.0**13, growth_interval=5, hysteresis=3),
-    "nemo": lambda: jt.nemo_loss_scale(2.0**13, growth_interval=5, hysteresis=3),
+    "nemo": lambda: jt.policies.nemo_loss_scale(2.0**13, growth_interval=5, hysteresis=3),
     "deepspeed": lambda: jt.deepspeed_loss_scale(0, 13, 5, 3, consecutive_hysteresis=True),
 }
 every_scale = pytest.mark.parametrize("name", SCALES)
@@ -158,7 +158,7 @@ def test_every_kind_of_boolean_adjusts(name: str, finite: Any) -> None:
 def test_a_static_scale_that_cannot_scale_is_refused_where_it_is_used(number: float) -> None:
     loss_scale = jt.StaticLossScale(number)  # jmp's own tests have a zero
     with pytest.raises(ValueError, match=r"loss_scale=.* must be a finite number above 0"):
-        jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((jt.NoOpLossScale(), loss_scale)))
+        jt.with_loss_scale(optax.sgd(0.1), jt.policies.PerLossScale((jt.NoOpLossScale(), loss_scale)))
     with pytest.raises(ValueError, match=r"loss_scale=.* must be a finite number above 0"):
         jt.scaled_value_and_grad(jnp.sum)(loss_scale, jnp.ones(2))
 
@@ -318,11 +318,11 @@ def test_building_scales_starts_no_backend() -> None:
 import numpy as np
 import jmp_train as jt
 for scale in (
-    jt.torch_loss_scale(), jt.apex_loss_scale(), jt.nemo_loss_scale(), jt.deepspeed_loss_scale(),
+    jt.torch_loss_scale(), jt.apex_loss_scale(), jt.policies.nemo_loss_scale(), jt.deepspeed_loss_scale(),
     jt.megatron_loss_scale(hysteresis=3), jt.StaticLossScale(8.0), jt.NoOpLossScale(),
     jt.DynamicLossScale(np.float16(8), np.int64(3)),
 ):
-    print(jt.skips_to_floor(scale), end=" ")
+    print(jt.policies.skips_to_floor(scale), end=" ")
 """
     environment = {**os.environ, "JAX_PLATFORMS": "nonsense"}  # which raises as soon as it starts
     result = subprocess.run(

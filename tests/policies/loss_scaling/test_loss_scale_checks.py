@@ -33,10 +33,10 @@ class Additive:
     growth: float
 
     def scale(self, tree: Any) -> Any:
-        return jt.scale_tree(tree, self.loss_scale)
+        return jt.policies.scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: Any) -> Any:
-        return jt.unscale_tree(tree, self.loss_scale)
+        return jt.policies.unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> Any:
         smaller = jnp.maximum(self.loss_scale / 2, 16.0)
@@ -122,7 +122,7 @@ SCALES: dict[str, Callable[[], Any]] = {
     "torch": lambda: jt.torch_loss_scale(64.0, growth_interval=2),
     "apex": lambda: jt.apex_loss_scale(init_scale=64.0, scale_window=2),
     "megatron": lambda: jt.megatron_loss_scale(64.0, growth_interval=2, hysteresis=2),
-    "nemo": lambda: jt.nemo_loss_scale(64.0, growth_interval=2, hysteresis=2),
+    "nemo": lambda: jt.policies.nemo_loss_scale(64.0, growth_interval=2, hysteresis=2),
     "deepspeed": lambda: jt.deepspeed_loss_scale(0, 6, 2, 2),
     **USERS,
 }
@@ -248,7 +248,7 @@ def test_flax_serializes_it(name: str) -> None:
 
 @users_scale
 def test_it_is_one_of_several(name: str) -> None:
-    scales = jt.PerLossScale((USERS[name](), jt.torch_loss_scale(4.0)))
+    scales = jt.policies.PerLossScale((USERS[name](), jt.torch_loss_scale(4.0)))
     optimizer: Any = jt.with_loss_scale(optax.sgd(1.0), scales)
     state = optimizer.init(jnp.ones(()))
     first, second = jnp.array(float(USERS[name]().loss_scale)), jnp.array(4.0)
@@ -264,7 +264,7 @@ def test_it_is_one_of_several(name: str) -> None:
 def test_how_far_it_can_fall_is_found_by_trial(name: str) -> None:
     # 64 to 16 by halves; the schedule's goes on until float32 ends
     # from 64 to 16 by halves; from 1024 at the schedule's end to 2**-10
-    assert jt.skips_to_floor(USERS[name]()) == (2 if name != "Scheduled" else 20)
+    assert jt.policies.skips_to_floor(USERS[name]()) == (2 if name != "Scheduled" else 20)
 
 
 # --- what is not one ---------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_what_it_lacks_is_named(scale: Any, error: Any, message: str, place: str
     call: dict[str, Callable[[], Any]] = {
         "with_loss_scale": lambda: jt.with_loss_scale(optax.sgd(0.1), scale),
         "scaled_value_and_grad": lambda: jt.scaled_value_and_grad(jnp.sin)(scale, jnp.ones(())),
-        "several": lambda: jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((jt.NoOpLossScale(), scale))),
+        "several": lambda: jt.with_loss_scale(optax.sgd(0.1), jt.policies.PerLossScale((jt.NoOpLossScale(), scale))),
         "set": lambda: jt.set_loss_scale(
             jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale()).init(jnp.ones(2)), scale
         ),
@@ -334,9 +334,9 @@ def test_what_it_lacks_is_named(scale: Any, error: Any, message: str, place: str
 
 
 def test_several_in_several_are_refused() -> None:
-    inner: Any = jt.PerLossScale((jt.NoOpLossScale(),))
+    inner: Any = jt.policies.PerLossScale((jt.NoOpLossScale(),))
     with pytest.raises(TypeError, match="each of loss_scales must be the scale of one loss, got Per"):
-        jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((inner,)))
+        jt.with_loss_scale(optax.sgd(0.1), jt.policies.PerLossScale((inner,)))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.quick
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
 
-def scales(*numbers: float) -> jt.PerLossScale:
-    return jt.PerLossScale(tuple(jt.torch_loss_scale(x, growth_interval=3) for x in numbers))
+def scales(*numbers: float) -> jt.policies.PerLossScale:
+    return jt.policies.PerLossScale(tuple(jt.torch_loss_scale(x, growth_interval=3) for x in numbers))
 
 
 def two_losses(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
@@ -102,7 +102,7 @@ def test_each_scale_is_found_by_its_loss() -> None:
     assert [float(x) for x in jt.get_loss_scale(other).loss_scale] == [16.0, 32.0]
     with pytest.raises(ValueError, match="for 2 losses, not 3"):
         jt.set_loss_scale(state, scales(1.0, 2.0, 4.0))
-    longer = jt.PerLossScale((jt.torch_loss_scale(2.0, growth_interval=3), jt.torch_loss_scale()))
+    longer = jt.policies.PerLossScale((jt.torch_loss_scale(2.0, growth_interval=3), jt.torch_loss_scale()))
     with pytest.raises(ValueError, match="period=3, not 2000"):
         jt.set_loss_scale(state, longer)
 
@@ -136,11 +136,11 @@ def test_losses_and_scales_that_do_not_fit_are_named() -> None:
         losses = jt.scaled_value_and_grad(lambda p, b: two_losses(p, None, b, None)[0])
         losses(jt.get_loss_scale(one.init(params())), params(), batch())
     with pytest.raises(TypeError, match="loss_scales must be a tuple of loss scales, got Dynamic"):
-        jt.PerLossScale(jt.torch_loss_scale())  # pyright: ignore[reportArgumentType]
+        jt.policies.PerLossScale(jt.torch_loss_scale())  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"loss_scales=\(\) must have at least one"):
-        jt.PerLossScale(())
+        jt.policies.PerLossScale(())
     with pytest.raises(TypeError, match="loss_scale must be a LossScale, got 2"):
-        jt.with_loss_scale(optax.sgd(0.1), jt.PerLossScale((jt.torch_loss_scale(), 2)))  # pyright: ignore[reportArgumentType]
+        jt.with_loss_scale(optax.sgd(0.1), jt.policies.PerLossScale((jt.torch_loss_scale(), 2)))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.quick_cases(1)
@@ -158,7 +158,7 @@ def test_one_scale_or_none_for_the_sum_of_the_losses(scale: Any) -> None:
 
 
 def test_a_list_is_a_tuple_and_nothing_is_traced_twice() -> None:
-    listed = jt.PerLossScale([jt.torch_loss_scale(), jt.torch_loss_scale()])  # pyright: ignore[reportArgumentType]
+    listed = jt.policies.PerLossScale([jt.torch_loss_scale(), jt.torch_loss_scale()])  # pyright: ignore[reportArgumentType]
     optimizer = jt.with_loss_scale(optax.sgd(0.1), listed)
     step: Any = jax.jit(jt.train_step(two_losses, optimizer))
     state = jt.TrainState.create(params(), optimizer)
@@ -169,9 +169,9 @@ def test_a_list_is_a_tuple_and_nothing_is_traced_twice() -> None:
 
 def test_progress_looks_at_all_of_them() -> None:
     both = scales(2.0**4, 2.0**8)
-    assert jt.skips_to_floor(both) == jt.skips_to_floor(both.loss_scales[1]) > 100
+    assert jt.policies.skips_to_floor(both) == jt.policies.skips_to_floor(both.loss_scales[1]) > 100
     optimizer = jt.with_loss_scale(optax.sgd(0.1), both)
     state = optimizer.init(params())
     _, state = optimizer.update(({"w": jnp.full((4, 2), jnp.nan)}, params()), state, params())
-    with pytest.raises(jt.StalledTrainingError, match=r"is now 8 .* and 256 "):
+    with pytest.raises(jt.policies.StalledTrainingError, match=r"is now 8 .* and 256 "):
         jt.check_progress(state, stop_after=1)

@@ -37,7 +37,7 @@ def megatron(hysteresis: int) -> jt.LossScale:
 
 
 def nemo(hysteresis: int) -> jt.LossScale:
-    return jt.nemo_loss_scale(256.0, growth_interval=3, hysteresis=hysteresis)
+    return jt.policies.nemo_loss_scale(256.0, growth_interval=3, hysteresis=hysteresis)
 
 
 def deepspeed(hysteresis: int, consecutive: bool = False) -> jt.LossScale:
@@ -323,7 +323,7 @@ def test_megatron_and_colossalai_bit_by_bit(
 @FEW
 @given(seeds, powers, st.integers(1, 6), st.integers(1, 4))
 def test_nemo_bit_by_bit(seed: int, start: float, interval: int, hysteresis: int) -> None:
-    scale = jt.nemo_loss_scale(start, growth_interval=interval, hysteresis=hysteresis)
+    scale = jt.policies.nemo_loss_scale(start, growth_interval=interval, hysteresis=hysteresis)
     reference = NeMo(np.float32(start), 2.0, 0.5, interval, hysteresis=hysteresis)
     check(scale, reference, seed, 0.4, count=90)
 
@@ -351,7 +351,7 @@ def test_the_scale_stays_where_its_inverse_is_a_number() -> None:
 
 def test_disabled_gives_the_null_object() -> None:
     assert jt.torch_loss_scale(enabled=False) == jt.NoOpLossScale()
-    assert jt.nemo_loss_scale(enabled=False) == jt.NoOpLossScale()
+    assert jt.policies.nemo_loss_scale(enabled=False) == jt.NoOpLossScale()
 
 
 def test_static_forms() -> None:
@@ -382,8 +382,8 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (jt.megatron_loss_scale, "growth_interval", [0]),
     (jt.megatron_loss_scale, "hysteresis", [0, 1.5, True]),
     (jt.megatron_loss_scale, "max_scale", [2.0**31, 2.0**127]),
-    (jt.nemo_loss_scale, "hysteresis", [0, None]),
-    (jt.nemo_loss_scale, "enabled", ["no"]),
+    (jt.policies.nemo_loss_scale, "hysteresis", [0, None]),
+    (jt.policies.nemo_loss_scale, "enabled", ["no"]),
     (jt.deepspeed_loss_scale, "loss_scale", [-1.0, np.inf, "dynamic"]),
     (jt.deepspeed_loss_scale, "initial_scale_power", [127, -127, 16.0, True]),
     (jt.deepspeed_loss_scale, "loss_scale_window", [0]),
@@ -413,7 +413,7 @@ def test_numbers_that_are_not_powers_of_two_warn(options: dict[str, Any]) -> Non
         jt.torch_loss_scale,
         jt.apex_loss_scale,
         jt.megatron_loss_scale,
-        jt.nemo_loss_scale,
+        jt.policies.nemo_loss_scale,
         jt.deepspeed_loss_scale,
     ],
 )
@@ -443,7 +443,7 @@ def test_an_interval_that_never_ends_is_refused_or_never_grows() -> None:
     ("preset", "options"),
     [
         (jt.torch_loss_scale, {"init_scale": 1000.0}),
-        (jt.nemo_loss_scale, {"init_scale": 1000.0}),
+        (jt.policies.nemo_loss_scale, {"init_scale": 1000.0}),
         (jt.apex_loss_scale, {"loss_scale": 1000.0}),
         (jt.megatron_loss_scale, {"backoff_factor": 0.7}),
         (jt.deepspeed_loss_scale, {"loss_scale": 1000.0}),
@@ -460,7 +460,7 @@ def test_whole_numbers_as_in_configurations_are_numbers() -> None:
         (jt.torch_loss_scale(65536, 2), jt.torch_loss_scale()),
         (jt.apex_loss_scale(min_loss_scale=1, max_loss_scale=2**24), jt.apex_loss_scale(min_loss_scale=1.0)),
         (jt.megatron_loss_scale(2**32, 1, 2), jt.megatron_loss_scale()),
-        (jt.nemo_loss_scale(65536, 2), jt.nemo_loss_scale()),
+        (jt.policies.nemo_loss_scale(65536, 2), jt.policies.nemo_loss_scale()),
         (jt.deepspeed_loss_scale(0, min_loss_scale=1), jt.deepspeed_loss_scale()),
     ]
     for whole, usual in scales:
@@ -475,7 +475,7 @@ def test_usual_options_do_not_warn() -> None:
             jt.torch_loss_scale,
             jt.apex_loss_scale,
             jt.megatron_loss_scale,
-            jt.nemo_loss_scale,
+            jt.policies.nemo_loss_scale,
             jt.deepspeed_loss_scale,
         ):
             preset()
@@ -508,12 +508,12 @@ def test_torch_and_nemo_bit_by_bit_through_hundreds_of_steps(
     arguments = (np.float32(start), growth, backoff, interval)
     check(jt.torch_loss_scale(*options), Bounded(Torch(*arguments)), seed, bad_rate)
     nemo_reference = Bounded(NeMo(*arguments, hysteresis=2))
-    check(jt.nemo_loss_scale(*options, hysteresis=2), nemo_reference, seed, bad_rate)
+    check(jt.policies.nemo_loss_scale(*options, hysteresis=2), nemo_reference, seed, bad_rate)
 
 
 @pytest.mark.parametrize("number", [jnp.float32(1024), np.float32(1024), np.asarray(1024.0), jnp.int32(1024), 1024])
 def test_scalars_of_numpy_and_jax_are_numbers(number: Any) -> None:
-    for preset in (jt.torch_loss_scale, jt.apex_loss_scale, jt.nemo_loss_scale):
+    for preset in (jt.torch_loss_scale, jt.apex_loss_scale, jt.policies.nemo_loss_scale):
         assert preset(init_scale=number) == preset(init_scale=1024.0)
     with pytest.raises(ValueError, match=r"init_scale=.*must be a finite number"):
         jt.torch_loss_scale(init_scale=jnp.ones(2))  # type: ignore[arg-type]

@@ -258,7 +258,7 @@ def scaled(loss_scale: jt.LossScale) -> Any:
         (scaled(jt.torch_loss_scale()), jt.NoOpLossScale(), "a DynamicLossScale, not a NoOpLossScale; make a new "),
         (scaled(jt.torch_loss_scale()), jt.torch_loss_scale(growth_interval=10, backoff_factor=0.25),
          r"period=2000, not 10 \(a preset's growth_interval or window\), backoff_factor=0.5, not 0.25; keep them"),
-        (scaled(jt.torch_loss_scale()), jt.nemo_loss_scale(hysteresis=2), "hysteresis=1, not 2"),
+        (scaled(jt.torch_loss_scale()), jt.policies.nemo_loss_scale(hysteresis=2), "hysteresis=1, not 2"),
         (scaled(jt.StaticLossScale(8.0)), jt.StaticLossScale(4.0), "loss_scale=8.0, not 4.0"),
         (scaled(jt.StaticLossScale(8.0)), jt.StaticLossScale(jnp.float32(4.0)),
          "the number of one is an array, that of the other is not"),

@@ -111,6 +111,6 @@ def test_moments_are_quantized_decoded_and_taken_as_they_are() -> None:
     assert_bitwise_equal(found, state_after(quantized))
     assert_bitwise_equal(jt.adopt_opt_state(quantized.init(params), found), found)
     back = jt.adopt_opt_state(plain.init(params), found)
-    assert_bitwise_equal(back, jt.decode_opt_state(found))
+    assert_bitwise_equal(back, jt.policies.decode_opt_state(found))
     with pytest.raises(ValueError, match=r"'0/mu/w' is float32\[3\] in old and int8 in blocks, \[64, 64\] in new"):
         jt.adopt_opt_state(quantized.init(params), plain.init({**params, "w": jnp.ones(3)}))

@@ -57,7 +57,7 @@ def test_an_nnx_optimizer_steps_as_optax_does(rounding: str) -> None:
     moments: Any = wrapped.opt_state.inner_state.inner_state[0]
     kept = moments.mu["kernel"].get_value()  # a mapping of what were its fields, as nnx has it
     assert (kept["codes"].dtype, kept["codes"].shape) == (jnp.int8, (64, 32))
-    decoded = [optax.tree.get(jt.decode_opt_state(state), "nu") for state in (wrapped.opt_state, opt_state)]
+    decoded = [optax.tree.get(jt.policies.decode_opt_state(state), "nu") for state in (wrapped.opt_state, opt_state)]
     (mine,), (other,) = (jax.tree.leaves(tree) for tree in decoded)
     np.testing.assert_allclose(mine, other, rtol=0.05, atol=1e-9)
 
@@ -86,7 +86,7 @@ def test_an_orbax_checkpoint_of_plain_adam_goes_on_in_8_bits(tmp_path: Path) -> 
     # The next step is the plain optimizer's but for what 8 bits lose of the moments.
     updates, _ = adam.update(grads, plain, params)
     new, state = optimizer.update(grads, adopted, half, return_params=True)
-    taken = jt.compensated_params(new, state)["w"] - half["w"].astype(jnp.float32)
+    taken = jt.policies.compensated_params(new, state)["w"] - half["w"].astype(jnp.float32)
     large = np.abs(np.asarray(grads["w"])) > 0.1 * np.abs(np.asarray(grads["w"])).max()
     np.testing.assert_allclose(np.asarray(taken)[large], np.asarray(updates["w"])[large], rtol=0.1, atol=1e-4)
 
@@ -100,7 +100,7 @@ def test_compensated_parameters_are_other_programs_weights(tmp_path: Path) -> No
     state = jt.TrainState.create(params, optimizer)
     for _ in range(3):
         state, _ = jax.jit(step)(state, jnp.zeros(1))
-    weights = jt.compensated_params(state.params, state.opt_state)
+    weights = jt.policies.compensated_params(state.params, state.opt_state)
     jt.checkpoints.save_weights(tmp_path / "model.safetensors", weights)
     found = load_file(tmp_path / "model.safetensors")["w"]
     assert found.dtype == np.float32

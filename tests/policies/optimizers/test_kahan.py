@@ -41,7 +41,7 @@ def test_tiny_updates_add_up_as_in_float64(dtype: str, compensation: str | None)
     run = jax.jit(lambda params, state: jax.lax.scan(step, (params, state), None, 1000)[0])
     params, state = run(params, optimizer.init(params))
     exact = start - 1000 * np.asarray(grads).astype(np.float64)
-    sums = np.asarray(jt.compensated_params(params, state)).astype(np.float64)
+    sums = np.asarray(jt.policies.compensated_params(params, state)).astype(np.float64)
     eps = float(jnp.finfo(dtype).eps)
     # The compensation is rounded to one part in 1 / eps of at most eps / 2, or to eps / 256, each step and either way.
     assert np.abs(sums - exact).max() < 1000 * (eps * eps / 8 if compensation is None else eps / 512)
@@ -56,7 +56,7 @@ def test_half_gradients_make_updates_in_float32(dtype: str) -> None:
     params, state = optimizer.update(grads, optimizer.init(params), params, return_params=True)
     exact = 1 - 0.1 * np.asarray(grads).astype(np.float64)
     eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(jt.compensated_params(params, state), exact, rtol=eps * eps, atol=1e-7)
+    np.testing.assert_allclose(jt.policies.compensated_params(params, state), exact, rtol=eps * eps, atol=1e-7)
 
 
 @settings(deadline=None, max_examples=50)
@@ -77,7 +77,7 @@ def test_apply_updates_gives_what_the_step_gives_and_sums_are_kept(
     )
     del updates
     assert_bitwise_equal(params_by_step, params_by_updates)
-    sums = np.asarray(jt.compensated_params(params_by_step, state)).astype(np.float64)
+    sums = np.asarray(jt.policies.compensated_params(params_by_step, state)).astype(np.float64)
     total = np.asarray(params.astype(jnp.float32) + (wanted - params.astype(jnp.float32)))  # as float32 adds them
     eps = float(jnp.finfo(dtype).eps)
     smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
@@ -109,7 +109,7 @@ def test_an_int8_compensation_is_float64s_for_every_parameter() -> None:
     np.testing.assert_array_equal(np.asarray(params), nearest)
     np.testing.assert_array_equal(np.asarray(state.compensation), np.minimum(rest, 127))
     assert state.compensation.dtype == jnp.int8
-    kept = np.asarray(jt.compensated_params(params, state))
+    kept = np.asarray(jt.policies.compensated_params(params, state))
     np.testing.assert_array_equal(kept, nearest.astype(np.float64) + np.minimum(rest, 127) * unit)
 
 
@@ -180,7 +180,7 @@ def test_a_nan_in_a_gradient_makes_its_parameter_nan(compensation: str | None) -
     step = jax.jit(lambda grads, state, params: optimizer.update(grads, state, params, return_params=True))
     params, state = step(jnp.full(4096, 1e-3).at[100].set(jnp.nan), optimizer.init(params), params)
     params, state = step(jnp.full(4096, 1e-3), state, params)
-    for found in (params, jt.compensated_params(params, state)):
+    for found in (params, jt.policies.compensated_params(params, state)):
         assert np.argwhere(np.isnan(np.asarray(found, np.float32))).tolist() == [[100]]
 
 
@@ -196,9 +196,9 @@ def test_wrong_calls_are_named() -> None:
     with pytest.raises(ValueError, match="'w' is float16, its compensation bfloat16"):
         optimizer.update(half, optimizer.init(half), in_half(half, "float16"))
     with pytest.raises(ValueError, match="params must have the structure of the compensation"):
-        jt.compensated_params({"v": half["w"]}, optimizer.init(half))
+        jt.policies.compensated_params({"v": half["w"]}, optimizer.init(half))
     with pytest.raises(ValueError, match="has no compensation; wrap the optimizer in with_kahan"):
-        jt.compensated_params(half, optax.sgd(0.1).init(half))
+        jt.policies.compensated_params(half, optax.sgd(0.1).init(half))
     with pytest.raises(ValueError, match="optimizer already stores the parameters; use only one of"):
         jt.with_kahan(jt.with_master_weights(optax.sgd(0.1))).init(half)
     with pytest.raises(TypeError, match="optimizer must not store the parameters"):

@@ -306,7 +306,7 @@ def test_all_devices_skip_when_one_overflows(way: str) -> None:
     def update(grads: jax.Array) -> Any:
         state = optimizer.init(jnp.ones(1))
         if way != "pmap":
-            state = jt.pvary(state, ("data",))
+            state = jt.policies.pvary(state, ("data",))
         updates, state = optimizer.update(grads, state, axis_names=("data",))
         return updates, state.skipped_steps[None]
 

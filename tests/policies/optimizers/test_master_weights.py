@@ -146,13 +146,13 @@ def test_parameters_from_elsewhere_come_with_their_master_weights() -> None:
     optimizer = jt.with_master_weights(optax.sgd(0.0))
     params = {"w": jnp.ones((2, 3), jnp.float16)}
     state = optax.chain(optimizer).init(params)
-    other = jt.set_master_weights(state, {"w": jnp.full((2, 3), 0.25, jnp.float16)})
+    other = jt.policies.set_master_weights(state, {"w": jnp.full((2, 3), 0.25, jnp.float16)})
     master_weights = jt.get_master_weights(other)
     assert_bitwise_equal(master_weights, {"w": jnp.full((2, 3), 0.25)})
     with pytest.raises(ValueError, match=r"params 'w' has shape \(3,\), but its master weight has shape \(2, 3\)"):
-        jt.set_master_weights(state, {"w": jnp.ones(3)})
+        jt.policies.set_master_weights(state, {"w": jnp.ones(3)})
     with pytest.raises(ValueError, match="params must have the structure of the master weights"):
-        jt.set_master_weights(state, {"v": jnp.ones(3)})
+        jt.policies.set_master_weights(state, {"v": jnp.ones(3)})
 
 
 def test_float32_parameters_and_their_master_weights_can_be_donated_together() -> None:

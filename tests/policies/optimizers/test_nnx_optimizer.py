@@ -52,7 +52,7 @@ def test_a_loss_is_scaled_by_the_scale_that_an_nnx_optimizer_has(
 def test_a_scale_that_is_an_array_and_one_of_several_losses_are_found() -> None:
     for scale, loss_id, expected in (
         (jt.StaticLossScale(jnp.float32(4.0)), None, 4.0),
-        (jt.PerLossScale((jt.StaticLossScale(2.0), jt.torch_loss_scale(16.0))), 1, 16.0),
+        (jt.policies.PerLossScale((jt.StaticLossScale(2.0), jt.torch_loss_scale(16.0))), 1, 16.0),
     ):
         _, optimizer = make(scaled_sgd(scale))
         get = nnx.jit(lambda o, loss_id=loss_id: jt.get_loss_scale(o, loss_id=loss_id).loss_scale)
@@ -92,11 +92,11 @@ def test_master_weights_and_skips_of_an_nnx_optimizer_are_arrays() -> None:
     model, optimizer = make(jt.with_master_weights(scaled_sgd()))
     master_weights = jt.get_master_weights(optimizer)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(master_weights))
-    jt.set_master_weights(optimizer, jax.tree.map(jnp.ones_like, master_weights))
+    jt.policies.set_master_weights(optimizer, jax.tree.map(jnp.ones_like, master_weights))
     np.testing.assert_array_equal(jt.get_master_weights(optimizer)["kernel"], np.ones((2, 1)))
     grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), nnx.state(model))
     optimizer.update(model, grads)
-    with pytest.raises(jt.StalledTrainingError, match=r"the loss scale .* is now 4"):
+    with pytest.raises(jt.policies.StalledTrainingError, match=r"the loss scale .* is now 4"):
         jt.check_progress(optimizer, stop_after=1)
 
 

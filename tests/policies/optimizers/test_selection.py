@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 OPTIMIZER: Any = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(4.0))
 
 
-def after_step(*, finite: bool) -> jt.LossScaledState:
+def after_step(*, finite: bool) -> jt.policies.LossScaledState:
     grads = jnp.array([1.0, 1.0 if finite else jnp.inf])
     return OPTIMIZER.update(grads, OPTIMIZER.init(jnp.ones(2)), jnp.ones(2))[1]
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.quick
 DEVICES, ROWS, WIDTH, WARMUP = 8, 16, 16, 4
 MESH = Mesh(np.array(jax.devices()), ("data",))
 RULE = jt.spikes(window=8, warmup=WARMUP)
-NEVER = jt.SkipRule(init=tuple, update=lambda norm, state: (norm < 0, state))
-ALWAYS = jt.SkipRule(init=tuple, update=lambda norm, state: (norm >= 0, state))
+NEVER = jt.policies.SkipRule(init=tuple, update=lambda norm, state: (norm < 0, state))
+ALWAYS = jt.policies.SkipRule(init=tuple, update=lambda norm, state: (norm >= 0, state))
 PARAMS = {"w": jnp.linspace(-1, 1, WIDTH), "b": jnp.array([-0.0, 0.5])}
 SCALE = 2.0**4
 
@@ -38,7 +38,7 @@ def loss_fn(params: Any, model_state: Any, batch: jax.Array, rng: Any) -> Any:
     return loss, ({"mean": 0.5 * model_state["mean"] + 0.5 * batch.astype(jnp.float32).mean()}, None)
 
 
-def optimizer(skip: jt.SkipRule[Any] | None = RULE, inner: Any = None) -> Any:
+def optimizer(skip: jt.policies.SkipRule[Any] | None = RULE, inner: Any = None) -> Any:
     inner = optax.sgd(0.01, momentum=0.9) if inner is None else inner
     return jt.with_loss_scale(inner, jt.torch_loss_scale(SCALE, growth_interval=1000), skip=skip)
 
@@ -90,18 +90,18 @@ def assert_skipped(before: jt.TrainState, after: jt.TrainState) -> None:
 
 def scaled(state: jt.TrainState) -> Any:
     opt_state = state.opt_state
-    return opt_state if isinstance(opt_state, jt.LossScaledState) else opt_state.inner_state
+    return opt_state if isinstance(opt_state, jt.policies.LossScaledState) else opt_state.inner_state
 
 
-def sharded(by: Callable[..., Any] | None) -> Callable[[jt.TrainStep], Any]:
-    def route(step: jt.TrainStep) -> Any:
+def sharded(by: Callable[..., Any] | None) -> Callable[[jt.steps.TrainStep], Any]:
+    def route(step: jt.steps.TrainStep) -> Any:
         shardings = None if by is None else by(first_state(step.optimizer), MESH, min_size=8)
         return jt.sharded_step(step, MESH, shardings=shardings)
 
     return route
 
 
-ROUTES: dict[str, Callable[[jt.TrainStep], Any]] = {
+ROUTES: dict[str, Callable[[jt.steps.TrainStep], Any]] = {
     "data_parallel": lambda step: jt.data_parallel(step, MESH),
     "pmap_step": jt.pmap_step,
     "sharded_step": sharded(None),
@@ -246,7 +246,7 @@ def test_several_losses_are_skipped_by_the_norm_of_their_sum() -> None:
         loss, rest = loss_fn(params, model_state, batch, rng)
         return (loss, (0.01 * params["b"] ** 2).sum()), rest
 
-    scales = jt.PerLossScale((jt.torch_loss_scale(8.0), jt.torch_loss_scale(32.0)))
+    scales = jt.policies.PerLossScale((jt.torch_loss_scale(8.0), jt.torch_loss_scale(32.0)))
     tx = jt.with_loss_scale(optax.sgd(0.01), scales, skip=RULE)
     run = jax.jit(jt.train_step(two_losses, tx))
     before = warm(run, first_state(tx))
@@ -315,7 +315,7 @@ def test_a_spike_leaves_a_capsule(tmp_path: Path) -> None:
 def test_check_progress_names_the_rule() -> None:
     tx = optimizer(ALWAYS)
     _, state = tx.update(jax.tree.map(jnp.ones_like, PARAMS), tx.init(PARAMS), PARAMS)
-    with pytest.raises(jt.StalledTrainingError, match="skipped for non-finite gradients or by the skip rule"):
+    with pytest.raises(jt.policies.StalledTrainingError, match="skipped for non-finite gradients or by the skip rule"):
         jt.check_progress(state, stop_after=1)
 
 
@@ -348,7 +348,7 @@ def test_a_state_of_another_rule_is_refused() -> None:
 
 
 def test_a_rule_whose_state_changes_its_shape_is_refused() -> None:
-    growing = jt.SkipRule(init=lambda: jnp.zeros(1), update=lambda norm, state: (norm < 0, jnp.zeros(2)))
+    growing = jt.policies.SkipRule(init=lambda: jnp.zeros(1), update=lambda norm, state: (norm < 0, jnp.zeros(2)))
     tx = optimizer(growing)
     with pytest.raises(TypeError, match="2"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)

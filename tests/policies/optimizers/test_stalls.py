@@ -40,7 +40,7 @@ def after(scale: Any, steps: str) -> Any:
 
 
 def test_powers_of_two_are_counted_exactly() -> None:
-    counts = {n: jt.skips_to_floor(jt.DynamicLossScale(2.0**n)) for n in range(127)}
+    counts = {n: jt.policies.skips_to_floor(jt.DynamicLossScale(2.0**n)) for n in range(127)}
     assert {n: count for n, count in counts.items() if count != n} == {}
 
 
@@ -59,11 +59,11 @@ def test_powers_of_two_are_counted_exactly() -> None:
         (lambda: jt.apex_loss_scale(min_loss_scale=16.0), 12),
         (jt.megatron_loss_scale, 32 + 1),
         (jt.deepspeed_loss_scale, 16 + 1),
-        (lambda: jt.nemo_loss_scale(hysteresis=4), 16 + 126 + 3),
+        (lambda: jt.policies.nemo_loss_scale(hysteresis=4), 16 + 126 + 3),
     ],
 )
 def test_how_far_the_usual_scales_fall(make: Callable[[], Any], expected: int) -> None:
-    assert jt.skips_to_floor(make()) == expected
+    assert jt.policies.skips_to_floor(make()) == expected
 
 
 @pytest.mark.full
@@ -84,7 +84,7 @@ def test_it_is_the_number_of_overflows_in_a_row(
         consecutive_hysteresis=consecutive,
     )  # fmt: skip
     scale = after(scale, steps)  # a scale in use has spent some of its hysteresis
-    assert jt.skips_to_floor(scale) == overflows_to_floor(scale, backoff, low)
+    assert jt.policies.skips_to_floor(scale) == overflows_to_floor(scale, backoff, low)
 
 
 @settings(max_examples=25, deadline=None)
@@ -93,17 +93,17 @@ def test_presets_are_counted_alike(power: int, hysteresis: int, steps: str) -> N
     for scale, floor in (
         (jt.megatron_loss_scale(2.0**power, hysteresis=hysteresis, growth_interval=2), 1.0),
         (jt.deepspeed_loss_scale(0, power, 2, hysteresis), 1.0),
-        (jt.nemo_loss_scale(2.0**power, hysteresis=hysteresis, growth_interval=2), 2.0**-126),
+        (jt.policies.nemo_loss_scale(2.0**power, hysteresis=hysteresis, growth_interval=2), 2.0**-126),
         (jt.apex_loss_scale(init_scale=2.0**power, min_loss_scale=0.5), 0.5),
     ):
         scale = after(scale, steps)
-        assert jt.skips_to_floor(scale) == overflows_to_floor(scale, 0.5, floor)
+        assert jt.policies.skips_to_floor(scale) == overflows_to_floor(scale, 0.5, floor)
 
 
 @pytest.mark.parametrize("start", [2.0**29, 1000.0])
 def test_the_count_is_that_of_adjust_itself(start: float) -> None:
     scale: Any = jt.DynamicLossScale(start, factor=4, hysteresis=3).adjust(False)
-    count = jt.skips_to_floor(scale)
+    count = jt.policies.skips_to_floor(scale)
     before = after(scale, "-" * (count - 1))
     assert float(before.loss_scale) > 1.0
     assert float(before.adjust(False).loss_scale) == 1.0
@@ -111,13 +111,13 @@ def test_the_count_is_that_of_adjust_itself(start: float) -> None:
 
 def test_a_vmapped_scale_is_counted_to_its_last_member() -> None:
     scales = jax.vmap(jt.DynamicLossScale)(jnp.array([4.0, 256.0, 16.0]))
-    assert jt.skips_to_floor(scales) == 8
+    assert jt.policies.skips_to_floor(scales) == 8
 
 
 @pytest.mark.filterwarnings("ignore:DynamicLossScale. factor=")
 @pytest.mark.parametrize("factor", [1, 0.5])
 def test_a_scale_that_never_falls_has_no_way_to_go(factor: float) -> None:
-    assert jt.skips_to_floor(jt.DynamicLossScale(8.0, factor=factor)) == 0
+    assert jt.policies.skips_to_floor(jt.DynamicLossScale(8.0, factor=factor)) == 0
 
 
 # --- check_progress ---------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def scaled(loss_scale: jt.LossScale | None = None) -> Any:
 def test_only_skips_in_a_row_stop(steps: str, stop_after: int, stops: bool) -> None:
     state = run_steps(scaled(), steps)
     if stops:
-        with pytest.raises(jt.StalledTrainingError, match="skipped for non-finite gradients"):
+        with pytest.raises(jt.policies.StalledTrainingError, match="skipped for non-finite gradients"):
             jt.check_progress(state, stop_after=stop_after)
     else:
         jt.check_progress(state, stop_after=stop_after, warn_after=stop_after)
@@ -162,15 +162,15 @@ def test_only_skips_in_a_row_stop(steps: str, stop_after: int, stops: bool) -> N
 def test_the_message_has_the_numbers() -> None:
     state = run_steps(scaled(jt.megatron_loss_scale(256.0, 4.0, hysteresis=1)), "---")
     expected = r"^the last 3 steps were skipped .* loss scale is now 32 \(floor 4\)\. "
-    with pytest.raises(jt.StalledTrainingError, match=expected):
+    with pytest.raises(jt.policies.StalledTrainingError, match=expected):
         jt.check_progress(state, stop_after=3)
     state = run_steps(scaled(), "-")
-    with pytest.raises(jt.StalledTrainingError, match=r"^the last step was .* scale is now 8\. "):
+    with pytest.raises(jt.policies.StalledTrainingError, match=r"^the last step was .* scale is now 8\. "):
         jt.check_progress(state, stop_after=1)
     state = run_steps(scaled(jt.NoOpLossScale()), "--")
-    with pytest.raises(jt.StalledTrainingError, match=r"^the last 2 .* scale is now 1\. "):
+    with pytest.raises(jt.policies.StalledTrainingError, match=r"^the last 2 .* scale is now 1\. "):
         jt.check_progress(state, stop_after=1)
-    assert issubclass(jt.StalledTrainingError, FloatingPointError)
+    assert issubclass(jt.policies.StalledTrainingError, FloatingPointError)
 
 
 class Recorder:
@@ -186,11 +186,11 @@ class Recorder:
 def test_the_last_capsule_is_named() -> None:
     state = run_steps(scaled(), "-")
     named = r"load_capsule\('capsules/step_00000000.capsule', state\) gives the step that was skipped last$"
-    with pytest.raises(jt.StalledTrainingError, match=named):
+    with pytest.raises(jt.policies.StalledTrainingError, match=named):
         jt.check_progress(state, stop_after=1, recorder=Recorder(Path("capsules", "step_00000000.capsule")))
     with pytest.warns(RuntimeWarning, match=named):
         jt.check_progress(state, stop_after=2, warn_after=1, recorder=Recorder(Path("capsules/step_00000000.capsule")))
-    with pytest.raises(jt.StalledTrainingError, match=r"nonfinite_report\(gradients\)$"):
+    with pytest.raises(jt.policies.StalledTrainingError, match=r"nonfinite_report\(gradients\)$"):
         jt.check_progress(state, stop_after=1, recorder=Recorder(None))
 
 
@@ -203,7 +203,7 @@ def test_a_warning_comes_first() -> None:
         warnings.simplefilter("error")
         jt.check_progress(state, stop_after=3)
         jt.check_progress(state, stop_after=4, warn_after=3)
-    with pytest.raises(jt.StalledTrainingError):
+    with pytest.raises(jt.policies.StalledTrainingError):
         jt.check_progress(state, stop_after=2, warn_after=1)
 
 
@@ -235,12 +235,12 @@ def test_other_scales_are_not_warned_of(loss_scale: jt.LossScale, steps: str) ->
 
 def test_it_finds_scales_in_any_nesting_and_names_them() -> None:
     chain = optax.chain(optax.clip(1.0), scaled())
-    with pytest.raises(jt.StalledTrainingError, match="of opt_state '1'"):
+    with pytest.raises(jt.policies.StalledTrainingError, match="of opt_state '1'"):
         jt.check_progress(run_steps(chain, "-"), stop_after=1)
 
     fine, stuck = run_steps(scaled(), "-+"), run_steps(scaled(), "--")
     state = {"generator": fine, "critic": {"opt": stuck}}
-    with pytest.raises(jt.StalledTrainingError, match="of opt_state 'critic/opt' is now"):
+    with pytest.raises(jt.policies.StalledTrainingError, match="of opt_state 'critic/opt' is now"):
         jt.check_progress(state, stop_after=2)
     with pytest.warns(RuntimeWarning, match="of opt_state 'critic/opt' is now"):
         jt.check_progress(state, stop_after=3, warn_after=2)
@@ -251,7 +251,7 @@ def test_a_stall_is_found_behind_a_warning() -> None:
     state = {"a": run_steps(scaled(), "--"), "b": run_steps(scaled(), "---")}
     with (
         pytest.warns(RuntimeWarning, match="of opt_state 'a'"),
-        pytest.raises(jt.StalledTrainingError, match="of opt_state 'b'"),
+        pytest.raises(jt.policies.StalledTrainingError, match="of opt_state 'b'"),
     ):
         jt.check_progress(state, stop_after=3, warn_after=2)
 
@@ -271,7 +271,7 @@ def test_vmapped_states_stop_for_their_worst_member() -> None:
     np.testing.assert_array_equal(state.consecutive_skips, [0, 2, 0])
     jt.check_progress(state, stop_after=3)
     # The message is about the member that is stuck: its scale was halved twice.
-    with pytest.raises(jt.StalledTrainingError, match=r"the last 2 steps .* is now 16 "):
+    with pytest.raises(jt.policies.StalledTrainingError, match=r"the last 2 steps .* is now 16 "):
         jt.check_progress(state, stop_after=2)
 
 
@@ -304,9 +304,9 @@ def test_inside_of_jit_it_says_where_it_belongs() -> None:
 def test_more_than_skips_to_floor_lets_a_high_start_through() -> None:
     scale = jt.megatron_loss_scale(2.0**20, hysteresis=3)
     optimizer = scaled(scale)
-    limit = jt.skips_to_floor(scale) + 1
+    limit = jt.policies.skips_to_floor(scale) + 1
     state = run_steps(optimizer, "-" * (limit - 1))
     assert float(jt.get_loss_scale(state).loss_scale) == 1.0
     jt.check_progress(state, stop_after=limit)
-    with pytest.raises(jt.StalledTrainingError, match=r"is now 1 \(floor 1\)"):
+    with pytest.raises(jt.policies.StalledTrainingError, match=r"is now 1 \(floor 1\)"):
         jt.check_progress(run_steps(optimizer, "-", state), stop_after=limit)

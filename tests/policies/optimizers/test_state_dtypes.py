@@ -58,7 +58,7 @@ def second_moments(dtypes: Any, b2: float, before: float, after: float, steps: i
             return optimizer.update(grads, state, params)[1], None
 
     state, _ = jax.jit(lambda state: jax.lax.scan(step, state, jnp.arange(steps)))(optimizer.init(params))
-    return np.asarray(optax.tree.get(jt.decode_opt_state(state), "nu"))
+    return np.asarray(optax.tree.get(jt.policies.decode_opt_state(state), "nu"))
 
 
 @pytest.mark.full
@@ -102,7 +102,7 @@ def test_a_step_is_decode_update_encode(rounding: str) -> None:
     for seed in range(3):
         grads = jax.grad(loss_fn)(PARAMS, batch_of(seed))
         updates, new = jax.jit(optimizer.update)(grads, state, PARAMS)
-        wanted, moments = jax.jit(adam().update)(grads, jt.decode_opt_state(state), PARAMS)
+        wanted, moments = jax.jit(adam().update)(grads, jt.policies.decode_opt_state(state), PARAMS)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-9), updates, wanted)
         kept, exact = new.inner_state[0], moments[0]
         assert_bitwise_equal(kept.mu["b"], exact.mu["b"])
@@ -134,7 +134,7 @@ def test_a_nan_in_momentum_stays_and_moves_no_parameter(dtype: str, rounding: st
     for _ in range(2):
         assert float(updates["w"][100]) == 0
         assert float(updates["w"][4000]) < 0
-        assert bool(jnp.isnan(optax.tree.get(jt.decode_opt_state(state), "trace")["w"][100]))
+        assert bool(jnp.isnan(optax.tree.get(jt.policies.decode_opt_state(state), "trace")["w"][100]))
         updates, state = update(grads, state, params)
 
 
@@ -331,13 +331,13 @@ def test_optaxs_own_functions_find_what_is_kept() -> None:
     optimizer = small(optax.adam(0.1), {"nu": "uint8"})
     state: Any = optimizer.init(PARAMS)
     assert isinstance(optax.tree.get(state, "nu")["w"], BlockQuantized)
-    assert optax.tree.get(jt.decode_opt_state(state), "nu")["w"].dtype == jnp.float32
+    assert optax.tree.get(jt.policies.decode_opt_state(state), "nu")["w"].dtype == jnp.float32
     assert int(optax.tree.get(state, "count")) == 0
     marked: Any = optax.tree_utils.tree_map_params(optimizer, lambda x: "of a parameter", state)
     name = "of a parameter"
     assert marked.inner_state[0].nu == {"w": BlockQuantized(name, name), "b": name}
     free: Any = small(contrib.schedule_free_sgd(0.1), {"z": "int8"})
-    averaged = contrib.schedule_free_eval_params(jt.decode_opt_state(free.init(PARAMS)), PARAMS)
+    averaged = contrib.schedule_free_eval_params(jt.policies.decode_opt_state(free.init(PARAMS)), PARAMS)
     np.testing.assert_allclose(averaged["w"], PARAMS["w"], atol=0.3)
 
 

@@ -24,7 +24,7 @@ NORMAL = st.floats(2.0**-100, 2.0**100, width=32)
 @given(NORMAL, st.booleans())
 def test_the_mean_of_ten_thousand_is_the_number(magnitude: float, negative: bool) -> None:
     x = np.float32(-magnitude if negative else magnitude)
-    rounded = jt.stochastic_round(jnp.full(DRAWS, x), jax.random.key(7))
+    rounded = jt.policies.stochastic_round(jnp.full(DRAWS, x), jax.random.key(7))
     assert rounded.dtype == jnp.bfloat16
     values = np.asarray(rounded.astype(jnp.float32)).astype(np.float64)
     # The neighbors, by the definition of bfloat16: eight bits of float32's fraction.
@@ -40,11 +40,11 @@ def test_the_mean_of_ten_thousand_is_the_number(magnitude: float, negative: bool
 def test_what_bfloat16_holds_stays() -> None:
     x = jnp.array([0.0, -0.0, 1.0, -1.5, jnp.inf, -jnp.inf, 2.0**-126, 3.3895314e38])
     for seed in range(20):
-        rounded = jt.stochastic_round(x, jax.random.key(seed))
+        rounded = jt.policies.stochastic_round(x, jax.random.key(seed))
         assert_bitwise_equal(rounded, x.astype(jnp.bfloat16))
-    assert bool(jnp.isnan(jt.stochastic_round(jnp.full(1000, jnp.nan), jax.random.key(0))).all())
+    assert bool(jnp.isnan(jt.policies.stochastic_round(jnp.full(1000, jnp.nan), jax.random.key(0))).all())
     with pytest.raises(TypeError, match="x must be float32, got float16"):
-        jt.stochastic_round(jnp.ones(2, jnp.float16), jax.random.key(0))
+        jt.policies.stochastic_round(jnp.ones(2, jnp.float16), jax.random.key(0))
 
 
 def descend(optimizer: Any, params: Any, steps: int, grads: Any) -> Any:

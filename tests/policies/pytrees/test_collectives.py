@@ -46,7 +46,7 @@ def test_the_mean_gradient_of_replicated_parameters(way: str, dtype: Any) -> Non
         def loss(w: jax.Array) -> jax.Array:
             return w.astype(dtype) * x.astype(dtype)
 
-        return jt.reduce_gradients(jax.grad(loss)(jt.pvary(w, ("data",))), ("data",))
+        return jt.reduce_gradients(jax.grad(loss)(jt.policies.pvary(w, ("data",))), ("data",))
 
     assert float(on_eight(step, way)(jnp.float32(2), jnp.arange(8.0))) == 3.5
 
@@ -131,7 +131,7 @@ def test_two_axes() -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
-        grad = jax.grad(lambda w: (w * x).sum())(jt.pvary(w, ("data", "model")))
+        grad = jax.grad(lambda w: (w * x).sum())(jt.policies.pvary(w, ("data", "model")))
         return jt.reduce_gradients(grad, ("data", "model"))
 
     run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(("data", "model"))), out_specs=P())
@@ -140,12 +140,12 @@ def test_two_axes() -> None:
 
 def test_pvary_twice_or_without_axes_changes_nothing() -> None:
     x = jnp.ones(2)
-    assert jt.pvary(x, ()) is x
-    assert jt.pvary({"x": x}, ("data",))["x"] is x  # outside of a manual region there is no mark
+    assert jt.policies.pvary(x, ()) is x
+    assert jt.policies.pvary({"x": x}, ("data",))["x"] is x  # outside of a manual region there is no mark
 
     def body(x: jax.Array) -> jax.Array:
-        once = jt.pvary(x, ("data",))
-        return jt.pvary(once, ("data",)) + once
+        once = jt.policies.pvary(x, ("data",))
+        return jt.policies.pvary(once, ("data",)) + once
 
     run = jax.shard_map(body, mesh=MESH, in_specs=P(), out_specs=P("data"))
     np.testing.assert_array_equal(run(x), jnp.full(16, 2.0))

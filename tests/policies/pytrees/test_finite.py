@@ -71,7 +71,7 @@ def over_devices(way: str, axes: dict[str, int]) -> Any:
     vma = way == "vma"
     return jax.jit(
         jax.shard_map(
-            lambda x: jt.pvary(answer(x), names), mesh=mesh, in_specs=spec, out_specs=spec,
+            lambda x: jt.policies.pvary(answer(x), names), mesh=mesh, in_specs=spec, out_specs=spec,
             check_vma=vma,
         )
     )  # fmt: skip

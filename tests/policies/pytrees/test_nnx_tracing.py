@@ -243,7 +243,7 @@ WRAPS = (jt.autocast, mixed, autocast_policy)
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::jmp_train.Float32ProductsWarning")  # of what is closed over
+@pytest.mark.filterwarnings("ignore::jmp_train.policies.Float32ProductsWarning")  # of what is closed over
 @pytest.mark.parametrize("case", CASES)
 def test_state_is_that_of_the_plain_function(case: Callable[[Transform], Any]) -> None:
     expected = state_of(case(plainly))

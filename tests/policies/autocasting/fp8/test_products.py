@@ -17,7 +17,11 @@ from jmp_train.policies.autocasting.fp8 import fp8_dot
 pytestmark = pytest.mark.quick
 
 RANDOM = np.random.default_rng(0)
-RECIPES = [jt.Float8CurrentScaling(), jt.Float8CurrentScaling("E4M3"), jt.MXFP8BlockScaling()]
+RECIPES = [
+    jt.policies.Float8CurrentScaling(),
+    jt.policies.Float8CurrentScaling("E4M3"),
+    jt.policies.MXFP8BlockScaling(),
+]
 FP8 = jt.TORCH_CUDA.replace(primitives={"dot_general": "fp8"})
 
 
@@ -39,7 +43,7 @@ def test_all_three_products_are_those_of_quantized_operands(left: str, right: st
     contract = tuple(map(left.index, both)), tuple(map(right.index, both))
     sizes = dict(zip("abcd", (5, 6, 7, 3), strict=True))
     lhs, rhs = normal(*(sizes[i] for i in left)), normal(*(sizes[i] for i in right)).astype(jnp.bfloat16)
-    product = jax.jit(lambda x, w: fp8_dot(x, w, contract, jt.Float8CurrentScaling(backward)))
+    product = jax.jit(lambda x, w: fp8_dot(x, w, contract, jt.policies.Float8CurrentScaling(backward)))
     out, pullback = jax.vjp(product, lhs, rhs)
     cotangent = normal(*out.shape)
     grads = pullback(cotangent)
@@ -64,7 +68,7 @@ def test_products_and_gradients_are_near_those_of_float32(recipe: Any) -> None:
 
 def test_zeros_stay_zeros_and_an_overflow_is_seen() -> None:
     x, w = jnp.zeros((4, 8)), normal(8, 4)
-    run = jax.jit(lambda x, w: fp8_dot(x, w, ((1,), (0,)), jt.Float8CurrentScaling()))
+    run = jax.jit(lambda x, w: fp8_dot(x, w, ((1,), (0,)), jt.policies.Float8CurrentScaling()))
     np.testing.assert_array_equal(run(x, w), 0)
     assert not np.isfinite(run(x.at[0, 0].set(jnp.inf), w)[0]).any()
 
@@ -164,11 +168,11 @@ def test_diagnose_and_step_costs_know_8_bits() -> None:
     sgd = optax.sgd(0.1)
     step = jax.jit(jt.train_step(jt.stateless(loss), sgd, policy=policy))
     state = jt.TrainState.create(w, sgd)
-    assert jt.step_costs(step.trace(state, x), state).half_flops_share > 0.8
+    assert jt.steps.step_costs(step.trace(state, x), state).half_flops_share > 0.8
 
 
 def test_a_recipe_that_is_none() -> None:
     with pytest.raises(TypeError, match=r"fp8 must be a recipe, such as .*, got 'hybrid'"):
         jt.autocast(jnp.dot, fp8="hybrid")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fp8_format='E5M2' must be one of 'HYBRID', 'E4M3'"):
-        jt.Float8CurrentScaling("E5M2")  # type: ignore[arg-type]
+        jt.policies.Float8CurrentScaling("E5M2")  # type: ignore[arg-type]
