@@ -47,7 +47,7 @@ test-all: .venv/.dev .venv-plan/.plan
 	$(BIN)/coverage report
 	$(BIN)/coverage report --include='policies/*' --fail-under=95 --format=total
 
-# Every twentieth test of those that `make test` leaves out: `make test-share SHARE=3/20`.
+# Every thirtieth test of those that `make test` leaves out: `make test-share SHARE=3/30`.
 test-share: .venv/.dev .venv-plan/.plan
 	$(BIN)/python -m pytest $(PARALLEL) $(REST) $(ALLOWED) --share $(SHARE)
 

@@ -72,7 +72,7 @@ def line_of(fault: str) -> int:
     return number
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("fault", ["mask", "place", "heads", "scale"])
 def test_the_fault_is_named_by_its_part_though_its_rows_are_those_of_other_tokens(args: Any, fault: str) -> None:
     report = jt.parity(train, sampling(fault), *args)

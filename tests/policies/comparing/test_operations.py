@@ -126,7 +126,7 @@ def test_a_cache_alone_makes_no_more_than_rounding(args: Any, dtype: Any) -> Non
         assert first is None or first.kind == "rounding"
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_first_operation_that_differs_is_the_planted_one(args: Any, fault: str, dtype: Any) -> None:

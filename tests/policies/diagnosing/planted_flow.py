@@ -226,8 +226,8 @@ FLOW = (
     Fault("determinant by a product", "underflow", "haiku", determinant),
     Fault("density of samples", "cancellation", "haiku", importance, BF16, autocast=True),
     Fault("scale of a coupling", "underflow", "haiku", sigmoid_scale),
-    Fault("discretized logistic", "cancellation", "haiku", discretized, BF16, quick=True),
-    Fault("annealing", "overflow", "haiku", annealed, quick=True),
+    Fault("discretized logistic", "cancellation", "haiku", discretized, BF16),
+    Fault("annealing", "overflow", "haiku", annealed),
     Fault("angles that wind", "cancellation", "haiku", torus, BF16),
     Fault("rest of a stick", "cancellation", "haiku", simplex, BF16),
 )

@@ -280,7 +280,7 @@ RANGE = (
     Fault("squares of activations", "overflow", "linen", lambda way: squares(way, "remat"), where="remat"),
     Fault("squares of activations", "overflow", "linen", lambda way: squares(way, "scan"), where="scan"),
     Fault("squares in a branch", "overflow", "jax", squares_in_cond, where="cond"),
-    Fault("squares on devices", "overflow", "jax", squares_in_shards, where="shard_map", quick=True),
+    Fault("squares on devices", "overflow", "jax", squares_in_shards, where="shard_map"),
     Fault("squares in a pipeline", "overflow", "jax", squares_in_pipeline, where="pipeline"),
     Fault("norm of a long vector", "overflow", "haiku", long_norm),
     Fault("logits before they are scaled", "overflow", "equinox", unscaled_logits),

@@ -248,6 +248,6 @@ SOLVERS = (
     Fault("gaps of time", "cancellation", "equinox", gaps),
     Fault("slopes of a path", "cancellation", "equinox", path, BF16),
     Fault("scaling of a far point", "overflow", "equinox", scaled, where="scan"),
-    Fault("rate constant", "underflow", "equinox", stiff, quick=True),
+    Fault("rate constant", "underflow", "equinox", stiff),
     Fault("inverse cube", "overflow", "equinox", gravity),
 )
