@@ -21,7 +21,6 @@ from jmp_train.tuning.units import flagged
 _OVERFLOW = 1e3
 # Score, and what that would be if all were lost; elements: all, values that overflow or become 0, gradients likewise.
 _COLUMNS, OVERFLOWING = 7, 3
-SCALES = tuple(2.0**exponent for exponent in (15, 12, 9, 6, 3, 0, -4, -8))
 
 
 def scores_of(

@@ -121,10 +121,18 @@ class TunedRules:
 
     @property
     def _note(self) -> str:
-        """What the reader should know of the examples; empty if nothing."""
-        if self.steps_taken != 0:
-            return ""
-        return "the examples' state is from before the first step of training: tune again after some hundred steps"
+        """What the reader should know of the loss scale and of the examples; empty if nothing."""
+        notes = []
+        if self.loss_scale < 1:
+            notes.append(
+                f"the gradients fit {self.dtype} only with a loss scale of {self.loss_scale:.2g}: training needs one "
+                "whose min_loss_scale is not above it"
+            )
+        if self.steps_taken == 0:
+            notes.append(
+                "the examples' state is from before the first step of training: tune again after some hundred steps"
+            )
+        return "; ".join(notes)
 
     def __str__(self) -> str:
         (table, tuned), (table_elements, tuned_elements) = self.half_flops, self.half_elements

@@ -20,18 +20,16 @@ from jmp_train.policies.autocasting import (
     none_key_explained,
 )
 from jmp_train.policies.dtype_policies import AutocastPolicy, FirstTrace
-from jmp_train.policies.loss_scaling import DynamicLossScale
-from jmp_train.policies.optimizers import get_loss_scale, scaled_states, set_loss_scale
 from jmp_train.policies.pytrees import check_half
-from jmp_train.steps import TrainState
 from jmp_train.tuning.checks import check_finite, checked, why_no_choice
 from jmp_train.tuning.entries import entries_of
 from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
+from jmp_train.tuning.loss_scales import scales_of, with_loss_scale_at
 from jmp_train.tuning.programs import Programs
-from jmp_train.tuning.scores import OVERFLOWING, SCALES, best_scale, lost_of, no_scores
+from jmp_train.tuning.scores import OVERFLOWING, best_scale, lost_of, no_scores
 from jmp_train.tuning.search import needed, smallest_list
 from jmp_train.tuning.subjects import Example, Subject, steps_taken, subject_of
-from jmp_train.tuning.tolerance import Criterion, Errors, Reference, Tolerance, as_numbers, tolerance_of
+from jmp_train.tuning.tolerance import Criterion, Errors, Tolerance, as_numbers, tolerance_of
 from jmp_train.tuning.trials import BudgetSpent, Trial, Trials, front_of
 from jmp_train.tuning.tuned_rules import TunedRules
 from jmp_train.tuning.units import Unit, find_units
@@ -113,7 +111,7 @@ def tune(
     programs = Programs(subject, given, units, half, MOSTLY_HALF, tolerance, criterion)
     tolerance = programs.tolerance
     check_finite(programs.references)
-    scales = _scales(programs.references, half) if loss_scale is None else (float(loss_scale),)
+    scales = scales_of(given, programs.references, half) if loss_scale is None else (float(loss_scale),)
     flops = np.array([unit.flops for unit in units], np.float64)
     trials = Trials(programs.trials(), scales[0], seen, flops, tolerance, budget, progress)
     ranking, scores = list(range(len(units))), no_scores(len(units))
@@ -166,15 +164,6 @@ def _ranked(
     trials.settle(scales, frozenset(np.flatnonzero(overflowing).tolist()))
     scores = found[trials.scale]
     return sorted(range(len(units)), key=lambda i: (-scores[i, 0], i)), scores
-
-
-def _scales(references: Sequence[Reference], half: Any) -> tuple[float, ...]:
-    """Returns the loss scales to choose from; those below 1 are for gradients that the half type cannot hold."""
-    gradients = [x for reference in references for x in reference.outcome.gradients.values()]
-    if half == jnp.bfloat16 or not gradients:
-        return (1.0,)
-    largest = max(float(jnp.abs(x).max(initial=0)) for x in gradients)
-    return tuple(scale for scale in SCALES if scale >= 1 or largest > float(jnp.finfo(half).max))
 
 
 def _search(trials: Trials, units: Sequence[Unit], ranking: list[int]) -> tuple[frozenset[int], bool]:
@@ -294,20 +283,9 @@ def _trained(
     losses = []
     for policy in policies:
         step = jax.jit(dataclasses.replace(fn, policy=policy, first_trace=FirstTrace.past()))
-        state, found = _with_loss_scale(examples[0][0], scale), []
+        state, found = with_loss_scale_at(examples[0][0], scale), []
         for number in range(steps):
             state, metrics = step(state, examples[number % len(examples)][1])
             found.append(metrics["loss"])
         losses.append(tuple(float(x) for x in found))
     return dataclasses.replace(verification, float32_losses=losses[0], tuned_losses=losses[1])
-
-
-def _with_loss_scale(state: TrainState, scale: float) -> TrainState:
-    """Returns a state whose dynamic loss scale, if it has one, is where it would get to by itself."""
-    if len(scaled_states(state.opt_state)) != 1:
-        return state
-    old = get_loss_scale(state.opt_state)
-    if not isinstance(old, DynamicLossScale):
-        return state
-    new = dataclasses.replace(old, loss_scale=jnp.full_like(old.loss_scale, scale))
-    return dataclasses.replace(state, opt_state=set_loss_scale(state.opt_state, new))

@@ -259,6 +259,34 @@ def test_the_steps_that_were_taken_are_counted() -> None:
     assert steps_taken([(model, optimizer, 0)]) == 1
 
 
+def steep(params: Any, x: jax.Array) -> jax.Array:
+    y = 400.0 * (400.0 * (x @ params["w"]))  # beyond float16's range, and so are gradients of 1e10
+    return (y * y).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "scales", "kept"),
+    [
+        (jt.torch_loss_scale(), (2.0**-40, 2.0**-16), {"mul"}),
+        pytest.param(jt.deepspeed_loss_scale(), (1.0, 2.0**16), {"dot_general"}, marks=pytest.mark.full),
+        pytest.param(jt.StaticLossScale(2.0**-20), (2.0**-20, 2.0**-20), {"mul"}, marks=pytest.mark.full),
+        (jt.StaticLossScale(16.0), (16.0, 16.0), {"dot_general"}),
+        pytest.param(jt.NoOpLossScale(), (1.0, 1.0), {"dot_general"}, marks=pytest.mark.full),
+    ],
+    ids=["without floor", "floor 1", "static", "static and too large", "none"],
+)
+def test_the_loss_scale_is_one_that_training_can_reach(loss_scale: Any, scales: Any, kept: set[str]) -> None:
+    optimizer = jt.with_loss_scale(optax.sgd(1e-12), loss_scale)
+    state = jt.TrainState.create({"w": jax.random.normal(jax.random.key(0), (4, 8))}, optimizer)
+    step = jt.train_step(jt.stateless(steep), optimizer)
+    tuned = jt.tune(step, [(state, jax.random.normal(jax.random.key(seed), (8, 4))) for seed in range(2)], steps=2)
+    assert scales[0] <= tuned.loss_scale <= scales[1]
+    assert {name for entry in tuned.entries for name in entry.primitives} == kept
+    assert ("gradients fit float16 only with a loss scale of" in str(tuned)) == (tuned.loss_scale < 1)
+    assert tuned.verification.passed
+    np.testing.assert_allclose(tuned.verification.tuned_losses, tuned.verification.float32_losses, rtol=1e-2)
+
+
 def test_a_policy_with_the_rules_trains(tuned: jt.tuning.TunedRules, examples: list[tuple[Any, ...]]) -> None:
     optimizer = jt.with_loss_scale(optax.sgd(0.05), jt.torch_loss_scale(init_scale=tuned.loss_scale))
     policy = jt.AutocastPolicy(F32, F32, F32, autocast_dtype=jnp.float16, rules=tuned.rules)
