@@ -128,18 +128,28 @@ def plan_python(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Lets `compile_program` find XLA's compiler for CUDA, and keep what it compiles for this test alone."""
+    _find_compiler("cuda", monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def tpu_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same for libtpu."""
+    _find_compiler("tpu", monkeypatch, tmp_path)
+
+
+def _find_compiler(platform: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     from jmp_train.aot import PluginError
     from jmp_train.aot.compiler_packages import compiler_path
 
-    jax.devices()  # this process has read its flags then, and GPUs are compiled for as users do
+    jax.devices()  # this process has read its flags then, and devices are compiled for as users do
     try:
-        packages = compiler_path()
+        packages = compiler_path(platform)
     except PluginError as error:
         pytest.skip(str(error))
     monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setenv("JMP_TRAIN_CACHE", str(tmp_path))
+    monkeypatch.setenv("JMP_TRAIN_CACHE", str(cache))
     if packages is not None:
-        (tmp_path / packages.name).symlink_to(packages)
+        (cache / packages.name).symlink_to(packages)
 
 
 @pytest.fixture

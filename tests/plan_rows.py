@@ -92,7 +92,7 @@ def planned_row(
         ),
     )
     return PlanRow(
-        gpu=target,
+        kind=target,
         policy=policy,
         placement=place,
         batch_size=batch_size,

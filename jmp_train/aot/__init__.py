@@ -1,17 +1,21 @@
-"""Ahead-of-time (AOT) compilation for a target GPU."""
+"""Ahead-of-time (AOT) compilation for GPUs and TPUs that need not be there."""
 
 from jmp_train.aot.buffers import Argument as Argument
 from jmp_train.aot.buffers import Buffer as Buffer
 from jmp_train.aot.buffers import buffers_at_peak as buffers_at_peak
-from jmp_train.aot.compilation import CompiledForGPU as CompiledForGPU
 from jmp_train.aot.compilation import compile_for_gpu as compile_for_gpu
 from jmp_train.aot.compilation import compile_here as compile_here
 from jmp_train.aot.compilation import target_mesh as target_mesh
+from jmp_train.aot.compiled import CompiledForGPU as CompiledForGPU
+from jmp_train.aot.compiled import CompiledProgram as CompiledProgram
 from jmp_train.aot.compiler_packages import INSTALL as INSTALL
+from jmp_train.aot.compiler_packages import INSTALL_TPU as INSTALL_TPU
 from jmp_train.aot.compiler_packages import PluginError as PluginError
 from jmp_train.aot.compiler_packages import install_compiler as install_compiler
+from jmp_train.aot.compiler_packages import install_tpu_compiler as install_tpu_compiler
 from jmp_train.aot.costs import Costs as Costs
 from jmp_train.aot.costs import program_costs as program_costs
+from jmp_train.aot.devices import Device as Device
 from jmp_train.aot.exported import ExportedProgram as ExportedProgram
 from jmp_train.aot.exported import ExportError as ExportError
 from jmp_train.aot.exported import compile_program as compile_program
@@ -26,3 +30,7 @@ from jmp_train.aot.measuring import devices_here as devices_here
 from jmp_train.aot.measuring import measure_program as measure_program
 from jmp_train.aot.shapes import is_shape as is_shape
 from jmp_train.aot.shapes import shapes_of as shapes_of
+from jmp_train.aot.tpus import PASSES as PASSES
+from jmp_train.aot.tpus import TPU as TPU
+from jmp_train.aot.tpus import TPUS as TPUS
+from jmp_train.aot.tpus import tpu_slice as tpu_slice

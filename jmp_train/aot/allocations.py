@@ -15,6 +15,9 @@ from itertools import pairwise
 Position = tuple[str, tuple[int, ...]]
 """An instruction's name, and of what element of its result: () for a whole one."""
 
+TEMPORARIES = "preallocated-temp"
+"""The flag of an allocation for temporary values."""
+
 
 @dataclass(frozen=True)
 class Value:

@@ -25,16 +25,22 @@ class Product:
     Attributes:
       dtype: XLA's name of the operands' dtype: "f16", "bf16", "f32"; the wider one if they differ.
       operations: number of operations on one device.
-      allow_tf32: whether float32 operands may be rounded to TF32, as in XLA unless the precision is "highest".
+      precision: "default", "high" or "highest": how float32 operands may be rounded. GPUs round them to TF32 unless it
+        is "highest"; TPUs take one, three or six passes in bfloat16.
       op_name: the instruction's.
       stack_frame: the instruction's.
     """
 
     dtype: str
     operations: int
-    allow_tf32: bool
+    precision: str
     op_name: str
     stack_frame: int | None
+
+    @property
+    def allow_tf32(self) -> bool:
+        """Returns whether float32 operands may be rounded to TF32."""
+        return self.precision != "highest"
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ def product(program: Program, instruction: Instruction) -> Product | None:
       ...   ROOT %z = f16[2,5]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
       ... }''')
       >>> product(program, program.instructions["z"])
-      Product(dtype='f16', operations=60, allow_tf32=True, op_name='', stack_frame=None)
+      Product(dtype='f16', operations=60, precision='default', op_name='', stack_frame=None)
     """
     target = instruction.attribute("custom_call_target")
     if instruction.opcode == "dot":
@@ -184,10 +190,11 @@ def _product(
 ) -> Product:
     dtype = max(lhs.dtype, rhs.dtype, key=lambda dtype: _WIDTH.get(dtype, 1))
     named = _ALGORITHM.search(algorithm.lower())  # "dot_bf16_bf16_f32" on float32 operands computes in bfloat16
-    allow_tf32 = "highest" not in precision.lower() and (named is None or named[1] != "f32")
+    exact = named is not None and named[1] == "f32"
+    asked = "highest" if exact else next((p for p in ("highest", "high") if p in precision.lower()), "default")
     factor = 4 if dtype.startswith("c") else 1
     return Product(
-        named[1] if named else dtype, factor * operations, allow_tf32, instruction.op_name, instruction.stack_frame
+        named[1] if named else dtype, factor * operations, asked, instruction.op_name, instruction.stack_frame
     )
 
 

@@ -1,9 +1,10 @@
-"""The contents of a GPU's memory at the peak of a compiled train step."""
+"""The contents of a device's memory at the peak of a compiled train step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from jmp_train.aot.allocations import TEMPORARIES as BLOCK
 from jmp_train.aot.allocations import (
     Allocation,
     LiveRanges,
@@ -18,6 +19,7 @@ from jmp_train.aot.array_types import array_types
 from jmp_train.aot.data_flow import data_flow
 from jmp_train.aot.hlo import Program
 from jmp_train.aot.origins import UNKNOWN, Origin, Origins
+from jmp_train.aot.tpu_memory import tpu_allocations
 from jmp_train.aot.uses import TEMPORARIES, Uses
 
 PARAMETERS = "parameters"
@@ -43,7 +45,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A part of a GPU's memory at the peak of a program.
+    """A part of a device's memory at the peak of a program.
 
     Attributes:
       n_bytes: its length on one device.
@@ -57,6 +59,7 @@ class Buffer:
       source: "file.py:12 (function)", its line of code; if that is in a package, it comes after " from " and
         the user's line that led there; for an argument its path.
       module: the path of modules: "Dense_0", or "Model.__call__ > Linear.__call__"; "" if unknown.
+      tile_bytes: the part of `n_bytes` that only fills tiles: TPUs store whole tiles, for example of 8 x 128 numbers.
     """
 
     n_bytes: int
@@ -66,12 +69,19 @@ class Buffer:
     shape: tuple[int, ...]
     source: str
     module: str
+    tile_bytes: int = 0
 
 
 def buffers_at_peak(
-    assignment: str, live_range: str, program: Program, arguments: Mapping[int, Argument] | None = None
+    assignment: str,
+    live_range: str,
+    program: Program,
+    arguments: Mapping[int, Argument] | None = None,
+    *,
+    platform: str = "cuda",
+    temp_bytes: int = 0,
 ) -> tuple[Buffer, ...]:
-    """Returns the contents of a GPU's memory at the peak of a program, the largest first.
+    """Returns the contents of a device's memory at the peak of a program, the largest first.
 
     XLA allocates arguments, results, and one block for all temporary values, for as long as the program runs. The
     peak is when most of that block is in use. The sum of all buffers equals the allocated bytes.
@@ -81,26 +91,29 @@ def buffers_at_peak(
       live_range: the text of "...-live-range.txt", of the same module.
       program: the same module, optimized.
       arguments: descriptions of the arguments, by their numbers in the program.
+      platform: "cuda" or "tpu".
+      temp_bytes: the size of the block of temporary values, if it is larger than the text says, as on TPUs.
 
     Raises:
       ValueError: a text is of another kind.
     """
-    allocations = read_allocations(assignment)
+    allocations = (tpu_allocations if platform == "tpu" else read_allocations)(assignment)
     live = read_live_ranges(live_range)
     temporaries = _one_block(allocations)
     moment = fullest_moment(temporaries, live.ranges)
     shares = shares_at(moment, temporaries, live.ranges)
     describe = _Describer(program, live, arguments or {}, moment)
-    buffers = [describe.lasting(allocation) for allocation in allocations if _BLOCK not in allocation.flags]
+    buffers = [describe.lasting(allocation) for allocation in allocations if BLOCK not in allocation.flags]
     buffers += [describe.temporary(share) for share in shares]
-    unused = sum(a.size for a in allocations if _BLOCK in a.flags) - sum(share.n_bytes for share in shares)
+    block = max(temp_bytes, sum(a.size for a in allocations if BLOCK in a.flags))
+    unused = block - sum(share.n_bytes for share in shares)
     buffers.append(Buffer(unused, PADDING, "", "", (), "", ""))
     return tuple(sorted((b for b in buffers if b.n_bytes), key=lambda buffer: -buffer.n_bytes))
 
 
 def _one_block(allocations: Sequence[Allocation]) -> tuple[Value, ...]:
     """Returns the temporary values with offsets in a single block that joins the blocks of all kinds of memory."""
-    blocks = [allocation for allocation in allocations if _BLOCK in allocation.flags]
+    blocks = [allocation for allocation in allocations if BLOCK in allocation.flags]
     starts = accumulate((block.size for block in blocks), initial=0)
     pairs = zip(blocks, starts, strict=False)
     return tuple(replace(value, offset=start + value.offset) for block, start in pairs for value in block.values)
@@ -147,8 +160,8 @@ class _Describer:
 
 def _buffer(n_bytes: int, kind: str, origin: Origin, type_: str) -> Buffer:
     arrays = () if type_[:1] == "(" else array_types(type_)
-    dtype, shape = (arrays[0].dtype, arrays[0].shape) if arrays else ("", ())
-    return Buffer(n_bytes, kind, origin.operation, dtype, shape, origin.source, origin.module)
-
-
-_BLOCK = "preallocated-temp"
+    if not arrays:
+        return Buffer(n_bytes, kind, origin.operation, "", (), origin.source, origin.module)
+    array = arrays[0]
+    filled = n_bytes * (array.stored_bytes - array.n_bytes) // max(array.stored_bytes, 1)
+    return Buffer(n_bytes, kind, origin.operation, array.dtype, array.shape, origin.source, origin.module, filled)

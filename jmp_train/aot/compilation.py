@@ -8,11 +8,10 @@ import importlib
 import importlib.util
 import inspect
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,60 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jmp_train.aot.compile_process import mesh_of, sizes_of
+from jmp_train.aot.compiled import CompiledProgram
 from jmp_train.aot.compiler_packages import PluginError, compiler_path
 from jmp_train.aot.compiling import compiling_environment, run_process
 from jmp_train.aot.gpus import GPU, GPUS
-from jmp_train.aot.stored_arrays import StoredArray, stored_arrays
-
-_CONSTANT = re.compile(r"^allocation \d+: size (\d+),.*\bconstant\b", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class CompiledForGPU:
-    """The needs of a compiled program on each of its GPUs.
-
-    Attributes:
-      peak_bytes: the largest number of bytes allocated at one time, arguments and results included.
-      argument_bytes: bytes of the arguments.
-      output_bytes: bytes of the results.
-      alias_bytes: bytes of the results that reuse the memory of donated arguments.
-      temp_bytes: bytes of everything else, one common allocation.
-      hlo: the text of the optimized HLO.
-      buffer_assignment: XLA's text about the placement of values, only from `compile_program`.
-      live_range: XLA's text about the live ranges of values, only from `compile_program`.
-    """
-
-    peak_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    hlo: str = field(repr=False)
-    buffer_assignment: str = field(default="", repr=False)
-    live_range: str = field(default="", repr=False)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that a GPU allocates for a run: arguments, results that do not reuse their memory, and temporaries.
-
-        Constants are included if `buffer_assignment` has them. If temporaries do not fit together without gaps, it
-        exceeds `peak_bytes`.
-        """
-        constants = sum(map(int, _CONSTANT.findall(self.buffer_assignment)))
-        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + constants
-
-    @property
-    def arrays(self) -> tuple[StoredArray, ...]:
-        """The arrays that the program stores, arguments included; see `stored_arrays`."""
-        return stored_arrays(self.hlo)
-
-    def arrays_of_at_least(self, n_bytes: int) -> tuple[StoredArray, ...]:
-        """Returns the stored arrays of the program with `n_bytes` or more.
-
-        Args:
-          n_bytes: the least number of bytes.
-        """
-        return tuple(array for array in self.arrays if array.n_bytes >= n_bytes)
 
 
 def compile_for_gpu(
@@ -85,7 +34,7 @@ def compile_for_gpu(
     devices: int = 1,
     python: str | Path = sys.executable,
     timeout: float = 600,
-) -> CompiledForGPU:
+) -> CompiledProgram:
     """Compiles a function for a GPU in a separate process, and returns what it would need.
 
     `target` names a builder: a function that gets `arguments`, all strings, and returns `(function,
@@ -126,7 +75,7 @@ def compile_for_gpu(
     packages = compiler_path() if str(python) == sys.executable else None
     with tempfile.TemporaryDirectory(prefix="jmp_train_") as directory:
         folder = Path(directory)
-        (folder / "target_config").write_text(target_gpu.target_config)
+        (folder / "topology.json").write_text(json.dumps(target_gpu.topology(devices)))
         command = (
             str(python),
             "-m",
@@ -140,7 +89,7 @@ def compile_for_gpu(
         if (folder / "no_plugin").exists():
             raise PluginError((folder / "no_plugin").read_text())
         sizes = json.loads((folder / "sizes.json").read_text())
-        return CompiledForGPU(**sizes, hlo=(folder / "hlo").read_text())
+        return CompiledProgram(**sizes, hlo=(folder / "hlo").read_text())
 
 
 def target_mesh(gpu: str | GPU = "V100-16GB", devices: int = 1) -> Mesh:
@@ -154,12 +103,12 @@ def target_mesh(gpu: str | GPU = "V100-16GB", devices: int = 1) -> Mesh:
       ValueError: no such GPU, or fewer than one device.
       PluginError: the environment lacks the compiler for CUDA, or it does not match jaxlib.
     """
-    return _mesh(_check_gpu(gpu, devices).target_config, devices)
+    return _mesh(_check_gpu(gpu, devices).topology(devices), devices)
 
 
-def _mesh(target_config: str, devices: int) -> Mesh:
+def _mesh(topology: Mapping[str, Any], devices: int) -> Mesh:
     compiler_path()
-    return mesh_of(target_config, devices)
+    return mesh_of(topology, [("data", devices)])
 
 
 def compile_here(
@@ -168,7 +117,7 @@ def compile_here(
     jit_kwargs: Mapping[str, Any] | None = None,
     *,
     mesh: Mesh,
-) -> CompiledForGPU:
+) -> CompiledProgram:
     """Compiles a function for a GPU in this process, and returns what it would need.
 
     The process must have been started with the settings of `compile_for_gpu`:
@@ -193,7 +142,7 @@ def compile_here(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas reads its target there
         lowered = jax.jit(function, **(jit_kwargs or {})).lower(*structs)
     compiled = lowered.compile()
-    return CompiledForGPU(**sizes_of(compiled), hlo=compiled.as_text() or "")
+    return CompiledProgram(**sizes_of(compiled), hlo=compiled.as_text() or "")
 
 
 def _is_placed(leaf: object) -> bool:
@@ -231,7 +180,7 @@ def _main(directory: str, devices: str, target: str, *arguments: str) -> None:
     """Compiles the result of a builder and writes the result to a directory."""
     folder = Path(directory)
     try:
-        mesh = _mesh((folder / "target_config").read_text(), int(devices))
+        mesh = _mesh(json.loads((folder / "topology.json").read_text()), int(devices))
     except PluginError as error:
         (folder / "no_plugin").write_text(str(error))
         return

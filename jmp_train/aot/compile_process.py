@@ -1,12 +1,14 @@
-"""Compiles an exported program for absent GPUs: `python compile_process.py FOLDER`, with jax as only dependency.
+"""Compiles an exported program for absent devices: `python compile_process.py FOLDER`, with jax as only dependency.
 
-The folder has `program`, serialized by `jax.export`, and `request.json`: XLA's description of the GPU, the number
-of devices, and the donated arguments. The process writes `sizes.json`, `hlo`, `buffer_assignment` and `live_range` to
-the folder. It must be started with the environment that `compiling_environment` returns.
+The folder has `program`, serialized by `jax.export`, and `request.json`: the arguments of `get_topology_desc`, the mesh
+of devices, the donated arguments and the beginning of the names of XLA's dumps. The process writes `sizes.json`, `hlo`,
+`buffer_assignment` and `live_range` to the folder. It must be started with the environment that
+`compiling_environment` returns, and with dumps in the folder `dump`.
 """
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ def main(folder: Path) -> None:
       folder: see the module.
     """
     request = json.loads((folder / "request.json").read_text())
-    mesh = mesh_of(request["target_config"], request["devices"])
+    mesh = mesh_of(request["topology"], request["mesh"])
     exported = export.deserialize(bytearray((folder / "program").read_bytes()))
     replicated = NamedSharding(mesh, PartitionSpec())
     arguments = [
@@ -32,27 +34,40 @@ def main(folder: Path) -> None:
     ]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas reads its target there
         lowered = jax.jit(exported.call, donate_argnums=request["donated"], keep_unused=True).lower(*arguments)
-    compiled = lowered.compile()
-    (folder / "hlo").write_text(compiled.as_text() or "")
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "Ran out of memory on HBM" not in str(error):  # what libtpu says of a program that does not fit
+            raise
+        _copy(folder, request["dumped"], "", "hlo")
+        sizes = {"refusal": str(error).splitlines()[0]}
+    else:
+        (folder / "hlo").write_text(compiled.as_text() or "")
+        sizes = sizes_of(compiled)
     for name in ("buffer-assignment", "live-range"):
-        dumped = sorted(folder.glob(f"dump/*gpu_after_optimizations-{name}.txt"), key=lambda file: file.stat().st_size)
-        (folder / name.replace("-", "_")).write_text(dumped[-1].read_text())
-    (folder / "sizes.json").write_text(json.dumps(sizes_of(compiled)))
+        _copy(folder, request["dumped"], f"-{name}", name.replace("-", "_"))
+    (folder / "sizes.json").write_text(json.dumps(sizes))
 
 
-def mesh_of(target_config: str, devices: int) -> Mesh:
-    """Returns a mesh of GPUs, which need not exist; its one axis is "data".
+def _copy(folder: Path, dumped: str, of: str, name: str) -> None:
+    """Copies the largest dump of a kind, that of the program."""
+    found = [file for file in folder.glob(f"dump/*{dumped}{of}.txt") if file.is_file()]
+    (folder / name).write_text(max(found, key=lambda file: file.stat().st_size).read_text())
+
+
+def mesh_of(topology: Mapping[str, Any], axes: Sequence[tuple[str, int]]) -> Mesh:
+    """Returns a mesh of devices, which need not exist.
 
     Args:
-      target_config: XLA's description of the GPU.
-      devices: number of GPUs, in one host.
+      topology: the arguments of `get_topology_desc`.
+      axes: the names and lengths of the mesh's axes.
     """
-    description = topologies.get_topology_desc(platform="cuda", target_config=target_config, topology=f"1x1x{devices}")
-    return topologies.make_mesh(description, (devices,), ("data",))
+    description = topologies.get_topology_desc(**topology)
+    return topologies.make_mesh(description, [n for _, n in axes], tuple(name for name, _ in axes))
 
 
 def sizes_of(compiled: Any) -> dict[str, Any]:
-    """Returns the bytes that a compiled program needs, by the names of `CompiledForGPU`.
+    """Returns the bytes that a compiled program needs, by the names of `CompiledProgram`.
 
     Args:
       compiled: a program compiled by jax.

@@ -15,11 +15,23 @@ _FLAGS = (
 )
 
 
-def compiling_environment(packages: Path | None) -> dict[str, str]:
+# libtpu looks for the TPUs of this host by asking Google's cloud, and complains on stderr of what it does not find. It
+# also lets only one process of a machine load it, which several may do where there is no TPU to share.
+_WITHOUT_TPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+
+
+def compiling_environment(packages: Path | None, platform: str = "cuda") -> dict[str, str]:
     """Returns the environment of a compiling process.
 
     Args:
       packages: the folder of the compiler, see `compiler_path`.
+      platform: "cuda" or "tpu".
     """
     path = [*filter(None, [packages and str(packages), os.environ.get("PYTHONPATH")])]
     # With the CPU as jax's only platform, the plugin loads without CUDA's libraries.
@@ -27,7 +39,8 @@ def compiling_environment(packages: Path | None) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join(filter(None, (os.environ.get("XLA_FLAGS"), *_FLAGS))),
+        "XLA_FLAGS": " ".join(filter(None, (os.environ.get("XLA_FLAGS"), *(_FLAGS if platform == "cuda" else ())))),
+        **(_WITHOUT_TPU if platform == "tpu" else {}),
     }
 
 

@@ -1,7 +1,8 @@
 """The costs of a run of a compiled program: arithmetic, bytes, casts, communication, and a bound on its time.
 
-The bound is a roofline: each kernel takes at least the time of its products at the GPU's peak rate, and the time of
-its bytes at the peak bandwidth of the memory.
+The bound is a roofline: each kernel takes at least the time of its products at the device's peak rate, and the time of
+its bytes at the peak bandwidth of the memory. On TPUs, the whole step takes at least the time of all products, and of
+all bytes, because the compiler copies ahead of time.
 """
 
 from collections import Counter, defaultdict
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jmp_train.aot.collectives import Collective
-from jmp_train.aot.gpus import GPU
+from jmp_train.aot.devices import Device
 from jmp_train.aot.hlo import Program
 from jmp_train.aot.kernels import Executed, Kernel
 from jmp_train.aot.traffic import Places
@@ -67,7 +68,8 @@ class Costs:
       cache's size each;
     - gathered or scattered rows do not count, because they could all be the same row, nor do arguments of a custom
       call other than XLA's products and convolutions, because it may read only a part of them;
-    - float32 products count at the rate of TF32 unless their precision is "highest";
+    - float32 products count at the rate of TF32 unless their precision is "highest"; on TPUs, as one, three or six
+      products in bfloat16;
     - for a conditional, the branch that can be the fastest counts. A loop of unknown trip count counts once,
       which is no bound if it does not run at all.
 
@@ -159,12 +161,12 @@ class Costs:
         return dict(counter.most_common())
 
 
-def program_costs(program: Program, gpu: GPU) -> Costs:
+def program_costs(program: Program, device: Device) -> Costs:
     """Returns the costs of one run of a compiled program.
 
     Args:
-      program: a program from `read_hlo`, compiled for this GPU or a similar one.
-      gpu: the GPU, with its rates and bandwidths.
+      program: a program from `read_hlo`, compiled for this device or a similar one.
+      device: the device, with its rates and bandwidths.
 
     Example:
       >>> from jmp_train.aot.gpus import GPUS
@@ -180,21 +182,31 @@ def program_costs(program: Program, gpu: GPU) -> Costs:
       ({'f16': 33554432}, 163840, 524288)
     """
     places = Places(program)
-    work = Executed(places, gpu).work(program.entry)
-    ends = _seconds_of_arguments_and_results(places, work.kernels, gpu)
+    work = Executed(places, device).work(program.entry)
+    ends = _seconds_of_arguments_and_results(places, work.kernels, device)
     return Costs(
         kernels=work.kernels,
         collectives=work.collectives,
         arguments_and_results_seconds=ends,
-        compute_seconds=max(ends, sum(kernel.times * kernel.seconds for kernel in work.kernels)),
+        compute_seconds=max(ends, _least_seconds(work.kernels, device)),
         compute_seconds_without_cache=sum(kernel.times * kernel.seconds_without_cache for kernel in work.kernels),
-        communication=_communication(work.collectives, gpu),
+        communication=_communication(work.collectives, device),
         unknown_loops=work.unknown_loops,
         conditionals=work.conditionals,
     )
 
 
-def _seconds_of_arguments_and_results(places: Places, kernels: Iterable[Kernel], gpu: GPU) -> float:
+def _least_seconds(kernels: Iterable[Kernel], device: Device) -> float:
+    """Returns the least time of all kernels: one after the other, or overlapped as far as products and bytes allow."""
+    if not device.overlaps:
+        return sum(kernel.times * kernel.seconds for kernel in kernels)
+    kernels = tuple(kernels)
+    traffics = [(k.times, access.least) for k in kernels for access in k.traffic.accesses]
+    least = sum(times * n_bytes for times, n_bytes in traffics)
+    return max(sum(kernel.times * kernel.seconds_of_products for kernel in kernels), least / device.bandwidth)
+
+
+def _seconds_of_arguments_and_results(places: Places, kernels: Iterable[Kernel], device: Device) -> float:
     """Returns the least time in which the entry's kernels read its arguments and write its results."""
     entry = places.program.computations[places.program.entry]
     names = {instruction.name for instruction in entry}
@@ -209,19 +221,19 @@ def _seconds_of_arguments_and_results(places: Places, kernels: Iterable[Kernel],
     arguments_read = sum(n_bytes for (name, _), n_bytes in read.items() if name in arguments)
     root = next(instruction for instruction in entry if instruction.is_root)
     results_written = sum(written.get(place, 0) for place in set(places.of(root.name)))
-    n_bytes = sum(max(0, n - gpu.l2_cache_size) for n in (arguments_read, results_written))
-    return n_bytes / gpu.bandwidth
+    n_bytes = sum(max(0, n - device.l2_cache_size) for n in (arguments_read, results_written))
+    return n_bytes / device.bandwidth
 
 
-def _communication(collectives: Iterable[Collective], gpu: GPU) -> tuple[Communication, ...]:
+def _communication(collectives: Iterable[Collective], device: Device) -> tuple[Communication, ...]:
     groups: dict[tuple[str, str, int], list[Collective]] = defaultdict(list)
     for item in collectives:
         groups[item.kind, item.dtype, item.group_size].append(item)
-    found = [_sum(key, items, gpu) for key, items in groups.items()]
+    found = [_sum(key, items, device) for key, items in groups.items()]
     return tuple(sorted(found, key=lambda item: -item.sent_bytes))
 
 
-def _sum(key: tuple[str, str, int], items: list[Collective], gpu: GPU) -> Communication:
+def _sum(key: tuple[str, str, int], items: list[Collective], device: Device) -> Communication:
     count, n_bytes = sum(x.times for x in items), sum(x.times * x.n_bytes for x in items)
     sent = sum(x.times * x.sent_bytes for x in items)
-    return Communication(*key, count, n_bytes, sent, sent / gpu.link_bandwidth)
+    return Communication(*key, count, n_bytes, sent, sent / device.link_bandwidth)

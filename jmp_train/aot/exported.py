@@ -1,8 +1,8 @@
-"""Traces programs here, and compiles them for a GPU in a process with only jax and the compiler.
+"""Traces programs here, and compiles them for absent devices in a process with only jax and the compiler.
 
-    function, shapes -> `export_program` -> `compile_program` -> `CompiledForGPU`
+    function, shapes -> `export_program` -> `compile_program` -> `CompiledProgram`
 
-Compiled programs are cached on disk, by the program, the GPU and the versions.
+Compiled programs are cached on disk, by the program, the device and the versions.
 """
 
 import hashlib
@@ -26,17 +26,19 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding
 
 from jmp_train.aot import compile_process
-from jmp_train.aot.compilation import CompiledForGPU
+from jmp_train.aot.compiled import CompiledProgram
 from jmp_train.aot.compiler_packages import compiler_path
 from jmp_train.aot.compiling import compiling_environment, run_process
-from jmp_train.aot.gpus import GPU
+from jmp_train.aot.devices import Device
 from jmp_train.aot.shapes import is_shape, shapes_of
+from jmp_train.aot.tpu_memory import tpu_sizes
 from jmp_train.extras import extra_packages
 from jmp_train.policies.autocasting import user_line_of
 from jmp_train.policies.files import cache_folder, write_atomically
 from jmp_train.policies.pytrees import is_array, is_nnx
 
 _TEXTS = ("hlo", "buffer_assignment", "live_range")
+_DUMPED = {"cuda": "gpu_after_optimizations", "tpu": "after_optimizations"}  # in the names of XLA's dumps
 _MOST_CACHED = 2**30  # bytes
 
 
@@ -89,7 +91,7 @@ def export_program(
       donated: the numbers of the donated arguments.
       shardings: for each argument a tree like it of `NamedSharding`s over an abstract mesh; None on one device.
       devices: the size of that mesh.
-      platform: "cuda" or "cpu".
+      platform: "cuda", "tpu" or "cpu".
 
     Raises:
       ModuleNotFoundError: the package flatbuffers is missing.
@@ -128,13 +130,13 @@ def export_program(
 
 
 def compile_program(
-    program: ExportedProgram, gpu: GPU, *, timeout: float = 1800, stop: Event | None = None
-) -> CompiledForGPU:
-    """Compiles an exported program for a GPU, which need not exist, in a separate process.
+    program: ExportedProgram, device: Device, *, timeout: float = 1800, stop: Event | None = None
+) -> CompiledProgram:
+    """Compiles an exported program for devices, which need not exist, in a separate process.
 
     Args:
       program: from `export_program`.
-      gpu: the GPU; one host has `program.devices` of them.
+      device: a GPU, of which one host has `program.devices`, or a slice of so many TPUs.
       timeout: seconds after which the compilation is killed.
       stop: ends the compilation when another thread sets it.
 
@@ -144,9 +146,16 @@ def compile_program(
       TimeoutError: it took longer than `timeout`.
       InterruptedError: `stop` was set.
     """
-    packages = compiler_path()
-    environment = compiling_environment(packages)
-    request = json.dumps({"target_config": gpu.target_config, "devices": program.devices, "donated": program.donated})
+    packages = compiler_path(device.platform)
+    environment = compiling_environment(packages, device.platform)
+    request = json.dumps(
+        {
+            "topology": device.topology(program.devices),
+            "mesh": [("data", program.devices)],
+            "donated": program.donated,
+            "dumped": _DUMPED[device.platform],
+        }
+    )
     cached = cache_folder() / "programs" / _key(program, request, environment, packages)
     if (known := _read(cached)) is not None:
         return known
@@ -156,13 +165,28 @@ def compile_program(
         (folder / "request.json").write_text(request)
         environment["XLA_FLAGS"] += f" --xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
         command = (sys.executable, compile_process.__file__, scratch)
-        run_process(f"compiling for {gpu.name}", command, folder / "log", environment, timeout, stop)
-        content = json.loads((folder / "sizes.json").read_text())
-        content |= {name: (folder / name).read_text() for name in _TEXTS}
+        run_process(f"compiling for {device.name}", command, folder / "log", environment, timeout, stop)
+        texts = {name: (folder / name).read_text() for name in _TEXTS}
+        content = {**_sizes(device, json.loads((folder / "sizes.json").read_text()), texts), **texts}
     cached.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(cached, zlib.compress(json.dumps(content).encode(), 1))
     _forget_the_oldest(cached.parent)
-    return CompiledForGPU(**content)
+    return CompiledProgram(**content)
+
+
+def _sizes(device: Device, found: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+    """Returns the sizes of `CompiledProgram`: those that XLA reports, for TPUs those of its buffer assignment.
+
+    libtpu's peak includes the vector memory of its cores, and it reports nothing about programs that do not fit.
+    """
+    if device.platform != "tpu":
+        return found
+    sizes = tpu_sizes(texts["buffer_assignment"], texts["live_range"])
+    if "refusal" in found:
+        return {**sizes, **found}
+    parts = (found[f"{name}_bytes"] for name in ("argument", "output", "temp"))
+    sizes["temp_bytes"] = max(sizes["temp_bytes"], found["temp_bytes"])  # libtpu adds some of its own
+    return {**sizes, "reported_bytes": sum(parts) - found["alias_bytes"]}
 
 
 def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -226,18 +250,18 @@ def _key(program: ExportedProgram, request: str, environment: dict[str, str], pa
     """Returns the name of the compiled program in the cache."""
     found = metadata.distributions(path=[str(packages)]) if packages else metadata.distributions()
     names = ((d.metadata["Name"] or "", d.version) for d in found)
-    compilers = sorted(f"{name}=={version}" for name, version in names if re.search("cuda|nvcc|nvvm", name))
+    compilers = sorted(f"{name}=={version}" for name, version in names if re.search("cuda|nvcc|nvvm|libtpu", name))
     own = Path(compile_process.__file__).read_text()
     parts = (request, environment["XLA_FLAGS"], jax.__version__, metadata.version("jaxlib"), *compilers, own)
     return hashlib.sha256(program.serialized + "\0".join(parts).encode()).hexdigest()
 
 
-def _read(cached: Path) -> CompiledForGPU | None:
+def _read(cached: Path) -> CompiledProgram | None:
     """Returns a program from the cache; None if it is missing or cannot be read."""
     try:
         content = json.loads(zlib.decompress(cached.read_bytes()))
         os.utime(cached, (time.time(), time.time()))
-        return CompiledForGPU(**content)
+        return CompiledProgram(**content)
     except (OSError, ValueError, TypeError, zlib.error):
         return None
 

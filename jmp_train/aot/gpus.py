@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -55,6 +56,9 @@ class GPU:
       (16914055168, (7, 0), 125000000000000.0)
     """
 
+    platform: ClassVar[str] = "cuda"
+    overlaps: ClassVar[bool] = False  # kernels run one after the other
+
     name: str
     description: str
     memory_bytes: int
@@ -73,7 +77,7 @@ class GPU:
     threads_per_core_limit: int
     source: tuple[str, ...]
 
-    def matrix_rate(self, dtype: DTypeLike, *, allow_tf32: bool = True) -> float:
+    def matrix_rate(self, dtype: DTypeLike, *, allow_tf32: bool = True, precision: str = "default") -> float:
         """Returns the peak operations per second in matrix products of a dtype, as XLA computes them.
 
         If the GPU lacks the dtype, XLA computes in another one, and that one's rate counts: float32 for bfloat16
@@ -84,14 +88,23 @@ class GPU:
           dtype: dtype of the operands, or the string "tfloat32".
           allow_tf32: whether float32 products may round their operands to TF32 if the GPU supports it, as XLA does by
             default, unless jax's precision is "highest": `jax_default_matmul_precision`, or `precision=`.
+          precision: "highest" is `allow_tf32=False`; "default" and "high" change nothing.
 
         Example:
           >>> gpu = GPUS["A100-80GB"]
           >>> gpu.matrix_rate("float16"), gpu.matrix_rate("float32"), gpu.matrix_rate("float32", allow_tf32=False)
           (312000000000000.0, 156000000000000.0, 19500000000000.0)
         """
-        names = _PRODUCTS[_rate_dtype(dtype, allow_tf32)]
+        names = _PRODUCTS[_rate_dtype(dtype, allow_tf32 and precision != "highest")]
         return next(self.rates[name] for name in names if name in self.rates)
+
+    def topology(self, devices: int) -> dict[str, Any]:
+        """Returns the arguments of `jax.experimental.topologies.get_topology_desc`.
+
+        Args:
+          devices: number of GPUs, in one host.
+        """
+        return {"platform": "cuda", "target_config": self.target_config, "topology": f"1x1x{devices}"}
 
     @property
     def target_config(self) -> str:

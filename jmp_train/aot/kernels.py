@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from jmp_train.aot.arithmetic import CUBLAS, CUDNN_CONVOLUTION, Product, backend_config, product
+from jmp_train.aot.arithmetic import CUBLAS, CUDNN_CONVOLUTION, Product, product
 from jmp_train.aot.collectives import Collective, collectives
-from jmp_train.aot.gpus import GPU
+from jmp_train.aot.devices import Device
 from jmp_train.aot.hlo import RUNS_OTHERS, Instruction, Program
+from jmp_train.aot.loops import trip_count
 from jmp_train.aot.traffic import Places, Traffic, is_kernel, traffic
 
 
@@ -27,6 +28,7 @@ class Kernel:
         the opcode of an instruction with products of another kind; "" if they are known.
       seconds: the least time of one execution; see `Costs.seconds`.
       seconds_without_cache: the same if all bytes move to and from the memory.
+      seconds_of_products: the least time of the products in one execution.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Kernel:
     uncounted: str
     seconds: float
     seconds_without_cache: float
+    seconds_of_products: float
 
     @property
     def read_bytes(self) -> int:
@@ -101,11 +104,11 @@ class Executed:
 
     Attributes:
       places: places of the program.
-      gpu: the GPU that runs it.
+      device: the device that runs it.
     """
 
     places: Places
-    gpu: GPU
+    device: Device
 
     def work(self, computation: str) -> Work:
         """Returns the operations that a computation executes, including those of its callees.
@@ -129,11 +132,11 @@ class Executed:
         return Work(collectives=tuple(collectives(self.places.program, instruction)))
 
     def _loop(self, instruction: Instruction) -> Work:
-        trips = backend_config(instruction).get("known_trip_count", {}).get("n")
+        trips = trip_count(self.places.program, instruction)
         body = joined([self.work(instruction.attribute(part).lstrip("%")) for part in ("condition", "body")])
         if trips is None:
             return replace(body, unknown_loops=body.unknown_loops + 1)
-        return body.repeated(int(trips))
+        return body.repeated(trips)
 
     def _kernel(self, instruction: Instruction) -> Kernel:
         program = self.places.program
@@ -152,17 +155,18 @@ class Executed:
             traffic=found,
             is_cast=_is_cast(program, inside),
             uncounted=next((name for name in map(_uncounted, inside) if name), ""),
-            seconds=max(seconds_of_products, self._uncached_bytes(found) / self.gpu.bandwidth),
-            seconds_without_cache=max(seconds_of_products, n_bytes / self.gpu.bandwidth),
+            seconds=max(seconds_of_products, self._uncached_bytes(found) / self.device.bandwidth),
+            seconds_without_cache=max(seconds_of_products, n_bytes / self.device.bandwidth),
+            seconds_of_products=seconds_of_products,
         )
 
     def _rate(self, product: Product) -> float:
-        return self.gpu.matrix_rate(_JAX_NAMES.get(product.dtype, "float32"), allow_tf32=product.allow_tf32)
+        return self.device.matrix_rate(_JAX_NAMES.get(product.dtype, "float32"), precision=product.precision)
 
     def _uncached_bytes(self, found: Traffic) -> int:
         """Returns the bytes that move to and from the memory if the cache holds as much as it can."""
         least = (sum(access.least for access in part.values()) for part in (found.reads, found.writes))
-        return sum(max(0, n_bytes - self.gpu.l2_cache_size) for n_bytes in least)
+        return sum(max(0, n_bytes - self.device.l2_cache_size) for n_bytes in least)
 
 
 def _inside(program: Program, instruction: Instruction) -> Iterator[Instruction]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jmp_train.aot.arithmetic import CUBLAS, CUDNN_CONVOLUTION, convolution
-from jmp_train.aot.array_types import array_types, tuple_types
+from jmp_train.aot.array_types import ArrayType, array_types, tuple_types
 from jmp_train.aot.collectives import KINDS
 from jmp_train.aot.hlo import RUNS_OTHERS, Instruction, Program
 
@@ -42,6 +42,11 @@ class Traffic:
 
     reads: Mapping[Place, Access]
     writes: Mapping[Place, Access]
+
+    @property
+    def accesses(self) -> tuple[Access, ...]:
+        """All reads and writes."""
+        return (*self.reads.values(), *self.writes.values())
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,8 @@ def is_kernel(instruction: Instruction) -> bool:
     opcode = instruction.opcode
     if opcode in _NO_KERNELS or opcode.endswith(("-done", "-update")):
         return False
+    if instruction.attribute("custom_call_target") in _NOTHING_TO_DO:
+        return False
     return opcode.removesuffix("-start") not in KINDS
 
 
@@ -128,6 +135,7 @@ class _Body:
       results: for each array of the result, its instruction, skipping bitcasts, and its bytes, 0 for workspaces.
       in_place: the names of instructions that update an input instead of making an array.
       is_known: whether it is XLA's own, or one of its products or convolutions, which read all of their arguments.
+      is_fused: whether it is a fusion.
     """
 
     inputs: tuple[str, ...]
@@ -135,6 +143,7 @@ class _Body:
     results: tuple[tuple[Instruction, int], ...]
     in_place: frozenset[str]
     is_known: bool
+    is_fused: bool
 
 
 def _body(program: Program, kernel: Instruction) -> _Body:
@@ -158,7 +167,7 @@ def _body(program: Program, kernel: Instruction) -> _Body:
     makers = makers if len(makers) == len(results) else [root] * len(results)
     in_place = frozenset(m.name for m in makers if m.opcode in _UPDATES and origin(m.operands[0]) in inputs)
     is_known = all(target.startswith((*CUBLAS, CUDNN_CONVOLUTION)) for target in targets)
-    return _Body(inputs, uses, tuple(zip(makers, results, strict=True)), in_place, is_known)
+    return _Body(inputs, uses, tuple(zip(makers, results, strict=True)), in_place, is_known, fused)
 
 
 def _results(kernel: Instruction, *, has_workspace: bool) -> tuple[int, ...]:
@@ -168,13 +177,13 @@ def _results(kernel: Instruction, *, has_workspace: bool) -> tuple[int, ...]:
         type_ = tuple_types(type_)[:2][0 if kernel.opcode == "copy-start" else -1]
     arrays = array_types(type_)
     workspace = len(arrays) - 1 if has_workspace and arrays and arrays[-1].dtype in ("s8", "u8") else 0
-    return tuple(0 if i and i == workspace else array.n_bytes for i, array in enumerate(arrays))
+    return tuple(0 if i and i == workspace else _in_memory(array) for i, array in enumerate(arrays))
 
 
 def _read(program: Program, body: _Body, name: str, i: int) -> Access:
     """Returns how much a kernel reads of an input, or of the i-th array of a tuple."""
     arrays = program.instructions[name].arrays
-    whole = arrays[i].n_bytes
+    whole = _in_memory(arrays[i])
     accesses = [_used(program, body, user, position, whole) for user, position in body.uses[name]]
     n_bytes = min(whole, sum(access.n_bytes for access in accesses))
     least = max((access.least for access in accesses), default=0)  # parts may overlap
@@ -183,11 +192,15 @@ def _read(program: Program, body: _Body, name: str, i: int) -> Access:
 
 def _used(program: Program, body: _Body, user: Instruction, position: int, whole: int) -> Access:
     """Returns how much one instruction reads of an operand with `whole` bytes."""
-    if user.opcode in ("slice", "dynamic-slice") and position == 0:
-        part = user.arrays[0].n_bytes
+    if user.opcode == "fusion" and body.is_fused:  # TPUs have fusions in fusions
+        inner = _body(program, user)
+        part = _read(program, inner, inner.inputs[position], 0)
+        return Access(min(whole, part.n_bytes), min(whole, part.least))
+    if user.opcode.removesuffix("-start") in ("slice", "dynamic-slice") and position == 0:
+        part = min(whole, user.arrays[-1 if user.opcode.endswith("-start") else 0].stored_bytes)
         return Access(part, part)
     if user.opcode == "gather" and position == 0:
-        return Access(user.arrays[0].n_bytes, 0)
+        return Access(min(whole, user.arrays[0].stored_bytes), 0)
     if user.name in body.in_place and position < _n_updated(user):
         # A scatter combines the old values with the updates.
         return Access(_updated_bytes(program, user) if user.opcode == "scatter" else 0, 0)
@@ -201,6 +214,11 @@ def _written(program: Program, body: _Body, maker: Instruction, n_bytes: int) ->
         n_bytes = min(n_bytes, _updated_bytes(program, maker))
     is_certain = body.is_known and not (maker.name in body.in_place and maker.opcode == "scatter")
     return Access(n_bytes, n_bytes if is_certain else 0)
+
+
+def _in_memory(array: ArrayType) -> int:
+    """Returns the bytes of an array in the device's main memory, 0 for one in a TPU core's own memory."""
+    return array.stored_bytes if array.is_in_main_memory else 0
 
 
 def _through_bitcasts(program: Program, name: str) -> str:
@@ -241,5 +259,6 @@ _NO_KERNELS = RUNS_OTHERS | {
     *("add-dependency", "partition-id", "replica-id", "get-dimension-size", "domain"),
     *("send", "recv", "infeed", "outfeed"),
 }
+_NOTHING_TO_DO = ("AllocateBuffer", "ConcatBitcast")  # of libtpu: they only name memory
 _UPDATES = ("dynamic-update-slice", "scatter")
 _WITH_WORKSPACE = ("__cublas", "__cudnn", "__cub$", "cusolver")

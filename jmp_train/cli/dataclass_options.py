@@ -24,7 +24,7 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), 
     """Adds an option to a parser for each field of a dataclass.
 
     A field's help is `metadata["help"]`, or its entry under Args or Attributes of the class's docstring. Its
-    `metadata` may also have argparse's "metavar" and "type".
+    `metadata` may also have argparse's "metavar", "type" and "const", the value of an option without one.
 
     Args:
       parser: the parser of a command, or a group of it.
@@ -47,6 +47,8 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), 
         options = _argument(kind, name, hints[name], said.get("type"))
         if "metavar" in options:
             options["metavar"] = said.get("metavar", options["metavar"])
+        if "const" in said:
+            options |= {"nargs": "?", "const": said["const"]}
         if default is not dataclasses.MISSING:
             options["default"] = default
         elif "action" not in options:

@@ -1,4 +1,4 @@
-"""`jmp-train plan`: computes what a step would need on GPUs, which this machine need not have."""
+"""`jmp-train plan`: computes what a step would need on GPUs and TPUs, which this machine need not have."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jmp_train.cli.arguments import fraction, path, positive
+from jmp_train.cli.arguments import fraction, one_of, path, positive
 from jmp_train.cli.errors import PROBLEMS_FOUND, Failure, WrongCall, checking_the_call
 from jmp_train.cli.jobs import OF_TASK, read_task_options, run_settings
 from jmp_train.cli.options import option
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PLANNED_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
 PLANNED_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
+PLANNED_POLICIES_OF_TPUS = ("float32", "autocast_bfloat16")
 _WANTED = "it must return a jt.Task or (step, state, batch), or take the policy and return one of these"
 
 
@@ -31,6 +32,7 @@ class PlanOptions:
 
     Attributes:
       gpus: see below.
+      tpus: see below.
       gpu_file: read your own GPUs from a TOML file
       shardings: how several devices store the state: replicated, zero1 or fsdp; default: replicated
       batch_size: examples over all devices; default: the task's
@@ -40,11 +42,14 @@ class PlanOptions:
       buffers: print the N largest buffers at the peak
       page: write the report to FILE, an HTML page
       measure: also run the step on this machine's GPU
-      install: install XLA's compiler for CUDA, once, about 600 MB
+      install: see below.
       cuda: CUDA version for --install; 13 has no V100; default: 12
     """
 
     gpus: tuple[str, ...] = option(str, "NAME", default=(), help=f"default: {' '.join(PLANNED_GPUS)}")
+    tpus: tuple[str, ...] = option(
+        str, "SLICE", default=(), help="slices of TPUs, generation and chips along each axis: v5e:2x2 v5p:4x4x8"
+    )
     gpu_file: Path | None = option(path, "FILE")
     shardings: tuple[Literal["replicated", "zero1", "fsdp"], ...] = option(str, "NAME", default=())
     batch_size: int | None = option(positive)
@@ -54,7 +59,12 @@ class PlanOptions:
     buffers: int | None = option(positive)
     page: Path | None = option(path, "FILE")
     measure: bool = False
-    install: bool = False
+    install: str | None = option(
+        one_of(("cuda", "tpu")),
+        "FOR",
+        const="cuda",
+        help="install XLA's compiler, once: for cuda, the default, about 600 MB, or for tpu, about 700 MB",
+    )
     cuda: Literal["12", "13"] = "12"
 
 
@@ -62,7 +72,7 @@ def plan_command(args: argparse.Namespace) -> int:
     """Plans a task's or a script's step, prints and writes the plan, and returns the exit code."""
     if args.install:
         return _install(args)
-    from jmp_train.aot import INSTALL, PluginError
+    from jmp_train.aot import INSTALL, INSTALL_TPU, PluginError
     from jmp_train.reports import compilations_shown, json_line, write_plan
 
     with checked_outputs(as_json=args.json, files={"--page": args.page}) as output:
@@ -70,7 +80,8 @@ def plan_command(args: argparse.Namespace) -> int:
             with compilations_shown(sys.stderr) if output is None else nullcontext() as progress:
                 found = _plan(args, progress)
         except PluginError as error:
-            raise Failure(str(error).replace(INSTALL, "jmp-train plan --install")) from error
+            text = str(error).replace(INSTALL_TPU, "jmp-train plan --install tpu")
+            raise Failure(text.replace(INSTALL, "jmp-train plan --install")) from error
         title = args.task
         code = show(
             output,
@@ -82,13 +93,15 @@ def plan_command(args: argparse.Namespace) -> int:
 
 
 def _install(args: argparse.Namespace) -> int:
-    from jmp_train.aot import PluginError, install_compiler
+    from jmp_train.aot import PluginError, install_compiler, install_tpu_compiler
 
-    print("installing XLA's compiler for CUDA, about 600 MB", file=sys.stderr)
+    what, size = ("libtpu", 700) if args.install == "tpu" else ("XLA's compiler for CUDA", 600)
+    print(f"installing {what}, about {size} MB", file=sys.stderr)
     try:
-        print(f"XLA's compiler for CUDA is in {install_compiler(args.cuda)}")
+        folder = install_tpu_compiler() if args.install == "tpu" else install_compiler(args.cuda)
     except PluginError as error:
         raise Failure(str(error)) from error
+    print(f"{what} is in {folder}")
     return 0
 
 
@@ -105,6 +118,8 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
             "measure": args.measure,
             "progress": progress,
         }
+        if args.tpus:
+            options["tpus"] = _tpus(args)
         if args.memory_fraction is not None:
             options["allowances"] = Allowances(memory_fraction=args.memory_fraction)
         if args.batch_size is not None:
@@ -112,7 +127,7 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
     source: TaskSource = args.source
     if source.takes_policy:
         with _errors_while_planning(source):
-            return plan(source.function, policies=args.policies or PLANNED_POLICIES, **options)
+            return plan(source.function, policies=args.policies or _default_policies(args), **options)
     with checking_the_call():
         given = _task_options(args)
         made = source.make(given)
@@ -163,7 +178,7 @@ def _plan_of_task(args: argparse.Namespace, task: Task, settings: RunSettings, o
     with checking_the_call(), errors_of_file(args.source.file):
         return plan(
             make,
-            policies=args.policies or PLANNED_POLICIES,
+            policies=args.policies or _default_policies(args),
             **{**options, **sized, "find_largest": options["find_largest"] and resizes},
         )
 
@@ -180,9 +195,23 @@ def _gpus(args: argparse.Namespace) -> list[Any]:
     from jmp_train.aot import GPUS, read_gpus
 
     own = {} if args.gpu_file is None else read_gpus(args.gpu_file)
-    names = args.gpus or (list(own) or list(PLANNED_GPUS))
+    names = args.gpus or list(own) or ([] if args.tpus else list(PLANNED_GPUS))
     known = {**GPUS, **own}
     for name in names:
         if name not in known:
             raise WrongCall(f"--gpus {name} is unknown; choose from {', '.join(known)}")
     return [known[name] for name in names]
+
+
+def _tpus(args: argparse.Namespace) -> list[Any]:
+    from jmp_train.aot import tpu_slice
+
+    try:
+        return [tpu_slice(name) for name in args.tpus]
+    except ValueError as error:
+        raise WrongCall(f"--tpus: {error}") from error
+
+
+def _default_policies(args: argparse.Namespace) -> tuple[str, ...]:
+    only_tpus = args.tpus and not args.gpus and args.gpu_file is None
+    return PLANNED_POLICIES_OF_TPUS if only_tpus else PLANNED_POLICIES

@@ -1,8 +1,8 @@
-"""What a GPU's memory has to hold beside the program, so that a plan does not promise all of it."""
+"""What a device's memory has to hold beside the program, so that a plan does not promise all of it."""
 
 from dataclasses import dataclass
 
-from jmp_train.aot import GPU
+from jmp_train.aot import TPU, Device
 
 _MIB = 2**20
 
@@ -14,6 +14,9 @@ class Allowances:
     jax takes `memory_fraction` of the GPU's memory for its pool when it starts, in which the program has to fit. What
     CUDA and its libraries allocate is outside of the pool. Only where the pool and these are more than there is, they
     count; `XLA_PYTHON_CLIENT_MEM_FRACTION` sets the fraction for a training script.
+
+    On TPUs there is no such pool: libtpu reserves a part of the memory and refuses programs that need more than the
+    rest, which `jt.aot.TPU.program_bytes` is. Of that, only `fragmentation` is taken.
 
     Attributes:
       memory_fraction: of the memory that jax takes; 0.75 is jax's default.
@@ -52,13 +55,15 @@ class Allowances:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a number of bytes")
 
-    def usable_bytes(self, gpu: GPU, devices: int) -> int:
-        """Returns how many bytes a program may take on each GPU.
+    def usable_bytes(self, device: Device, devices: int) -> int:
+        """Returns how many bytes a program may take on each device.
 
         Args:
-          gpu: see `GPUS`.
+          device: a GPU or a slice of TPUs.
           devices: how many of them work together.
         """
+        if isinstance(device, TPU):
+            return int(device.program_bytes * (1 - self.fragmentation))
         outside = self.cuda_context + self.libraries + (self.collectives if devices > 1 else 0)
-        pool = min(self.memory_fraction * gpu.memory_bytes, gpu.memory_bytes - outside)
+        pool = min(self.memory_fraction * device.memory_bytes, device.memory_bytes - outside)
         return max(0, int(pool * (1 - self.fragmentation)))

@@ -1,4 +1,4 @@
-"""The bars of a plan: memory at the peak by kind, and the largest batch by GPU and policy."""
+"""The bars of a plan: memory at the peak by kind, and the largest batch by device and policy."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -36,13 +36,13 @@ _OTHER_KIND = ("#202124", "#e8eaed")
 
 
 def memory_chart(rows: Sequence[PlanRow]) -> Chart:
-    """Returns one bar per row: the memory at the peak, with marks at the usable memory and at all memory of the GPU.
+    """Returns one bar per row: the memory at the peak, with marks at the usable memory and at all memory of the device.
 
     Args:
       rows: of a plan, at least one.
     """
     most = max(max(row.peak_bytes for row in rows), 1)
-    end = min(_MOST_OF_PEAK * most, max(most, *(row.gpu.memory_bytes for row in rows)))
+    end = min(_MOST_OF_PEAK * most, max(most, *(row.kind.memory_bytes for row in rows)))
     kinds = sorted({kind for row in rows for kind in row.bytes_by_kind}, key=_in_order)
     styles = {
         **{_kind_style(kind): Style(_KINDS.get(kind, _OTHER_KIND), legend=kind) for kind in kinds},
@@ -51,18 +51,20 @@ def memory_chart(rows: Sequence[PlanRow]) -> Chart:
         "misfit": Style("bad"),
     }
     axis = Axis(0, end, [(1e9 * value, f"{value:g} GB") for value in round_ticks(end / 1e9)])
-    groups = {gpu: [_memory_row(row, _label(row, rows)) for row in group] for gpu, group in _by_gpu(rows).items()}
+    groups = {
+        device: [_memory_row(row, _label(row, rows)) for row in group] for device, group in _by_device(rows).items()
+    }
     return bar_chart("memory", "Memory at the peak by kind", groups, axis, styles, texts_at_edge=True)
 
 
 def has_marks_beyond(rows: Sequence[PlanRow]) -> bool:
     """Returns whether the chart of the memory leaves a mark out."""
     most = max(row.peak_bytes for row in rows)
-    return any(row.gpu.memory_bytes > _MOST_OF_PEAK * most for row in rows)
+    return any(row.kind.memory_bytes > _MOST_OF_PEAK * most for row in rows)
 
 
 def batch_chart(rows: Sequence[PlanRow]) -> Chart | None:
-    """Returns the largest batches that fit, bars grouped by GPU; None if no row has one.
+    """Returns the largest batches that fit, bars grouped by device; None if no row has one.
 
     Args:
       rows: of a plan; those without a largest batch have no bar.
@@ -75,14 +77,14 @@ def batch_chart(rows: Sequence[PlanRow]) -> Chart | None:
     styles["misfit"] = Style("bad")
     axis = Axis(0, most, [(value, f"{value:g}") for value in round_ticks(most) if value == int(value)])
     groups = {
-        gpu: [_batch_row(row, _label(row, rows), series[row.policy]) for row in group]
-        for gpu, group in _by_gpu(known).items()
+        device: [_batch_row(row, _label(row, rows), series[row.policy]) for row in group]
+        for device, group in _by_device(known).items()
     }
     return bar_chart("batches", "Largest batch that fits", groups, axis, styles)
 
 
-def _by_gpu(rows: Sequence[PlanRow]) -> dict[str, list[PlanRow]]:
-    return {gpu: list(group) for gpu, group in groupby(rows, key=lambda row: row.gpu.name)}
+def _by_device(rows: Sequence[PlanRow]) -> dict[str, list[PlanRow]]:
+    return {device: list(group) for device, group in groupby(rows, key=lambda row: row.device)}
 
 
 def _label(row: PlanRow, rows: Sequence[PlanRow]) -> str:
@@ -110,7 +112,7 @@ def _memory_row(row: PlanRow, label: str) -> Row:
     ]
     marks = [
         ("usable", row.usable_bytes, f"usable: {gigabytes(row.usable_bytes)}"),
-        ("all", row.gpu.memory_bytes, f"all memory: {gigabytes(row.gpu.memory_bytes)}"),
+        ("all", row.kind.memory_bytes, f"all memory: {gigabytes(row.kind.memory_bytes)}"),
     ]
     sizes = f"{gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)}"
     return Row(label, pieces, sizes, "" if row.fits else "misfit", marks)
@@ -120,4 +122,4 @@ def _batch_row(row: PlanRow, label: str, style: str) -> Row:
     size = row.largest_batch
     if not size:
         return Row(label, [], "none fits", "misfit")
-    return Row(label, [(style, size, f"{row.gpu.name}, {label}: {size}")], str(size))
+    return Row(label, [(style, size, f"{row.device}, {label}: {size}")], str(size))

@@ -8,7 +8,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from jmp_train.aot import CompiledForGPU, ExportedProgram, compile_program
+from jmp_train.aot import CompiledProgram, ExportedProgram, compile_program
 from jmp_train.planning.targets import Target
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ _BYTES_A_COMPILATION = 4 * 2**30
 
 
 class Compiler:
-    """Compiles the programs of a plan, each traced once for all GPUs.
+    """Compiles the programs of a plan, each traced once for all GPUs, and once for all TPUs.
 
     What is traced depends on contexts of the thread that traces: jax.default_matmul_precision, jax.set_mesh, haiku's
     policies. So the threads that compile ask the one that plans for what they need traced; see `each`.
@@ -58,7 +58,8 @@ class Compiler:
 
     def exported(self, target: Target, size: int) -> ExportedProgram:
         """Returns a target's program, for a batch of some size; waits until it is traced."""
-        key = (id(target.variant), target.placement, size)
+        platform = target.kind.platform
+        key = (id(target.variant), target.placement, size, platform)
         with self._lock:
             if self._stop.is_set() and key not in self._programs:
                 raise CancelledError
@@ -68,13 +69,13 @@ class Compiler:
                 self._wanted.put(lambda: self._trace(program, target, size))
         return self._programs[key][0].result()
 
-    def __call__(self, target: Target, size: int) -> CompiledForGPU:
+    def __call__(self, target: Target, size: int) -> CompiledProgram:
         """Returns what a target's program needs with a batch of some size."""
         program = self.exported(target, size)
         if self._progress is not None:
             with self._lock:
                 self._progress(self._count, f"{target}, batch {size}")
-        compiled = compile_program(program, target.gpu, timeout=self._timeout, stop=self._stop)
+        compiled = compile_program(program, target.kind, timeout=self._timeout, stop=self._stop)
         with self._lock:
             self._count += 1
         return compiled
@@ -93,7 +94,9 @@ class Compiler:
             self._close()
 
     def _trace(self, program: Future[ExportedProgram], target: Target, size: int) -> None:
-        program.set_result(target.variant.exported(target.placement, size, donate=self._donate))
+        program.set_result(
+            target.variant.exported(target.placement, size, donate=self._donate, platform=target.kind.platform)
+        )
 
     def _close(self) -> None:
         """Stops what is compiled, and lets no thread wait for what nobody will trace."""

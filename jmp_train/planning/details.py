@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from jmp_train.aot import Buffer
 from jmp_train.planning.kernels import costliest_first
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds
-from jmp_train.policies.documents import Section, Table, counted, with_unit
+from jmp_train.policies.documents import Section, Table, Text, counted, with_unit
 
 _BUFFERS, _KERNELS = 20, 10
 
@@ -19,8 +19,8 @@ def details(number: int, row: PlanRow) -> Section:
     """
     fits = "fits" if row.fits else "does not fit"
     said = f"{gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)} with batch {row.batch_size}, {fits}"
-    sections = [_remedies(row), _buffers(row), _batches(row), _communication(row), _kernels(row)]
-    title = f"{row.gpu.name}, {row.policy}, {row.placement}: {said}"
+    sections = [*map(Text, row.notes), _remedies(row), _buffers(row), _batches(row), _communication(row), _kernels(row)]
+    title = f"{row.device}, {row.policy}, {row.placement}: {said}"
     return Section(title, sections, f"row-{number}", "" if row.fits else "misfit", is_folded=True)
 
 
@@ -31,10 +31,12 @@ def _section(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], te
 
 def _buffers(row: PlanRow) -> Section:
     heads = ("memory", "share", "kind", "operation", "dtype", "shape", "module", "source")
+    note = [f"Filling of tiles takes {_size(row.tile_bytes)} of the memory at the peak."] if row.tile_bytes else []
     rest = row.buffers[_BUFFERS:]
     further = f"{len(rest)} more {'has' if len(rest) == 1 else 'have'} {_size(sum(b.n_bytes for b in rest))}."
     cells = (_buffer(buffer, row.peak_bytes) for buffer in row.buffers[:_BUFFERS])
-    return _section("Largest buffers at the peak", heads, cells, 6, further if rest else "")
+    note += [further] if rest else []
+    return _section("Largest buffers at the peak", heads, cells, 6, " ".join(note))
 
 
 def _buffer(buffer: Buffer, peak: int) -> tuple[str, ...]:
@@ -75,7 +77,7 @@ def _communication(row: PlanRow) -> Section:
         )
         for item in row.costs.communication
     )  # fmt: skip
-    link = f"Over {row.gpu.link}, {with_unit(row.gpu.link_bandwidth, 'B/s')} in one direction."
+    link = f"Over {row.kind.link}, {with_unit(row.kind.link_bandwidth, 'B/s')} in one direction."
     return _section("Communication", heads, cells, 2, link)
 
 

@@ -1,19 +1,30 @@
-"""`plan`: what a training step would need on GPUs that need not be there."""
+"""`plan`: what a training step would need on GPUs and TPUs that need not be there."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jmp_train.aot import GPU, Devices, buffers_at_peak, devices_here, measure_program, program_costs, read_hlo
+from jmp_train.aot import (
+    GPU,
+    TPU,
+    Device,
+    Devices,
+    buffers_at_peak,
+    devices_here,
+    measure_program,
+    program_costs,
+    read_hlo,
+)
 from jmp_train.planning.allowances import Allowances
 from jmp_train.planning.arguments import arguments_of
 from jmp_train.planning.compiler import Compiler
 from jmp_train.planning.largest_batch import LargestBatch, largest_batch
+from jmp_train.planning.notes import notes_of
 from jmp_train.planning.remedies import Remedy, changes
 from jmp_train.planning.report import Plan
 from jmp_train.planning.rows import PlanRow
-from jmp_train.planning.targets import Target, checked_gpus, targets_of
-from jmp_train.planning.variants import REPLICATED, Precision, Shardings, checked_placements, variants_of
+from jmp_train.planning.targets import Target, checked_gpus, checked_tpus, targets_of
+from jmp_train.planning.variants import REPLICATED, Placement, Precision, Shardings, checked_placements, variants_of
 
 DEFAULT_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
 
@@ -23,7 +34,8 @@ def plan(
     state: Any = None,
     batch: Any = None,
     *,
-    gpus: str | GPU | Sequence[str | GPU] = DEFAULT_GPUS,
+    gpus: str | GPU | Sequence[str | GPU] | None = None,
+    tpus: str | TPU | Sequence[str | TPU] = (),
     policies: Precision | Sequence[Precision] | None = None,
     devices: int | Sequence[int] = 1,
     shardings: Shardings | Sequence[Shardings] = REPLICATED,
@@ -37,11 +49,11 @@ def plan(
     timeout: float = 1800,
     progress: Callable[[int, str], None] | None = None,
 ) -> Plan:
-    """Compiles a training step for GPUs that need not be there, and says what it needs of each.
+    """Compiles a training step for GPUs and TPUs that need not be there, and says what it needs of each.
 
-    Shapes suffice for state and batch. The step is traced here, and compiled by XLA's own compiler for CUDA in
-    processes of their own; `jt.aot.install_compiler()` installs it, once. What was compiled is kept in
-    `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train.
+    Shapes suffice for state and batch. The step is traced here, and compiled by XLA's own compiler for CUDA or TPUs in
+    processes of their own; `jt.aot.install_compiler()` and `jt.aot.install_tpu_compiler()` install them, once. What
+    was compiled is kept in `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train.
 
     Args:
       step: a function `(state, batch) -> anything`, such as a `TrainStep`, not yet parallel. Without `state` and
@@ -49,19 +61,21 @@ def plan(
       state: pytree of arrays or `jax.ShapeDtypeStruct`.
       batch: the same, with the examples along all first axes, which is what grows; or a function of the number of
         examples, for batches that grow otherwise, such as graphs.
-      gpus: names of `jt.aot.GPUS`, or `GPU`s of your own.
+      gpus: names of `jt.aot.GPUS`, or `GPU`s of your own; None for a V100, an A100 and an H100 if there are no `tpus`.
+      tpus: names of slices of TPUs, generation and chips along each axis: "v5e:2x2", "v5p:8x8x16". All devices of a
+        slice share the batch.
       policies: one or several names, `Policy`s or AMP modes in which to plan a `TrainStep`; the state's parameters and
         optimizer state are made anew for each. AMP modes want an optimizer without a loss scale. None for the step as
         it is.
-      devices: how many GPUs, in one host, share the batch; or several such numbers.
+      devices: how many GPUs, in one host, share the batch; or several such numbers. A slice of TPUs has its own.
       shardings: how several devices hold the state: "replicated", "zero1", "fsdp", or a function of the state's shapes
         and a mesh that returns shardings; or several of these.
       batch_size: examples of a step, over all devices; None for those of `batch`.
       find_largest: whether to search for the largest batch that fits, which takes about five compilations. Without
         it, a batch without a common first axis, such as a graph, is planned as it is, as one example.
       remedies: whether to compile what could help; None for where the step does not fit.
-      allowances: what a GPU's memory has to hold beside the step; None for `Allowances()`, in which jax takes 75 % of
-        it.
+      allowances: what a device's memory has to hold beside the step; None for `Allowances()`, in which jax takes 75 %
+        of a GPU's.
       donate: whether the next state takes the place of the last.
       measure: whether to run the step, too, for the rows whose GPUs are here, with zeros as arguments and each in a
         process of its own; this process should have JAX_PLATFORMS=cpu, so that it does not hold the GPU.
@@ -74,8 +88,8 @@ def plan(
 
     Raises:
       TypeError: an argument is of another type.
-      ValueError: there is no such GPU, policy or sharding, the batch cannot be shared by the devices, or there is
-        nothing to measure here.
+      ValueError: there is no such GPU, slice, policy or sharding, the batch cannot be shared by the devices, or
+        nothing can be measured here.
       PluginError: the compiler is not there; the message has the command.
       RuntimeError: a compilation failed.
       TimeoutError: it took longer than `timeout`.
@@ -93,9 +107,15 @@ def plan(
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs={jobs!r} must be at least 1")
     if not isinstance(allowances, Allowances | None):
-        raise TypeError(f"allowances must be jt.Allowances, got {type(allowances).__name__}")
+        raise TypeError(f"allowances must be jt.planning.Allowances, got {type(allowances).__name__}")
     room = Allowances() if allowances is None else allowances
-    kinds, placements = checked_gpus(gpus), checked_placements(devices, shardings)
+    slices = checked_tpus(tpus)
+    kinds = [*_gpus_or_default(gpus, slices), *slices]
+    of_gpus = checked_placements(devices, shardings)
+
+    def placements(kind: Device) -> Sequence[Placement]:
+        return checked_placements(kind.devices, shardings) if isinstance(kind, TPU) else of_gpus
+
     variants = variants_of(step, state, batch, batch_size, policies, grows=find_largest)
     targets = targets_of(kinds, variants, placements)
     here = _devices_of(targets) if measure else None
@@ -115,24 +135,40 @@ def plan(
     return Plan(tuple(rows), room)
 
 
+def _gpus_or_default(gpus: str | GPU | Sequence[str | GPU] | None, slices: Sequence[TPU]) -> list[GPU]:
+    """Returns the GPUs that are asked for, by default some; beside TPUs, there need be none."""
+    if slices and not isinstance(gpus, str | GPU) and not gpus:
+        return []
+    return checked_gpus(DEFAULT_GPUS if gpus is None else gpus)
+
+
 def _row(compiler: Compiler, target: Target, allowances: Allowances) -> PlanRow:
     """Returns what a step needs with the batch size that was asked for."""
     size = target.variant.batch_size
     compiled = compiler(target, size)
     hlo = read_hlo(compiled.hlo)
+    costs = program_costs(hlo, target.kind)
     arguments = arguments_of(compiler.exported(target, size).paths, target.variant.state)
     return PlanRow(
-        gpu=target.gpu,
+        kind=target.kind,
         policy=target.variant.policy,
         placement=target.placement,
         batch_size=size,
         peak_bytes=compiled.allocated_bytes,
         live_bytes=compiled.peak_bytes,
-        usable_bytes=allowances.usable_bytes(target.gpu, target.placement.devices),
+        usable_bytes=allowances.usable_bytes(target.kind, target.placement.devices),
         largest=None,
-        costs=program_costs(hlo, target.gpu),
-        buffers=buffers_at_peak(compiled.buffer_assignment, compiled.live_range, hlo, arguments),
+        costs=costs,
+        buffers=buffers_at_peak(
+            compiled.buffer_assignment,
+            compiled.live_range,
+            hlo,
+            arguments,
+            platform=target.kind.platform,
+            temp_bytes=compiled.temp_bytes if target.kind.platform == "tpu" else 0,
+        ),
         remedies=(),
+        notes=tuple(notes_of(target.kind, compiled.hlo, costs)),
     )
 
 
@@ -149,22 +185,23 @@ def _wanted(remedies: bool | None, row: PlanRow) -> bool:
 
 def _remedies(compiler: Compiler, target: Target, usable: int) -> tuple[Remedy, ...]:
     found = []
-    for name, code, variant, placement in changes(target.variant, target.placement):
-        compiled = compiler(Target(target.gpu, variant, placement), variant.batch_size)
-        needed, seconds = compiled.allocated_bytes, program_costs(read_hlo(compiled.hlo), target.gpu).seconds
+    half = "mixed_bfloat16" if isinstance(target.kind, TPU) else "mixed_float16"
+    for name, code, variant, placement in changes(target.variant, target.placement, half):
+        compiled = compiler(Target(target.kind, variant, placement), variant.batch_size)
+        needed, seconds = compiled.allocated_bytes, program_costs(read_hlo(compiled.hlo), target.kind).seconds
         found.append(Remedy(name, code, needed, needed <= usable, seconds))
     return tuple(sorted(found, key=lambda remedy: remedy.peak_bytes))
 
 
 def _devices_of(targets: Sequence[Target]) -> Devices:
-    """Returns the devices that are here, of a GPU that is planned for."""
-    here, planned = devices_here(), {target.gpu.name: target.gpu for target in targets}
-    if all(gpu.description != here.device for gpu in planned.values()):
+    """Returns the devices that are here, of a kind that is planned for."""
+    here, planned = devices_here(), {target.kind.name: target.kind for target in targets}
+    if all(kind.description != here.device for kind in planned.values()):
         raise ValueError(f"measure: here is {here.device}, which none of {', '.join(planned)} is")
     return here
 
 
 def _measured(compiler: Compiler, target: Target, row: PlanRow, here: Devices) -> PlanRow:
-    if target.gpu.description != here.device or target.placement.devices > here.devices or not row.fits:
+    if target.kind.description != here.device or target.placement.devices > here.devices or not row.fits:
         return row
     return dataclasses.replace(row, measured=measure_program(compiler.exported(target, row.batch_size)))

@@ -9,7 +9,6 @@ from jmp_train.policies import Policy
 from jmp_train.steps import TrainState, TrainStep
 
 _SEGMENTS = 8
-_HALF = "mixed_float16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +30,15 @@ class Remedy:
     step_seconds_bound: float
 
 
-def changes(variant: Variant, placement: Placement) -> Iterator[tuple[str, str, Variant, Placement]]:
+def changes(
+    variant: Variant, placement: Placement, half: str = "mixed_float16"
+) -> Iterator[tuple[str, str, Variant, Placement]]:
     """Yields what can be tried for a `TrainStep`: a name, the code, and the changed step and placement.
 
     Args:
       variant: the step.
       placement: on what devices.
+      half: the policy to try where the step computes in float32.
     """
     step, state = variant.step, variant.state
     if not isinstance(step, TrainStep) or not isinstance(state, TrainState):
@@ -60,9 +62,9 @@ def changes(variant: Variant, placement: Placement) -> Iterator[tuple[str, str, 
             code = f"jt.sharded_step(step, mesh, shardings={function}(state, mesh))"
             yield name, code, variant, dataclasses.replace(placement, shardings=name)
     if _is_float32(step):
-        halved = dict(zip(("step", "state"), in_precision(step, state, _HALF), strict=True))
-        changed = dataclasses.replace(variant, policy=_HALF, **halved)
-        yield f"policy {_HALF}", f'jt.train_step(..., policy="{_HALF}")', changed, placement
+        halved = dict(zip(("step", "state"), in_precision(step, state, half), strict=True))
+        changed = dataclasses.replace(variant, policy=half, **halved)
+        yield f"policy {half}", f'jt.train_step(..., policy="{half}")', changed, placement
 
 
 def _is_float32(step: TrainStep) -> bool:

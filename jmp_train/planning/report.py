@@ -8,23 +8,31 @@ from jmp_train.planning.allowances import Allowances
 from jmp_train.planning.charts import batch_chart, has_marks_beyond, memory_chart
 from jmp_train.planning.details import details
 from jmp_train.planning.roofline import roofline_chart
-from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds, table_cells
+from jmp_train.planning.rows import PlanRow, device_head, gigabytes, milliseconds, table_cells
 from jmp_train.policies.documents import Cell, Section, Table, Text, page, text
 
 _UNLIMITED = 10_000  # characters of a line
-_TEXT_COLUMNS = {"GPU", "policy", "placement"}
+_TEXT_COLUMNS = {"GPU", "TPU", "device", "policy", "placement"}
 _MEMORY = (
-    "Memory is what each GPU allocates for a step: the arguments (parameters, optimizer state, batch), results that "
+    "Memory is what each {} allocates for a step: the arguments (parameters, optimizer state, batch), results that "
     "take no argument's place, constants, and one block for all temporaries. XLA's compiler has laid it out for this "
-    "GPU; nothing was run. Of the GPU's memory a step can have jax's pool, or what CUDA, its libraries and, with "
+    "{}; nothing was run. "
+)
+_OF_GPU = (
+    "Of the GPU's memory a step can have jax's pool, or what CUDA, its libraries and, with "
     "several devices, collectives leave if that is less, without what is lost in gaps: "
 )
+_OF_TPU = "Of the TPU's memory a step can have what libtpu leaves to programs, without what is lost in gaps: "
 _TIMES = (
-    "Times are lower bounds: each kernel at the GPU's peak rate or peak bandwidth, the L2 cache as useful as it can "
-    "be. A step takes longer. Casts are bytes that kernels read and write only to convert between floating-point "
+    "Times are lower bounds: {}. "
+    "A step takes longer. Casts are bytes that kernels read and write only to convert between floating-point "
     "dtypes."
 )
-_MARKS = "A solid mark is at what a step can have of the GPU's memory, a dashed one at all of it."
+_TIMES_OF = {
+    "GPU": "each kernel at the GPU's peak rate or peak bandwidth, the L2 cache as useful as it can be",
+    "TPU": "all products at the TPU's peak rate, or all bytes at the peak bandwidth of its memory",
+}
+_MARKS = "A solid mark is at what a step can have of the device's memory, a dashed one at all of it."
 _BATCHES = "Examples of a step, over all devices. Where a step does not grow, there is no bar."
 _ROOFLINE = (
     "A large point is a step at its bound; the line below it reaches down to where it is if no byte stays in the "
@@ -39,8 +47,8 @@ class Plan:
     """What `plan` returns; printed, it is a table.
 
     Attributes:
-      rows: by GPU, precision and placement, in this order.
-      allowances: what a GPU's memory has to hold beside the step.
+      rows: by device, precision and placement, in this order.
+      allowances: what a device's memory has to hold beside the step.
 
     Example:
       >>> import jmp_train as jt
@@ -80,7 +88,7 @@ class Plan:
                 _rooflines(self.rows),
                 Section("Row by row", [details(number, row) for number, row in enumerate(self.rows, 1)]),
             ],
-            [f"{_MEMORY}{_allowed(self.allowances)}.", _TIMES],
+            [_memory_note(self.rows, self.allowances), _times_note(self.rows)],
         )
 
     def largest_buffers(self, count: int = 10) -> str:
@@ -93,11 +101,19 @@ class Plan:
 
     def __str__(self) -> str:
         heads, *cells = table_cells(self.rows)
-        said = (
-            f"memory: what a GPU allocates for a step, of what it can have where jax's pool is "
-            f"{self.allowances.memory_fraction:.0%} (XLA_PYTHON_CLIENT_MEM_FRACTION); least time: a roofline"
-        )
-        return text([Table(heads, cells), *map(_help, self.rows), Text(said)], _UNLIMITED)
+        notes = dict.fromkeys(f"{row.device}, {row.policy}: {note}" for row in self.rows for note in row.notes)
+        blocks = [Table(heads, cells), *map(_help, self.rows), *map(Text, notes)]
+        return text([*blocks, Text(_said(self.rows, self.allowances))], _UNLIMITED)
+
+
+def _said(rows: Sequence[PlanRow], allowances: Allowances) -> str:
+    """Returns what memory and time are, under the table."""
+    head = device_head(rows)
+    of = "of what libtpu leaves to programs"
+    if head != "TPU":
+        fraction = f"{allowances.memory_fraction:.0%} (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+        of = f"of what it can have where jax's pool is {fraction}" + (f", or {of}" if head == "device" else "")
+    return f"memory: what a {head} allocates for a step, {of}; least time: a roofline"
 
 
 def _help(row: PlanRow) -> Section:
@@ -122,7 +138,7 @@ def _buffers(row: PlanRow, count: int) -> tuple[Text, Table]:
 
 
 def _title(row: PlanRow) -> str:
-    return f"{row.gpu.name}, {row.policy}, {row.placement}, batch {row.batch_size}"
+    return f"{row.device}, {row.policy}, {row.placement}, batch {row.batch_size}"
 
 
 def summary(rows: Sequence[PlanRow]) -> str:
@@ -145,12 +161,12 @@ def summary(rows: Sequence[PlanRow]) -> str:
 
 
 def _where(row: PlanRow, rows: Sequence[PlanRow]) -> str:
-    where = f"{row.policy} on {row.gpu.name}"
+    where = f"{row.policy} on {row.device}"
     return f"{where}, {row.placement}" if any(other.placement.devices > 1 for other in rows) else where
 
 
 def _cell(head: str, said: str, link: str, row: PlanRow) -> str | Cell:
-    if head == "GPU":
+    if head in ("GPU", "TPU", "device"):
         return Cell(said, link=link)
     return Cell(said, look="misfit") if head == "fits" and not row.fits else said
 
@@ -168,10 +184,23 @@ def _batches(rows: Sequence[PlanRow]) -> Section | None:
 def _rooflines(rows: Sequence[PlanRow]) -> Section | None:
     policies = [row.policy for row in rows]
     sections = []
-    for number, gpu in enumerate(dict.fromkeys(row.gpu for row in rows), 1):
-        chart = roofline_chart(gpu, [row for row in rows if row.gpu == gpu], policies, f"roofline-{number}")
-        sections += [Section(gpu.name, [chart])] if chart else []
+    for number, kind in enumerate(dict.fromkeys(row.kind for row in rows), 1):
+        chart = roofline_chart(kind, [row for row in rows if row.kind == kind], policies, f"roofline-{number}")
+        sections += [Section(kind.name, [chart])] if chart else []
     return Section("Roofline", [*sections, Text(_ROOFLINE, look="soft")]) if sections else None
+
+
+def _memory_note(rows: Sequence[PlanRow], allowances: Allowances) -> str:
+    """Returns what the memory is, and of what."""
+    heads, head = {type(row.kind).__name__ for row in rows} or {"GPU"}, device_head(rows)
+    limits = [_OF_GPU + _allowed(allowances)] if "GPU" in heads else []
+    limits += [f"{_OF_TPU}fragmentation {allowances.fragmentation:.0%}"] if "TPU" in heads else []
+    return _MEMORY.format(head, head) + ". ".join(limits) + "."
+
+
+def _times_note(rows: Sequence[PlanRow]) -> str:
+    heads = sorted({type(row.kind).__name__ for row in rows} or {"GPU"})
+    return _TIMES.format("; ".join(_TIMES_OF[head] for head in heads))
 
 
 def _allowed(allowances: Allowances) -> str:

@@ -1,11 +1,11 @@
-"""The roofline of a GPU: peak rates and bandwidth, whole steps at their bounds, costliest kernels."""
+"""The roofline of a device: peak rates and bandwidth, whole steps at their bounds, costliest kernels."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jmp_train.aot import GPU
+from jmp_train.aot import Device
 from jmp_train.planning.kernels import Kernels, costliest_first
 from jmp_train.planning.rows import PlanRow, milliseconds
 from jmp_train.policies.documents import (
@@ -45,12 +45,12 @@ class Point:
     said: str
 
 
-def roofline_chart(gpu: GPU, rows: Sequence[PlanRow], policies: Iterable[str], name: str) -> Chart | None:
+def roofline_chart(device: Device, rows: Sequence[PlanRow], policies: Iterable[str], name: str) -> Chart | None:
     """Returns arithmetic intensity against operations per second; None if no row has matrix products.
 
     Args:
-      gpu: whose roofs are drawn.
-      rows: of a plan, those of this GPU.
+      device: whose roofs are drawn.
+      rows: of a plan, those of this device.
       policies: of the whole plan, in the order of their colors.
       name: the chart's id.
     """
@@ -58,9 +58,9 @@ def roofline_chart(gpu: GPU, rows: Sequence[PlanRow], policies: Iterable[str], n
     if not steps:
         return None
     kernels = [(row, point) for row, _ in steps for point in kernel_points(row)]
-    roofs = _roofs(gpu, [dtype for row in rows for dtype in row.costs.operations])
+    roofs = _roofs(device, [dtype for row in rows for dtype in row.costs.operations])
     points = [point for _, point in (*steps, *kernels)]
-    ridges = [rate / gpu.bandwidth for rate in roofs]
+    ridges = [rate / device.bandwidth for rate in roofs]
     x = log_axis([*(point.intensity for point in points), *ridges, 3 * max(ridges)], "{:g}".format)
     x = replace(x, title="operations for each byte that is read or written")
     rates = [rate for point in points for rate in (point.rate, point.rate_without_cache)]
@@ -69,12 +69,12 @@ def roofline_chart(gpu: GPU, rows: Sequence[PlanRow], policies: Iterable[str], n
     faint = {f"{key} kernel": replace(style, legend="", opacity=0.6) for key, style in styles.items()}
     solid = {f"{key} step": replace(style, legend="") for key, style in styles.items()}
     marks = [
-        *_roof_marks(gpu, roofs, x, y),
+        *_roof_marks(device, roofs, x, y),
         *(_kernel_dot(point, f"{series[row.policy]} kernel") for row, point in kernels),
         *(mark for row, point in steps for mark in _step_marks(point, series[row.policy])),
     ]
     styles = {**styles, **faint, **solid, "roof": Style("soft", width=1.5)}
-    return Chart(name, f"Roofline of {gpu.name}", x, y, styles, marks, size=(1000, 350), margins=(70, 190, 12, 55))
+    return Chart(name, f"Roofline of {device.name}", x, y, styles, marks, size=(1000, 350), margins=(70, 190, 12, 55))
 
 
 def step_point(row: PlanRow) -> Point | None:
@@ -112,25 +112,25 @@ def _kernels_point(policy: str, kernels: Kernels, share: float) -> Point:
     return Point(kernels.operations / kernels.n_bytes, rate, rate, share, said)
 
 
-def _roofs(gpu: GPU, dtypes: Sequence[str]) -> dict[float, str]:
+def _roofs(device: Device, dtypes: Sequence[str]) -> dict[float, str]:
     """Returns the names of dtypes by their rate: those that training mostly uses, and those of these programs."""
     used = {_RATE_OF.get(dtype, "float8" if dtype.startswith("f8") else "") for dtype in dtypes}
     names: dict[float, list[str]] = defaultdict(list)
-    for name, rate in gpu.rates.items():
+    for name, rate in device.rates.items():
         if name in _SHOWN_ALWAYS or name in used:
             names[rate].append(name)
     return {rate: ", ".join(found) for rate, found in sorted(names.items())}
 
 
-def _roof_marks(gpu: GPU, roofs: dict[float, str], x: Axis, y: Axis) -> Iterator[Mark]:
+def _roof_marks(device: Device, roofs: dict[float, str], x: Axis, y: Axis) -> Iterator[Mark]:
     """Yields the slope of the memory's bandwidth, from the chart's edge to the highest peak rate, and the rates."""
     highest = max(roofs)
-    start, end = max(x.low, y.low / gpu.bandwidth), highest / gpu.bandwidth
-    said = f"bandwidth of the memory: {with_unit(gpu.bandwidth, 'B/s')}"
-    yield Path("roof", [[(start, start * gpu.bandwidth), (end, highest)]], said)
+    start, end = max(x.low, y.low / device.bandwidth), highest / device.bandwidth
+    said = f"bandwidth of the memory: {with_unit(device.bandwidth, 'B/s')}"
+    yield Path("roof", [[(start, start * device.bandwidth), (end, highest)]], said)
     for rate, names in roofs.items():
         said = f"{names}: {with_unit(rate, 'flop/s')}"
-        yield Path("roof", [[(rate / gpu.bandwidth, rate), (x.high, rate)]], said)
+        yield Path("roof", [[(rate / device.bandwidth, rate), (x.high, rate)]], said)
         yield Label(said, x.high, rate, shift=(6, 4))
 
 

@@ -1,11 +1,11 @@
-"""What a plan says of each GPU, precision and placement."""
+"""What a plan says of each kind of device, precision and placement."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jmp_train.aot import GPU, Buffer, Costs, Measured
+from jmp_train.aot import GPU, Buffer, Costs, Device, Measured
 from jmp_train.planning.largest_batch import LargestBatch
 from jmp_train.planning.remedies import Remedy
 from jmp_train.planning.variants import Placement
@@ -13,22 +13,23 @@ from jmp_train.planning.variants import Placement
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What a step needs of one kind of GPU, in one precision and placement. Numbers are of each device.
+    """What a step needs of one kind of device, in one precision and placement. Numbers are of each device.
 
     Attributes:
-      gpu: the GPU.
+      kind: the GPU, or the slice of TPUs.
       policy: the precision's name.
-      placement: how many GPUs, and how they hold the state.
+      placement: how many devices, and how they hold the state.
       batch_size: examples of a step, over all devices.
       peak_bytes: what is allocated for a step: arguments (parameters, optimizer state, batch), results that take no
         argument's place, constants, and the block of all temporaries.
       live_bytes: the most that is alive at one time, which XLA calls the peak: without the gaps of that block.
-      usable_bytes: what of the GPU's memory the step can have, see `Allowances`.
+      usable_bytes: what of the device's memory the step can have, see `Allowances`.
       largest: the largest batch that fits, over all devices; None if it was not searched for, or nothing grows.
       costs: arithmetic, bytes, casts, communication, and lower bounds of the time.
       buffers: what is in memory at the peak, the largest first; they add up to `peak_bytes`.
       remedies: what could help, the least memory first.
       measured: what the step took on such a GPU, if that was asked for and it is here.
+      notes: what to know about the precision on this device, in words.
 
     Example:
       >>> import jmp_train as jt
@@ -37,7 +38,7 @@ class PlanRow:
       (True, 4216, 3162133)
     """
 
-    gpu: GPU
+    kind: Device
     policy: str
     placement: Placement
     batch_size: int
@@ -49,6 +50,28 @@ class PlanRow:
     buffers: tuple[Buffer, ...] = field(repr=False)
     remedies: tuple[Remedy, ...]
     measured: Measured | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """The name of the GPU or of the slice of TPUs: "A100-40GB", "v5e:4x4"."""
+        return self.kind.name
+
+    @property
+    def gpu(self) -> GPU:
+        """The GPU.
+
+        Raises:
+          AttributeError: the row is about TPUs.
+        """
+        if not isinstance(self.kind, GPU):
+            raise AttributeError(f"row.gpu: this row is about TPUs; row.device is {self.device!r}, row.kind its data")
+        return self.kind
+
+    @property
+    def tile_bytes(self) -> int:
+        """The part of `peak_bytes` that only fills tiles of TPUs, 0 on GPUs."""
+        return sum(buffer.tile_bytes for buffer in self.buffers)
 
     @property
     def fits(self) -> bool:
@@ -67,7 +90,7 @@ class PlanRow:
 
     @property
     def step_seconds_bound(self) -> float:
-        """A lower bound of the step's time: a roofline, by the GPU's peak rates and bandwidth."""
+        """A lower bound of the step's time: a roofline, by the device's peak rates and bandwidth."""
         return self.costs.seconds
 
     @property
@@ -86,7 +109,8 @@ class PlanRow:
         """
         costs = self.costs
         return {
-            "gpu": self.gpu.name,
+            "device": self.device,
+            "gpu": self.device if isinstance(self.kind, GPU) else None,
             "policy": self.policy,
             "devices": self.placement.devices,
             "placement": str(self.placement),
@@ -94,7 +118,8 @@ class PlanRow:
             "peak_bytes": self.peak_bytes,
             "live_bytes": self.live_bytes,
             "usable_bytes": self.usable_bytes,
-            "memory_bytes": self.gpu.memory_bytes,
+            "memory_bytes": self.kind.memory_bytes,
+            "tile_bytes": self.tile_bytes,
             "fits": self.fits,
             "headroom_bytes": self.headroom_bytes,
             "largest_batch": self.largest_batch,
@@ -111,11 +136,12 @@ class PlanRow:
             "buffers": [vars(buffer) for buffer in self.buffers[:buffers]],
             "measured": None if self.measured is None else vars(self.measured),
             "remedies": [vars(remedy) for remedy in self.remedies],
+            "notes": list(self.notes),
         }
 
 
 _HEADS = (
-    "GPU",
+    "device",
     "policy",
     "placement",
     "batch",
@@ -136,7 +162,7 @@ def table_cells(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
     Args:
       rows: of a plan.
     """
-    cells = [_HEADS, *(_cells_of(row) for row in rows)]
+    cells = [(device_head(rows), *_HEADS[1:]), *(_cells_of(row) for row in rows)]
     unused = set()
     if all(row.placement.devices == 1 for row in rows):
         unused.add("placement")
@@ -146,9 +172,19 @@ def table_cells(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
     return [tuple(row[i] for i in kept) for row in cells]
 
 
+def device_head(rows: Sequence[PlanRow]) -> str:
+    """Returns what the devices of rows are: "GPU", "TPU", or "device" if they differ.
+
+    Args:
+      rows: of a plan.
+    """
+    kinds = {type(row.kind).__name__ for row in rows} or {"GPU"}
+    return kinds.pop() if len(kinds) == 1 else "device"
+
+
 def _cells_of(row: PlanRow) -> tuple[str, ...]:
     return (
-        row.gpu.name,
+        row.device,
         row.policy,
         str(row.placement),
         str(row.batch_size),

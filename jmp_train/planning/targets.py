@@ -1,9 +1,9 @@
-"""`Target`: one program of a plan, a step in one precision on some GPUs of one kind."""
+"""`Target`: one program of a plan, a step in one precision on some devices of one kind."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from jmp_train.aot import GPU, GPUS
+from jmp_train.aot import GPU, GPUS, TPU, Device, tpu_slice
 from jmp_train.planning.variants import Placement, Variant, several
 
 
@@ -12,12 +12,12 @@ class Target:
     """What a row of a plan is about.
 
     Attributes:
-      gpu: the kind of GPU.
+      kind: the kind of GPU, or the slice of TPUs.
       variant: the step in one precision.
-      placement: on how many GPUs, and how they hold the state.
+      placement: on how many devices, and how they hold the state.
     """
 
-    gpu: GPU
+    kind: Device
     variant: Variant
     placement: Placement
 
@@ -27,7 +27,7 @@ class Target:
         return self.variant.multiple(self.placement)
 
     def __str__(self) -> str:
-        return f"{self.gpu.name}, {self.variant.policy}, {self.placement}"
+        return f"{self.kind.name}, {self.variant.policy}, {self.placement}"
 
 
 def checked_gpus(gpus: str | GPU | Sequence[str | GPU]) -> list[GPU]:
@@ -47,22 +47,41 @@ def checked_gpus(gpus: str | GPU | Sequence[str | GPU]) -> list[GPU]:
     return [gpu if isinstance(gpu, GPU) else GPUS[gpu] for gpu in found]
 
 
-def targets_of(gpus: Sequence[GPU], variants: Sequence[Variant], placements: Sequence[Placement]) -> list[Target]:
-    """Returns each step on each placement of each GPU, in the order of a plan's rows.
+def checked_tpus(tpus: str | TPU | Sequence[str | TPU]) -> list[TPU]:
+    """Returns slices of TPUs that are given by name or as such.
 
     Args:
-      gpus: the kinds.
+      tpus: see `plan`; none for none.
+
+    Raises:
+      TypeError: it is neither one nor several.
+      ValueError: there is no such slice; the message names the nearest.
+    """
+    found = [tpus] if isinstance(tpus, str | TPU) else list(tpus)
+    for tpu in found:
+        if not isinstance(tpu, str | TPU):
+            raise TypeError(f"tpus has {tpu!r}, which must be a name such as 'v5e:2x2', or a jt.aot.TPU")
+    return [tpu if isinstance(tpu, TPU) else tpu_slice(tpu) for tpu in found]
+
+
+def targets_of(
+    kinds: Sequence[Device], variants: Sequence[Variant], placements: Callable[[Device], Sequence[Placement]]
+) -> list[Target]:
+    """Returns each step on each placement of each kind of device, in the order of a plan's rows.
+
+    Args:
+      kinds: the GPUs, and the slices of TPUs.
       variants: the steps.
-      placements: of each of them.
+      placements: returns those of a kind.
 
     Raises:
       ValueError: a batch cannot be divided by a placement.
     """
     for variant in variants:
-        for placement in placements:
+        for placement in dict.fromkeys(placement for kind in kinds for placement in placements(kind)):
             if variant.batch_size % (multiple := variant.multiple(placement)):
                 raise ValueError(
                     f"batch_size={variant.batch_size} must be a multiple of {multiple} for {placement} and its "
                     "micro-batches"
                 )
-    return [Target(gpu, variant, placement) for gpu in gpus for variant in variants for placement in placements]
+    return [Target(kind, variant, placed) for kind in kinds for variant in variants for placed in placements(kind)]

@@ -66,23 +66,23 @@ class Variant:
         """Returns of what number batches have to be multiples."""
         return placement.devices * (self.step.accumulate_steps if isinstance(self.step, TrainStep) else 1)
 
-    def exported(self, placement: Placement, size: int, *, donate: bool) -> ExportedProgram:
+    def exported(self, placement: Placement, size: int, *, donate: bool, platform: str = "cuda") -> ExportedProgram:
         """Returns the step of a batch of some size, traced for some devices.
 
         Raises:
           ExportError: the program cannot be compiled elsewhere; the message has the precision's name and what to do.
         """
         try:
-            return self._exported(placement, size, donate)
+            return self._exported(placement, size, donate, platform)
         except ExportError as error:
             raise ExportError(f"policy {self.policy}, {placement}: {error}") from error
 
-    def _exported(self, placement: Placement, size: int, donate: bool) -> ExportedProgram:
+    def _exported(self, placement: Placement, size: int, donate: bool, platform: str) -> ExportedProgram:
         arguments = (self.state, shapes_of(self.batches(size)))
         donated = (0,) if donate else ()
         names = ("state", "batch")
         if placement.devices == 1:
-            return export_program(self.step, arguments, names=names, donated=donated)
+            return export_program(self.step, arguments, names=names, donated=donated, platform=platform)
         mesh = AbstractMesh((placement.devices,), ("data",), axis_types=(AxisType.Auto,))
         step, state_shardings = _spread(self.step, self.state, placement.shardings, mesh)
         split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
@@ -94,6 +94,7 @@ class Variant:
             donated=donated,
             shardings=(state_shardings, batch_shardings),
             devices=placement.devices,
+            platform=platform,
         )
 
 

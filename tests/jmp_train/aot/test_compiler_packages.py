@@ -1,4 +1,4 @@
-"""Where XLA's compiler for CUDA is looked for, and how it is installed; pip itself is not run."""
+"""Where XLA's compilers are looked for, and how it is installed; pip itself is not run."""
 
 import importlib.util
 import re
@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from jmp_train.aot import INSTALL, PluginError, compiler_packages, install_compiler
-from jmp_train.aot.compiler_packages import cache_folder, compiler_folder, compiler_path, remove_compilers
+from jmp_train.aot import INSTALL, INSTALL_TPU, PluginError, compiler_packages, install_compiler, install_tpu_compiler
+from jmp_train.aot.compiler_packages import (
+    cache_folder,
+    compiler_folder,
+    compiler_path,
+    libtpu_requirement,
+    remove_compilers,
+    tpu_compiler_folder,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -154,3 +161,34 @@ def test_all_versions_can_be_removed(cache: Path) -> None:
     (cache / "programs").mkdir()
     assert len(remove_compilers()) == 2
     assert [file.name for file in cache.iterdir()] == ["programs"]
+
+
+# libtpu
+
+
+def test_libtpu_is_in_a_folder_of_its_own_and_said_with_its_command(cache: Path) -> None:
+    text = f"libtpu, XLA's compiler for TPUs, is not installed for jaxlib {JAXLIB}; install it with {INSTALL_TPU}"
+    with pytest.raises(PluginError, match=re.escape(text)):
+        compiler_path("tpu")
+    compiler_folder().mkdir(parents=True)
+    with pytest.raises(PluginError, match="libtpu"):
+        compiler_path("tpu")
+    tpu_compiler_folder().mkdir()
+    assert compiler_path("tpu") == tpu_compiler_folder() != compiler_folder() == compiler_path()
+    assert len(remove_compilers()) == 2
+
+
+def test_on_a_tpus_host_libtpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions({"libtpu": "0.0.42.1"}, monkeypatch)
+    assert compiler_path("tpu") is None
+
+
+def test_libtpu_is_the_one_that_jax_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = run_instead_of_pip(0, monkeypatch)
+    assert re.fullmatch(r"libtpu==0\.0\.\d+\.\*", libtpu_requirement())
+    assert install_tpu_compiler() == tpu_compiler_folder()
+    assert calls[0][-1] == libtpu_requirement()
+    monkeypatch.setattr(compiler_packages.metadata, "requires", lambda name: ["numpy>=2", 'libtpu; extra == "cuda"'])
+    versions({"jax": "0.0.1"}, monkeypatch)
+    with pytest.raises(PluginError, match=r"jax 0\.0\.1 names no libtpu in its extra tpu"):
+        libtpu_requirement()

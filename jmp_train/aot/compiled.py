@@ -1,0 +1,65 @@
+"""What a compiled program would need on each of its devices."""
+
+import re
+from dataclasses import dataclass, field
+
+from jmp_train.aot.stored_arrays import StoredArray, stored_arrays
+
+_CONSTANT = re.compile(r"^allocation \d+: size (\d+),.*\bconstant\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """The needs of a compiled program on each of its devices.
+
+    Attributes:
+      peak_bytes: the largest number of bytes alive at one time, arguments and results included.
+      argument_bytes: bytes of the arguments.
+      output_bytes: bytes of the results.
+      alias_bytes: bytes of the results that reuse the memory of donated arguments.
+      temp_bytes: bytes of everything else, one common allocation.
+      hlo: the text of the optimized HLO.
+      buffer_assignment: XLA's text about the placement of values, only from `compile_program`.
+      live_range: XLA's text about the live ranges of values, only from `compile_program`.
+      reported_bytes: for TPUs, arguments, results and temporaries by libtpu's own analysis, the memory of donated
+        arguments counted once; None if libtpu refused the program because it does not fit, and for GPUs.
+      refusal: libtpu's message about a program that does not fit; otherwise "".
+    """
+
+    peak_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    hlo: str = field(repr=False)
+    buffer_assignment: str = field(default="", repr=False)
+    live_range: str = field(default="", repr=False)
+    reported_bytes: int | None = None
+    refusal: str = ""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that a device allocates for a run: arguments, results that do not reuse their memory, and temporaries.
+
+        Constants are included if `buffer_assignment` has them. If temporaries do not fit together without gaps, it
+        exceeds `peak_bytes`.
+        """
+        constants = sum(map(int, _CONSTANT.findall(self.buffer_assignment)))
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + constants
+
+    @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """The arrays that the program stores, arguments included; see `stored_arrays`."""
+        return stored_arrays(self.hlo)
+
+    def arrays_of_at_least(self, n_bytes: int) -> tuple[StoredArray, ...]:
+        """Returns the stored arrays of the program with `n_bytes` or more.
+
+        Args:
+          n_bytes: the least number of bytes.
+        """
+        return tuple(array for array in self.arrays if array.n_bytes >= n_bytes)
+
+
+CompiledForGPU = CompiledProgram
+"""The name before programs were compiled for TPUs too."""
