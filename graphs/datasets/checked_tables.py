@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.datasets.csv_tables import read_csv_table
-from jmp_train.graphs.datasets.file_limits import faults_named
+from jmp_train.graphs.file_formats import faults_named, read_csv_table
 from jmp_train.graphs.structure import LARGEST_COUNT
 from jmp_train.policies import CollapsedValuesWarning
 

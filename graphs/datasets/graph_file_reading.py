@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
-from jmp_train.graphs.datasets.file_limits import check_bytes, faults_named, most_bytes, one_line
 from jmp_train.graphs.datasets.graph_files import FORMAT, VERSION, Arrays
-from jmp_train.graphs.datasets.safetensors_format import SafetensorsFile
+from jmp_train.graphs.file_formats import SafetensorsFile, check_bytes, faults_named, most_bytes, one_line
 from jmp_train.graphs.structure import EdgeType, Graph, HeteroGraph, as_count, as_counts, from_edges, hetero_from_edges
 
 _BYTES_OF_A_NODE = 16  # degrees, and the start of each node's edges, in both directions

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_train.graphs.datasets.safetensors_format import DTYPES, serialized
+from jmp_train.graphs.file_formats import DTYPES, serialized
 from jmp_train.graphs.structure import Graph, HeteroGraph, formats_made
 from jmp_train.graphs.transforms import edges_on_host, ends_on_host
 from jmp_train.policies.files import write_atomically

@@ -16,7 +16,7 @@ from jmp_train.graphs.datasets.ogb_folders import (
     read_count,
     with_inverse,
 )
-from jmp_train.graphs.datasets.torch_files import read_torch_arrays
+from jmp_train.graphs.file_formats import read_torch_arrays
 
 _PUBLIC = "OGB's data sets are public in https://ogb.stanford.edu/docs/linkprop"
 _NEEDED = ("edge", "num-node-list", "num-edge-list")

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from jmp_train.graphs.datasets.data_files import find_files
-from jmp_train.graphs.datasets.file_limits import check_bytes, faults_named, most_bytes
 from jmp_train.graphs.datasets.node_data import NodeData
-from jmp_train.graphs.datasets.python2_pickles import SparseRows, read_python2_pickle
+from jmp_train.graphs.file_formats import SparseRows, check_bytes, faults_named, most_bytes, read_python2_pickle
 
 PLANETOID = ("cora", "citeseer", "pubmed")
 PLANETOID_ADDRESS = "https://github.com/kimiyoung/planetoid/tree/master/data"

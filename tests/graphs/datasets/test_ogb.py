@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jmp_train.graphs import read_ogb
-from jmp_train.graphs.datasets import csv_tables
-from jmp_train.graphs.datasets.csv_tables import read_csv_table
+from jmp_train.graphs.file_formats import csv_tables
+from jmp_train.graphs.file_formats.csv_tables import read_csv_table
 
 pytestmark = pytest.mark.quick
 

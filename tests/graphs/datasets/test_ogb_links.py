@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch_file_bytes import in_a_row, tensor, with_tensors, zipped
 
 from jmp_train.graphs import LinkData, read_ogb_links
-from jmp_train.graphs.datasets.torch_files import read_torch_arrays
+from jmp_train.graphs.file_formats.torch_files import read_torch_arrays
 
 pytestmark = pytest.mark.quick
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp_train.graphs.datasets.file_limits import one_line
-from jmp_train.graphs.datasets.pickle_notes import (
+from jmp_train.graphs.file_formats.file_limits import one_line
+from jmp_train.graphs.file_formats.pickle_notes import (
     FAULTS,
     PYTHON2_ARRAYS,
     Note,

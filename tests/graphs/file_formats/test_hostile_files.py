@@ -17,7 +17,7 @@ import scipy.sparse
 from planetoid_files import pickled, pickled_matrix, write_planetoid
 
 from jmp_train.graphs import read_ogb, read_planetoid, read_reddit
-from jmp_train.graphs.datasets.file_limits import most_bytes
+from jmp_train.graphs.file_formats.file_limits import most_bytes
 
 pytestmark = pytest.mark.quick
 

@@ -13,8 +13,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from jmp_train.graphs.datasets.file_limits import check_bytes, faults_named, most_bytes, one_line
-from jmp_train.graphs.datasets.pickle_notes import (
+from jmp_train.graphs.file_formats.file_limits import check_bytes, faults_named, most_bytes, one_line
+from jmp_train.graphs.file_formats.pickle_notes import (
     FAULTS,
     PYTHON3_ARRAYS,
     STORAGE,

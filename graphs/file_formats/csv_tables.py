@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.datasets.file_limits import check_bytes, most_bytes, one_line
+from jmp_train.graphs.file_formats.file_limits import check_bytes, most_bytes, one_line
 
 _BLOCK = 2**21  # bytes of text parsed at once, and of the longest line
 _GZIP = b"\x1f\x8b"  # the first bytes of gzip files

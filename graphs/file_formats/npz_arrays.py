@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-from jmp_train.graphs.datasets.file_limits import check_bytes, most_bytes, one_line
+from jmp_train.graphs.file_formats.file_limits import check_bytes, most_bytes, one_line
 
 _LONGEST_HEADER = 10_000  # NumPy's limit
 _MOST_AXES = 8
