@@ -1,8 +1,8 @@
 """Eight losses after public code that half precision breaks, so that `tune.py` has something to search for.
 
-Each is written anew in plain JAX, at the sizes of a CPU, with its source in the docstring. What breaks it is what its
-field is known for: large logits, distances as differences of squares, narrow bins, derivatives of fast waves, narrow
-Gaussians, values far from 1.
+Each is written anew in plain JAX, at the sizes of a CPU. Its docstring names the repository and the file that it
+follows, and what it leaves out or exaggerates. What breaks it is what its field is known for: large logits, distances
+as differences of squares, narrow bins, derivatives of fast waves, narrow Gaussians, values far from 1.
 """
 
 import itertools
@@ -23,8 +23,9 @@ def _weights(key: jax.Array, *sizes: int) -> list[jax.Array]:
 
 
 def _network(weights: list[jax.Array], x: jax.Array) -> jax.Array:
-    for weight in weights[:-1]:
-        x = jnp.tanh(x @ weight)
+    for number, weight in enumerate(weights[:-1]):
+        with jax.named_scope(f"linear_{number}"):  # as a library's modules have
+            x = jnp.tanh(x @ weight)
     return x @ weights[-1]
 
 
@@ -33,32 +34,39 @@ def _case(loss_fn: Callable[[Any, Any], jax.Array], params: Params, batch: Calla
 
 
 def large_logits(tiny: bool) -> Case:
-    """Attention without a scale, whose logits are in the hundreds.
+    """Attention whose keys have biases in the hundreds, which move all logits of a query alike.
 
-    After `google-research/t5x`, `t5x/examples/t5/layers.py`, whose `float32_logits` is there for this.
+    After `huggingface/transformers`, `src/transformers/models/qwen2/modeling_qwen2.py` (`Qwen2Attention`: biases of
+    queries and keys; `eager_attention_forward`), without rotary embeddings and masks. What float16 does to it is in
+    pull request 33317 there.
     """
-    width, tokens = 16, 12 if tiny else 48
+    heads, width, tokens = (2, 8, 12) if tiny else (4, 16, 48)
 
     def loss_fn(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
         x, target = batch
-        query, key, value = jnp.split(x @ params["qkv"], 3, -1)
-        attended = jax.nn.softmax(query @ key.swapaxes(-1, -2)) @ value
-        return jnp.mean((attended @ params["out"] - target) ** 2)
+        query, key, value = (
+            (x @ weight + bias).reshape(*x.shape[:-1], heads, -1) for weight, bias in params["projections"]
+        )
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * width**-0.5
+        attended = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), value)
+        return jnp.mean((attended.reshape(x.shape) @ params["out"] - target) ** 2)
 
     def batch(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         one, other = jr.split(key)
-        return 3 * jr.normal(one, (4, tokens, width)), jr.normal(other, (4, tokens, width))
+        return jr.normal(one, (4, tokens, heads * width)), jr.normal(other, (4, tokens, heads * width))
 
-    first, second = jr.split(jr.key(0))
-    return _case(
-        loss_fn, {"qkv": 2.5 * _weights(first, width, 3 * width)[0], "out": _weights(second, width, width)[0]}, batch
-    )
+    sizes = heads * width, heads * width
+    keys = jr.split(jr.key(0), 4)
+    biases = (4 * jr.normal(keys[3], sizes[:1]), 400 * jr.normal(keys[2], sizes[:1]), jnp.zeros(sizes[0]))
+    projections = [(_weights(key, *sizes)[0], bias) for key, bias in zip(keys[:3], biases, strict=True)]
+    return _case(loss_fn, {"projections": projections, "out": _weights(keys[3], *sizes)[0]}, batch)
 
 
 def point_clouds(tiny: bool) -> Case:
     """Entropic transport between near clouds far from the origin: costs are differences of large squares.
 
-    After `ott-jax/ott`, `src/ott/geometry/costs.py` (`SqEuclidean`: norms less twice the product), in the log domain.
+    After `ott-jax/ott`, `src/ott/geometry/costs.py` (`SqEuclidean`: `norm(x) + norm(y) - 2 vdot(x, y)`), with five
+    updates of potentials in the log domain and uniform weights.
     """
     points = 12 if tiny else 48
 
@@ -79,9 +87,10 @@ def point_clouds(tiny: bool) -> Case:
 
 
 def codebook(tiny: bool) -> Case:
-    """Soft k-means on learned codes that are near each other, as those of a vector quantizer become.
+    """Learned codes that are near each other, as those of a vector quantizer become: the nearest is another one.
 
-    After `google-deepmind/dm-haiku`, `haiku/_src/nets/vqvae.py` (`VectorQuantizer`: the same difference of squares).
+    After `google-deepmind/dm-haiku`, `haiku/_src/nets/vqvae.py` (`VectorQuantizer`: the same differences of squares),
+    with a softmax of the distances in place of the nearest code, so that the loss is smooth.
     """
     width, codes = (8, 8) if tiny else (32, 32)
 
@@ -104,7 +113,8 @@ def codebook(tiny: bool) -> Case:
 def coupling_flow(tiny: bool) -> Case:
     """Affine coupling layers on data in their own units, which scales stretch beyond float16's range.
 
-    After `google-deepmind/distrax`, `examples/flow.py` and `distrax/_src/bijectors/masked_coupling.py`.
+    After `kazewong/flowMC`, `src/flowMC/resource/nf_model/realNVP.py` (`AffineCoupling`: `(x + t) * exp(s)` with a
+    bounded `s`), with halves in place of masks, and without the division by the data's deviation.
     """
     width, layers = 4, 2 if tiny else 4
 
@@ -112,8 +122,9 @@ def coupling_flow(tiny: bool) -> Case:
         log_scales = 0.0
         for weights in params["layers"]:
             kept, moved = jnp.split(x, 2, -1)
-            shift, log_scale = jnp.split(3 * _network(weights, kept / 500), 2, -1)
-            x = jnp.concatenate([moved * jnp.exp(log_scale) + shift, kept], -1)
+            log_scale, shift = jnp.split(_network(weights, kept / 500), 2, -1)
+            log_scale = 4 * jnp.tanh(log_scale)
+            x = jnp.concatenate([(moved + 3 * shift) * jnp.exp(log_scale), kept], -1)
             log_scales = log_scales + log_scale.sum(-1)
         return jnp.mean(0.5 * jnp.sum(x * x, -1) - log_scales)
 
@@ -122,41 +133,60 @@ def coupling_flow(tiny: bool) -> Case:
 
 
 def spline_flow(tiny: bool) -> Case:
-    """A rational-quadratic spline with narrow bins, whose widths are differences of knots far from zero.
+    """Coupling layers of rational-quadratic splines with narrow bins, whose widths are differences of knots.
 
-    After `google-deepmind/distrax`, `distrax/_src/bijectors/rational_quadratic_spline.py`.
+    After `bayesiains/nsf`, `experiments/uci.py` (a linear transform before each coupling) and
+    `nde/transforms/splines/rational_quadratic.py` (knots, bins, identity outside of them), with more bins, halves in
+    place of masks and an orthogonal matrix in place of an LU factorization.
     """
-    bins, width = (16, 2) if tiny else (64, 4)
+    bins, width, hidden, layers = (32, 4, 16, 1) if tiny else (64, 8, 64, 2)
+    bound, least = 8.0, 1e-3
+
+    def knots(sizes: jax.Array) -> jax.Array:
+        sums = 2 * bound * jnp.cumsum(jax.nn.softmax(sizes) * (1 - bins * least) + least, -1) - bound
+        return jnp.concatenate([jnp.full_like(sums[..., :1], -bound), sums], -1)
 
     def spline(x: jax.Array, parameters: jax.Array) -> tuple[jax.Array, jax.Array]:
-        widths, heights, slopes = jnp.split(parameters, (bins, 2 * bins))
-        knots, values = (
-            jnp.concatenate([jnp.full(1, -8.0), -8 + 16 * jnp.cumsum(jax.nn.softmax(y))]) for y in (widths, heights)
-        )
-        slopes = jax.nn.softplus(slopes) + 1e-4
-        place = jnp.clip(jnp.sum(x[:, None] >= knots[1:-1], -1), 0, bins - 1)
-        left, bottom = knots[place], values[place]
-        wide, high = knots[place + 1] - left, values[place + 1] - bottom
-        steep, first, last = high / wide, slopes[place], slopes[place + 1]
-        z = jnp.clip((x - left) / wide, 0, 1)
+        widths, heights, slopes = jnp.split(parameters, (bins, 2 * bins), -1)
+        xs, ys, slopes = knots(widths), knots(heights), jax.nn.softplus(slopes) + least
+        place = jnp.clip(jnp.sum(x[..., None] >= xs, -1, keepdims=True) - 1, 0, bins - 1)
+
+        def ends(of_knots: jax.Array) -> list[jax.Array]:
+            return [jnp.take_along_axis(of_knots, place + i, -1)[..., 0] for i in (0, 1)]
+
+        (left, right), (bottom, top), (first, last) = ends(xs), ends(ys), ends(slopes)
+        steep = (top - bottom) / (right - left)
+        z = (x - left) / (right - left)
         inner = z * (1 - z)
         below = steep + (last + first - 2 * steep) * inner
-        derivative = steep**2 * (last * z**2 + 2 * steep * inner + first * (1 - z) ** 2) / below**2
-        return bottom + high * (steep * z**2 + first * inner) / below, jnp.log(derivative)
+        y = bottom + (top - bottom) * (steep * z**2 + first * inner) / below
+        slope = last * z**2 + 2 * steep * inner + first * (1 - z) ** 2
+        return y, 2 * jnp.log(steep) + jnp.log(slope) - 2 * jnp.log(below)
 
     def loss_fn(params: Params, x: jax.Array) -> jax.Array:
-        y, logs = jax.vmap(spline, (1, 0))(x @ params["mix"], params["splines"])
-        return jnp.mean(0.5 * y**2 - logs)
+        logs = 0.0
+        for number, layer in enumerate(params["layers"]):
+            with jax.named_scope(f"coupling_{number}"):
+                kept, moved = jnp.split(x @ layer["mix"], 2, -1)
+                parameters = _network(layer["conditioner"], kept).reshape(*moved.shape, 3 * bins + 1)
+                inside = jnp.abs(moved) < bound
+                y, more = spline(jnp.where(inside, moved, 0), parameters)
+                x, logs = jnp.concatenate([jnp.where(inside, y, moved), kept], -1), logs + jnp.sum(inside * more, -1)
+        return jnp.mean(0.5 * jnp.sum(x * x, -1) - logs)
 
-    one, other = jr.split(jr.key(0))
-    params = {"mix": _weights(one, width, width)[0], "splines": jr.normal(other, (width, 3 * bins + 1))}
+    def layer(key: jax.Array) -> Params:
+        sizes = width // 2, hidden, hidden, width // 2 * (3 * bins + 1)
+        return {"mix": jnp.linalg.qr(jr.normal(key, (width, width)))[0], "conditioner": _weights(key, *sizes)}
+
+    params = {"layers": [layer(key) for key in jr.split(jr.key(0), layers)]}
     return _case(loss_fn, params, lambda key: 3 * jr.normal(key, (64, width)))
 
 
 def burgers(tiny: bool) -> Case:
     """The residual of Burgers' equation for a network of fast waves: second derivatives in the thousands cancel.
 
-    After `maziarraissi/PINNs`, `appendix/continuous_time_inference (Burgers)/Burgers.py`, with sines as features.
+    After `maziarraissi/PINNs`, `appendix/continuous_time_inference (Burgers)/Burgers.py` (`net_f` and `loss`), with
+    sines of high frequency as its first layer, and no boundary values.
     """
     width, points = (16, 16) if tiny else (64, 128)
     viscosity = 0.01 / jnp.pi
@@ -186,41 +216,52 @@ def burgers(tiny: bool) -> Case:
 def mixture_density(tiny: bool) -> Case:
     """A mixture of narrow Gaussians of pen positions: distances by deviations, squared, are beyond float16's range.
 
-    After `magenta/magenta`, `magenta/models/sketch_rnn/model.py` (`tf_2d_normal`).
+    After `magenta/magenta`, `magenta/models/sketch_rnn/model.py` (`get_mixture_coef` and `tf_2d_normal`), with a
+    network in place of the decoder's recurrent one, in the log domain, and without pen states.
     """
     components, width = (4, 16) if tiny else (20, 64)
 
     def loss_fn(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-        x, y = batch
-        weight, center, log_width = jnp.split(_network(params["layers"], x), 3, -1)
-        distance = (y - center) / jnp.exp(log_width - 5)
-        logs = jax.nn.log_softmax(weight) - 0.5 * distance**2 - (log_width - 5)
+        x, pen = batch
+        weight, *centers, wide, high, bend = jnp.split(_network(params["layers"], x), 6, -1)
+        (a, b), log_widths = centers, (wide - 5, high - 5)
+        a, b = ((pen[:, i : i + 1] - c) / jnp.exp(w) for i, (c, w) in enumerate(zip((a, b), log_widths, strict=True)))
+        correlation = jnp.tanh(bend)
+        free = 1 - correlation**2
+        distance = a**2 + b**2 - 2 * correlation * a * b
+        logs = jax.nn.log_softmax(weight) - distance / (2 * free) - sum(log_widths) - 0.5 * jnp.log(free)
         return -jnp.mean(jax.nn.logsumexp(logs, axis=-1))
 
     def batch(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         one, other = jr.split(key)
         x = jr.normal(one, (32, 8))
-        return x, jnp.sin(x[:, :1]) + 0.1 * jr.normal(other, (32, 1))
+        return x, jnp.sin(x[:, :2]) + 0.1 * jr.normal(other, (32, 2))
 
-    return _case(loss_fn, {"layers": _weights(jr.key(0), 8, width, 3 * components)}, batch)
+    return _case(loss_fn, {"layers": _weights(jr.key(0), 8, width, 6 * components)}, batch)
 
 
 def critic(tiny: bool) -> Case:
     """A critic of returns that are not normalized: values are beyond float16's range.
 
-    After `vwxyzjn/cleanrl`, `cleanrl/ddpg_continuous_action_jax.py` (`mse_loss` of `qf_next_target`).
+    After `vwxyzjn/cleanrl`, `cleanrl/ddpg_continuous_action_jax.py` (`update_critic` and its `mse_loss`), with returns
+    in units a thousand times smaller, and without actions.
     """
     width = 16 if tiny else 128
 
+    def value(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for weight in weights[:-1]:
+            x = jax.nn.relu(x @ weight)
+        return 400 * (500 * (x @ weights[-1]))[:, 0]
+
     def loss_fn(params: Params, batch: tuple[jax.Array, ...]) -> jax.Array:
         seen, after, reward = batch
-        value, target = (4e4 * _network(params["critic"], x)[:, 0] for x in (seen, after))
-        return jnp.mean((value - (reward + 0.99 * jax.lax.stop_gradient(target))) ** 2)
+        target = jax.lax.stop_gradient(reward + 0.99 * value(params["critic"], after))
+        return jnp.mean((value(params["critic"], seen) - target) ** 2)
 
     def batch(key: jax.Array) -> tuple[jax.Array, ...]:
         one, other, third = jr.split(key, 3)
         seen = jr.normal(one, (64, 8))
-        return seen, seen + 0.05 * jr.normal(other, seen.shape), 2e3 * jr.normal(third, (64,))
+        return seen, seen + 0.05 * jr.normal(other, seen.shape), 2e4 * jr.normal(third, (64,))
 
     return _case(loss_fn, {"critic": _weights(jr.key(0), 8, width, width, 1)}, batch)
 

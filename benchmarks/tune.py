@@ -12,7 +12,8 @@ examples of the search; `--rounds` of its trials are timed, the first with nothi
 with one more of the entries that `tune` found. A search by it would take that time for each trial.
 
 `breaking` tunes the models of `breaking_models`, whose loss or gradient half precision makes wrong. Errors are the
-largest of all examples, those that the search has not seen included; shares are of what may run in half precision.
+largest of all examples, those that the search has not seen included; fractions are of what may run in half
+precision. In the file null stands for infinity. A file that exists keeps its other part.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def main() -> None:
     if args.case:
         print(json.dumps(measured(case_of(args.case, args.tiny), args.rounds)))
         return
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     if "costs" in args.parts:
         results["cases"] = costs(args)
     if "breaking" in args.parts:
@@ -106,7 +107,8 @@ def breaking(args: argparse.Namespace) -> dict[str, Any]:
                     f"{found['trials']:>8}{found['seconds']:>7.1f}  {', '.join(found['entries']) or 'nothing'}{holds}"
                 )
             print(f"{name if choice == 'float32' else '':<17}{choice:>9}{cells}", flush=True)
-    print("flops and values: shares in half precision; last, what the rules keep in float32")
+            found[choice] = {key: value if math.isfinite(value) else None for key, value in row.items()}
+    print("flops and values: fractions in half precision; last, what the rules keep in float32")
     return results
 
 
@@ -171,6 +173,7 @@ def mended(case: Case) -> dict[str, Any]:
         **rows,
         "entries": [", ".join(entry.primitives) for entry in tuned.entries],
         "choices": tuned.choices,
+        "loss_scale": tuned.loss_scale,
         "trials": tuned.trials,
         "seconds": seconds,
         "holds": tuned.verification.passed,
