@@ -70,7 +70,8 @@ def tune(
       budget: how many choices may be tried.
       held_out: further examples, for the verification alone; None holds out the last one of several.
       loss_scale: with which the gradient is computed; None finds the one at which the fewest gradients leave the half
-        type's range, as a dynamic loss scale does.
+        type's range, as a dynamic loss scale does. If a step's state has a loss scale, None takes a static one as it
+        is, and finds one within the bounds of a dynamic one.
       steps: how many steps of training to compare with float32, of a `TrainStep`.
       progress: called after each trial with how many there were, and what is found.
 
