@@ -3,11 +3,11 @@
 from jmp_train.graphs.datasets.data_files import describe_files as describe_files
 from jmp_train.graphs.datasets.data_files import find_files as find_files
 from jmp_train.graphs.datasets.graph_data import GraphData as GraphData
+from jmp_train.graphs.datasets.graph_data import LinkData as LinkData
+from jmp_train.graphs.datasets.graph_data import Links as Links
+from jmp_train.graphs.datasets.graph_data import NodeData as NodeData
 from jmp_train.graphs.datasets.graph_file_reading import load_graphs as load_graphs
 from jmp_train.graphs.datasets.graph_files import save_graphs as save_graphs
-from jmp_train.graphs.datasets.link_data import LinkData as LinkData
-from jmp_train.graphs.datasets.link_data import Links as Links
-from jmp_train.graphs.datasets.node_data import NodeData as NodeData
 from jmp_train.graphs.datasets.ogb import read_ogb as read_ogb
 from jmp_train.graphs.datasets.ogb_graphs import read_ogb_graphs as read_ogb_graphs
 from jmp_train.graphs.datasets.ogb_links import read_ogb_links as read_ogb_links

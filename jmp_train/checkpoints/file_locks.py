@@ -13,6 +13,7 @@ import os
 import shlex
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -247,3 +248,40 @@ def _close_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
+
+
+_FILE = "lock"
+
+
+def lock_folder(directory: Path) -> FileLock | None:
+    """Takes the lock on a folder, which is created if needed; returns None, with a warning, if there are no locks.
+
+    The kernel releases it when the process ends, however it ends, so the file of a killed process is reused.
+
+    Args:
+      directory: the folder.
+
+    Raises:
+      OSError: another store, of this or another process, has the lock; the message names it. Or the folder cannot be
+        written to.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return take_lock(directory / _FILE)
+    except LockHeldError as error:
+        raise OSError(f"{directory} is in use: {_who(error.holder)}") from None
+    except LockUnsupportedError as error:
+        warnings.warn(
+            f"{directory} cannot be locked, so another run that saves there will not be detected: {error}",
+            stacklevel=4,  # the caller of the store's method that called this
+        )
+        return None
+    except OSError as error:
+        reason = f"no checkpoint can be written: {error.strerror}"
+        raise OSError(error.errno, reason, str(directory)) from None
+
+
+def _who(holder: Holder | None) -> str:
+    if holder is not None and (holder.host, holder.process) == (socket.gethostname(), os.getpid()):
+        return "another CheckpointStore of this process saves there; close it first"
+    return f"{holder or 'another process'} saves there"

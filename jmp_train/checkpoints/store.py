@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jmp_train.checkpoints.arrays import write_arrays
+from jmp_train.checkpoints.file_locks import lock_folder
 from jmp_train.checkpoints.files import commit, remove, saved_folders, step_folder, writer_name
-from jmp_train.checkpoints.folder_lock import lock_folder
 from jmp_train.checkpoints.leaves import (
     Leaf,
     check_values,

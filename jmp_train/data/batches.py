@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jmp_train.data.open_iterators import closed_at_exit
+from jmp_train.data.device_batches import closed_at_exit
 from jmp_train.extras import extra_packages
 from jmp_train.policies import PyTree
 from jmp_train.policies.dtype_policies import PathPolicy, Policy, check_narrowed, named_policy, warn_of_collapse

@@ -1,6 +1,11 @@
-"""The end of every pipeline of graphs: checks stacks and moves batches to the devices ahead of time."""
+"""The end of every pipeline of graphs: checks stacks and moves batches to the devices ahead of time.
 
+Iterators of grain are closed before the interpreter ends.
+"""
+
+import atexit
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jmp_train.data.open_iterators import closed_at_exit
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.structure import as_count
 from jmp_train.policies.dtype_policies import check_narrowed
@@ -76,3 +80,31 @@ def on_devices(batches: Any, device: Any) -> Iterator[Batch]:
     if is_shared(device):
         return closed_at_exit(iter(ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=2)))
     return closed_at_exit(iter(device_put(batches, device)))
+
+
+_OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def closed_at_exit(iterator: Any) -> Any:
+    """Returns grain's iterator after registering it to be closed when the interpreter ends.
+
+    Its own `__del__` would close it too late: the names of grain's modules are gone by then, and Python prints
+    "Exception ignored". Its threads would also still move arrays to devices that are being shut down.
+
+    Args:
+      iterator: a `grain.DatasetIterator`.
+    """
+    _OPEN.add(iterator)
+    return iterator
+
+
+@atexit.register
+def _close_all() -> None:
+    for iterator in list(_OPEN):
+        iterator.close()
+        vars(iterator).clear()  # also ends the iterators that it reads from
+        iterator.close = _nothing  # for its `__del__`
+
+
+def _nothing() -> None:
+    pass

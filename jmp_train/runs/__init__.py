@@ -18,7 +18,6 @@ from jmp_train.runs.few_bits import FewBits as FewBits
 from jmp_train.runs.foreign_batches import rows_of as rows_of
 from jmp_train.runs.loop import train as train
 from jmp_train.runs.loop import train_prepared as train_prepared
-from jmp_train.runs.memory import peak_memory as peak_memory
 from jmp_train.runs.phase_names import SCHEDULE_FORM as SCHEDULE_FORM
 from jmp_train.runs.phase_names import is_schedule as is_schedule
 from jmp_train.runs.phase_names import phase_bounds as phase_bounds
@@ -33,9 +32,9 @@ from jmp_train.runs.resuming import Saved as Saved
 from jmp_train.runs.resuming import Saving as Saving
 from jmp_train.runs.resuming import Stopped as Stopped
 from jmp_train.runs.resuming import newest_saved as newest_saved
-from jmp_train.runs.rules_files import RulesFile as RulesFile
 from jmp_train.runs.run_log import RunLog as RunLog
 from jmp_train.runs.run_log import check_unused as check_unused
+from jmp_train.runs.run_settings import RulesFile as RulesFile
 from jmp_train.runs.run_settings import RunSettings as RunSettings
 from jmp_train.runs.run_settings import check_shared as check_shared
 from jmp_train.runs.run_settings import has_shared as has_shared
@@ -48,6 +47,7 @@ from jmp_train.runs.setups import make_setup as make_setup
 from jmp_train.runs.setups import precision_of as precision_of
 from jmp_train.runs.setups import run_optimizer as run_optimizer
 from jmp_train.runs.setups import setup_of as setup_of
+from jmp_train.runs.step_records import peak_memory as peak_memory
 from jmp_train.runs.task_batches import batch_shapes as batch_shapes
 from jmp_train.runs.task_batches import evaluation_batches as evaluation_batches
 from jmp_train.runs.task_batches import train_batches as train_batches

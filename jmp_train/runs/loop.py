@@ -11,12 +11,11 @@ from jmp_train.capsules import SkipRecorder
 from jmp_train.runs.evaluation import evaluated
 from jmp_train.runs.events import Compiled, Event, Note, Run, Step
 from jmp_train.runs.foreign_batches import rows_of
-from jmp_train.runs.memory import peak_memory
 from jmp_train.runs.preparing import PreparedRun, prepare_run
 from jmp_train.runs.programs import Program, compile_phases, program_at
 from jmp_train.runs.resuming import Saved, Saver, Saving
 from jmp_train.runs.run_settings import DEFAULT_SETTINGS, RunSettings
-from jmp_train.runs.step_records import StepRecords
+from jmp_train.runs.step_records import StepRecords, peak_memory
 from jmp_train.runs.task_batches import Item, Place
 from jmp_train.steps import TrainState
 from jmp_train.task import Task

@@ -10,8 +10,8 @@ import jax
 
 from jmp_train.capsules import SkipRecorder
 from jmp_train.runs.events import Compiled, Phase
-from jmp_train.runs.memory import peak_memory
 from jmp_train.runs.preparing import PreparedRun, RunPhase, with_shared
+from jmp_train.runs.step_records import peak_memory
 from jmp_train.steps import StepCosts, TrainState, step_costs
 from jmp_train.types import Batch, Metrics
 

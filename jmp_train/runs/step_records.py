@@ -1,6 +1,7 @@
 """The records of a run's steps and epochs, fetched from the device now and then."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,7 +11,6 @@ import numpy as np
 from jmp_train.capsules import SkipRecorder
 from jmp_train.policies.optimizers import check_progress, loss_scale_of, skips_to_floor
 from jmp_train.runs.events import Epoch, Event, Phase, Progress, Step, Watched
-from jmp_train.runs.memory import peak_memory
 from jmp_train.steps import TrainState
 from jmp_train.types import Metrics
 
@@ -129,3 +129,28 @@ class StepRecords:
         self._taken += taken
         totals = self._share_totals or jax.tree.map(lambda share: 0.0, shares)
         self._share_totals = jax.tree.map(lambda total, share: total + share * taken, totals, shares)
+
+
+def peak_memory() -> tuple[float, str]:
+    """Returns the peak memory in MB (10**6 bytes) so far, and "device" or "process".
+
+    CPUs report no device memory; there, the largest resident size of the process counts, data and
+    compiler included. With several devices, the largest peak counts.
+
+    Example:
+      >>> megabytes, whose = peak_memory()
+      >>> megabytes > 0
+      True
+    """
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    peak = max(device.get("peak_bytes_in_use", 0) for device in statistics)
+    if peak:
+        return peak / 1e6, "device"
+    return _peak_resident_bytes() / 1e6, "process"
+
+
+def _peak_resident_bytes() -> int:
+    import resource  # not available on Windows, where jax has no GPU anyway
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -21,14 +21,14 @@ from jmp_train.policies.documents.elements import Panels as Panels
 from jmp_train.policies.documents.elements import Section as Section
 from jmp_train.policies.documents.elements import Table as Table
 from jmp_train.policies.documents.elements import Text as Text
+from jmp_train.policies.documents.layout import even_ticks as even_ticks
+from jmp_train.policies.documents.layout import log_axis as log_axis
 from jmp_train.policies.documents.layout import placed as placed
+from jmp_train.policies.documents.layout import round_ticks as round_ticks
 from jmp_train.policies.documents.pages import fragment as fragment
 from jmp_train.policies.documents.pages import page as page
 from jmp_train.policies.documents.pictures import svg as svg
 from jmp_train.policies.documents.pictures import svg_file as svg_file
-from jmp_train.policies.documents.scales import even_ticks as even_ticks
-from jmp_train.policies.documents.scales import log_axis as log_axis
-from jmp_train.policies.documents.scales import round_ticks as round_ticks
 from jmp_train.policies.documents.texts import aligned as aligned
 from jmp_train.policies.documents.texts import as_json as as_json
 from jmp_train.policies.documents.texts import counted as counted

@@ -1,5 +1,5 @@
 """How files are written."""
 
+from jmp_train.policies.files.atomic_files import cache_folder as cache_folder
 from jmp_train.policies.files.atomic_files import sync as sync
 from jmp_train.policies.files.atomic_files import write_atomically as write_atomically
-from jmp_train.policies.files.cache_folders import cache_folder as cache_folder

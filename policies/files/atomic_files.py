@@ -1,4 +1,4 @@
-"""Atomic writes: a file has all of its new content, or what it had before."""
+"""Atomic writes, after which a file has all of its new content or its old one; and the folder for caches."""
 
 import contextlib
 import os
@@ -40,3 +40,17 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """Returns the folder of what can be made again: `$JMP_TRAIN_CACHE`, or jmp_train in `$XDG_CACHE_HOME` or ~/.cache.
+
+    Example:
+      >>> os.environ["JMP_TRAIN_CACHE"] = "/scratch/jmp_train"
+      >>> str(cache_folder())
+      '/scratch/jmp_train'
+      >>> del os.environ["JMP_TRAIN_CACHE"]
+    """
+    if own := os.environ.get("JMP_TRAIN_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jmp_train"

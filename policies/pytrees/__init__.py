@@ -5,6 +5,7 @@ from jmp_train.policies.pytrees.casting import cast_leaf as cast_leaf
 from jmp_train.policies.pytrees.casting import cast_like as cast_like
 from jmp_train.policies.pytrees.casting import cast_to_full as cast_to_full
 from jmp_train.policies.pytrees.casting import cast_to_half as cast_to_half
+from jmp_train.policies.pytrees.casting import copy_like as copy_like
 from jmp_train.policies.pytrees.casting import is_float_array as is_float_array
 from jmp_train.policies.pytrees.casting import is_inexact_array as is_inexact_array
 from jmp_train.policies.pytrees.casting import upcast_to_float32 as upcast_to_float32
@@ -15,7 +16,6 @@ from jmp_train.policies.pytrees.collectives import reduce_gradients as reduce_gr
 from jmp_train.policies.pytrees.collectives import scatter_gradients as scatter_gradients
 from jmp_train.policies.pytrees.collectives import sum_over_axes as sum_over_axes
 from jmp_train.policies.pytrees.collectives import vary_like as vary_like
-from jmp_train.policies.pytrees.copying import copy_like as copy_like
 from jmp_train.policies.pytrees.dtypes import at_least_float32 as at_least_float32
 from jmp_train.policies.pytrees.dtypes import check_half as check_half
 from jmp_train.policies.pytrees.dtypes import float_dtype as float_dtype
@@ -62,8 +62,8 @@ from jmp_train.policies.pytrees.random_keys import is_key as is_key
 from jmp_train.policies.pytrees.random_keys import is_key_or_data as is_key_or_data
 from jmp_train.policies.pytrees.tree_nodes import Reached as Reached
 from jmp_train.policies.pytrees.tree_nodes import change_nodes as change_nodes
+from jmp_train.policies.pytrees.tree_nodes import check_values as check_values
 from jmp_train.policies.pytrees.tree_nodes import find_nodes as find_nodes
 from jmp_train.policies.pytrees.tree_nodes import has_tracers as has_tracers
 from jmp_train.policies.pytrees.tree_nodes import only_state as only_state
 from jmp_train.policies.pytrees.tree_nodes import with_states as with_states
-from jmp_train.policies.pytrees.values import check_values as check_values

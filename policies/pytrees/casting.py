@@ -1,11 +1,12 @@
-"""Casts the floating-point arrays of a tree; all other leaves stay."""
+"""Casts the floating-point arrays of a tree, whose other leaves stay, and copies arrays in the dtype of others."""
 
 from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.policies.pytrees.dtypes import at_least_float32, half_dtype
 from jmp_train.policies.types import PyTree
@@ -98,3 +99,20 @@ def cast_to_half(tree: Tree) -> Tree:
     Reference: jmp 0.0.4, `jmp.cast_to_half`.
     """
     return cast_floating(tree, half_dtype())
+
+
+def copy_like(x: ArrayLike, like: jax.Array) -> jax.Array:
+    """Returns a copy of an array in the dtype of another, and on its devices if it is committed.
+
+    Args:
+      x: array or number.
+      like: array; only the dtype of a traced one is known.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> copy_like(2, jnp.zeros((), jnp.float16))
+      Array(2., dtype=float16)
+    """
+    x = jnp.array(x, like.dtype)
+    on_devices = isinstance(like, jax.Array) and not isinstance(like, Tracer)
+    return jax.device_put(x, like.sharding) if on_devices and like.committed else x

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import opaque_to_autocast
-from jmp_train.tasks.models.token_chunks import (
+from jmp_train.tasks.models.rounded_once import (
     LARGEST_CHUNK,
     chunk_length,
     joined,

@@ -17,8 +17,7 @@ from flax import nnx
 
 from jmp_train.policies.autocasting import autocast
 from jmp_train.tasks.models.causal_attention import causal_attention
-from jmp_train.tasks.models.rounded_once import gated, unrounded_product
-from jmp_train.tasks.models.token_chunks import upcast
+from jmp_train.tasks.models.rounded_once import gated, unrounded_product, upcast
 from jmp_train.tasks.models.token_losses import TokenLosses, token_losses
 
 ROPE_BASE = 10_000.0

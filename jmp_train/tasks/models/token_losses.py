@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import opaque_to_autocast
-from jmp_train.tasks.models.rounded_once import as_operand
-from jmp_train.tasks.models.token_chunks import (
+from jmp_train.tasks.models.rounded_once import (
     LARGEST_CHUNK,
+    as_operand,
     chunk_length,
     joined,
     product,

@@ -17,7 +17,7 @@ import jmp_train as jt
 from jmp_train.cli import compare as compare_command
 from jmp_train.cli import entry as cli
 from jmp_train.cli.entry import main
-from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.graph_data import NodeData
 from jmp_train.graphs.datasets.synthetic_posts import synthetic_reddit
 from jmp_train.policies.optimizers.loss_scaled import with_loss_scale
 from jmp_train.runs import RunSettings
