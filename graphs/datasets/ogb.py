@@ -15,7 +15,7 @@ from jmp_train.graphs.datasets.checked_tables import (
     read_table,
     whole,
 )
-from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.graph_data import NodeData
 from jmp_train.graphs.datasets.ogb_folders import (
     find_split,
     find_table,

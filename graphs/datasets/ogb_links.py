@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jmp_train.graphs.datasets.checked_tables import Table, check_rows, read_features, read_ids, read_table
-from jmp_train.graphs.datasets.link_data import LinkData, Links
+from jmp_train.graphs.datasets.graph_data import LinkData, Links
 from jmp_train.graphs.datasets.ogb_folders import (
     find_split,
     find_table,

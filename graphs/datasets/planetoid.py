@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jmp_train.graphs.datasets.data_files import find_files
-from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.graph_data import NodeData
 from jmp_train.graphs.file_formats import SparseRows, check_bytes, faults_named, most_bytes, read_python2_pickle
 
 PLANETOID = ("cora", "citeseer", "pubmed")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jmp_train.graphs.datasets.data_files import find_files
-from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.graph_data import NodeData
 from jmp_train.graphs.file_formats import faults_named, read_npz
 from jmp_train.graphs.structure import LARGEST_COUNT
 

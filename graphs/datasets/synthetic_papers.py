@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.graph_data import NodeData
 
 NODES, FEATURES, CLASSES = 2708, 1433, 7
 TRAIN_OF_A_CLASS, VALIDATION, TEST = 20, 500, 1000

@@ -12,7 +12,7 @@ Reddit's 41 from 0.174 on.
 
 import numpy as np
 
-from jmp_train.graphs.datasets.node_data import NodeData
+from jmp_train.graphs.datasets.graph_data import NodeData
 from jmp_train.graphs.datasets.reddit import REDDIT_CLASSES, REDDIT_FEATURES, sorted_ends
 
 NODES = 232_965
