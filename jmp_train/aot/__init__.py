@@ -28,6 +28,7 @@ from jmp_train.aot.measuring import Devices as Devices
 from jmp_train.aot.measuring import Measured as Measured
 from jmp_train.aot.measuring import devices_here as devices_here
 from jmp_train.aot.measuring import measure_program as measure_program
+from jmp_train.aot.networks import Network as Network
 from jmp_train.aot.shapes import is_shape as is_shape
 from jmp_train.aot.shapes import shapes_of as shapes_of
 from jmp_train.aot.tpus import PASSES as PASSES

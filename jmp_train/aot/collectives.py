@@ -3,8 +3,9 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from jmp_train.aot.device_groups import largest_group
 from jmp_train.aot.hlo import Instruction, Program
 
 
@@ -17,7 +18,7 @@ class Collective:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast" or
         "ragged-all-to-all"; the same for synchronous and asynchronous ones.
       dtype: XLA's name of the arrays' dtype.
-      group_size: number of devices in the largest group.
+      group: the numbers of the devices in the largest group.
       n_bytes: bytes of the whole arrays: the result for all-gather, otherwise the operands on one device.
       sent_bytes: bytes that each device must send at least, if devices do the reduction: 2 (n - 1) / n of an all-reduce
         in a group of n, (n - 1) / n of an all-gather, a reduce-scatter and an all-to-all, and all bytes of the others.
@@ -30,12 +31,17 @@ class Collective:
     name: str
     kind: str
     dtype: str
-    group_size: int
+    group: tuple[int, ...] = field(repr=False)
     n_bytes: int
     sent_bytes: float
     times: int
     op_name: str
     stack_frame: int | None
+
+    @property
+    def group_size(self) -> int:
+        """Number of devices in the largest group."""
+        return len(self.group)
 
 
 KINDS = frozenset(
@@ -46,27 +52,31 @@ KINDS = frozenset(
 )
 
 
-def collectives(program: Program, instruction: Instruction, times: int = 1) -> Iterator[Collective]:
+def collectives(
+    program: Program, instruction: Instruction, times: int = 1, *, kind: str | None = None
+) -> Iterator[Collective]:
     """Yields the arrays that a collective instruction sends, by dtype; nothing for other instructions and for "-done".
 
     Args:
       program: the program of the instruction.
       instruction: an instruction of any opcode.
       times: how often it runs.
+      kind: what it is together with instructions beside it; None for its opcode.
     """
-    kind = instruction.opcode.removesuffix("-start")
+    kind = kind or instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return
-    size = group_size(instruction, n_devices(program))
+    group = largest_group(instruction, n_devices(program))
+    size = len(group)
     names = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
     by_dtype: dict[str, int] = {}
     for array in (array for name in names for array in program.instructions[name].arrays):
         n_bytes = array.n_bytes * (size if kind == "all-gather" else 1)
         by_dtype[array.dtype] = by_dtype.get(array.dtype, 0) + n_bytes
     for dtype, n_bytes in by_dtype.items():
-        sent = _share_sent(kind, size) * n_bytes
+        sent = fraction_sent(kind, size) * n_bytes
         origin = (instruction.op_name, instruction.stack_frame)
-        yield Collective(instruction.name, kind, dtype, size, n_bytes, sent, times, *origin)
+        yield Collective(instruction.name, kind, dtype, group, n_bytes, sent, times, *origin)
 
 
 def n_devices(program: Program) -> int:
@@ -78,28 +88,13 @@ def n_devices(program: Program) -> int:
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", program.header))
 
 
-def group_size(instruction: Instruction, devices: int) -> int:
-    """Returns the number of devices in a group of a collective operation, in the largest one if they differ.
+def fraction_sent(kind: str, n: int) -> float:
+    """Returns the fraction of its bytes that each device of a group sends in a collective operation, see `Collective`.
 
     Args:
-      instruction: a collective instruction.
-      devices: number of all devices; they form one group if the instruction names none.
+      kind: one of `KINDS`.
+      n: number of devices in the group.
     """
-    pairs = instruction.attribute("source_target_pairs")
-    if pairs:
-        return len(set(re.findall(r"\d+", pairs)))
-    groups = instruction.attribute("replica_groups")
-    if groups.startswith("mesh"):  # mesh['x'=4,'y'=2] {'y'}, or for a part of an axis {'x':(2)2}
-        lengths = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", groups)}
-        used = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", groups.rpartition("{")[2])
-        return math.prod(int(part) if part else lengths[name] for name, part in used)
-    if groups.startswith("["):  # [2,4]<=[8]: two groups of four
-        return int(re.findall(r"\d+", groups.partition("]")[0])[-1])
-    listed = [group.count(",") + 1 for group in re.findall(r"\{([\d, ]+)\}", groups)]
-    return max(listed, default=devices)
-
-
-def _share_sent(kind: str, n: int) -> float:
     if n < 2 or kind == "ragged-all-to-all":
         return 0
     return {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1, "collective-broadcast": 1}.get(kind, (n - 1) / n)

@@ -40,10 +40,11 @@ def main(folder: Path) -> None:
         if "Ran out of memory on HBM" not in str(error):  # what libtpu says of a program that does not fit
             raise
         _copy(folder, request["dumped"], "", "hlo")
-        sizes = {"refusal": str(error).splitlines()[0]}
+        sizes: dict[str, Any] = {"refusal": str(error).splitlines()[0]}
     else:
         (folder / "hlo").write_text(compiled.as_text() or "")
         sizes = sizes_of(compiled)
+    sizes["coordinates"] = [[*device.coords] for device in mesh.devices.flat if hasattr(device, "coords")]
     for name in ("buffer-assignment", "live-range"):
         _copy(folder, request["dumped"], f"-{name}", name.replace("-", "_"))
     (folder / "sizes.json").write_text(json.dumps(sizes))

@@ -1,6 +1,7 @@
 """What a compiled program would need on each of its devices."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jmp_train.aot.stored_arrays import StoredArray, stored_arrays
@@ -24,6 +25,7 @@ class CompiledProgram:
       reported_bytes: for TPUs, arguments, results and temporaries by libtpu's own analysis, the memory of donated
         arguments counted once; None if libtpu refused the program because it does not fit, and for GPUs.
       refusal: libtpu's message about a program that does not fit; otherwise "".
+      coordinates: the coordinates of each TPU's chip, in the order of the mesh; only from `compile_program`.
     """
 
     peak_bytes: int
@@ -36,6 +38,7 @@ class CompiledProgram:
     live_range: str = field(default="", repr=False)
     reported_bytes: int | None = None
     refusal: str = ""
+    coordinates: Sequence[Sequence[int]] = field(default=(), repr=False)
 
     @property
     def allocated_bytes(self) -> int:

@@ -9,10 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jmp_train.aot.collectives import Collective
+from jmp_train.aot.collectives import Collective, n_devices
 from jmp_train.aot.devices import Device
 from jmp_train.aot.hlo import Program
 from jmp_train.aot.kernels import Executed, Kernel
+from jmp_train.aot.networks import Network, Route
 from jmp_train.aot.traffic import Places
 
 
@@ -43,8 +44,11 @@ class Communication:
       group_size: number of devices in a group.
       count: number of executions in one run of the program.
       n_bytes: bytes of the whole arrays, summed over the executions.
-      sent_bytes: bytes that each device must send, see `Collective`.
+      sent_bytes: bytes that each device must send over the links inside its host, or its slice, see `Collective`.
       seconds: time to send them at the bandwidth of the link.
+      axis: the axes of the mesh along which they communicate: "data", "data x model"; "" if unknown.
+      sent_between_hosts: bytes that each device must send to other hosts.
+      seconds_between_hosts: time to send them at the bandwidth of the interconnect.
     """
 
     kind: str
@@ -54,6 +58,9 @@ class Communication:
     n_bytes: int
     sent_bytes: float
     seconds: float
+    axis: str = ""
+    sent_between_hosts: float = 0
+    seconds_between_hosts: float = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class Costs:
       compute_seconds: the bound for kernels, without communication.
       compute_seconds_without_cache: the same if all bytes move to and from the memory, with gathered rows and
         arguments of custom calls; not a bound, but closer to measured times.
-      communication: collective operations by kind, dtype and group size.
+      communication: collective operations by kind, dtype, group size and axis.
+      communication_seconds: the bound for collective operations, of which those over different links may overlap.
       unknown_loops: number of loops with unknown trip count, which count once.
       conditionals: number of conditionals; all figures use the branch that can be the fastest.
     """
@@ -96,13 +104,9 @@ class Costs:
     compute_seconds: float
     compute_seconds_without_cache: float
     communication: tuple[Communication, ...]
+    communication_seconds: float
     unknown_loops: int
     conditionals: int
-
-    @property
-    def communication_seconds(self) -> float:
-        """The bound for collective operations, which share the link."""
-        return sum(item.seconds for item in self.communication)
 
     @property
     def seconds(self) -> float:
@@ -161,12 +165,13 @@ class Costs:
         return dict(counter.most_common())
 
 
-def program_costs(program: Program, device: Device) -> Costs:
+def program_costs(program: Program, device: Device, network: Network | None = None) -> Costs:
     """Returns the costs of one run of a compiled program.
 
     Args:
       program: a program from `read_hlo`, compiled for this device or a similar one.
       device: the device, with its rates and bandwidths.
+      network: the links between the devices; None for those of one host, or slice, and a mesh with the axis "data".
 
     Example:
       >>> from jmp_train.aot.gpus import GPUS
@@ -184,13 +189,16 @@ def program_costs(program: Program, device: Device) -> Costs:
     places = Places(program)
     work = Executed(places, device).work(program.entry)
     ends = _seconds_of_arguments_and_results(places, work.kernels, device)
+    links = network or Network(device, {"data": n_devices(program)})
+    routes = [(item, links.route(item)) for item in work.collectives]
     return Costs(
         kernels=work.kernels,
         collectives=work.collectives,
         arguments_and_results_seconds=ends,
         compute_seconds=max(ends, _least_seconds(work.kernels, device)),
         compute_seconds_without_cache=sum(kernel.times * kernel.seconds_without_cache for kernel in work.kernels),
-        communication=_communication(work.collectives, device),
+        communication=_communication(routes),
+        communication_seconds=links.least_seconds([(item.times, route) for item, route in routes]),
         unknown_loops=work.unknown_loops,
         conditionals=work.conditionals,
     )
@@ -225,15 +233,25 @@ def _seconds_of_arguments_and_results(places: Places, kernels: Iterable[Kernel],
     return n_bytes / device.bandwidth
 
 
-def _communication(collectives: Iterable[Collective], device: Device) -> tuple[Communication, ...]:
-    groups: dict[tuple[str, str, int], list[Collective]] = defaultdict(list)
-    for item in collectives:
-        groups[item.kind, item.dtype, item.group_size].append(item)
-    found = [_sum(key, items, device) for key, items in groups.items()]
-    return tuple(sorted(found, key=lambda item: -item.sent_bytes))
+def _communication(routes: Iterable[tuple[Collective, Route]]) -> tuple[Communication, ...]:
+    groups: dict[tuple[str, str, int, str], list[tuple[Collective, Route]]] = defaultdict(list)
+    for item, route in routes:
+        groups[item.kind, item.dtype, item.group_size, route.axis].append((item, route))
+    found = [_sum(key, items) for key, items in groups.items()]
+    return tuple(sorted(found, key=lambda item: -item.sent_bytes - item.sent_between_hosts))
 
 
-def _sum(key: tuple[str, str, int], items: list[Collective], device: Device) -> Communication:
-    count, n_bytes = sum(x.times for x in items), sum(x.times * x.n_bytes for x in items)
-    sent = sum(x.times * x.sent_bytes for x in items)
-    return Communication(*key, count, n_bytes, sent, sent / device.link_bandwidth)
+def _sum(key: tuple[str, str, int, str], items: list[tuple[Collective, Route]]) -> Communication:
+    kind, dtype, group_size, axis = key
+    return Communication(
+        kind,
+        dtype,
+        group_size,
+        count=sum(x.times for x, _ in items),
+        n_bytes=sum(x.times * x.n_bytes for x, _ in items),
+        sent_bytes=sum(x.times * route.sent_bytes for x, route in items),
+        seconds=sum(x.times * route.seconds for x, route in items),
+        axis=axis,
+        sent_between_hosts=sum(x.times * route.sent_between_hosts for x, route in items),
+        seconds_between_hosts=sum(x.times * route.seconds_between_hosts for x, route in items),
+    )

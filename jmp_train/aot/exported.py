@@ -62,12 +62,14 @@ class ExportedProgram:
       devices: number of devices.
       donated: the numbers of the arguments whose memory the results may reuse.
       paths: the path of each argument, "state.params['kernel']".
+      mesh: the axes of the mesh of devices, and their lengths.
     """
 
     serialized: bytes
     devices: int
     donated: tuple[int, ...]
     paths: tuple[str, ...]
+    mesh: tuple[tuple[str, int], ...] = ()
 
 
 def export_program(
@@ -119,24 +121,27 @@ def export_program(
         return _results(function(*called_with), called_with, values)
 
     options: dict[str, Any] = {}
+    mesh = {"data": devices}
     if shardings is not None:
         is_sharding = lambda x: isinstance(x, NamedSharding)
         of_leaves = jax.tree.leaves(list(shardings), is_leaf=is_sharding)
+        mesh = dict(next((x.mesh.shape for x in of_leaves if is_sharding(x)), mesh))
         options["in_shardings"] = tuple(of_leaves[i] for i in given)
     jitted = jax.jit(flat, donate_argnums=numbers, **options)
     exported = _export(jitted, [leaves[i] for i in given], devices, platform)
     paths = [path for name, argument in zip(names, shapes, strict=True) for path in _paths(name, argument)]
-    return ExportedProgram(bytes(exported.serialize()), devices, numbers, tuple(paths))
+    return ExportedProgram(bytes(exported.serialize()), devices, numbers, tuple(paths), tuple(mesh.items()))
 
 
 def compile_program(
-    program: ExportedProgram, device: Device, *, timeout: float = 1800, stop: Event | None = None
+    program: ExportedProgram, device: Device, *, hosts: int = 1, timeout: float = 1800, stop: Event | None = None
 ) -> CompiledProgram:
     """Compiles an exported program for devices, which need not exist, in a separate process.
 
     Args:
       program: from `export_program`.
-      device: a GPU, of which one host has `program.devices`, or a slice of so many TPUs.
+      device: a GPU, of which the hosts have `program.devices`, or a slice of so many TPUs.
+      hosts: number of hosts with GPUs.
       timeout: seconds after which the compilation is killed.
       stop: ends the compilation when another thread sets it.
 
@@ -150,8 +155,8 @@ def compile_program(
     environment = compiling_environment(packages, device.platform)
     request = json.dumps(
         {
-            "topology": device.topology(program.devices),
-            "mesh": [("data", program.devices)],
+            "topology": device.topology(program.devices, hosts),
+            "mesh": program.mesh or [("data", program.devices)],
             "donated": program.donated,
             "dumped": _DUMPED[device.platform],
         }
@@ -180,13 +185,21 @@ def _sizes(device: Device, found: dict[str, Any], texts: dict[str, str]) -> dict
     libtpu's peak includes the vector memory of its cores, and it reports nothing about programs that do not fit.
     """
     if device.platform != "tpu":
-        return found
+        return {**found, "coordinates": ()}
     sizes = tpu_sizes(texts["buffer_assignment"], texts["live_range"])
     if "refusal" in found:
-        return {**sizes, **found}
+        return {**sizes, **found, "temp_bytes": sizes["temp_bytes"] + _more_needed(sizes, found["refusal"])}
     parts = (found[f"{name}_bytes"] for name in ("argument", "output", "temp"))
     sizes["temp_bytes"] = max(sizes["temp_bytes"], found["temp_bytes"])  # libtpu adds some of its own
-    return {**sizes, "reported_bytes": sum(parts) - found["alias_bytes"]}
+    total = sum(parts) - found["alias_bytes"]
+    return {**sizes, "reported_bytes": total, "coordinates": found["coordinates"]}
+
+
+def _more_needed(sizes: dict[str, int], refusal: str) -> int:
+    """Returns the bytes that a program needs beyond its buffers, by libtpu's message: "... required ... (40.25G)"."""
+    needed = re.search(r"\((\d+\.\d+)G\)", refusal)
+    known = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"] + sizes["temp_bytes"]
+    return max(0, int(float(needed[1]) * 2**30) - known) if needed else 0
 
 
 def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:

@@ -98,13 +98,15 @@ class GPU:
         names = _PRODUCTS[_rate_dtype(dtype, allow_tf32 and precision != "highest")]
         return next(self.rates[name] for name in names if name in self.rates)
 
-    def topology(self, devices: int) -> dict[str, Any]:
+    def topology(self, devices: int, hosts: int = 1) -> dict[str, Any]:
         """Returns the arguments of `jax.experimental.topologies.get_topology_desc`.
 
         Args:
-          devices: number of GPUs, in one host.
+          devices: number of GPUs.
+          hosts: number of hosts that have them.
         """
-        return {"platform": "cuda", "target_config": self.target_config, "topology": f"1x1x{devices}"}
+        topology = f"{hosts}x1x{devices // hosts}"
+        return {"platform": "cuda", "target_config": self.target_config, "topology": topology}
 
     @property
     def target_config(self) -> str:

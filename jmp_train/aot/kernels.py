@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from jmp_train.aot.arithmetic import CUBLAS, CUDNN_CONVOLUTION, Product, product
-from jmp_train.aot.collectives import Collective, collectives
+from jmp_train.aot.collectives import KINDS, Collective, collectives
 from jmp_train.aot.devices import Device
 from jmp_train.aot.hlo import RUNS_OTHERS, Instruction, Program
 from jmp_train.aot.loops import trip_count
@@ -109,6 +109,7 @@ class Executed:
 
     places: Places
     device: Device
+    _channels: set[str] = field(default_factory=set, repr=False)
 
     def work(self, computation: str) -> Work:
         """Returns the operations that a computation executes, including those of its callees.
@@ -128,7 +129,7 @@ class Executed:
         if instruction.opcode in RUNS_OTHERS:
             return joined([self.work(name) for name in instruction.called])
         if is_kernel(instruction):
-            return Work(kernels=(self._kernel(instruction),))
+            return Work(kernels=(self._kernel(instruction),), collectives=tuple(self._fused_collectives(instruction)))
         return Work(collectives=tuple(collectives(self.places.program, instruction)))
 
     def _loop(self, instruction: Instruction) -> Work:
@@ -159,6 +160,16 @@ class Executed:
             seconds_without_cache=max(seconds_of_products, n_bytes / self.device.bandwidth),
             seconds_of_products=seconds_of_products,
         )
+
+    def _fused_collectives(self, fusion: Instruction) -> Iterator[Collective]:
+        """Yields the collectives in a fusion of a TPU; several fusions may be stages of one, with the same channel."""
+        program = self.places.program
+        for inner in _inside(program, fusion) if fusion.opcode == "fusion" else ():
+            channel = inner.attribute("channel_id")
+            if inner.opcode in KINDS and channel not in self._channels:
+                self._channels.add(channel)
+                scatters = fusion.called[0].startswith("all-reduce-scatter")  # it sums, and keeps a part
+                yield from collectives(program, inner, kind="reduce-scatter" if scatters else None)
 
     def _rate(self, product: Product) -> float:
         return self.device.matrix_rate(_JAX_NAMES.get(product.dtype, "float32"), precision=product.precision)

@@ -115,18 +115,19 @@ class TPU:
         passes = PASSES[precision] if kind in ("float16", "float32", "float64", "complex64", "complex128") else 1
         return self.rates.get(kind, self.rates["bfloat16"]) / passes
 
-    def topology(self, devices: int) -> dict[str, Any]:
+    def topology(self, devices: int, hosts: int = 1) -> dict[str, Any]:
         """Returns the arguments of `jax.experimental.topologies.get_topology_desc`.
 
         Args:
           devices: number of devices; a slice has `TPU.devices`.
+          hosts: not used; a slice has its own.
         """
-        del devices
-        hosts = [min(2, chips) for chips in (*self.shape, 1)[:2]]
+        del devices, hosts
+        per_host = [min(2, chips) for chips in (*self.shape, 1)[:2]]
         return {
             "platform": "tpu",
             "topology_name": self.name,
-            "chips_per_host_bounds": [*hosts, 1],
+            "chips_per_host_bounds": [*per_host, 1],
             **self.options,
         }
 

@@ -34,6 +34,9 @@ class PlanOptions:
       gpus: see below.
       tpus: see below.
       gpu_file: read your own GPUs from a TOML file
+      hosts: hosts with --devices GPUs each; default: 1
+      interconnect: see below.
+      mesh: axes of the mesh of all devices, such as data=16 model=16; default: data alone
       shardings: how several devices store the state: replicated, zero1 or fsdp; default: replicated
       batch_size: examples over all devices; default: the task's
       memory_fraction: fraction of a GPU's memory that jax takes; default: 0.75, as in jax
@@ -51,6 +54,11 @@ class PlanOptions:
         str, "SLICE", default=(), help="slices of TPUs, generation and chips along each axis: v5e:2x2 v5p:4x4x8"
     )
     gpu_file: Path | None = option(path, "FILE")
+    hosts: int | None = option(positive)
+    interconnect: str | None = option(
+        str, "RATE", help="bandwidth from a GPU to other hosts: 400Gb/s, HDR, NDR, XDR, p4d or p5; default: NDR"
+    )
+    mesh: tuple[str, ...] = option(str, "AXIS=N", default=())
     shardings: tuple[Literal["replicated", "zero1", "fsdp"], ...] = option(str, "NAME", default=())
     batch_size: int | None = option(positive)
     memory_fraction: float | None = option(fraction)
@@ -120,6 +128,11 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
         }
         if args.tpus:
             options["tpus"] = _tpus(args)
+        for name in ("hosts", "interconnect"):
+            if getattr(args, name) is not None:
+                options[name] = getattr(args, name)
+        if args.mesh:
+            options["mesh"] = _mesh(args)
         if args.memory_fraction is not None:
             options["allowances"] = Allowances(memory_fraction=args.memory_fraction)
         if args.batch_size is not None:
@@ -210,6 +223,16 @@ def _tpus(args: argparse.Namespace) -> list[Any]:
         return [tpu_slice(name) for name in args.tpus]
     except ValueError as error:
         raise WrongCall(f"--tpus: {error}") from error
+
+
+def _mesh(args: argparse.Namespace) -> dict[str, int]:
+    axes = dict(axis.partition("=")[::2] for axis in args.mesh)
+    for name, length in axes.items():
+        if not name or not length.isdecimal() or len(axes) < len(args.mesh):
+            raise WrongCall(
+                f"--mesh {' '.join(args.mesh)} must be different axes with lengths, such as data=16 model=16"
+            )
+    return {name: int(length) for name, length in axes.items()}
 
 
 def _default_policies(args: argparse.Namespace) -> tuple[str, ...]:

@@ -8,7 +8,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from jmp_train.aot import CompiledProgram, ExportedProgram, compile_program
+from jmp_train.aot import (
+    CompiledProgram,
+    Costs,
+    ExportedProgram,
+    Network,
+    compile_program,
+    program_costs,
+    read_hlo,
+)
 from jmp_train.planning.targets import Target
 
 T = TypeVar("T")
@@ -26,9 +34,13 @@ class Compiler:
       donate: see `plan`, as are the others.
       timeout: seconds.
       progress: called before each compilation.
+      interconnect: bytes per second from a GPU to other hosts.
     """
 
-    def __init__(self, donate: bool, timeout: float, progress: Callable[[int, str], None] | None) -> None:
+    def __init__(
+        self, donate: bool, timeout: float, progress: Callable[[int, str], None] | None, interconnect: float
+    ) -> None:
+        self._interconnect = interconnect
         self._donate, self._timeout, self._progress = donate, timeout, progress
         self._lock = threading.Lock()  # of what follows
         self._programs: dict[Any, tuple[Future[ExportedProgram], Target]] = {}
@@ -75,10 +87,17 @@ class Compiler:
         if self._progress is not None:
             with self._lock:
                 self._progress(self._count, f"{target}, batch {size}")
-        compiled = compile_program(program, target.kind, timeout=self._timeout, stop=self._stop)
+        hosts = target.placement.hosts
+        compiled = compile_program(program, target.kind, hosts=hosts, timeout=self._timeout, stop=self._stop)
         with self._lock:
             self._count += 1
         return compiled
+
+    def costs(self, target: Target, compiled: CompiledProgram) -> Costs:
+        """Returns the costs of a target's program."""
+        placed = target.placement
+        links = (placed.hosts, self._interconnect, compiled.coordinates)
+        return program_costs(read_hlo(compiled.hlo), target.kind, Network(target.kind, placed.axes, *links))
 
     def _trace_for(self, threads: Sequence[Future[Any]]) -> None:
         """Traces what other threads want, until all of them are done."""

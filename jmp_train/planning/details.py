@@ -69,16 +69,20 @@ def _batches(row: PlanRow) -> Section | None:
 
 
 def _communication(row: PlanRow) -> Section:
-    heads = ("count", "of devices", "all bytes", "sent by each", "least time", "collective", "dtype")
+    heads = ("count", "of devices", "all bytes", "sent by each", "least time", "collective", "dtype", "along")
+    over_hosts = row.placement.hosts > 1
+    if over_hosts:
+        heads = (*heads[:5], "sent to other hosts", "least time there", *heads[5:])
     cells = (
         (
-            str(item.count), str(item.group_size), _size(item.n_bytes), _size(item.sent_bytes),
-            _time(item.seconds), item.kind, item.dtype,
+            str(item.count), str(item.group_size), _size(item.n_bytes), _size(item.sent_bytes), _time(item.seconds),
+            *((_size(item.sent_between_hosts), _time(item.seconds_between_hosts)) if over_hosts else ()),
+            item.kind, item.dtype, item.axis,
         )
         for item in row.costs.communication
     )  # fmt: skip
     link = f"Over {row.kind.link}, {with_unit(row.kind.link_bandwidth, 'B/s')} in one direction."
-    return _section("Communication", heads, cells, 2, link)
+    return _section("Communication", heads, cells, 3, link)
 
 
 def _kernels(row: PlanRow) -> Section:

@@ -1,7 +1,7 @@
 """`plan`: what a training step would need on GPUs and TPUs that need not be there."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jmp_train.aot import (
@@ -12,7 +12,6 @@ from jmp_train.aot import (
     buffers_at_peak,
     devices_here,
     measure_program,
-    program_costs,
     read_hlo,
 )
 from jmp_train.planning.allowances import Allowances
@@ -20,11 +19,12 @@ from jmp_train.planning.arguments import arguments_of
 from jmp_train.planning.compiler import Compiler
 from jmp_train.planning.largest_batch import LargestBatch, largest_batch
 from jmp_train.planning.notes import notes_of
+from jmp_train.planning.placements import checked_interconnect, checked_placements, placements_of_slice
 from jmp_train.planning.remedies import Remedy, changes
 from jmp_train.planning.report import Plan
 from jmp_train.planning.rows import PlanRow
 from jmp_train.planning.targets import Target, checked_gpus, checked_tpus, targets_of
-from jmp_train.planning.variants import REPLICATED, Placement, Precision, Shardings, checked_placements, variants_of
+from jmp_train.planning.variants import REPLICATED, Placement, Precision, Shardings, variants_of
 
 DEFAULT_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
 
@@ -38,6 +38,9 @@ def plan(
     tpus: str | TPU | Sequence[str | TPU] = (),
     policies: Precision | Sequence[Precision] | None = None,
     devices: int | Sequence[int] = 1,
+    hosts: int | Sequence[int] = 1,
+    interconnect: str | float = "NDR",
+    mesh: Mapping[str, int] | None = None,
     shardings: Shardings | Sequence[Shardings] = REPLICATED,
     batch_size: int | None = None,
     find_largest: bool = True,
@@ -67,9 +70,15 @@ def plan(
       policies: one or several names, `Policy`s or AMP modes in which to plan a `TrainStep`; the state's parameters and
         optimizer state are made anew for each. AMP modes want an optimizer without a loss scale. None for the step as
         it is.
-      devices: how many GPUs, in one host, share the batch; or several such numbers. A slice of TPUs has its own.
-      shardings: how several devices hold the state: "replicated", "zero1", "fsdp", or a function of the state's shapes
-        and a mesh that returns shardings; or several of these.
+      devices: how many GPUs of each host share the batch; or several such numbers. A slice of TPUs has its own.
+      hosts: how many hosts with so many GPUs share the batch; or several such numbers.
+      interconnect: bandwidth from a GPU to other hosts, in one direction: "400Gb/s", bytes per second, or one of "HDR",
+        "NDR", "XDR" (an adapter of InfiniBand for each GPU), "p4d", "p5" (instances of AWS).
+      mesh: the axes of the mesh of all devices and their lengths, such as {"data": 16, "model": 16}; the batch is split
+        along "data". None for this one axis.
+      shardings: how several devices hold the state: "replicated"; "zero1" or "fsdp", over "data"; rules of
+        `specs_by_path` for the parameters; a function of the state's shapes and a mesh that returns shardings; or
+        several of these.
       batch_size: examples of a step, over all devices; None for those of `batch`.
       find_largest: whether to search for the largest batch that fits, which takes about five compilations. Without
         it, a batch without a common first axis, such as a graph, is planned as it is, as one example.
@@ -111,15 +120,16 @@ def plan(
     room = Allowances() if allowances is None else allowances
     slices = checked_tpus(tpus)
     kinds = [*_gpus_or_default(gpus, slices), *slices]
-    of_gpus = checked_placements(devices, shardings)
+    bandwidth = checked_interconnect(interconnect)
+    of_gpus = checked_placements(devices, shardings, mesh, hosts) if len(kinds) > len(slices) else []
 
     def placements(kind: Device) -> Sequence[Placement]:
-        return checked_placements(kind.devices, shardings) if isinstance(kind, TPU) else of_gpus
+        return placements_of_slice(kind, shardings, mesh) if isinstance(kind, TPU) else of_gpus
 
     variants = variants_of(step, state, batch, batch_size, policies, grows=find_largest)
     targets = targets_of(kinds, variants, placements)
     here = _devices_of(targets) if measure else None
-    compiler = Compiler(donate, timeout, progress)
+    compiler = Compiler(donate, timeout, progress, bandwidth)
 
     def planned(target: Target) -> PlanRow:
         row = _row(compiler, target, room)
@@ -147,7 +157,7 @@ def _row(compiler: Compiler, target: Target, allowances: Allowances) -> PlanRow:
     size = target.variant.batch_size
     compiled = compiler(target, size)
     hlo = read_hlo(compiled.hlo)
-    costs = program_costs(hlo, target.kind)
+    costs = compiler.costs(target, compiled)
     arguments = arguments_of(compiler.exported(target, size).paths, target.variant.state)
     return PlanRow(
         kind=target.kind,
@@ -187,8 +197,9 @@ def _remedies(compiler: Compiler, target: Target, usable: int) -> tuple[Remedy, 
     found = []
     half = "mixed_bfloat16" if isinstance(target.kind, TPU) else "mixed_float16"
     for name, code, variant, placement in changes(target.variant, target.placement, half):
-        compiled = compiler(Target(target.kind, variant, placement), variant.batch_size)
-        needed, seconds = compiled.allocated_bytes, program_costs(read_hlo(compiled.hlo), target.kind).seconds
+        changed = Target(target.kind, variant, placement)
+        compiled = compiler(changed, variant.batch_size)
+        needed, seconds = compiled.allocated_bytes, compiler.costs(changed, compiled).seconds
         found.append(Remedy(name, code, needed, needed <= usable, seconds))
     return tuple(sorted(found, key=lambda remedy: remedy.peak_bytes))
 

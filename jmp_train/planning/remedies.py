@@ -43,7 +43,7 @@ def changes(
     step, state = variant.step, variant.state
     if not isinstance(step, TrainStep) or not isinstance(state, TrainState):
         return
-    examples = variant.batch_size // placement.devices
+    examples = variant.batch_size // placement.batch_parts
     for parts in (2, 4):
         total = parts * step.accumulate_steps
         if examples % total == 0:

@@ -1,23 +1,31 @@
 """The programs that a plan compares: a step in several precisions, on one device or sharded over several."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jmp_train.aot import ExportedProgram, ExportError, export_program, shapes_of
-from jmp_train.parallel import data_parallel, fsdp_shardings, sharded_step, zero1_shardings
+from jmp_train.parallel import (
+    data_parallel,
+    fsdp_shardings,
+    sharded_step,
+    specs_by_path,
+    state_shardings,
+    zero1_shardings,
+)
 from jmp_train.planning.batches import Batches, batches_of
 from jmp_train.policies import Amp, Policy
 from jmp_train.policies.dtype_policies import PathPolicy, named_policy
 from jmp_train.steps import TrainState, TrainStep
 
-Shardings = str | Callable[[Any, AbstractMesh], Any]
+Shardings = str | Callable[[Any, AbstractMesh], Any] | Mapping[str, Any]
 Precision = str | Policy | PathPolicy | Amp
 
 REPLICATED, ZERO1, FSDP = "replicated", "zero1", "fsdp"
+DATA = "data"  # the axis of a mesh along which the batch is split
 _RULES: dict[str, Callable[..., Any]] = {ZERO1: zero1_shardings, FSDP: fsdp_shardings}
 
 
@@ -26,22 +34,44 @@ class Placement:
     """How a step is spread over devices.
 
     Attributes:
-      devices: how many, in one host.
-      shardings: "replicated", "zero1", "fsdp", or a function of the state's shapes and the mesh.
+      devices: how many.
+      shardings: "replicated", "zero1", "fsdp", rules of `specs_by_path`, or a function of the state's shapes and the
+        mesh.
+      mesh: the axes of the mesh and their lengths; () for one axis, "data".
+      hosts: how many hosts have the devices, for GPUs.
 
     Example:
-      >>> str(Placement()), str(Placement(8, "zero1"))
-      ('1 device', '8 devices, zero1')
+      >>> str(Placement()), str(Placement(8, "zero1")), str(Placement(64, "fsdp", (("data", 32), ("model", 2)), 8))
+      ('1 device', '8 devices, zero1', '64 devices on 8 hosts, data 32 x model 2, fsdp')
     """
 
     devices: int = 1
     shardings: Shardings = REPLICATED
+    mesh: tuple[tuple[str, int], ...] = ()
+    hosts: int = 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of the mesh and their lengths."""
+        return dict(self.mesh or ((DATA, self.devices),))
+
+    @property
+    def batch_parts(self) -> int:
+        """Into how many parts the batch is split."""
+        return self.axes[DATA]
 
     def __str__(self) -> str:
         if self.devices == 1:
             return "1 device"
         name = self.shardings if isinstance(self.shardings, str) else getattr(self.shardings, "__name__", "own")
-        return f"{self.devices} devices, {name}"
+        hosts = f" on {self.hosts} hosts" if self.hosts > 1 else ""
+        mesh = f", {' x '.join(f'{axis} {n}' for axis, n in self.mesh)}" if self.mesh else ""
+        return f"{self.devices} devices{hosts}{mesh}, {name}"
+
+    def __hash__(self) -> int:
+        """Returns a hash, also of rules."""
+        rules = tuple(self.shardings) if isinstance(self.shardings, Mapping) else self.shardings
+        return hash((self.devices, rules, self.mesh, self.hosts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +94,7 @@ class Variant:
 
     def multiple(self, placement: Placement) -> int:
         """Returns of what number batches have to be multiples."""
-        return placement.devices * (self.step.accumulate_steps if isinstance(self.step, TrainStep) else 1)
+        return placement.batch_parts * (self.step.accumulate_steps if isinstance(self.step, TrainStep) else 1)
 
     def exported(self, placement: Placement, size: int, *, donate: bool, platform: str = "cuda") -> ExportedProgram:
         """Returns the step of a batch of some size, traced for some devices.
@@ -83,9 +113,10 @@ class Variant:
         names = ("state", "batch")
         if placement.devices == 1:
             return export_program(self.step, arguments, names=names, donated=donated, platform=platform)
-        mesh = AbstractMesh((placement.devices,), ("data",), axis_types=(AxisType.Auto,))
+        axes = placement.axes
+        mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
         step, state_shardings = _spread(self.step, self.state, placement.shardings, mesh)
-        split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+        split, whole = NamedSharding(mesh, PartitionSpec(DATA)), NamedSharding(mesh, PartitionSpec())
         batch_shardings = jax.tree.map(lambda x: split if getattr(x, "shape", ()) else whole, arguments[1])
         return export_program(
             step,
@@ -150,24 +181,6 @@ def _in_precisions(
             f"{type(state).__name__}; or let step be a function of the policy that returns (step, state, batch)"
         )
     return [(_name(policy), *in_precision(step, state, policy), batch) for policy in policies]
-
-
-def checked_placements(devices: int | Sequence[int], shardings: Shardings | Sequence[Shardings]) -> list[Placement]:
-    """Returns the placements of some numbers of devices and shardings; on one device nothing is sharded.
-
-    Raises:
-      TypeError: an argument is neither one nor several.
-      ValueError: a number is below 1, there is no such sharding, or there are none.
-    """
-    counts = several("devices", devices, (int,))
-    rules = several("shardings", shardings, (str, Callable))
-    for count in counts:
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"devices={count!r} must be an integer of at least 1")
-    for one in rules:
-        if not callable(one) and one not in (REPLICATED, *_RULES):
-            raise ValueError(f"shardings={one!r} must be 'replicated', 'zero1', 'fsdp', or a function")
-    return [Placement(n, s) for n in counts for s in (rules if n > 1 else [REPLICATED])]
 
 
 def several(name: str, given: Any, kinds: tuple[Any, ...]) -> list[Any]:
@@ -237,14 +250,16 @@ def _in_mode(step: TrainStep, state: TrainState, amp: Amp) -> tuple[TrainStep, T
     return step, jax.eval_shape(create, state)
 
 
-def _spread(step: Callable[..., Any], state: Any, shardings: Shardings, mesh: AbstractMesh) -> tuple[Any, Any]:
+def _spread(step: Callable[..., Any], state: Any, shardings: Shardings, mesh: Any) -> tuple[Any, Any]:
     """Returns the step over a mesh, and the shardings of its state."""
     whole = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec()), state)
     if shardings == REPLICATED:
         return (data_parallel(step, mesh) if isinstance(step, TrainStep) else step), whole  # pyright: ignore
     if callable(shardings):
         own = shardings(state, mesh)
-    elif isinstance(state, TrainState):
+    elif isinstance(state, TrainState) and isinstance(shardings, Mapping):
+        own = state_shardings(state, mesh, params=specs_by_path(state.params, shardings))
+    elif isinstance(state, TrainState) and isinstance(shardings, str):
         own = _RULES[shardings](state, mesh)
     else:
         raise TypeError(f"shardings={shardings!r} is for a TrainState, not for {type(state).__name__}: give a function")

@@ -1,6 +1,7 @@
 import pytest
 
-from jmp_train.aot.collectives import Collective, collectives, group_size, n_devices
+from jmp_train.aot.collectives import Collective, collectives, n_devices
+from jmp_train.aot.device_groups import axes_of, largest_group
 from jmp_train.aot.hlo import read_hlo
 
 pytestmark = pytest.mark.quick
@@ -67,24 +68,38 @@ def test_several_arrays_in_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "size"),
+    ("groups", "group"),
     [
-        ("replica_groups={{0,1},{2,3},{4,5}}", 2),
-        ("replica_groups={{0,1,2},{3}}", 3),
-        ("replica_groups={}", 8),
-        ("channel_id=1", 8),
-        ("replica_groups=[2,4]<=[8]", 4),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", 2),
-        ("replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", 8),
-        ("replica_groups=mesh['a'=4,'b'=2] {'b'}", 2),
-        ("replica_groups=mesh['a'=4,'b'=2] {'a','b'}", 8),
-        ("replica_groups=mesh['a'=4,'b'=2] {'a':(1)2,'b'}", 4),
+        ("replica_groups={{0,1},{2,3},{4,5}}", (0, 1)),
+        ("replica_groups={{7},{0,1,2}}", (0, 1, 2)),
+        ("replica_groups={}", tuple(range(8))),
+        ("channel_id=1", tuple(range(8))),
+        ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5)),
+        ("replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", tuple(range(8))),
+        ("replica_groups=mesh['a'=4,'b'=2] {'b'}", (0, 1)),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a'}", (0, 2, 4, 6)),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a','b'}", tuple(range(8))),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a':(1)2,'b'}", (0, 1, 4, 5)),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a':(2)2}", (0, 2)),
+        ("replica_groups=mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", (0, 1, 2, 3)),
+        ("replica_groups=mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", (0, 4)),
+        ("source_target_pairs={{0,1},{1,0},{2,4},{4,6},{6,2}}", (2, 4, 6)),
     ],
 )
-def test_sizes_of_groups(groups: str, size: int) -> None:
+def test_devices_of_the_largest_group(groups: str, group: tuple[int, ...]) -> None:
     line = f"  ROOT %r = f32[] all-reduce(), {groups}, use_global_device_ids=true"
     program = read_hlo("ENTRY %main () -> f32[] {\n" + line + "\n}\n")
-    assert group_size(program.instructions["r"], 8) == size
+    assert largest_group(program.instructions["r"], 8) == group
+
+
+@pytest.mark.parametrize(
+    ("group", "axes"),
+    [((0, 1), "model"), ((0, 4), "data"), ((0, 1, 4, 5), "data x model"), ((3,), ""), ((0, 8), "")],
+)
+def test_axes_of_a_mesh_along_which_a_group_lies(group: tuple[int, ...], axes: str) -> None:
+    assert axes_of(group, {"data": 2, "model": 4}) == axes
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,24 @@ def test_an_unknown_slice_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--tpus: 'v5e:5x5' is no slice of TPUs: v5e has no slice of 5x5 chips" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tpus", "v5e:2x2", "--mesh", "data=2"), "mesh={'data': 2} has 2 devices, but v5e:2x2 has 4"),
+        (("--tpus", "v5e:2x2", "--mesh", "data"), "--mesh data must be different axes with lengths"),
+        (("--tpus", "v5e:2x2", "--mesh", "data=2", "data=2"), "--mesh data=2 data=2 must be different axes"),
+        (("--devices", "4", "--hosts", "2", "--interconnect", "fast"), "interconnect='fast' must be a bandwidth"),
+        (("--devices", "4", "--hosts", "3"), "batch_size=64 must be a multiple of 12 for 12 devices on 3 hosts"),
+    ],
+)
+def test_meshes_and_clusters_that_cannot_be(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        assert main(["plan", "digits", *arguments, "--no-largest"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_of_a_tpus_memory_a_step_has_what_libtpu_leaves() -> None:
     tpu = tpu_slice("v5e:2x2")
     assert Allowances(memory_fraction=0.1, fragmentation=0).usable_bytes(tpu, 4) == tpu.program_bytes == 15.75 * 2**30
@@ -142,3 +160,43 @@ def test_the_largest_batch_of_a_chip_and_what_helps_beyond(tpu_compiler: None) -
     assert row.largest.bytes <= row.usable_bytes < row.largest.next_bytes
     an_example = 4 * 2**25
     assert row.usable_bytes // (2 * an_example) <= row.largest.size <= row.usable_bytes // an_example
+
+
+RULES = {"layers/[02]": jax.P(None, "model"), "layers/[13]": jax.P("model", None)}  # columns, then rows
+
+
+@pytest.mark.full
+def test_a_mesh_of_two_axes_over_a_slice(tpu_compiler: None) -> None:
+    """Each device has a quarter of each matrix and its moments, and a quarter of the batch."""
+    mesh = {"data": 4, "model": 4}
+    (row,) = rows_of(tpus="v5e:4x4", policies="mixed_bfloat16", mesh=mesh, shardings=RULES)
+    weights = 4 * DEPTH * WIDTH**2
+    assert str(row.placement).startswith("16 devices, data 4 x model 4")
+    assert row.bytes_by_kind["parameters"] == weights / 4
+    assert row.bytes_by_kind["optimizer state"] == pytest.approx(2 * weights / 4, rel=0.01)
+    assert row.bytes_by_kind["batch"] == 4 * ROWS * WIDTH / 4
+    sent = {axis: sum(c.sent_bytes for c in row.costs.communication if c.axis == axis) for axis in ("data", "model")}
+    assert sent["data"] == pytest.approx(2 * 3 / 4 * weights / 4, rel=0.01), "gradients, of which each has a quarter"
+    activations = 2 * (ROWS // 4) * WIDTH  # of one layer in bfloat16, which rows of columns sum or gather
+    assert sent["model"] >= (DEPTH - 1) * 2 * 3 / 4 * activations
+    assert {c.axis for c in row.costs.communication} == {"data", "model"}
+    assert row.costs.communication_seconds == pytest.approx(max(sent.values()) / 50e9, rel=0.01)
+
+
+@pytest.mark.full
+def test_hosts_of_gpus_and_the_link_between_them(compiler: None) -> None:
+    """Gradients are summed in a host, then an eighth of them between hosts, whatever the number of hosts."""
+    options: dict[str, Any] = {"gpus": "H100-80GB", "devices": 4, "policies": "float32", "interconnect": "100Gb/s"}
+    one, two, four = rows_of(hosts=[1, 2, 4], **options)
+    weights = 4 * DEPTH * WIDTH**2
+    assert [row.placement.devices for row in (one, two, four)] == [4, 8, 16]
+    for row, hosts in ((one, 1), (two, 2), (four, 4)):
+        costs = row.costs
+        assert sum(c.sent_bytes for c in costs.communication) == pytest.approx(2 * 3 / 4 * weights, rel=0.01)
+        between = sum(c.sent_between_hosts for c in costs.communication)
+        assert between == pytest.approx(2 * (hosts - 1) / hosts * weights / 4, rel=0.01, abs=0)
+        if hosts > 1:
+            assert costs.communication_seconds == pytest.approx(between / 12.5e9, rel=0.01)
+    page = jt.planning.Plan((four,), Allowances()).to_html()
+    assert "16 devices on 4 hosts, replicated" in page
+    assert "sent to other hosts" in page
