@@ -1,4 +1,4 @@
-"""Tuning: which operations of a function or a training step have to stay in float32, found by trials."""
+"""Tuning: finds by trials which operations of a function or a training step must stay in float32."""
 
 from jmp_train.tuning.evidence import Float32Entry as Float32Entry
 from jmp_train.tuning.evidence import FrontPoint as FrontPoint

@@ -1,4 +1,4 @@
-"""The charts of a tuning: the choices that were tried, and training compared with float32."""
+"""Charts of a tuning: the tried choices, and training compared with float32."""
 
 import math
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from jmp_train.policies.documents import Axis, Chart, Dot, Mark, Path, Style, counted, even_ticks, log_axis
 from jmp_train.tuning.evidence import FrontPoint
 
-_LEAST_SHARE = 0.5  # in half precision: what is below, such as all in float32, would press the rest together
+_LEAST_SHARE = 0.5  # in half precision: points below, such as all in float32, would compress the rest
 
 
 def front_chart(front: Sequence[FrontPoint], chosen: FrontPoint | None, tolerance: float) -> Chart | None:
-    """Returns the fraction of the flops in half precision against the gradient's error, on a logarithmic scale.
+    """Returns a chart of gradient error (logarithmic) over the fraction of flops in half precision.
 
     Args:
-      front: the Pareto front. Points mostly in float32 are left out; without any measured gradient there is no chart.
-      chosen: the choice that was made.
-      tolerance: of the gradient's error, drawn as a line; infinite if there is none.
+      front: the Pareto front. Points mostly in float32 are omitted. Without any gradient error, the result is None.
+      chosen: the choice of tuning.
+      tolerance: tolerance of the gradient's error, drawn as a line; infinite for no line.
     """
     front = [p for p in front if p.half_flops >= _LEAST_SHARE and p.gradient_error < math.inf]
     points = [*front, *([] if chosen is None else [chosen])]
@@ -41,11 +41,11 @@ def front_chart(front: Sequence[FrontPoint], chosen: FrontPoint | None, toleranc
 
 
 def loss_chart(float32: Sequence[float], tuned: Sequence[float]) -> Chart | None:
-    """Returns two curves: the losses of the same steps in float32 and by the rules; None if there are none.
+    """Returns a chart of the losses of the same steps in float32 and with the rules; None without losses.
 
     Args:
-      float32: the losses in float32.
-      tuned: the losses by the rules, a thinner line. The curve is broken where a loss is not finite.
+      float32: losses in float32.
+      tuned: losses with the rules, a thinner line. Curves have gaps at losses that are not finite.
     """
     finite = [loss for loss in (*float32, *tuned) if math.isfinite(loss)]
     if not finite:
@@ -69,7 +69,7 @@ def _said(point: FrontPoint) -> str:
 
 
 def _runs(losses: Sequence[float]) -> list[list[tuple[float, float]]]:
-    """Returns steps and losses, in pieces between those that are not finite."""
+    """Returns steps and losses, split at losses that are not finite."""
     runs: list[list[tuple[float, float]]] = [[]]
     for number, loss in enumerate(losses, 1):
         if math.isfinite(loss):

@@ -1,4 +1,4 @@
-"""What `tune` refuses: arguments that are wrong, and functions in which there is nothing to tune."""
+"""Checks of `tune`: wrong arguments, and functions with nothing to tune."""
 
 import collections
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ def checked(
 
     Args:
       fn: see `tune`.
-      examples: likewise.
-      others: arguments by position after these.
-      held_out: likewise.
-      budget: likewise.
-      steps: likewise.
+      examples: see `tune`.
+      others: positional arguments after these.
+      held_out: see `tune`.
+      budget: see `tune`.
+      steps: see `tune`.
 
     Raises:
-      TypeError: an argument is of another type, or the function is an `autocast` already.
-      ValueError: there are no examples, or they differ in shapes; a number is too small.
+      TypeError: an argument has a wrong type, or the function is already an `autocast`.
+      ValueError: there are no examples, their shapes differ, or a number is too small.
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function or a TrainStep, got {fn!r}")
@@ -68,7 +68,7 @@ def check_finite(references: Sequence[Reference]) -> None:
     """Raises ValueError unless all results and gradients are finite.
 
     Args:
-      references: of all examples, in float32.
+      references: float32 outcomes of all examples.
     """
     for number, (outcome, _) in enumerate(references):
         named = {f"result {i}": x for i, x in enumerate(outcome.results)} | {
@@ -80,11 +80,11 @@ def check_finite(references: Sequence[Reference]) -> None:
 
 
 def why_no_choice(operations: Sequence[OperationReport], dtype: str) -> str:
-    """Returns why nothing of a function could be half.
+    """Returns the reason why no operation of a function can run in half precision.
 
     Args:
-      operations: what autocast does with each of its operations.
-      dtype: the half type's name.
+      operations: autocast's report of the function.
+      dtype: name of the half type.
     """
     said = f"no operation of fn could be {dtype}: there is nothing to tune"
     if any(row.reason == INNER_REGION for row in operations):

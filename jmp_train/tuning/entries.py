@@ -1,4 +1,4 @@
-"""Units as entries of autocast's rules: the shortest expressions that reach these operations and no others."""
+"""Converts units to entries of autocast's rules: the shortest expressions that match only these operations."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ class Entry:
 
     Attributes:
       expressions: for `AutocastRules.operations`.
-      units: the numbers of those that it reaches.
+      units: numbers of the units that it matches.
     """
 
     expressions: tuple[str, ...]
@@ -21,11 +21,11 @@ class Entry:
 
 
 def entries_of(chosen: Collection[int], units: Sequence[Unit]) -> list[Entry]:
-    """Returns entries that reach chosen units and no others, in their order.
+    """Returns entries that match only the chosen units, in their order.
 
     Args:
       chosen: numbers of units.
-      units: all of them.
+      units: all units.
     """
     found: dict[tuple[str, ...], set[int]] = {}
     for number in sorted(chosen):
@@ -35,7 +35,7 @@ def entries_of(chosen: Collection[int], units: Sequence[Unit]) -> list[Entry]:
 
 
 def _expression(address: str, chosen: Collection[int], units: Sequence[Unit]) -> str:
-    """Returns the shortest expression that reaches an address, and none that was not chosen."""
+    """Returns the shortest expression that matches an address, and no unit that was not chosen."""
     head, _, lines = address.partition("@")
     path = head.rpartition(":")[0]
     inner, _, outer = lines.partition(" from ")
@@ -51,7 +51,7 @@ def _expression(address: str, chosen: Collection[int], units: Sequence[Unit]) ->
 
 
 def _file(line: str) -> str:
-    """Returns an expression for a line that holds on other machines too: the file, its folder and the line's number."""
+    """Returns an expression for a line that also matches on other machines: folder, file and line number."""
     return re.escape("/".join(line.replace("\\", "/").split("/")[-2:]))
 
 

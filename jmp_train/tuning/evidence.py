@@ -1,4 +1,4 @@
-"""What tuning leaves in float32, what it tried, and what autocast itself makes of it."""
+"""Results of tuning: the entries in float32, the Pareto front, and the verification by autocast itself."""
 
 import dataclasses
 import linecache
@@ -10,17 +10,17 @@ from jmp_train.tuning.tolerance import Errors
 
 @dataclasses.dataclass(frozen=True)
 class Float32Entry:
-    """What stays in float32, and why.
+    """Operations that stay in float32, with the reason.
 
     Attributes:
       expressions: for `AutocastRules.operations`.
-      primitives: the names of jax's primitives.
-      path: of modules and scopes; empty where there are none.
+      primitives: names of jax's primitives.
+      path: path of modules and scopes, or an empty string.
       line: file and number of the user's line.
-      operations: how many operations it reaches.
-      without: the errors if it were left out, and all else as it is; None if that was not tried.
-      repaired: whether the trials could do without it, and autocast itself could not.
-      lost: what half precision cannot hold of what it reads and makes, in float32; None if that was not counted.
+      operations: number of matching operations.
+      without: errors without this entry; None if that was not tried.
+      repaired: True if only autocast itself needed the entry, not the trials.
+      lost: fractions of its inputs and results that half precision cannot hold; None if they were not counted.
 
     Example:
       >>> entry = Float32Entry(("^norm:mul@",), ("mul",), "norm", "model.py:3", 1, None, lost=Lost(0.5, 0, 0, 0))
@@ -39,12 +39,12 @@ class Float32Entry:
 
     @property
     def place(self) -> str:
-        """The line as people are told: from the current folder, if it is below that."""
+        """The line for people: relative to the current folder, if the file is below it."""
         return place_of(*self._file_and_number)
 
     @property
     def code(self) -> str:
-        """The line itself, where its file can be read."""
+        """The code of the line, or an empty string if its file cannot be read."""
         file, number = self._file_and_number
         return linecache.getline(file, number).strip() if number else ""
 
@@ -58,7 +58,7 @@ class Float32Entry:
 
     @property
     def why(self) -> str:
-        """What it would lose in half precision, and what goes wrong without it, in words."""
+        """Text that says what half precision would lose, and the errors without the entry."""
         lost = "" if self.lost is None else str(self.lost)
         without = "" if self.without is None else f"without it: {self.without}"
         reasons = lost, "added when autocast itself was run" if self.repaired else without
@@ -67,12 +67,12 @@ class Float32Entry:
 
 @dataclasses.dataclass(frozen=True)
 class FrontPoint:
-    """A choice of the Pareto front.
+    """A choice on the Pareto front.
 
     Attributes:
-      half_flops: the share of the flops of what can be chosen that runs in half precision.
-      gradient_error: relative to float32.
-      float32_operations: how many entries' worth of operations stay in float32.
+      half_flops: fraction of the flops of all units that runs in half precision.
+      gradient_error: error of the gradient relative to float32.
+      float32_operations: number of operations that stay in float32.
     """
 
     half_flops: float
@@ -82,14 +82,14 @@ class FrontPoint:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What autocast itself does with the rules.
+    """The errors of autocast itself with the rules.
 
     Attributes:
-      passed: whether the errors are tolerated on all examples, the held-out ones among them.
-      errors: of the worst example.
-      held_out: how many examples the search had not seen.
-      float32_losses: of training steps in float32; empty if none were asked for.
-      tuned_losses: of the same steps with the rules.
+      passed: True if the errors are tolerated on all examples, including those held out.
+      errors: errors of the worst example.
+      held_out: number of examples that the search did not see.
+      float32_losses: losses of training steps in float32; empty if `tune` trained none.
+      tuned_losses: losses of the same steps with the rules.
     """
 
     passed: bool
@@ -100,5 +100,5 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Whether it holds, and the errors, in words."""
+        """Text that says whether the rules pass, and with which errors."""
         return f"under autocast itself it {'holds' if self.passed else 'does not hold'}: {self.errors}"

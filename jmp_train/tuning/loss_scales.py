@@ -1,4 +1,4 @@
-"""The loss scales that a tuning chooses from: those that training by the rules can reach."""
+"""The loss scales that tuning chooses from: those that training with the rules can reach."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ _FURTHER = 2  # scales below that at which the largest gradient fits: those of a
 def scales_of(examples: Sequence[Example], references: Sequence[Reference], half: Any) -> tuple[float, ...]:
     """Returns the loss scales to choose from, the largest first.
 
-    Scales below 1 are for gradients that the half type cannot hold, and go as far down as these need. If the state of
-    a step has a loss scale, a static one is the only choice, and a dynamic one is within its bounds.
+    Scales below 1 are included if gradients exceed the half type's range. If the state of a step has a static loss
+    scale, it is the only choice. If it has a dynamic one, its bounds apply.
 
     Args:
-      examples: arguments of what is tuned.
-      references: of all examples, in float32.
+      examples: arguments of the tuned function.
+      references: float32 outcomes of all examples.
       half: the half type.
     """
     gradients = [x for reference in references for x in reference.outcome.gradients.values()]
@@ -45,11 +45,11 @@ def scales_of(examples: Sequence[Example], references: Sequence[Reference], half
 
 
 def with_loss_scale_at(state: TrainState, scale: float) -> TrainState:
-    """Returns a state whose dynamic loss scale, if it has one, is where it would get to by itself.
+    """Returns the state with its dynamic loss scale, if it has one, set to a value.
 
     Args:
-      state: of a step.
-      scale: that was found.
+      state: state of a step.
+      scale: the loss scale that tuning found.
     """
     old = _own_scale((state,))
     if not isinstance(old, DynamicLossScale):
@@ -59,7 +59,7 @@ def with_loss_scale_at(state: TrainState, scale: float) -> TrainState:
 
 
 def _own_scale(example: Example) -> Any:
-    """Returns the loss scale of a state among a function's arguments; None if there is none, or several."""
+    """Returns the loss scale of a state among a function's arguments; None if there is not exactly one."""
     states: Iterator[TrainState] = (x for x in example if isinstance(x, TrainState))
     found = [state.opt_state for state in states if len(scaled_states(state.opt_state)) == 1]
     return get_loss_scale(found[0]) if found else None

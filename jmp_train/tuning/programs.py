@@ -1,4 +1,4 @@
-"""The compiled programs of a tuning: float32, trials, scores, and autocast itself."""
+"""Compiled programs of a tuning: float32, trials, scores, and autocast itself."""
 
 import functools
 import time
@@ -19,21 +19,21 @@ from jmp_train.tuning.units import Unit, flagged, flags_from, index_of
 
 
 class Programs:
-    """Compiles the programs that a tuning runs on its examples, each once.
+    """Compiles each program that a tuning runs on its examples once.
 
     Args:
-      subject: what is tuned.
+      subject: the tuned function or step.
       examples: its arguments, of the same structure, shapes and dtypes.
-      units: whose precision can be chosen.
+      units: operations whose precision is chosen.
       dtype: the half type.
-      rules: by which all that can be is half.
-      tolerance: of the errors.
-      criterion: of the user's own.
+      rules: rules that put every possible operation in half precision.
+      tolerance: tolerance of the errors.
+      criterion: the user's own criterion, or None.
 
     Attributes:
-      references: of each example.
-      tolerance: as wide as the function is sensitive.
-      compile_seconds: of all programs so far.
+      references: float32 outcome of each example.
+      tolerance: the tolerance, widened by the function's sensitivity.
+      compile_seconds: time to compile all programs so far.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Programs:
         return jax.tree.unflatten(self._tree, leaves)
 
     def _compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what compiles a function for arguments."""
+        """Returns a function that compiles `run` for its arguments."""
         reachable = Carried((), self._subject.outcome)
 
         @functools.wraps(run)
@@ -88,7 +88,7 @@ class Programs:
         return compile_for
 
     def trials(self) -> Callable[[np.ndarray, float, int], Errors]:
-        """Returns `run(flags, loss scale, example number)` -> errors of an emulation."""
+        """Returns the function `(flags, loss scale, example number)` -> errors of an emulation."""
 
         def run(flags: jax.Array, scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
             emulate = flagged(flags_from(flags, self._numbers), self._dtype, self._rules)
@@ -103,11 +103,11 @@ class Programs:
         return errors
 
     def verified(self, rules: AutocastRules, scale: float) -> Callable[[int], Errors]:
-        """Returns `run(example number)` -> errors of autocast itself, compiled as users compile it.
+        """Returns the function `(example number)` -> errors of autocast itself, compiled as users compile it.
 
         Args:
-          rules: of autocast.
-          scale: of the loss.
+          rules: rules of autocast.
+          scale: the loss scale.
         """
 
         def run(scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
@@ -123,7 +123,7 @@ class Programs:
         return errors_of(outcome, reference, self._criterion)
 
     def scores(self) -> Callable[[float, int], np.ndarray]:
-        """Returns `run(loss scale, example number)` -> scores [units, columns]; see `scores_of`."""
+        """Returns the function `(loss scale, example number)` -> scores [units, columns]; see `scores_of`."""
         found = scores_of(self._subject, self._numbers, self._dtype, self._rules)
         slots = jnp.asarray(no_scores(self._count))
 
@@ -135,7 +135,7 @@ class Programs:
 
 
 def _compiler_options() -> dict[str, Any]:
-    """Returns options that keep all roundings and, on CPUs, compile in half the time to programs that are as fast."""
+    """Returns options that keep all roundings and, on CPUs, halve the compile time."""
     return COMPILER_OPTIONS | ({"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else {})
 
 

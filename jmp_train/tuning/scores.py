@@ -1,8 +1,8 @@
-"""Which operations matter: the adjoint of each times its local error, forward and backward, in one run.
+"""Scores of operations: adjoint times local error, forward and backward, computed in one run.
 
-With x the value at an operand or a result, c its adjoint and d() what rounding takes away, an operation's score is
-the sum of |d(x) c| + |x d(c)|. What overflows counts as a thousand times what it was. What overflows and what becomes
-zero is counted too, of values and of their adjoints times the loss scale.
+Let x be the value of an operand or result, c its adjoint and d() the rounding error. The score of an operation is the
+sum of |d(x) c| + |x d(c)|; an overflow counts as an error of a thousand times the value. Values and scaled adjoints
+that overflow or become zero are counted too.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ from jmp_train.tuning.subjects import Example, Subject
 from jmp_train.tuning.units import flagged
 
 _OVERFLOW = 1e3
-# Score, and what that would be if all were lost; elements: all, values that overflow or become 0, gradients likewise.
+# Score, score if everything were lost, elements, values that overflow or become 0, gradients that do.
 _COLUMNS, OVERFLOWING = 7, 3
 
 
 def scores_of(
     subject: Subject, numbers: dict[str, int], dtype: Any, rules: AutocastRules
 ) -> Callable[[jax.Array, Any, Example], jax.Array]:
-    """Returns a function of slots [units, columns] of zeros, a loss scale and an example to scores of the same shape.
+    """Returns the function `(slots, loss scale, example)` -> scores [units, columns], where slots are zeros.
 
     Args:
-      subject: what is tuned.
-      numbers: of the units, by address.
+      subject: the tuned function or step.
+      numbers: numbers of the units by address.
       dtype: the half type.
-      rules: by which all that can be is half.
+      rules: rules that put every possible operation in half precision.
 
     Reference: |adjoint x local error| ranks variables in CHEF-FP (Vassiliadis and others, SC 2021) and ADAPT (Menon and
     others, SC 2018), forward.
@@ -60,19 +60,19 @@ def scores_of(
 
 
 def no_scores(units: int) -> np.ndarray:
-    """Returns the slots [units, columns] before anything is noted."""
+    """Returns empty slots [units, columns]."""
     return np.zeros((units, _COLUMNS), np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """Which shares of what operations read and make half precision cannot hold.
+    """Fractions of operands, results and gradients that half precision cannot hold.
 
     Attributes:
-      overflowing: of values, beyond the range.
-      vanishing: of values, that become 0.
-      overflowing_gradients: of gradients times the loss scale, beyond the range.
-      vanishing_gradients: of gradients times the loss scale, that become 0.
+      overflowing: fraction of values that overflow.
+      vanishing: fraction of values that become 0.
+      overflowing_gradients: fraction of scaled gradients that overflow.
+      vanishing_gradients: fraction of scaled gradients that become 0.
 
     Example:
       >>> print(Lost(0.25, 0.0, 0.0, 0.001))
@@ -95,20 +95,20 @@ class Lost:
 
 
 def lost_of(scores: np.ndarray) -> Lost:
-    """Returns what operations lose.
+    """Returns the fractions that operations lose.
 
     Args:
-      scores: [units, columns], of these operations.
+      scores: [units, columns], the scores of these operations.
     """
     elements, *counts = (float(x) for x in scores.sum(0)[2:])
     return Lost(*(count / max(1.0, elements) for count in counts))
 
 
 def best_scale(scores: dict[float, np.ndarray]) -> float:
-    """Returns the loss scale at which least is lost, the largest of several.
+    """Returns the loss scale with the smallest losses; the largest of several.
 
     Args:
-      scores: by scale; see `scores_of`.
+      scores: scores by loss scale; see `scores_of`.
     """
 
     def lost(found: np.ndarray) -> float:
@@ -123,7 +123,7 @@ def _is_float32(x: Any) -> bool:
 
 
 def _noting(dtype: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns an identity that puts an operation's score into the gradient of its slot."""
+    """Returns an identity function that writes an operation's score to the gradient of its slot."""
 
     def lost(x: jax.Array) -> jax.Array:
         cast = rounded(x, dtype)

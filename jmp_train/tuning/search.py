@@ -1,6 +1,6 @@
-"""The search for a smallest list: the first items of a ranking that suffice, then delta debugging until each is needed.
+"""Search for a smallest list: takes the first items of a ranking that suffice, then removes those not needed.
 
-It knows nothing of precision: a test says of a set of items whether they suffice.
+The search does not depend on precision: a test function tells whether a set of items suffices.
 """
 
 import math
@@ -17,15 +17,15 @@ def smallest_list(
     group_of: Callable[[Item], Hashable],
     suffices: Suffices[Item],
 ) -> list[Item]:
-    """Returns items that suffice, of which each is needed: without it the others do not suffice.
+    """Returns items that suffice and are all needed: without any of them, the others do not suffice.
 
-    Costly items are taken only where all others together do not suffice.
+    Costly items are included only if all others together do not suffice.
 
     Args:
-      ranking: all items, those most likely to be needed first; together they have to suffice.
-      is_costly: tells what to do without if that can be.
-      group_of: what goes together, which is tried as a whole first.
-      suffices: tests a set of items; deterministic.
+      ranking: all items, those most likely to be needed first; together they must suffice.
+      is_costly: returns True for items to avoid.
+      group_of: returns the group of an item; groups are tried as a whole first.
+      suffices: deterministic test of a set of items.
 
     Example:
       >>> smallest_list(range(100), lambda i: i < 50, lambda i: i // 10, lambda items: {3, 72} <= items)
@@ -60,10 +60,10 @@ def _smallest(ranking: Sequence[Item], group_of: Callable[[Item], Hashable], suf
 
 
 def needed(items: Sequence[Item], suffices: Suffices[Item]) -> list[Item]:
-    """Returns some of the items that suffice, of which each is needed.
+    """Returns a subset of the items that suffices, and of which every item is needed.
 
     Args:
-      items: that suffice together; the last ones are tried without first.
+      items: items that suffice together; the search tries to remove the last ones first.
       suffices: see `smallest_list`.
     """
     kept, size = list(items), max(1, len(items) // 2)
@@ -81,7 +81,7 @@ def needed(items: Sequence[Item], suffices: Suffices[Item]) -> list[Item]:
 
 
 def _first_that_suffice(ranking: Sequence[Item], suffices: Suffices[Item]) -> list[Item]:
-    """Returns the first 1, 2, 4, ... items, so many as suffice."""
+    """Returns the first 1, 2, 4, ... items: the smallest such prefix that suffices."""
     count = 1
     while count < len(ranking) and not suffices(frozenset(ranking[:count])):
         count *= 2

@@ -1,4 +1,4 @@
-"""What is tuned, as a pure function of examples and of how the function that autocast runs is transformed."""
+"""Tuned functions and steps, as pure functions of an example and of the transform that stands for autocast."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,20 +23,20 @@ _F32 = jnp.float32
 
 
 def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function as it runs in float32."""
+    """Returns the function itself, which runs in float32."""
     return fn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransformPolicy(Policy):
-    """A policy under which functions run as a transform has them run, on float32 arguments.
+    """A policy that applies a transform to functions, and passes them float32 arguments.
 
     Args:
       param_dtype: see `Policy`.
       compute_dtype: see `Policy`.
       output_dtype: see `Policy`.
       reduce_dtype: see `Policy`.
-      run: returns a function as it runs.
+      run: the transform.
     """
 
     run: Transform = as_it_is
@@ -47,24 +47,24 @@ class TransformPolicy(Policy):
 
 
 class Subject(Protocol):
-    """A function or a step of which precision is tuned."""
+    """A function or a step whose precision is tuned."""
 
     def outcome(self, transform: Transform, scale: Any, *example: Any) -> Outcome:
         """Returns results and gradients.
 
         Args:
-          transform: of the function that autocast runs.
-          scale: of the loss; gradients are divided by it again.
+          transform: transform of the function that autocast runs.
+          scale: loss scale; the returned gradients are unscaled.
           *example: arguments.
         """
         ...
 
     def rounded(self, example: Example, dtype: Any) -> Example:
-        """Returns an example whose parameters were rounded to a half type once; what has none as it is."""
+        """Returns the example with its parameters, if any, rounded to a half type once."""
         ...
 
     def objective(self, transform: Transform, *example: Any) -> jax.Array:
-        """Returns a scalar whose derivative says what matters: the loss or, of other results, their squares.
+        """Returns the scalar to differentiate: the loss, or the squares of other results.
 
         Args:
           transform: see `outcome`.
@@ -74,14 +74,14 @@ class Subject(Protocol):
 
 
 def subject_of(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Subject, list[Example]]:
-    """Returns what is tuned, and the examples that it takes.
+    """Returns the tuned subject, and the examples that it takes.
 
     Args:
       fn: a loss, another function, or a `TrainStep`.
-      examples: its arguments; an nnx module among the first ones is taken apart.
+      examples: its arguments. An nnx module as first argument is split into parameters and the rest.
 
     Raises:
-      TypeError: an example of a step is no state and batch.
+      TypeError: an example of a step is not a state and a batch.
     """
     if isinstance(fn, TrainStep):
         for number, example in enumerate(examples):
@@ -94,13 +94,13 @@ def subject_of(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Sub
 
 
 def steps_taken(examples: Sequence[Example]) -> int | None:
-    """Returns how many steps of training the least trained state among the examples has behind it.
+    """Returns the number of training steps of the least trained state among the examples.
 
-    That is a state's `step` without those that were skipped, or the largest `count` that optax keeps in its
-    `opt_state`. None if no example has such a counter.
+    This is the state's `step` minus skipped steps, or the largest `count` in its `opt_state`. The result is None if
+    no example has such a counter.
 
     Args:
-      examples: arguments, with values.
+      examples: arguments with values.
     """
     found = [steps for example in examples for x in example if (steps := _steps_of(x)) is not None]
     return min(found, default=None)
@@ -121,7 +121,7 @@ def _is_counter(path: object, x: Any) -> bool:  # the moments of a parameter "co
 
 
 def _of_parts(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Callable[..., Any], list[Example]]:
-    """Returns a function of an nnx module as one of its parameters and of all else in it."""
+    """Returns a function of an nnx module as a function of its parameters and its other state."""
     from flax import nnx
 
     graph, *_ = nnx.split(examples[0][0], nnx.Param, ...)
@@ -134,7 +134,7 @@ def _of_parts(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Call
 
 
 def _kind(fn: Callable[..., Any], example: Example) -> str:
-    """Returns whether a function is a "loss", a loss with an "aux", or something else, "results"."""
+    """Returns "loss" for a scalar loss, "aux" for a loss with aux, and "results" otherwise."""
     found: list[str] = []
 
     def noted(*args: Any) -> Any:
@@ -215,7 +215,7 @@ class _Step:
 
 
 def _rounded(params: Any, dtype: Any) -> Any:
-    """Returns parameters with float32 numbers rounded to a half type, those beyond its range as they are."""
+    """Returns parameters with float32 numbers rounded to a half type; numbers beyond its range are kept."""
 
     def once(x: Any) -> Any:
         if not is_float_array(x) or x.dtype != _F32:

@@ -1,4 +1,4 @@
-"""What half precision may cost: errors of results and gradients against float32, and how large they may be."""
+"""Errors of results and gradients compared with float32, and the tolerance for them."""
 
 import dataclasses
 import math
@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_NEGLIGIBLE = 1e-3  # gradients of leaves that are smaller than this share of the whole count as if they were so large
-_NOISE = 0.5  # leaves whose gradients change by so much if parameters are rounded once say nothing
-_LARGEST = 0.7  # error of the gradient that is tolerated, however sensitive it is
+_NEGLIGIBLE = 1e-3  # smaller fractions of the whole gradient count as this fraction
+_NOISE = 0.5  # leaves whose gradients change by so much if parameters are rounded once are ignored
+_LARGEST = 0.7  # upper bound of the tolerated error of the gradient, however sensitive it is
 
 
 class Outcome(NamedTuple):
-    """What a function or a step returns.
+    """Results and gradients of a function or a step.
 
     Attributes:
-      results: floating results; of a loss the loss alone.
-      gradients: by path of the parameter, float32, unscaled; empty where there are none.
+      results: floating-point results; for a loss, only the loss.
+      gradients: unscaled float32 gradients by path of the parameter, or an empty dictionary.
     """
 
     results: list[jax.Array]
@@ -27,11 +27,11 @@ class Outcome(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What outcomes are compared with.
+    """The float32 outcome that others are compared with.
 
     Attributes:
-      outcome: in float32.
-      slack: by path of the parameter, by what the error of its gradient is divided; at least 1.
+      outcome: the outcome in float32.
+      slack: divisors of the gradients' errors by path of the parameter; at least 1.
     """
 
     outcome: Outcome
@@ -39,15 +39,15 @@ class Reference(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """How far an outcome is off, against float32: numbers, or arrays of them.
+    """Errors of an outcome compared with float32: numbers, or arrays of numbers.
 
     Attributes:
-      finite: whether all is.
-      loss: |result - float32| / |float32|, the largest of all results.
-      gradient: the same of all gradients together, as norms.
-      leaf: the same of each leaf's gradient, divided by its slack, the largest; negligible gradients count as larger.
-      cosine: of the angle between the gradients; 1 where there are none.
-      accepted: what a criterion of the user's own says; True where there is none.
+      finite: True if all results and gradients are finite.
+      loss: the largest |result - float32| / |float32| of all results.
+      gradient: the same for all gradients together, with norms.
+      leaf: the largest such error of one leaf's gradient, divided by its slack. Negligible gradients count as larger.
+      cosine: cosine of the angle between the gradients; 1 without gradients.
+      accepted: result of the user's own criterion; True without one.
     """
 
     finite: Any
@@ -65,21 +65,21 @@ class Errors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How large errors may be; all results and gradients have to be finite.
+    """Upper bounds of errors; results and gradients must also be finite.
 
-    Gradients may be sensitive by themselves: those of a deep network with normalization can change by a tenth if its
-    parameters are rounded once. Errors up to `sensitivity` times what rounding the parameters does are tolerated, and
-    gradients of single parameters that this changes by half are left out.
+    Gradients may be sensitive to any rounding: those of a deep network with normalization can change by a tenth if
+    its parameters are rounded once. So errors of up to `sensitivity` times the effect of rounding the parameters are
+    tolerated. Gradients of single parameters that this rounding changes by half are ignored.
 
     Args:
       loss: relative error of each result.
       gradient: relative error of all gradients together.
       leaf: relative error of the gradient of a single parameter.
-      cosine: the least cosine between the gradient and float32's.
-      sensitivity: see above; 0 for errors as they are.
+      cosine: minimum of the cosine between the gradient and float32's.
+      sensitivity: see above; 0 to ignore the effect of rounding the parameters.
 
     Raises:
-      ValueError: an error is not positive, or the cosine is none.
+      ValueError: an error is not positive, or the cosine is not between -1 and 1.
 
     Example:
       >>> Tolerance(gradient=0.01).passes(Errors(True, 0.001, 0.02, 0.1, 1.0))
@@ -103,11 +103,11 @@ class Tolerance:
             raise ValueError(f"sensitivity={self.sensitivity!r} must be a number that is not negative")
 
     def widened(self, rounded: Sequence[Outcome], exact: Sequence[Outcome]) -> "Tolerance":
-        """Returns the tolerance of a function that is as sensitive as this.
+        """Returns the tolerance, widened by the effect of rounding the parameters once.
 
         Args:
-          rounded: if the parameters are rounded once, of each example.
-          exact: in float32.
+          rounded: outcome of each example with rounded parameters.
+          exact: outcome of each example in float32.
         """
         pairs = list(zip(rounded, exact, strict=True))
         loss = max(_off(x.results, y.results) for x, y in pairs)
@@ -119,11 +119,11 @@ class Tolerance:
         )
 
     def slack(self, rounded: Outcome, outcome: Outcome) -> dict[str, Any]:
-        """Returns by what the error of each leaf's gradient is divided.
+        """Returns the divisor of the error of each leaf's gradient.
 
         Args:
-          rounded: if the parameters are rounded once.
-          outcome: in float32.
+          rounded: outcome with parameters that were rounded once.
+          outcome: outcome in float32.
         """
         found = {}
         for path, x in outcome.gradients.items():
@@ -133,17 +133,17 @@ class Tolerance:
         return found
 
     def passes(self, errors: Errors) -> bool:
-        """Whether errors are finite and within the tolerance.
+        """Returns True if results are finite and errors within the tolerance.
 
         Args:
-          errors: of one example, as numbers.
+          errors: errors of one example, as numbers.
         """
         small = errors.loss <= self.loss and errors.gradient <= self.gradient and errors.leaf <= self.leaf
         return bool(errors.finite and small and errors.cosine >= self.cosine and errors.accepted)
 
 
 def _off(arrays: Sequence[Any], exact: Sequence[Any]) -> float:
-    """Returns the relative error of some arrays together; 0 where that is no number."""
+    """Returns the relative error of arrays together; 0 if it is not finite."""
     pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(arrays, exact, strict=True)]
     norm = math.hypot(*(float(np.linalg.norm(y)) for _, y in pairs))
     error = math.hypot(*(float(np.linalg.norm(x - y)) for x, y in pairs))
@@ -154,14 +154,14 @@ Criterion = Callable[[Outcome, Outcome], Any]
 
 
 def tolerance_of(tolerance: "Tolerance | float | Criterion | None") -> tuple[Tolerance, Criterion | None]:
-    """Returns a tolerance, and a criterion of the user's own or None.
+    """Returns the tolerance, and the user's own criterion or None.
 
     Args:
       tolerance: see `tune`.
 
     Raises:
-      TypeError: it is something else.
-      ValueError: it is a number that is not positive.
+      TypeError: `tolerance` has a wrong type.
+      ValueError: `tolerance` is a number that is not positive.
     """
     if tolerance is None:
         return Tolerance(), None
@@ -177,12 +177,12 @@ def tolerance_of(tolerance: "Tolerance | float | Criterion | None") -> tuple[Tol
 
 
 def errors_of(outcome: Outcome, reference: Reference, criterion: Criterion | None = None) -> Errors:
-    """Returns the errors of an outcome, as scalars; runs within `jax.jit`.
+    """Returns the errors of an outcome as scalars; runs within `jax.jit`.
 
     Args:
-      outcome: in half precision.
-      reference: see there.
-      criterion: of the user's own, `criterion(outcome, float32 outcome)` -> bool scalar.
+      outcome: outcome in half precision.
+      reference: the float32 outcome.
+      criterion: the user's own, `criterion(outcome, float32 outcome)` -> bool scalar.
     """
     exact, slack = reference
     pairs = [(outcome.gradients[name], x, slack[name]) for name, x in exact.gradients.items()]
@@ -197,13 +197,13 @@ def errors_of(outcome: Outcome, reference: Reference, criterion: Criterion | Non
 
 
 def as_numbers(errors: Errors) -> Errors:
-    """Returns errors that are arrays as Python's numbers."""
+    """Returns errors as Python numbers."""
     found = jax.device_get(errors)
     return Errors(*(bool(x) if np.asarray(x).dtype == bool else float(x) for x in found))
 
 
 def _of_gradients(triples: Sequence[tuple[jax.Array, jax.Array, Any]]) -> tuple[Any, Any, Any]:
-    """Returns the errors of gradients, of which each is given with float32's and its slack."""
+    """Returns the errors of gradients, given as triples of gradient, float32 gradient and slack."""
     if not triples:
         return jnp.float32(0), jnp.float32(0), jnp.float32(1)
     off = jnp.stack([_norm(x - y) for x, y, _ in triples])
@@ -218,7 +218,7 @@ def _of_gradients(triples: Sequence[tuple[jax.Array, jax.Array, Any]]) -> tuple[
 
 
 def _norm(x: jax.Array) -> jax.Array:
-    """Returns the norm of an array, whose squares do not leave float32's range."""
+    """Returns the norm of an array, computed without overflow of its squares."""
     x = jnp.asarray(x, jnp.float32)
     largest = jnp.max(jnp.abs(x), initial=0.0)
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)

@@ -1,4 +1,4 @@
-"""Trials: which operations run in float32, tested on examples by one compiled program."""
+"""Trials: one compiled program tests on examples which operations must run in float32."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,13 +10,13 @@ from jmp_train.tuning.tolerance import Errors, Tolerance, as_numbers
 
 
 class Trial(NamedTuple):
-    """A choice, and what came of it.
+    """A choice of units in float32, and its errors.
 
     Attributes:
-      float32: the numbers of the units that ran in float32.
-      passed: whether the errors were tolerated on all examples.
-      errors: of the worst example that was tried.
-      half_flops: the share of the units' flops that ran in half precision.
+      float32: numbers of the units that ran in float32.
+      passed: True if the errors were tolerated on all examples.
+      errors: errors of the worst example that was tried.
+      half_flops: fraction of the units' flops that ran in half precision.
     """
 
     float32: frozenset[int]
@@ -26,20 +26,20 @@ class Trial(NamedTuple):
 
 
 class BudgetSpent(Exception):
-    """All trials that were allowed have been made."""
+    """Raised when the budget of trials is used up."""
 
 
 class Trials:
-    """Makes trials, each choice once, and remembers the best.
+    """Tries each choice once, and remembers the best.
 
     Args:
       run: `run(flags, loss scale, example number)` -> errors.
-      scale: of the loss, in the first trials.
-      examples: how many there are.
-      flops: [units], of each.
-      tolerance: of the errors.
-      budget: how many trials may be made.
-      progress: called with the number of trials so far and what the last one gave.
+      scale: loss scale of the first trials.
+      examples: number of examples.
+      flops: [units], flops of each unit.
+      tolerance: tolerance of the errors.
+      budget: maximum number of trials.
+      progress: called with the number of trials so far and a text about the best one.
     """
 
     def __init__(
@@ -64,25 +64,25 @@ class Trials:
         self._made: dict[float, dict[frozenset[int], Trial]] = {}
 
     def rescale(self, scale: float) -> None:
-        """Goes on with another loss scale, and with what was tried with it.
+        """Continues with another loss scale and the trials made with it.
 
         Args:
-          scale: of the loss.
+          scale: the loss scale.
         """
         self.scale = scale
 
     @property
     def made(self) -> dict[frozenset[int], Trial]:
-        """The trials with the loss scale, by what was float32."""
+        """The trials with the present loss scale, by units in float32."""
         return self._made.setdefault(self.scale, {})
 
     def settle(self, scales: Sequence[float], float32: frozenset[int]) -> None:
-        """Goes on with the loss scale where a dynamic one settles: the largest with which all is finite.
+        """Sets the loss scale at which a dynamic one settles: the largest with finite results and gradients.
 
-        If none is found, the loss scale stays as it is.
+        If there is none, the loss scale stays unchanged.
 
         Args:
-          scales: to choose from, the largest first; those above the present one are left out.
+          scales: loss scales to choose from, the largest first. Those above the present one are ignored.
           float32: units that run in float32.
         """
         first = self.scale
@@ -96,12 +96,12 @@ class Trials:
 
     @property
     def best(self) -> Trial | None:
-        """The trial that passed with the fewest units in float32."""
+        """The passing trial with the fewest units in float32, or None."""
         passed = [trial for trial in self.made.values() if trial.passed]
         return min(passed, key=lambda trial: len(trial.float32), default=None)
 
     def __call__(self, float32: frozenset[int]) -> Trial:
-        """Returns what comes of running units in float32 and all others in half precision."""
+        """Returns the trial with these units in float32 and all others in half precision."""
         if float32 in self.made:
             return self.made[float32]
         if self.count >= self._budget:
@@ -118,7 +118,7 @@ class Trials:
         return trial
 
     def suffices(self, float32: frozenset[int]) -> bool:
-        """Whether errors are tolerated if these units run in float32."""
+        """Returns True if the errors are tolerated with these units in float32."""
         return self(float32).passed
 
     def _try(self, float32: frozenset[int]) -> Trial:
@@ -140,7 +140,7 @@ class Trials:
 
 
 def front_of(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Returns the trials of which no other has both a larger share in half precision and a smaller gradient error."""
+    """Returns the Pareto front: trials that no other beats in both half-precision flops and gradient error."""
     front: list[Trial] = []
     finite = [trial for trial in trials if trial.errors.finite]
     for trial in sorted(finite, key=lambda t: (-t.half_flops, t.errors.gradient, len(t.float32))):

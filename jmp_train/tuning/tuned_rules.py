@@ -1,4 +1,4 @@
-"""`TunedRules`: what tuning has found, and what speaks for it."""
+"""`TunedRules`: the result of tuning, with the evidence for it."""
 
 import dataclasses
 import math
@@ -19,26 +19,25 @@ _ERRORS = (
 
 @dataclasses.dataclass(frozen=True)
 class TunedRules:
-    """What `tune` returns; printed, it is a table.
+    """Result of `tune`; it prints as a table.
 
     Attributes:
       rules: for `autocast`, `AutocastPolicy` and AMP modes.
-      dtype: the half type's name.
-      entries: what stays in float32, beside sums and solvers.
-      choices: how many operations or groups of them could be chosen.
-      complete: whether the search came to its end, so that each entry is needed.
-      trials: how many choices were tried.
-      seconds: of the trials, without compiling.
-      compile_seconds: of the programs.
-      loss_scale: in the trials.
-      tolerance: of the errors.
-      half_flops: the shares of the flops in half precision, by torch's table and by these rules.
-      half_elements: the same of the results' elements.
-      front: choices that were tried, the best ones of their share of half precision, the largest share first.
-      chosen: what was found, as the trials saw it; None if the search was stopped before it tried anything that passes.
-      verification: by autocast itself.
-      steps_taken: how many steps of training the least trained state among the examples had behind it; None if they
-        have no state that counts them.
+      dtype: name of the half type.
+      entries: operations that stay in float32, apart from sums and solvers.
+      choices: number of operations, or groups of operations, whose precision could be chosen.
+      complete: True if the search was completed, so that each entry is needed.
+      trials: number of choices that were tried.
+      seconds: time of the trials, without compilation.
+      compile_seconds: time to compile the programs.
+      loss_scale: loss scale of the trials.
+      tolerance: tolerance of the errors.
+      half_flops: fractions of the flops in half precision, with torch's table and with these rules.
+      half_elements: the same for elements of results.
+      front: Pareto front of the tried choices, the largest fraction of half precision first.
+      chosen: the result, as the trials measured it; None if the search stopped before a choice passed.
+      verification: verification by autocast itself.
+      steps_taken: training steps of the least trained state among the examples; None if no state counts them.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -66,20 +65,20 @@ class TunedRules:
     steps_taken: int | None = None
 
     def code(self) -> str:
-        """Returns the rules as Python, to be copied."""
+        """Returns the rules as Python code."""
         added = AutocastRules(operations=self.rules.operations)
         return rules_code(added, base="jt.MOSTLY_HALF") or "rules = jt.MOSTLY_HALF"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all of it as what JSON has; the rules as code."""
+        """Returns the fields as JSON values, with the rules as code."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return as_json({name: value for name, value in fields.items() if name != "rules"} | {"code": self.code()})
 
     def to_html(self, title: str = "Tuned rules") -> str:
-        """Returns all of it as an HTML page that needs no network: what stays in float32, the rules as code, pictures.
+        """Returns an HTML page that needs no network: entries, rules as code, and charts.
 
         Args:
-          title: of the page, such as what was tuned.
+          title: title of the page, such as the name of the tuned function.
 
         Example:
           >>> import pathlib, tempfile
@@ -121,7 +120,7 @@ class TunedRules:
 
     @property
     def _note(self) -> str:
-        """What the reader should know of the loss scale and of the examples; empty if nothing."""
+        """Notes about the loss scale and the examples; empty if there are none."""
         notes = []
         if self.loss_scale < 1:
             notes.append(

@@ -1,4 +1,4 @@
-"""`tune`: the smallest list of operations that have to stay in float32."""
+"""`tune`: finds a smallest list of operations that must stay in float32."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ from jmp_train.tuning.tuned_rules import TunedRules
 from jmp_train.tuning.units import Unit, find_units
 
 _DEFAULT_BUDGET = 1000
-_MOST_REPAIRS = 16  # units of which each is compiled without, to see whether it is needed
+_MOST_REPAIRS = 16  # more added units are not tried one by one, since each trial compiles
 
 
 def tune(
@@ -50,39 +50,39 @@ def tune(
     steps: int = 0,
     progress: Callable[[int, str], None] | None = None,
 ) -> TunedRules:
-    """Finds a smallest list of operations that have to stay in float32 while all others run in half precision.
+    """Returns rules with a smallest list of operations in float32, while all others run in half precision.
 
-    The function and its gradient are compiled once, in float32, with a flag for each operation that says at run time
-    whether it rounds as half precision does. Operations are ranked by adjoint times local error; as many as suffice
-    are kept in float32, and delta debugging leaves those of which each is needed. What is found is then run by
-    `autocast` itself, on examples that the search has not seen too.
+    The function and its gradient are compiled once, in float32, with a run-time flag per operation that rounds as
+    half precision does. Operations are ranked by adjoint times local error, and delta debugging removes those that
+    are not needed in float32. `autocast` itself then verifies the rules, also on examples that the search has not
+    seen.
 
     Args:
       fn: a loss, `fn(params, ...) -> loss` or `(loss, aux)`, whose gradient by the first argument counts too; any
         other function of arrays; or a `TrainStep`.
-      examples: tuples of its arguments, of the same shapes; of a step tuples of state and batch. Batches as they are
-        in training: what is not in them is not tuned for.
+      examples: tuples of its arguments, of the same shapes; for a step, tuples of state and batch. Use batches that
+        represent training.
       *others: none; `examples` is one list.
       dtype: the half type, float16 or bfloat16.
-      tolerance: how large errors may be, a `Tolerance`; a number, for the relative error of the loss and of the
-        gradient; or a function of two `Outcome`s, in half precision and in float32, to a boolean scalar, which runs
-        within `jax.jit`.
-      budget: how many choices may be tried.
-      held_out: further examples, for the verification alone; None holds out the last one of several.
-      loss_scale: with which the gradient is computed; None finds the one at which the fewest gradients leave the half
-        type's range, as a dynamic loss scale does. If a step's state has a loss scale, None takes a static one as it
-        is, and finds one within the bounds of a dynamic one.
-      steps: how many steps of training to compare with float32, of a `TrainStep`.
-      progress: called after each trial with how many there were, and what is found.
+      tolerance: bounds of the errors: a `Tolerance`; a number, for the relative error of the loss and of the
+        gradient; or a function of two `Outcome`s, in half precision and in float32, that returns a boolean scalar and
+        runs within `jax.jit`.
+      budget: maximum number of choices to try.
+      held_out: further examples for the verification only. None holds out the last one of several.
+      loss_scale: loss scale of the gradient. None finds the one at which the fewest gradients leave the half type's
+        range, as a dynamic loss scale does. If a step's state has a loss scale, None uses a static one unchanged, and
+        finds one within the bounds of a dynamic one.
+      steps: number of training steps to compare with float32; only for a `TrainStep`.
+      progress: called after each trial with the number of trials and a text about the best one.
 
     Returns:
       A `TunedRules`; print it. Its `rules` are for `autocast`, `AutocastPolicy` and AMP modes. The same arguments give
-      the same rules. Interrupted by the keyboard, it is what was found so far.
+      the same rules. After a keyboard interrupt, it has the best rules so far.
 
     Raises:
-      TypeError: an argument is of another type.
-      ValueError: there are no examples, or they differ in shapes; nothing could be half; the function is not finite
-        in float32; the tolerance is exceeded even if all is float32.
+      TypeError: an argument has a wrong type.
+      ValueError: there are no examples, or their shapes differ; no operation can run in half precision; the function
+        is not finite in float32; the tolerance is exceeded even if everything is float32.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_train as jt
@@ -154,7 +154,7 @@ def tune(
 def _ranked(
     programs: Programs, units: Sequence[Unit], trials: Trials, scales: Sequence[float], seen: int
 ) -> tuple[list[int], np.ndarray]:
-    """Returns the numbers of the units, those first that matter most, and their scores; sets the loss scale."""
+    """Returns the numbers of the units, the most important first, and their scores; sets the loss scale."""
     try:
         run = programs.scores()
     except (ValueError, TypeError, NotImplementedError):  # a program without a derivative, such as a while loop
@@ -168,7 +168,7 @@ def _ranked(
 
 
 def _search(trials: Trials, units: Sequence[Unit], ranking: list[int]) -> tuple[frozenset[int], bool]:
-    """Returns the units that stay in float32, and whether each of them is needed."""
+    """Returns the units that stay in float32, and True if the search was completed, so that each is needed."""
     everything = frozenset(ranking)
     try:
         if not trials.suffices(frozenset()) and not trials.suffices(everything):
@@ -183,7 +183,7 @@ def _search(trials: Trials, units: Sequence[Unit], ranking: list[int]) -> tuple[
 
 
 def _without(trials: Trials, kept: frozenset[int], units: Sequence[Unit]) -> dict[frozenset[int], Errors]:
-    """Returns the errors without each entry, by its units."""
+    """Returns the errors without each entry, by the units of the entry."""
     found: dict[frozenset[int], Errors] = {}
     for entry in entries_of(kept, units):
         try:
@@ -207,7 +207,7 @@ def _verified(
     tolerance: Tolerance,
     seen: int,
 ) -> tuple[AutocastRules, Verification, frozenset[int]]:
-    """Returns the rules that autocast itself passes with, if there are, and which units they needed beside."""
+    """Returns rules that pass under autocast itself, if there are any, and the units added for that."""
     rest = [i for i in ranking if i not in kept]
     found: dict[frozenset[int], tuple[AutocastRules, Verification]] = {}
 
@@ -255,7 +255,7 @@ def _point(trial: Trial, units: Sequence[Unit]) -> FrontPoint:
 
 
 def _report(subject: Subject, example: Example, half: Any, rules: AutocastRules) -> AutocastReport:
-    """Returns what autocast does with each operation by rules."""
+    """Returns autocast's report of each operation under the rules."""
     reports: list[AutocastReport] = []
 
     def explained(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,7 +278,7 @@ def _trained(
     scale: float,
     steps: int,
 ) -> Verification:
-    """Returns the verification with the losses of training in float32 and by the rules, from the loss scale found."""
+    """Returns the verification with losses of training in float32 and with the rules, from the loss scale found."""
     f32 = jnp.float32
     policies = (None, AutocastPolicy(f32, f32, f32, fn.reduce_dtype, autocast_dtype=half, rules=rules))
     losses = []

@@ -1,4 +1,4 @@
-"""The operations whose precision can be chosen, each with its addresses, and the flags that choose it at run time."""
+"""Units of tuning: operations with their addresses, and the flags that choose their precision at run time."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from jmp_train.tuning.subjects import Example, Subject, Transform
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Operations that one entry of the rules decides on together.
+    """Operations whose precision one entry of the rules sets together.
 
     Attributes:
-      addresses: as `AutocastRules.operations` finds them; several where a function with a custom derivative holds them.
-      operations: how many there are.
-      flops: of all of them, forward.
-      elements: of their results.
+      addresses: addresses for `AutocastRules.operations`; several for a function with a custom derivative.
+      operations: number of operations.
+      flops: their flops in the forward pass.
+      elements: number of elements of their results.
     """
 
     addresses: tuple[str, ...]
@@ -29,7 +29,7 @@ class Unit:
 
     @property
     def path(self) -> str:
-        """Of modules and scopes."""
+        """The path of modules and scopes."""
         return self.addresses[0].partition("@")[0].rpartition(":")[0]
 
     @property
@@ -39,28 +39,28 @@ class Unit:
 
     @property
     def is_product(self) -> bool:
-        """Whether there is a matrix product or convolution among them, where half precision gains most."""
+        """True if the unit has a matrix product or convolution, where half precision gains most."""
         return not PRODUCTS.isdisjoint(self.primitives)
 
     @property
     def group(self) -> str:
-        """What it belongs to: its module or, without one, its line."""
+        """The module of the unit or, without one, its line."""
         return self.path or self.addresses[0].partition("@")[2]
 
 
 def primitive_of(address: str) -> str:
-    """Returns the primitive's name in an address."""
+    """Returns the name of the primitive in an address."""
     return address.partition("@")[0].rpartition(":")[2]
 
 
 def find_units(subject: Subject, example: Example, dtype: Any, rules: AutocastRules) -> list[Unit]:
-    """Returns the operations that rules let run in half precision, in the order in which they run.
+    """Returns the operations that the rules allow in half precision, in the order in which they run.
 
     Args:
-      subject: what is tuned.
+      subject: the tuned function or step.
       example: its arguments.
       dtype: the half type.
-      rules: by which all that can be is half.
+      rules: rules that put every possible operation in half precision.
     """
     together: dict[str, set[str]] = {}
     counted: dict[str, list[int]] = {}
@@ -86,7 +86,7 @@ def find_units(subject: Subject, example: Example, dtype: Any, rules: AutocastRu
 
 
 def flagged(flags: Callable[..., Bit], dtype: Any, rules: AutocastRules, run: Any = None) -> Transform:
-    """Returns what emulates functions under autocast; see `emulated_autocast`."""
+    """Returns a transform that emulates a function under autocast; see `emulated_autocast`."""
     return lambda fn: emulated_autocast(fn, dtype, flags, rules=rules, run=run)
 
 
@@ -96,10 +96,10 @@ def index_of(units: Sequence[Unit]) -> dict[str, int]:
 
 
 def flags_from(array: jax.Array, numbers: dict[str, int]) -> Callable[..., Bit]:
-    """Returns flags as an emulation takes them.
+    """Returns the flags of an emulation.
 
     Args:
-      array: bool [units], whether each may run in half precision.
+      array: bool [units], True if the unit may run in half precision.
       numbers: see `index_of`.
     """
 
