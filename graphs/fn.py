@@ -1,10 +1,10 @@
 """Built-in messages and reductions, under DGL's names.
 
-A message combines two features: of the edge's sender `u`, of its receiver `v`, of the edge `e` itself.
-`u_mul_e("h", "w", "m")` is the sender's `h` times the edge's `w`, and is called `m`; `sum("m", "x")` adds
-the messages `m` that reach a node, and is called `x`. `dot` multiplies along the last axis and keeps it
-with size 1. Axes that one feature lacks are inserted after its first, and then numpy's rules hold. The
-reductions `var`, `std`, `softmax`, `argmax` and `argmin` are not DGL's, but PyTorch Geometric's and torch_scatter's.
+A message combines two features of the edge's sender `u`, its receiver `v` or the edge `e` itself.
+`u_mul_e("h", "w", "m")` multiplies the sender's `h` by the edge's `w`, and stores the message as `m`. `sum("m", "x")`
+adds the messages `m` of a node's incoming edges, and stores the result as `x`. `dot` sums over the last axis and keeps
+it with size 1. Axes that one feature lacks are inserted after its first axis; then the features are broadcast. The
+reductions `var`, `std`, `softmax`, `argmax` and `argmin` come from PyTorch Geometric and torch_scatter.
 
 Source: https://docs.dgl.ai/api/python/dgl.function.html
 """
@@ -19,12 +19,12 @@ Reduction = Literal["sum", "mean", "max", "min", "var", "std", "softmax", "argma
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What each edge sends.
+    """A message that each edge sends.
 
     Attributes:
-      operation: what is done with the features.
-      operands: the end of the edge and the name of the feature there; two, and one of "copy".
-      out: what the message is called.
+      operation: the operation on the features.
+      operands: pairs of an end of the edge and a feature's name; one pair for "copy", otherwise two.
+      out: name of the message.
     """
 
     operation: Operation
@@ -42,13 +42,13 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Reduce:
-    """What a node makes of the messages that reach it.
+    """A reduction of the messages of a node's incoming edges.
 
     Attributes:
-      reduction: what is done with the messages.
-      message: what the messages are called.
-      out: what the result is called.
-      temperature: of "softmax", by which messages are multiplied before powers are taken of them.
+      reduction: the reduction.
+      message: name of the messages.
+      out: name of the result.
+      temperature: for "softmax", the factor of the messages in the exponent.
     """
 
     reduction: Reduction
@@ -58,7 +58,7 @@ class Reduce:
 
 
 class BuiltIn:
-    """A function of this module: it makes a message or a reduction, and is not one itself."""
+    """A function of this module, which returns a message or a reduction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,9 @@ class _Binary(BuiltIn):
         """Returns the message of two features.
 
         Args:
-          left_field: the feature of the left end.
-          right_field: the feature of the right end.
-          out: what the message is called.
+          left_field: name of the left end's feature.
+          right_field: name of the right end's feature.
+          out: name of the message.
         """
         return Message(self.operation, ((self.left, left_field), (self.right, right_field)), out)
 
@@ -86,28 +86,28 @@ class _Reducer(BuiltIn):
         """Returns the reduction of a message.
 
         Args:
-          msg: what the messages are called.
-          out: what the result is called.
+          msg: name of the messages.
+          out: name of the result.
         """
         return Reduce(self.reduction, msg, out)
 
 
 def copy_u(u: str, out: str) -> Message:
-    """Returns the message that is the sender's feature.
+    """Returns the message that copies the sender's feature.
 
     Args:
-      u: the feature.
-      out: what the message is called.
+      u: name of the feature.
+      out: name of the message.
     """
     return Message("copy", (("u", u),), out)
 
 
 def copy_e(e: str, out: str) -> Message:
-    """Returns the message that is the edge's feature.
+    """Returns the message that copies the edge's feature.
 
     Args:
-      e: the feature.
-      out: what the message is called.
+      e: name of the feature.
+      out: name of the message.
     """
     return Message("copy", (("e", e),), out)
 
@@ -154,13 +154,13 @@ argmin = _Reducer("argmin")
 
 
 def softmax(msg: str, out: str, temperature: float = 1.0) -> Reduce:
-    """Returns the sum of a message, weighted elementwise by the softmax of temperature times the message.
+    """Returns the sum of messages, weighted elementwise by the softmax of temperature times the messages.
 
-    The result lies between the mean, of temperature 0, and the maximum, of a large one.
+    The result is the mean at temperature 0, and approaches the maximum at large temperatures.
 
     Args:
-      msg: what the messages are called.
-      out: what the result is called.
+      msg: name of the messages.
+      out: name of the result.
       temperature: a number.
 
     Example:
@@ -175,12 +175,12 @@ def softmax(msg: str, out: str, temperature: float = 1.0) -> Reduce:
 
 
 def moments(msg: str, mean_out: str, var_out: str) -> tuple[Reduce, Reduce]:
-    """Returns the reductions of a message to its mean and its variance, which share their passes over the edges.
+    """Returns the reductions to mean and variance, which share their passes over the edges.
 
     Args:
-      msg: what the messages are called.
-      mean_out: what the mean is called.
-      var_out: what the variance is called.
+      msg: name of the messages.
+      mean_out: name of the mean.
+      var_out: name of the variance.
 
     Example:
       >>> [reduce.reduction for reduce in moments("m", "mean", "var")]

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress, tables, charts, pages."""
+"""Output of runs: progress, tables, charts, pages and files."""
 
 from jmp_train.reports.display import LineDisplay as LineDisplay
 from jmp_train.reports.display import compilations_shown as compilations_shown

@@ -1,4 +1,4 @@
-"""Charts of a comparison: losses, loss scales, costs and times of the runs. A run has one color in all of them."""
+"""Charts of a comparison: losses, loss scales, costs and times. A run has the same color in all charts."""
 
 import math
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from jmp_train.policies.documents import (
 )
 from jmp_train.runs import Run
 
-_DASHES = ("", "10 3", "3 2", "10 3 3 3")  # so that runs on top of each other are seen
-_POINTS = 60  # that a loss curve has at most
+_DASHES = ("", "10 3", "3 2", "10 3 3 3")  # so that overlapping curves can be told apart
+_POINTS = 60  # maximum per loss curve
 _SIZE, _MARGINS = (440, 240), (48, 12, 10, 42)
 
 
@@ -31,7 +31,7 @@ def panels(runs: Sequence[Run]) -> list[Chart]:
 
 
 def losses(runs: Sequence[Run]) -> Chart:
-    """Returns the training losses, averaged over windows because single batches differ much, and where phases begin."""
+    """Returns a chart of training losses, averaged over windows to reduce noise, and of the starts of phases."""
     curves = {f"run{number}": _means(run) for number, run in enumerate(runs)}
     y = log_axis([loss for curve in curves.values() for _, loss in curve if loss > 0] or [1.0])
     marks: list[Mark] = [Path(name, [curve]) for name, curve in curves.items() if curve]
@@ -51,7 +51,7 @@ def _means(run: Run) -> list[tuple[float, float]]:
 
 
 def loss_scales(runs: Sequence[Run]) -> Chart:
-    """Returns the history of each loss scale that is not 1 throughout, with a cross at each skip."""
+    """Returns a chart of each loss scale that is not always 1, with a cross at each skip."""
     marks: list[Mark] = []
     drawn, scales = [], []
     for number, run in enumerate(runs):
@@ -70,7 +70,7 @@ def loss_scales(runs: Sequence[Run]) -> Chart:
 
 
 def _history(run: Run) -> list[tuple[float, float]]:
-    """Returns the corners of a curve with steps."""
+    """Returns the corners of a step curve of the loss scale."""
     points = [(run.steps[0].step, run.steps[0].loss_scale)]
     for step in run.steps:
         if step.loss_scale != points[-1][1]:
@@ -79,7 +79,7 @@ def _history(run: Run) -> list[tuple[float, float]]:
 
 
 def seconds(runs: Sequence[Run]) -> Chart:
-    """Returns the median epoch's time, and apart from it that of compilation."""
+    """Returns a chart of the median epoch's time and the compile time."""
     rows = [
         [
             (run.epoch_seconds, f"{run.epoch_seconds:.3g} s"),
@@ -91,20 +91,20 @@ def seconds(runs: Sequence[Run]) -> Chart:
 
 
 def half_flops(runs: Sequence[Run]) -> Chart:
-    """Returns which share of a step's floating-point operations runs in half precision."""
+    """Returns a chart of the fraction of a step's flops that runs in half precision."""
     rows = [[(run.costs.half_flops_share, f"{run.costs.half_flops_share:.1%}")] for run in runs]
     return _bars("half_flops", "Flops in half precision", runs, rows, most=1)
 
 
 def saved(runs: Sequence[Run]) -> Chart:
-    """Returns the bytes that a step's forward pass leaves for its backward pass."""
+    """Returns a chart of the bytes that a step stores for its backward pass."""
     sizes = [run.costs.residual_bytes for run in runs]
     rows = [[(0, "none") if size is None else (size, with_unit(size, "B"))] for size in sizes]
     return _bars("saved", "Saved for the backward pass", runs, rows)
 
 
 def state(runs: Sequence[Run]) -> Chart:
-    """Returns the bytes of parameters and of the whole state, and a device's peak where it reports one."""
+    """Returns a chart of the bytes of parameters and whole state, and of a device's peak if it reports one."""
     rows = []
     for run in runs:
         sizes = {"": run.costs.params_bytes, " in all": run.costs.state_bytes}
@@ -136,7 +136,7 @@ def _curves(
 def _bars(
     name: str, title: str, runs: Sequence[Run], rows: Sequence[Sequence[tuple[float, str]]], most: float = 0
 ) -> Chart:
-    """Returns a chart with the bars of each run below each other, the later ones paler."""
+    """Returns a bar chart in which the bars of each run are below each other, the later ones paler."""
     styles = {
         f"run{number} bar{place}": Style(series_color(number), opacity=(1.0, 0.45, 0.2)[place])
         for number, bars in enumerate(rows)

@@ -1,4 +1,4 @@
-"""What commands show while they work and at their end: lines, bars, tables."""
+"""Terminal output of commands during and after their work: lines, progress bars, tables."""
 
 import math
 import sys
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 _CELLS = ("now", "step", "loss", "scale", "skipped", "s/epoch", "compile", "saved")
-_BESIDE_NAME_AND_COUNT = 40  # "steps", two clocks, a bar of ten, and gaps
+_BESIDE_NAME_AND_COUNT = 40  # width of "steps", two clocks, a bar of ten, and gaps
 
 
 def print_table(runs: Sequence[Run]) -> None:
-    """Prints the runs next to each other, or one below the other where the screen has no room for that.
+    """Prints a table of the runs, or one run below the other if the screen is too narrow.
 
-    A second table has what a step costs on any device, a third what was watched; the footnote is the memory of
-    processes.
+    A second table shows the costs of a step on any device, a third the watched fractions. The footnote is the memory
+    of processes.
     """
     console = console_on(sys.stdout)
     console.print(Sheet(runs_table(runs)))
@@ -42,13 +42,13 @@ def print_table(runs: Sequence[Run]) -> None:
 
 
 def print_speed_table(runs: Sequence[Run]) -> None:
-    """Prints the speed of the runs, and the memory of their devices, compared with the first one."""
+    """Prints speed and device memory of the runs, compared with the first one."""
     note = f"1.00x: {runs[0].policy}" if len(runs) > 1 else ""
     console_on(sys.stdout).print(Sheet(replace(speed_table(runs), note=note)))
 
 
 def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
-    """Returns the line after an epoch of `epochs`, 0 if unknown, with the peak of the memory if it is a device's."""
+    """Returns the line of an epoch; `epochs` is 0 if unknown. It has the peak memory only if that is a device's."""
     number = f"{epoch.epoch:>{len(str(epochs))}}/{epochs}" if epochs else f"{epoch.epoch}"
     rate = "" if math.isnan(epoch.learning_rate) else f"learning rate {epoch.learning_rate:.2e}  "
     memory = f"peak memory {epoch.memory_mb:.0f} MB  " if memory_of == "device" else ""
@@ -60,9 +60,9 @@ def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
 
 @contextmanager
 def _counts_shown(first: str, later: str, stream: IO[str]) -> Iterator[Callable[[int, str], None] | None]:
-    """Shows on a terminal how far a search is, and yields what it takes as `progress`; elsewhere nothing, and None.
+    """Shows the progress of a search on a terminal, and yields its `progress` argument; None without a terminal.
 
-    `first` is shown before the first count; `later` is a text for `format` with the count and a word about it.
+    `first` is shown before the first count. `later` is a format string for the count and a text about it.
     """
     if not is_screen(stream):
         yield None
@@ -81,16 +81,16 @@ trials_shown = partial(_counts_shown, "compiling", "trial {}: {} (Ctrl-C takes i
 
 
 def display_on(stream: IO[str], policies: Sequence[str]) -> "LineDisplay":
-    """Returns the display of the runs of these policies: live on a terminal that can be, lines elsewhere."""
+    """Returns a display of the runs of these policies: live on a capable terminal, otherwise lines."""
     return LiveDisplay(stream, policies) if is_screen(stream) else LineDisplay(stream)
 
 
 class LineDisplay:
-    """Prints a line per epoch; a context in which runs show their events."""
+    """Prints one line per epoch; a context manager to which runs report events."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
-        self.epochs = 0  # of the run that is shown, once it says
+        self.epochs = 0  # of the run, once known
         self._memory_of: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -100,13 +100,13 @@ class LineDisplay:
         pass
 
     def start(self, policy: str) -> None:
-        """Shows that a policy's run begins; lines do not."""
+        """Shows that a policy's run begins; prints nothing here."""
 
     def fail(self, policy: str, reason: str) -> None:
-        """Shows that a policy's run did not end; lines do not, since the command ends with the reason."""
+        """Shows that a policy's run failed; prints nothing here, because the command ends with the reason."""
 
     def show(self, policy: str, event: Event) -> None:
-        """Prints a line if the event is an epoch, a note, or a phase that begins."""
+        """Prints a line if the event is an epoch, a note, or the start of a phase."""
         match event:
             case Planned():
                 self.epochs = event.epochs
@@ -125,7 +125,7 @@ class LineDisplay:
 
 
 class LiveDisplay(LineDisplay):
-    """Shows a progress bar for each run and a table of where each is, below the lines, and renews them."""
+    """Shows a progress bar and a table row for each run below the lines, and updates them."""
 
     def __init__(self, stream: IO[str], policies: Sequence[str]) -> None:
         with extra_packages():
@@ -141,7 +141,7 @@ class LiveDisplay(LineDisplay):
 
         super().__init__(stream)
         self._rows = {policy: dict.fromkeys(_CELLS, "") | {"now": "waiting"} for policy in policies}
-        self._training = dict.fromkeys(policies, "training")  # with the phase, if there are several
+        self._training = dict.fromkeys(policies, "training")  # and the phase, if there are several
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -159,7 +159,7 @@ class LiveDisplay(LineDisplay):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._live.stop()  # clears the bars and the table; the lines stay
+        self._live.stop()  # clears bars and table; the lines stay
 
     def start(self, policy: str) -> None:
         """Starts a run's clock."""
@@ -167,7 +167,7 @@ class LiveDisplay(LineDisplay):
         self._bars.start_task(self._tasks[policy])
 
     def show(self, policy: str, event: Event) -> None:
-        """Renews a run's bar and row, and prints the line of the event, if it has one, above them."""
+        """Updates a run's bar and row, and prints the event's line, if it has one, above them."""
         row, bar = self._rows[policy], self._tasks[policy]
         match event:
             case Planned(_, total):
@@ -202,11 +202,11 @@ class LiveDisplay(LineDisplay):
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _render(self) -> "Group":
-        """Returns the bars and the table; where bars do not fit, the table has the steps."""
+        """Returns bars and table; if the bars do not fit, only a table with the steps."""
         with extra_packages():
             from rich.console import Group
 
-        self._console.width = width_of(self.stream)  # which may have changed
+        self._console.width = width_of(self.stream)  # the user may have resized the terminal
         counts = max(len(row["step"]) for row in self._rows.values())
         has_bars = max(map(len, self._rows)) + counts + _BESIDE_NAME_AND_COUNT <= self._console.width
         heads = [name for name in _CELLS if name != "step" or not has_bars]

@@ -1,4 +1,4 @@
-"""The files that commands write: reports, diagnoses, plans and rules, each whole or not at all."""
+"""Files that commands write atomically: reports, diagnoses, plans and rules."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _REPORTED = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
 
 Written = tuple[list[Path], list[str]]
-"""Files that are written, and of each other one a line with its path and why it is not."""
+"""The written files, and one line per file that could not be written, with path and reason."""
 
 
 def json_line(subject: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Returns a line of JSON, which begins with what a tool looked at."""
+    """Returns a line of JSON that begins with the subject of a tool."""
     return json.dumps({**subject, **found}, allow_nan=False) + "\n"
 
 
@@ -30,10 +30,10 @@ def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequ
     """Writes report.json, report.png and report.html.
 
     Args:
-      directory: where to; it exists.
+      directory: an existing folder.
       task: the task's name.
       runs: at least one; the others are compared with the first.
-      failures: (policy, reason) of each run that did not end.
+      failures: (policy, reason) of each failed run.
     """
     from jmp_train.reports.charts import panels
     from jmp_train.reports.page import page
@@ -52,7 +52,7 @@ def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequ
 
 
 def report(task: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Returns report.json's content; numbers that are not finite become null."""
+    """Returns the content of report.json; numbers that are not finite become null."""
     return as_json({"task": task, "runs": [_run_report(run) for run in runs]})
 
 
@@ -87,14 +87,14 @@ def write_diagnosis(directory: Path, title: str, subject: Mapping[str, Any], fou
 
 
 def write_plan(page: Path | None, title: str, plan: "Plan") -> Written:
-    """Writes the page of a plan with this title, if a file is named."""
+    """Writes the page of a plan with this title, unless the file is None."""
     return _write_all({page: lambda path: _write(path, plan.to_html(title))})
 
 
 def write_tuning(
     rules: Path | None, page: Path | None, title: str, subject: Mapping[str, Any], tuned: "TunedRules"
 ) -> Written:
-    """Writes the file of the rules and that of the page, as far as they are named, both with this title."""
+    """Writes the files of rules and page with this title, except those that are None."""
     return _write_all(
         {
             rules: lambda path: tuned.rules.save(path, comment=_comment(title, subject, tuned)),
@@ -104,7 +104,7 @@ def write_tuning(
 
 
 def _comment(title: str, subject: Mapping[str, Any], tuned: "TunedRules") -> str:
-    """Returns what the rules are for, and what stays in float32 and why."""
+    """Returns the comment of a rules file: subject, tolerance, and the entries with their reasons."""
     t = tuned.tolerance
     made = ", ".join(f"{name} {value}" for name, value in subject.items())
     return (
@@ -115,7 +115,7 @@ def _comment(title: str, subject: Mapping[str, Any], tuned: "TunedRules") -> str
 
 
 def _write_all(writers: Mapping[Path | None, Callable[[Path], object]]) -> Written:
-    """Calls each writer with its path, if there is one, and notes those that fail."""
+    """Calls each writer with its path unless that is None, and collects failures."""
     written, problems = [], []
     for path, write in writers.items():
         if path is None:
@@ -126,7 +126,7 @@ def _write_all(writers: Mapping[Path | None, Callable[[Path], object]]) -> Writt
         except OSError as error:
             problems.append(f"{path}: {error.strerror or error}")
         except (RuntimeError, ValueError) as error:
-            # Matplotlib's, as for a font or a TeX that is not there; a path of a model that UTF-8 cannot hold.
+            # Matplotlib's, such as a missing font or TeX; a model's path that UTF-8 cannot encode.
             problems.append(f"{path}: {error}")
     return written, problems
 

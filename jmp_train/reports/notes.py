@@ -1,4 +1,4 @@
-"""Sentences about runs: what they cost and gain, which rules and phases they had, why one failed or fell behind."""
+"""Sentences about runs: costs and gains, rules and phases, reasons for failures and lower accuracy."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from jmp_train.policies.documents import with_unit
 from jmp_train.reports.tables import is_on_cpu, metric_cells, metric_title, ratio, shown_metrics
 from jmp_train.runs import NONFINITE, Run
 
-# Modes that are known to fail where others do not, and what they lack.
+# Modes that are known to fail, with the reason.
 _LACKS = {
     "apex-O3": (
         "apex-O3 has neither loss scale nor float32 master weights nor float32 BatchNorms: gradients below 6e-8 "
@@ -20,7 +20,7 @@ _LACKS = {
 
 
 def sentences(runs: Sequence[Run]) -> list[str]:
-    """Returns one sentence per run about its costs and gains; the others are compared with the first run."""
+    """Returns one sentence per run about costs and gains, compared with the first run."""
     first, *others = runs
     head = f"{first.policy}: {metrics_note(first)}, {first.epoch_seconds:.3g} s per epoch{_saved(first)}."
     return [head, *(_sentence(run, first) for run in others)]
@@ -45,7 +45,7 @@ def _sentence(run: Run, first: Run) -> str:
 def metrics_note(run: Run, first: Run | None = None) -> str:
     """Returns "test accuracy 98.61% (+0.10 points), bits/byte 2.1234", or the last loss of a run without metrics.
 
-    The points are those of the accuracy above that of the first run, if there is one.
+    The points are the difference in accuracy to the first run, if it is given.
     """
     names = shown_metrics([run])
     if not names:
@@ -58,7 +58,7 @@ def metrics_note(run: Run, first: Run | None = None) -> str:
 
 
 def worse_by(run: Run, first: Run) -> float | None:
-    """Returns by how much a run's headline is worse than the first run's; None if there is none."""
+    """Returns how much worse a run's headline metric is than the first run's; None without one."""
     name = first.headline
     if name is None or name not in run.metrics:
         return None
@@ -67,7 +67,7 @@ def worse_by(run: Run, first: Run) -> float | None:
 
 
 def explanations(runs: Sequence[Run]) -> list[str]:
-    """Returns notes about runs: phases, rules from a file, outputs that are not finite, a lower accuracy."""
+    """Returns notes about runs: phases, rules from a file, non-finite outputs, lower accuracy."""
     texts = []
     for run in runs:
         texts += [note_phases(run), note_rules(run), note_outputs(run), explain_accuracy(run, runs[0])]
@@ -75,7 +75,7 @@ def explanations(runs: Sequence[Run]) -> list[str]:
 
 
 def note_phases(run: Run) -> str | None:
-    """Returns the precisions of the steps of a run with a schedule; None without a schedule."""
+    """Returns a note on the precisions of a run with a schedule; None without a schedule."""
     if not run.phases:
         return None
     said = [
@@ -87,12 +87,12 @@ def note_phases(run: Run) -> str | None:
 
 
 def note_rules(run: Run) -> str | None:
-    """Returns the file of a run's rules of autocast; None if they are its policy's or mode's own."""
+    """Returns a note on the file of a run's autocast rules; None if they do not come from a file."""
     return f"{run.policy}: autocast by the rules of {run.rules}" if run.rules else None
 
 
 def note_outputs(run: Run) -> str | None:
-    """Returns how many of a run's outputs are not finite; None if all are finite."""
+    """Returns a note on a run's outputs that are not finite; None if all are finite."""
     count = run.metrics.get(NONFINITE)
     if not count:
         return None
@@ -100,7 +100,7 @@ def note_outputs(run: Run) -> str | None:
 
 
 def explain_accuracy(run: Run, first: Run) -> str | None:
-    """Returns why a run is more than a point less accurate than the first one; None if it is not, or if unknown."""
+    """Returns why a run is over a point less accurate than the first one; None if it is not, or for unknown reasons."""
     worse = worse_by(run, first)
     if worse is None or "accuracy" not in str(first.headline) or worse <= 0.01 or run.policy not in _LACKS:
         return None
@@ -109,7 +109,7 @@ def explain_accuracy(run: Run, first: Run) -> str | None:
 
 
 def explain_failure(name: str, reason: str) -> str:
-    """Returns why a run failed; after an overflow in a mode that is known for it, also what the mode lacks.
+    """Returns why a run failed and, after an overflow in a mode that is known for it, what the mode lacks.
 
     Example:
       >>> explain_failure("apex-O3", "devices=9: there is no more than 8 x cpu")

@@ -31,12 +31,12 @@ _ON_CPU = (
 
 
 def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = ()) -> str:
-    """Returns the page.
+    """Returns the page as HTML.
 
     Args:
       task: the task's name.
       runs: at least one; the others are compared with the first.
-      failures: (policy, reason) of each run that did not end.
+      failures: (policy, reason) of each failed run.
     """
     said = [Text(text) for text in (*sentences(runs), *explanations(runs))]
     failed = [Text(f"{policy} did not end: {reason}", look="failed") for policy, reason in failures]
@@ -90,7 +90,7 @@ def _state(epoch: Epoch) -> tuple[str, str, str]:
 
 
 def _dotted(table: Table, colors: dict[str, str]) -> Table:
-    """Returns the table with the color of each run in front of its name."""
+    """Returns the table with the color of each run before its name."""
     rows = [(Cell(str(name), color=colors[str(name)]), *cells) for name, *cells in table.rows]
     return Table(table.heads, rows, table.name)
 

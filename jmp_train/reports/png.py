@@ -1,4 +1,4 @@
-"""Charts as one PNG, drawn by matplotlib in light colors."""
+"""Draws charts by matplotlib, in light colors, to one PNG."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ def png(charts: Sequence[Chart], title: str, footnote: str) -> bytes:
 
     Args:
       charts: the charts.
-      title: above them.
-      footnote: below them, or nothing.
+      title: text above the charts.
+      footnote: text below the charts, or an empty string.
     """
     with extra_packages():
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Tables of runs: metrics, costs, speed, memory and watched updates, compared with the first run."""
+"""Tables of runs, compared with the first run: metrics, costs, speed, memory and watched updates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ Column = tuple[str, Sequence[str]]
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
-    """Returns metrics, times, and the last loss and loss scale of each run."""
+    """Returns the table of metrics, times, and the last loss and loss scale of each run."""
     names = shown_metrics(runs)
     measured = [(metric_title(name), [metric_text(run, name) for run in runs]) for name in names]
     is_measured = "loss" in dict(measured)
@@ -38,7 +38,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def cost_table(runs: Sequence[Run]) -> Table:
-    """Returns the costs of a step on any device; ratios compare with the first run."""
+    """Returns the table of a step's costs on any device, with ratios to the first run."""
     costs = [run.costs for run in runs]
     columns: list[Column] = [
         ("policy", [run.policy for run in runs]),
@@ -62,22 +62,22 @@ def _sizes(title: str, sizes: Sequence[int | None]) -> list[Column]:
 
 
 def watch_table(runs: Sequence[Run]) -> Table:
-    """Returns the worst group of parameters of each run that watched."""
+    """Returns the table of the worst group of parameters of each run with `watch`."""
     rows = [(run.policy, *(_worst(run.watch.get(name, {})) for name in WATCHES)) for run in runs if run.watch]
     return Table(("policy", "lost updates", "underflow"), rows, "watches", note=_WATCH_NOTE)
 
 
 def _worst(groups: Mapping[str, float]) -> str:
-    """Returns "12.3% (Dense_0)" for the group with the largest share, "0" if all are 0."""
+    """Returns "12.3% (Dense_0)" for the group with the largest fraction, "0" if all are 0."""
     share, group = max(((share, group) for group, share in groups.items()), default=(0.0, ""))
     return f"{share:.1%} ({group})" if share else "0"
 
 
 def speed_table(runs: Sequence[Run]) -> Table:
-    """Returns speed and memory of each run; speed-up and memory ratio compare with the first run.
+    """Returns the table of speed and device memory, with ratios to the first run.
 
-    The memory is the device's. Without it the table has no memory, since a process' is mostly that of the compiler and
-    the libraries.
+    If devices do not report their memory, the table omits it, because a process's memory is mostly the compiler's and
+    the libraries'.
 
     Reference: ColossalAI's table of its AMP modes.
     """
@@ -104,7 +104,7 @@ def _table(columns: Sequence[Column], name: str = "", note: str = "") -> Table:
 
 
 def seconds_text(run: Run) -> str:
-    """Returns the median epoch's seconds, and the least and the most of several epochs."""
+    """Returns the median epoch's seconds and, for several epochs, the minimum and the maximum."""
     seconds = [epoch.seconds for epoch in run.epochs]
     if len(seconds) == 1:
         return f"{seconds[0]:.2f}"
@@ -112,28 +112,28 @@ def seconds_text(run: Run) -> str:
 
 
 def is_on_cpu(runs: Sequence[Run]) -> bool:
-    """Returns True if a run was on a CPU, whose times say little of half precision."""
+    """Returns True if a run was on a CPU, where times say little about half precision."""
     return any(run.device.endswith("cpu") for run in runs)
 
 
 def reports_memory(runs: Sequence[Run]) -> bool:
-    """Returns whether the peaks of memory are a device's in all runs."""
+    """Returns True if all runs report the peak memory of their device."""
     return all(run.memory_of == "device" for run in runs)
 
 
 def process_memory(runs: Sequence[Run]) -> str:
-    """Returns a footnote on the peaks of memory that are a process'; "" if there are none."""
+    """Returns a footnote with the peak memory of processes; "" if all runs report that of their device."""
     peaks = ", ".join(f"{run.policy} {run.memory_mb:.0f} MB" for run in runs if run.memory_of != "device")
     return peaks and f"peak memory of the process, with libraries, compiler and data: {peaks}"
 
 
 def ratio(value: float | None, first: float | None) -> str:
-    """Returns a number as a multiple of the first run's; "" where one of them is not known or is 0."""
+    """Returns a number as a multiple of the first run's; "" if the number is None or the first is None or 0."""
     return f"{value / first:.2f}x" if value is not None and first else ""
 
 
 def short_scale(scale: float) -> str:
-    """Returns a loss scale in few characters; from a million on, a power of two as such.
+    """Returns a loss scale in few characters; powers of two from a million on as "2^n".
 
     Example:
       >>> short_scale(65536.0), short_scale(2.0**21)
@@ -148,17 +148,17 @@ def _rate(number: float) -> str:
 
 
 def shown_metrics(runs: Sequence[Run]) -> list[str]:
-    """Returns the names of the metrics that tables have, the headline first."""
+    """Returns the names of the metrics in tables, the headline first."""
     return [name for name in dict.fromkeys(name for run in runs for name in run.metrics) if name != NONFINITE]
 
 
 def metric_cells(run: Run, names: Sequence[str]) -> list[str]:
-    """Returns some of a run's metrics as a table has them."""
+    """Returns the named metrics of a run as table cells."""
     return [metric_text(run, name) for name in names]
 
 
 def metric_text(run: Run, name: str) -> str:
-    """Returns a run's metric in few characters, an accuracy as a percentage; "" if the run has no such metric."""
+    """Returns a run's metric in few characters, accuracies as percentages; "" if the run lacks the metric."""
     value = run.metrics.get(name, "")
     if isinstance(value, int | str) and not isinstance(value, bool):
         return str(value)
@@ -168,7 +168,7 @@ def metric_text(run: Run, name: str) -> str:
 
 
 def metric_title(name: str) -> str:
-    """Returns a metric's name as a title has it.
+    """Returns a metric's name as a title.
 
     Example:
       >>> metric_title("test_accuracy"), metric_title("bits_per_byte")

@@ -1,4 +1,4 @@
-"""Text that fits the terminal: tables become lines where they have no room, lines break between fields."""
+"""Text that fits the terminal: wide tables become lines, and lines break between fields."""
 
 import os
 import re
@@ -11,15 +11,15 @@ from jmp_train.policies.documents import Table
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-_UNLIMITED = 10_000  # of files and pipes, which have no width
+_UNLIMITED = 10_000  # for files and pipes, which have no width
 _INDENT = "  "
 
 
 def console_on(stream: IO[str]) -> "Console":
-    """Returns rich's console on a stream: without any style if NO_COLOR is set, and on what is not a terminal.
+    """Returns rich's console on a stream, without styles if NO_COLOR is set or the stream is not a terminal.
 
     Args:
-      stream: where to print.
+      stream: the stream to print to.
     """
     with extra_packages():
         from rich.console import Console
@@ -34,12 +34,12 @@ def console_on(stream: IO[str]) -> "Console":
 
 
 def is_screen(stream: IO[str]) -> bool:
-    """Returns whether a stream is a terminal that can move its cursor."""
+    """Returns True if a stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def width_of(stream: IO[str]) -> int:
-    """Returns how many characters a line of a stream has: COLUMNS, the terminal's, or any number.
+    """Returns the width of a stream's lines: COLUMNS, the terminal's width, or a large number for files.
 
     Args:
       stream: a terminal, a pipe or a file.
@@ -56,11 +56,11 @@ def width_of(stream: IO[str]) -> int:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Returns a text of fields with lines of at most `width`, broken between the fields where that is enough.
+    """Returns a text of fields in lines of at most `width`, broken between fields if possible.
 
     Args:
-      text: two or more spaces are between fields, single ones within. Words that are longer stay whole.
-      width: of a line.
+      text: fields separated by two or more spaces, with single spaces within. Longer words stay whole.
+      width: maximum width of a line.
 
     Example:
       >>> print(wrapped("float32  loss 0.5  learning rate 1.00e-03  0.25 s", 26))
@@ -85,10 +85,10 @@ def wrapped(text: str, width: int) -> str:
 
 
 class Sheet:
-    """A table for rich to print; where there is no room, a row is its first cell and lines of the other cells.
+    """A table for rich to print; if it is too wide, each row is its first cell and lines of the other cells.
 
     Args:
-      table: what to print.
+      table: the table.
     """
 
     def __init__(self, table: Table) -> None:
@@ -96,7 +96,7 @@ class Sheet:
         self.rows = table.plain_rows
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[RenderableType]":
-        """Yields a table or, where it does not fit, lines."""
+        """Yields a table or, if it does not fit, lines."""
         columns = zip(self.table.heads, *self.rows, strict=True)
         needed = 1 + sum(1 + max(map(len, column)) for column in columns)
         if needed <= options.max_width:

@@ -1,4 +1,4 @@
-"""Atomic writes, after which a file has all of its new content or its old one; and the folder for caches."""
+"""Atomic writes, which leave a file with either its whole new content or its old one; and the folder for caches."""
 
 import contextlib
 import os
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Writes a file atomically: to a temporary file in the same folder, which is then renamed.
+    """Writes a file atomically: writes a temporary file in the same folder, then renames it.
 
     A process that is killed meanwhile leaves the temporary file, whose name begins with a dot.
 
     Args:
-      path: where to; its folder exists. A file that is there is replaced.
-      content: all of it.
+      path: the file, in an existing folder. An existing file is replaced.
+      content: the whole content.
 
     Returns:
       The path.
@@ -30,10 +30,10 @@ def write_atomically(path: Path, content: bytes) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Has what was written to a file, or renamed in a folder, reach the disk.
+    """Flushes writes to a file, or renames in a folder, to the disk.
 
     Args:
-      path: of the file or the folder.
+      path: path of the file or folder.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
@@ -43,7 +43,7 @@ def sync(path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of what can be made again: `$JMP_TRAIN_CACHE`, or jmp_train in `$XDG_CACHE_HOME` or ~/.cache.
+    """Returns the folder for caches: `$JMP_TRAIN_CACHE`, or jmp_train in `$XDG_CACHE_HOME` or ~/.cache.
 
     Example:
       >>> os.environ["JMP_TRAIN_CACHE"] = "/scratch/jmp_train"
