@@ -137,6 +137,10 @@ from jmp_train.graphs.sampling import EdgeSampler as EdgeSampler
 from jmp_train.graphs.sampling import HostEdges as HostEdges
 from jmp_train.graphs.sampling import MiniBatch as MiniBatch
 from jmp_train.graphs.sampling import NeighborSampler as NeighborSampler
+from jmp_train.graphs.sampling import SaintSampler as SaintSampler
+from jmp_train.graphs.sampling import SkipGramBatch as SkipGramBatch
+from jmp_train.graphs.sampling import SkipGramSampler as SkipGramSampler
+from jmp_train.graphs.sampling import SubgraphBatch as SubgraphBatch
 from jmp_train.graphs.sampling import edge_sampler as edge_sampler
 from jmp_train.graphs.sampling import global_negatives as global_negatives
 from jmp_train.graphs.sampling import hits_at as hits_at
@@ -145,8 +149,13 @@ from jmp_train.graphs.sampling import in_batch_negatives as in_batch_negatives
 from jmp_train.graphs.sampling import layerwise_inference as layerwise_inference
 from jmp_train.graphs.sampling import mean_reciprocal_rank as mean_reciprocal_rank
 from jmp_train.graphs.sampling import neighbor_sampler as neighbor_sampler
+from jmp_train.graphs.sampling import node2vec_walk as node2vec_walk
+from jmp_train.graphs.sampling import random_walk as random_walk
 from jmp_train.graphs.sampling import reverse_edge_ids as reverse_edge_ids
 from jmp_train.graphs.sampling import roc_auc as roc_auc
+from jmp_train.graphs.sampling import saint_sampler as saint_sampler
+from jmp_train.graphs.sampling import skip_gram_pairs as skip_gram_pairs
+from jmp_train.graphs.sampling import skip_gram_sampler as skip_gram_sampler
 from jmp_train.graphs.sampling import take_rows as take_rows
 from jmp_train.graphs.sampling import take_sparse_rows as take_sparse_rows
 from jmp_train.graphs.sampling import uniform_negatives as uniform_negatives
@@ -174,6 +183,9 @@ from jmp_train.graphs.structure import unstack as unstack
 from jmp_train.graphs.transforms import add_edges as add_edges
 from jmp_train.graphs.transforms import add_self_loop as add_self_loop
 from jmp_train.graphs.transforms import add_virtual_node as add_virtual_node
+from jmp_train.graphs.transforms import drop_edges as drop_edges
+from jmp_train.graphs.transforms import drop_features as drop_features
+from jmp_train.graphs.transforms import drop_nodes as drop_nodes
 from jmp_train.graphs.transforms import edge_subgraph as edge_subgraph
 from jmp_train.graphs.transforms import in_subgraph as in_subgraph
 from jmp_train.graphs.transforms import khop_in_subgraph as khop_in_subgraph

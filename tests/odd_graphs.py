@@ -3,6 +3,8 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from jmp_train import graphs
+
 Ends = tuple[np.ndarray, np.ndarray, int]  # senders, receivers, number of nodes
 ODD: dict[str, Ends] = {
     "none": (np.zeros(0, int), np.zeros(0, int), 0),
@@ -22,3 +24,11 @@ def edges(draw: st.DrawFn, most_nodes: int = 7, most_edges: int = 16) -> Ends:
     pairs = draw(st.lists(st.tuples(ids, ids), max_size=most_edges if count else 0))
     ends = np.array(pairs, int).reshape(-1, 2)
     return ends[:, 0], ends[:, 1], count
+
+
+def without_dropped(graph: graphs.Graph, smaller: graphs.Graph) -> graphs.Graph:
+    """Returns the graph without the edges that another one dropped."""
+    kept = np.flatnonzero(graphs.edge_mask(smaller))
+    ends = np.asarray(graph.senders)[kept], np.asarray(graph.receivers)[kept]
+    features = {name: np.asarray(rows)[kept] for name, rows in graph.edges.items()}
+    return graphs.from_edges(*ends, graph.num_nodes, graph.nodes, features)

@@ -84,8 +84,8 @@ def read_all(
 ) -> tuple[tuple[Inputs, EdgeIds], Inputs]:
     """Returns the rows [edges, ...] that a chunk's edges read, which edges these are, and the sinks.
 
-    Empty places have the last edge of their block, or of the first block, once more: no function has to be defined
-    for what is no edge, and none of its gradients to be finite there.
+    Empty places have the last edge of their block, or of the first block with edges, once more: no function has to be
+    defined for what is no edge, and none of its gradients to be finite there.
 
     Args:
       edges: who sends to whom.
@@ -94,9 +94,9 @@ def read_all(
       sinks: of `sinks_of`; what is read without one has no gradient.
     """
     neighbors, source = edges.by_target, edges.by_source
-    is_empty = chunk.counts == 0
+    is_empty, first = chunk.counts == 0, jnp.argmax(neighbors.counts > 0)
     starts, counts, nodes = (
-        jnp.where(is_empty, whole[0], of_chunk)
+        jnp.where(is_empty, whole[first], of_chunk)
         for whole, of_chunk in (
             (neighbors.starts, chunk.starts),
             (neighbors.counts, chunk.counts),

@@ -163,8 +163,8 @@ def call_reduce_function(
         if has_tracers(receivers.ids):
             raise TypeError(
                 "a user-defined reduction groups nodes by in-degree, which is not known under jit: make the "
-                'graph with formats=("mailbox",), or reduce outside of jit. Blocks have no mailboxes: use a '
-                "built-in reduction"
+                'graph with formats=("mailbox",), or reduce outside of jit. Blocks, and graphs with dropped edges, '
+                "have no mailboxes: use a built-in reduction"
             )
         mailboxes = make_mailboxes(np.asarray(receivers.ids), count)
     results: dict[str, jax.Array] = {}

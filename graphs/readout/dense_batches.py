@@ -178,7 +178,7 @@ def _places(graph: Graph, max_nodes: int | None) -> tuple[int, jax.Array]:
     width = as_count("max_nodes", max_nodes)
     counts = graph.n_node
     starts = jnp.cumsum(counts) - counts
-    owners = jnp.repeat(jnp.arange(len(counts)), counts, total_repeat_length=graph.num_nodes)
+    owners = jnp.repeat(jnp.arange(len(counts), dtype=jnp.int32), counts, total_repeat_length=graph.num_nodes)
     places = jnp.arange(graph.num_nodes, dtype=jnp.int32) - starts[owners]
     has_place = node_mask(graph) & (places < width)
     if is_known and (missing := (node_mask(graph) & ~has_place)).any():

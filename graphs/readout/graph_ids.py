@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jraph
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.structure import Graph, Incidence, edge_mask, from_jraph, incidence_of, node_mask
+from jmp_train.graphs.structure import Graph, Incidence, first_padding, from_jraph, incidence_of
 
 Part = Literal["nodes", "edges"]
 AnyBatch = Graph | jraph.GraphsTuple
@@ -37,8 +37,12 @@ def graph_segments(graph: Graph, part: Part) -> Incidence:
     count = counts.shape[0]
     ids = jnp.repeat(jnp.arange(count, dtype=jnp.int32), counts, total_repeat_length=total)
     if graph.is_padded:
-        ids = jnp.where(node_mask(graph) if part == "nodes" else edge_mask(graph), ids, count)
-    return incidence_of(ids, count, is_sorted=True)
+        is_real = jnp.arange(total, dtype=jnp.int32) < total - counts[first_padding(graph.n_node)]
+        ids = jnp.where(is_real, ids, count)
+    segments, ends = incidence_of(ids, count, is_sorted=True), graph.connections.ends
+    if part == "nodes":
+        return segments if graph.kept_nodes is None else segments.where(graph.kept_nodes)
+    return segments if ends is None or ends[1].all_count else segments.where(ends[1].is_counted)
 
 
 def rows_of(graph: Graph, part: Part, feature: str | Floats) -> jax.Array:

@@ -101,7 +101,9 @@ def _topk(graph: AnyBatch, part: Part, feature: str | Floats, k: int, descending
     exists = offsets < segments.degrees[:, None]
     sorted_places = jnp.where(exists, starts[:, None] + offsets, rows.shape[0])  # [graphs, k]
     found = order.at[sorted_places].get(mode="fill", fill_value=rows.shape[0])  # [graphs, k, columns]
-    places = jnp.where(exists[..., None], found - starts[:, None, None], -1)
+    counts = graph.n_node if part == "nodes" else graph.n_edge
+    firsts = jnp.cumsum(counts) - counts
+    places = jnp.where(exists[..., None], found - firsts[:, None, None], -1)
     shape = (len(segments.degrees), k, *rows.shape[1:])
 
     def values(rows: jax.Array) -> jax.Array:

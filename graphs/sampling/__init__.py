@@ -18,3 +18,12 @@ from jmp_train.graphs.sampling.negatives import uniform_negatives as uniform_neg
 from jmp_train.graphs.sampling.sampler import MiniBatch as MiniBatch
 from jmp_train.graphs.sampling.sampler import NeighborSampler as NeighborSampler
 from jmp_train.graphs.sampling.sampler import neighbor_sampler as neighbor_sampler
+from jmp_train.graphs.sampling.skip_grams import SkipGramBatch as SkipGramBatch
+from jmp_train.graphs.sampling.skip_grams import SkipGramSampler as SkipGramSampler
+from jmp_train.graphs.sampling.skip_grams import skip_gram_pairs as skip_gram_pairs
+from jmp_train.graphs.sampling.skip_grams import skip_gram_sampler as skip_gram_sampler
+from jmp_train.graphs.sampling.subgraph_batches import SaintSampler as SaintSampler
+from jmp_train.graphs.sampling.subgraph_batches import SubgraphBatch as SubgraphBatch
+from jmp_train.graphs.sampling.subgraph_batches import saint_sampler as saint_sampler
+from jmp_train.graphs.sampling.walks import node2vec_walk as node2vec_walk
+from jmp_train.graphs.sampling.walks import random_walk as random_walk

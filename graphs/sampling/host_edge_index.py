@@ -65,6 +65,32 @@ class HostEdges:
         """Whether some node has no incoming edge."""
         return bool((self.in_degrees == 0).any())
 
+    @functools.cached_property
+    def leaving(self) -> "HostEdges":
+        """The reversed edges, and so these edges sorted by the node that they leave, without their ids."""
+        receivers = np.repeat(np.arange(self.num_targets, dtype=np.int32), self.in_degrees)
+        return host_edges(receivers, self.sources, self.num_targets, self.num_sources)
+
+    def has_edges(self, senders: np.ndarray, receivers: np.ndarray) -> np.ndarray:
+        """Returns whether there is an edge between each two nodes, bool [pairs].
+
+        Args:
+          senders: int [pairs].
+          receivers: int [pairs].
+        """
+        wanted = senders.astype(np.int64) * self.num_targets + receivers
+        order = np.argsort(wanted)  # a search for ascending numbers reads adjacent memory
+        wanted = wanted[order]
+        found = np.empty(len(wanted), bool)
+        found[order] = self._pairs[np.searchsorted(self._pairs[:-1], wanted)] == wanted
+        return found
+
+    @functools.cached_property
+    def _pairs(self) -> np.ndarray:
+        """Int64 [different edges + 1], ascending with the sender, then the receiver; -1 in the end."""
+        receivers = np.repeat(np.arange(self.num_targets), self.in_degrees)
+        return np.append(np.unique(self.sources.astype(np.int64) * self.num_targets + receivers), -1)
+
 
 def host_edges(
     senders: Ids,

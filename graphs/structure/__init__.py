@@ -46,8 +46,10 @@ from jmp_train.graphs.structure.incidence_building import (
 from jmp_train.graphs.structure.jraph_conversion import AnyGraph as AnyGraph
 from jmp_train.graphs.structure.jraph_conversion import OurGraph as OurGraph
 from jmp_train.graphs.structure.jraph_conversion import accepts_jraph as accepts_jraph
+from jmp_train.graphs.structure.jraph_conversion import first_padding as first_padding
 from jmp_train.graphs.structure.jraph_conversion import from_jraph as from_jraph
 from jmp_train.graphs.structure.jraph_conversion import to_jraph as to_jraph
+from jmp_train.graphs.structure.masked_edges import where_edges as where_edges
 from jmp_train.graphs.structure.row_arrays import equal_or_nan as equal_or_nan
 from jmp_train.graphs.structure.row_arrays import finite_or_zero as finite_or_zero
 from jmp_train.graphs.structure.row_arrays import first_rows as first_rows

@@ -160,7 +160,7 @@ def node_mask(graph: Graph) -> jax.Array:
       graph: a graph.
 
     Returns:
-      False for padding nodes.
+      False for padding nodes, and for those that `drop_nodes` dropped.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -168,7 +168,8 @@ def node_mask(graph: Graph) -> jax.Array:
       [True, True, False, False]
     """
     _check_graph("graph", graph)
-    return _mask(graph, graph.num_nodes, graph.n_node)
+    mask = _mask(graph, graph.num_nodes, graph.n_node)
+    return mask if graph.kept_nodes is None else mask & graph.kept_nodes
 
 
 def edge_mask(graph: Graph) -> jax.Array:
@@ -178,7 +179,7 @@ def edge_mask(graph: Graph) -> jax.Array:
       graph: a graph.
 
     Returns:
-      False for padding edges.
+      False for padding edges, and for those that `drop_edges` or `drop_nodes` dropped.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -186,7 +187,8 @@ def edge_mask(graph: Graph) -> jax.Array:
       [True, False, False]
     """
     _check_graph("graph", graph)
-    return _mask(graph, graph.num_edges, graph.n_edge)
+    mask, ends = _mask(graph, graph.num_edges, graph.n_edge), graph.connections.ends
+    return mask if ends is None or ends[1].all_count else mask & ends[1].is_counted
 
 
 def graph_mask(graph: Graph) -> jax.Array:
@@ -209,7 +211,7 @@ def graph_mask(graph: Graph) -> jax.Array:
 
 
 def _mask(graph: Graph, count: int, counts: jax.Array) -> jax.Array:
-    places = jnp.arange(count)
+    places = jnp.arange(count, dtype=jnp.int32)
     if not graph.is_padded:
         return places >= 0
     return places < count - counts[first_padding(graph.n_node)]
@@ -239,4 +241,6 @@ def _check_graph(name: str, graph: Graph) -> None:
 
 
 def _on_host(graph: Graph) -> jraph.GraphsTuple:
+    if (_mask(graph, graph.num_edges, graph.n_edge) != edge_mask(graph)).any() or graph.kept_nodes is not None:
+        raise ValueError("graph has dropped edges or nodes: batch, pad and unpad before dropping")
     return jax.tree.map(np.array, to_jraph(graph))  # copied, because jraph writes into its arguments

@@ -42,6 +42,7 @@ class Graph:
       globals: any pytree of values of the graphs.
       is_padded: whether the last graphs are padding, in jraph's conventions. Padding edges then do not
         count: sums, means, softmax and degrees ignore them, even those of the padding node.
+      kept_nodes: bool [nodes], the nodes that `drop_nodes` left; None if all count.
 
     Example:
       >>> import jax.numpy as jnp
@@ -57,6 +58,7 @@ class Graph:
     n_edge: jax.Array
     globals: Any = None
     is_padded: bool = dataclasses.field(default=False, metadata={"static": True})
+    kept_nodes: jax.Array | None = None
 
     @property
     def num_nodes(self) -> int:

@@ -2,6 +2,9 @@
 
 from jmp_train.graphs.transforms.derived_graphs import add_virtual_node as add_virtual_node
 from jmp_train.graphs.transforms.derived_graphs import line_graph as line_graph
+from jmp_train.graphs.transforms.dropping import drop_edges as drop_edges
+from jmp_train.graphs.transforms.dropping import drop_features as drop_features
+from jmp_train.graphs.transforms.dropping import drop_nodes as drop_nodes
 from jmp_train.graphs.transforms.edge_lists import edges_on_host as edges_on_host
 from jmp_train.graphs.transforms.edge_lists import ends_on_host as ends_on_host
 from jmp_train.graphs.transforms.edges import add_self_loop as add_self_loop

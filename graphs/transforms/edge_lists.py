@@ -70,6 +70,8 @@ def edges_on_host(graph: Graph) -> EdgeList:
         raise TypeError("graph is traced: transforms run outside of jit")
     if graph.is_padded:
         raise ValueError("graph is padded: unpad it first")
+    if graph.kept_nodes is not None:
+        raise ValueError("graph has dropped nodes: transform it before dropping")
     features = {name: np.asarray(rows) for name, rows in graph.edges.items()}
     ends = ends_on_host(graph.connections)
     return EdgeList(*checked_ends(*ends, graph.num_nodes, graph.num_nodes), features)

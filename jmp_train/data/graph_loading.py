@@ -10,13 +10,13 @@ from jax.typing import ArrayLike
 from jmp_train.data.batches import check_order
 from jmp_train.data.device_batches import is_shared, on_devices, stacked_count
 from jmp_train.extras import extra_packages
-from jmp_train.graphs.sampling import EdgeSampler, NeighborSampler
+from jmp_train.graphs.sampling import EdgeSampler, NeighborSampler, SaintSampler, SkipGramSampler
 from jmp_train.graphs.structure import EdgeType
 from jmp_train.graphs.structure import stack as graph_stack
 
 
 def neighbor_batches(
-    sampler: NeighborSampler | EdgeSampler,
+    sampler: NeighborSampler | EdgeSampler | SkipGramSampler | SaintSampler,
     seeds: ArrayLike | Sequence[int] | Mapping[EdgeType, ArrayLike],
     fetch: Callable[[Any], Any],
     *,
@@ -37,10 +37,10 @@ def neighbor_batches(
     batches, with different seeds.
 
     Args:
-      sampler: draws neighbors.
+      sampler: draws neighbors, walks or subgraphs.
       seeds: int [nodes], the nodes to train on. For an `EdgeSampler`, int [edges], the edges, or edges by type if
         batches have several types, which are shuffled together.
-      fetch: returns the input of the step, given a `MiniBatch` or an `EdgeMiniBatch`: it adds features and labels, by
+      fetch: returns the input of the step, given a batch of the sampler: it adds features and labels, by
         `take_rows`. It runs on the host, in a thread.
       seed: seed of the order and of the neighbors, both different in each epoch; below 2**32.
       epochs: passes over the seeds; None for no end.

@@ -49,6 +49,17 @@ def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Pat
 
 
 @pytest.mark.full
+def test_steps_of_walks_are_counted_beside_plain_python(tmp_path: Path) -> None:
+    file = tmp_path / "walks.json"
+    sizes = ("--nodes", "300", "--edges", "2000", "--walks", "200", "--length", "5", "--rounds", "1")
+    output = run("walks.py", *sizes, "--json", str(file))
+    assert "plain Python, p=0.5, q=2" in output
+    rates = json.loads(file.read_text())["steps_per_second"]
+    assert len(rates) == 7
+    assert all(value > 0 for each in rates.values() for value in each.values())
+
+
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_how_long_graphs_take_to_build_is_measured_beside_a_sort(tmp_path: Path) -> None:
     file = tmp_path / "building.json"

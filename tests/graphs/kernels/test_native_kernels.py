@@ -114,6 +114,17 @@ def test_results_are_those_of_float64(native: Any, name: str, width: int, dtype:
         assert np.linalg.norm(x - y) <= ROUNDINGS[dtype] * np.linalg.norm(y)
 
 
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_dropped_edges_do_not_count(native: Any, name: str) -> None:
+    graph = graphs.drop_edges(hub_graph(), 0.5, jax.random.key(0))
+    given = features(graph, 16, "float32")
+    found = native(lambda: value_and_gradients(name, graph, given))
+    wanted = jax.jit(lambda: value_and_gradients(name, graph, given))()
+    for x, y in zip(found, wanted, strict=True):
+        assert np.linalg.norm(x - y) <= 2 * ROUNDINGS["float32"] * np.linalg.norm(y)
+
+
 def test_sums_do_not_stagnate(native: Any) -> None:
     many = np.zeros(100_000, int)
     graph = graphs.from_edges(many, many, 2)

@@ -1,0 +1,190 @@
+"""Random walks on edges in the host's memory, many at a time: uniform ones, along metapaths, and node2vec's."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.sampling.host_edge_index import HostEdges
+from jmp_train.graphs.structure import EdgeType, as_count, find_edge_type
+
+
+def random_walk(
+    edges: HostEdges | Mapping[EdgeType, HostEdges],
+    nodes: Ids,
+    random: np.random.Generator,
+    *,
+    length: int | None = None,
+    metapath: Sequence[str | EdgeType] | None = None,
+    restart_prob: float = 0.0,
+) -> np.ndarray:
+    """Returns random walks along the edges, each step along one of those that leave a node, drawn uniformly.
+
+    Args:
+      edges: the edges of one type; of several for a metapath.
+      nodes: int [walks], the node at which each walk starts.
+      random: NumPy's generator; the same one gives the same walks.
+      length: number of steps.
+      metapath: in place of a length, the edge type of each step, or its name.
+      restart_prob: the probability that a walk ends before a step, so that several walks from a node are one walk
+        with restarts.
+
+    Returns:
+      Int32 [walks, steps + 1], the nodes of each walk; -1 after its end, which is also at a node without a further
+      edge. A start of -1 is a walk without nodes.
+
+    Raises:
+      TypeError: a number or the nodes are not integers.
+      ValueError: a node, a number or a probability is out of range, neither or both of `length` and `metapath` are
+        given, or the types of the metapath are unknown or do not follow each other.
+
+    Example:
+      >>> from jmp_train.graphs import host_edges
+      >>> edges = host_edges([0, 1, 2], [1, 2, 3], 4)
+      >>> random_walk(edges, [0, 2], np.random.default_rng(0), length=2).tolist()
+      [[0, 1, 2], [2, 3, -1]]
+
+    Reference: dgl.sampling.random_walk of Deep Graph Library, https://www.dgl.ai.
+    """
+    if not 0 <= restart_prob <= 1:
+        raise ValueError(f"restart_prob={restart_prob} must be between 0 and 1")
+    if (length is None) == (metapath is None):
+        raise ValueError("either length or metapath is needed, and not both")
+    steps = _steps(edges, length) if metapath is None else _metapath(edges, metapath)
+    if not steps:
+        count = edges.num_sources if isinstance(edges, HostEdges) else 2**31
+        return _starts(nodes, count)[:, None].copy()
+    walks = np.empty((len(np.atleast_1d(nodes)), len(steps) + 1), np.int32)
+    walks[:, 0] = _starts(nodes, steps[0].num_targets)
+    for place, leaving in enumerate(steps):
+        now = walks[:, place]
+        if restart_prob:
+            now = np.where(random.random(len(now)) < restart_prob, -1, now)
+        walks[:, place + 1] = uniform_step(leaving, now, random)
+    return walks
+
+
+def node2vec_walk(
+    edges: HostEdges, nodes: Ids, length: int, random: np.random.Generator, *, p: float = 1.0, q: float = 1.0
+) -> np.ndarray:
+    """Returns node2vec's walks: a step depends on the node before, and is a uniform one for p = q = 1.
+
+    From a node that the walk entered from t, an edge to t has the weight 1 / p, to a node to which t sends 1, and to
+    any other one 1 / q. Time grows with the ratio of the largest weight to the others.
+
+    Args:
+      edges: the edges of one type.
+      nodes: int [walks], the node at which each walk starts.
+      length: number of steps.
+      random: NumPy's generator; the same one gives the same walks.
+      p: the return parameter; large values keep a walk from going back.
+      q: the in-out parameter; large values keep a walk near its start, small ones send it away.
+
+    Returns:
+      Int32 [walks, length + 1], see `random_walk`.
+
+    Raises:
+      TypeError: the length or the nodes are not integers.
+      ValueError: a node or a number is out of range.
+
+    Example:
+      >>> from jmp_train.graphs import host_edges
+      >>> edges = host_edges([0, 1, 1, 2], [1, 0, 2, 1], 3)
+      >>> node2vec_walk(edges, [0], 3, np.random.default_rng(0), p=1e6).tolist()
+      [[0, 1, 2, 1]]
+
+    Reference: Grover and Leskovec, node2vec, https://arxiv.org/abs/1607.00653.
+    """
+    for name, number in (("p", p), ("q", q)):
+        if not 0 < number < np.inf:
+            raise ValueError(f"{name}={number} must be positive and finite")
+    steps = _steps(edges, length)
+    walks = np.empty((len(np.atleast_1d(nodes)), len(steps) + 1), np.int32)
+    walks[:, 0] = _starts(nodes, edges.num_sources)
+    for place, leaving in enumerate(steps):
+        if place == 0 or p == q == 1:
+            walks[:, place + 1] = uniform_step(leaving, walks[:, place], random)
+        else:
+            walks[:, place + 1] = _second_step(edges, walks[:, place - 1], walks[:, place], 1 / p, 1 / q, random)
+    return walks
+
+
+def uniform_step(leaving: HostEdges, now: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Returns the ends of edges drawn uniformly from those of each node, int32 [walks]; -1 without an edge.
+
+    Args:
+      leaving: the edges by the node that they leave, see `HostEdges.leaving`.
+      now: int [walks], the nodes; -1 for none.
+      random: NumPy's generator.
+    """
+    if leaving.num_edges == 0:
+        return np.full(len(now), -1, np.int32)
+    starts = leaving.starts[now]  # of -1, that of the end
+    degrees = leaving.starts[np.minimum(now + 1, leaving.num_targets)] - starts
+    places = starts + (random.random(len(now)) * degrees).astype(np.int64)
+    is_walking = (now >= 0) & (degrees > 0)
+    return np.where(is_walking, leaving.sources[np.where(is_walking, places, 0)], -1)
+
+
+def _second_step(
+    edges: HostEdges, before: np.ndarray, now: np.ndarray, back: float, away: float, random: np.random.Generator
+) -> np.ndarray:
+    """Returns a step of each walk, drawn in proportion to weights by rejection of uniform ones.
+
+    Args:
+      edges: the edges.
+      before: int [walks], the nodes before.
+      now: int [walks], the nodes; -1 for none.
+      back: the weight of edges to the node before.
+      away: the weight of edges to nodes to which the node before does not send.
+      random: NumPy's generator.
+    """
+    found = np.full(len(now), -1, np.int32)
+    largest, (least, most) = max(back, away, 1.0), sorted((away, 1.0))
+    left = np.flatnonzero(now >= 0)
+    while len(left):
+        drawn = uniform_step(edges.leaving, now[left], random)
+        level = random.random(len(left)) * largest
+        is_back = drawn == before[left]
+        is_taken = level < np.where(is_back, back, least)
+        unknown = np.flatnonzero(~is_back & (level >= least) & (level < most))  # it depends on whether there is an edge
+        is_near = edges.has_edges(before[left[unknown]], drawn[unknown])
+        is_taken[unknown] = is_near == (away < 1)
+        is_taken |= drawn < 0
+        found[left[is_taken]] = drawn[is_taken]
+        left = left[~is_taken]
+    return found
+
+
+def _steps(edges: HostEdges | Mapping[EdgeType, HostEdges], length: int | None) -> list[HostEdges]:
+    """Returns the edges of each step, by the node that they leave."""
+    if not isinstance(edges, HostEdges):
+        raise TypeError(f"edges must be a result of host_edges, got {type(edges).__name__}; a metapath takes several")
+    if edges.num_sources != edges.num_targets:
+        raise ValueError(f"edges from {edges.num_sources} to {edges.num_targets} nodes need a metapath")
+    return [edges.leaving] * as_count("length", 0 if length is None else length)
+
+
+def _metapath(edges: HostEdges | Mapping[EdgeType, HostEdges], metapath: Sequence[str | EdgeType]) -> list[HostEdges]:
+    """Returns the edges of each step of a metapath, by the node that they leave."""
+    if not isinstance(edges, Mapping):
+        raise TypeError("edges must be a mapping from edge types to results of host_edges for a metapath")
+    kinds = [find_edge_type(kind, edges) for kind in metapath]
+    for place, (kind, following) in enumerate(itertools.pairwise(kinds)):
+        if kind[2] != following[0]:
+            raise ValueError(f"metapath[{place + 1}] = {following} does not leave {kind[2]!r}, which {kind} enters")
+    return [edges[kind].leaving for kind in kinds]
+
+
+def _starts(nodes: Ids, count: int) -> np.ndarray:
+    """Returns the checked starts of walks, int32 [walks]."""
+    array = np.atleast_1d(np.asarray(nodes))
+    array = array if array.size else array.astype(np.int32)  # an empty list is float64
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"nodes must be integers [walks], got {array.dtype} {array.shape}")
+    wrong = (array < -1) | (array >= count)
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise ValueError(f"nodes[{place}] = {array[place]} is not one of the {count} nodes")
+    return array.astype(np.int32)
