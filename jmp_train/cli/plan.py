@@ -39,6 +39,8 @@ class PlanOptions:
       mesh: axes of the mesh of all devices, such as data=16 model=16; default: data alone
       shardings: how several devices store the state: replicated, zero1 or fsdp; default: replicated
       batch_size: examples over all devices; default: the task's
+      find_placement: search for the fastest placement that fits, on the given devices
+      price: price of an hour of one GPU or chip, such as v5e=1.2, for the least cost of steps
       memory_fraction: fraction of a GPU's memory that jax takes; default: 0.75, as in jax
       no_largest: do not search for the largest batch that fits
       remedies: compile possible remedies, even if the step fits
@@ -61,6 +63,8 @@ class PlanOptions:
     mesh: tuple[str, ...] = option(str, "AXIS=N", default=())
     shardings: tuple[Literal["replicated", "zero1", "fsdp"], ...] = option(str, "NAME", default=())
     batch_size: int | None = option(positive)
+    find_placement: bool = False
+    price: tuple[str, ...] = option(str, "NAME=X", default=())
     memory_fraction: float | None = option(fraction)
     no_largest: bool = False
     remedies: bool = False
@@ -131,6 +135,10 @@ def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None)
         for name in ("hosts", "interconnect"):
             if getattr(args, name) is not None:
                 options[name] = getattr(args, name)
+        if args.find_placement:
+            options |= {"find_placement": True, "find_largest": False}
+        if args.price:
+            options["price"] = _prices(args)
         if args.mesh:
             options["mesh"] = _mesh(args)
         if args.memory_fraction is not None:
@@ -233,6 +241,17 @@ def _mesh(args: argparse.Namespace) -> dict[str, int]:
                 f"--mesh {' '.join(args.mesh)} must be different axes with lengths, such as data=16 model=16"
             )
     return {name: int(length) for name, length in axes.items()}
+
+
+def _prices(args: argparse.Namespace) -> dict[str, float]:
+    found = {}
+    for text in args.price:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise WrongCall(f"--price {text} must be a name and a number, such as v5e=1.2") from None
+    return found
 
 
 def _default_policies(args: argparse.Namespace) -> tuple[str, ...]:

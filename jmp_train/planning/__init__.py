@@ -1,4 +1,4 @@
-"""What a training step would need on GPUs that need not be there."""
+"""What a training step would need on GPUs and TPUs that need not be there."""
 
 from jmp_train.planning.allowances import Allowances as Allowances
 from jmp_train.planning.batches import Batches as Batches
@@ -7,4 +7,5 @@ from jmp_train.planning.planner import plan as plan
 from jmp_train.planning.remedies import Remedy as Remedy
 from jmp_train.planning.report import Plan as Plan
 from jmp_train.planning.rows import PlanRow as PlanRow
+from jmp_train.planning.search import Cut as Cut
 from jmp_train.planning.variants import Placement as Placement

@@ -20,9 +20,11 @@ from jmp_train.planning.compiler import Compiler
 from jmp_train.planning.largest_batch import LargestBatch, largest_batch
 from jmp_train.planning.notes import notes_of
 from jmp_train.planning.placements import checked_interconnect, checked_placements, placements_of_slice
+from jmp_train.planning.prices import checked_prices, price_of
 from jmp_train.planning.remedies import Remedy, changes
 from jmp_train.planning.report import Plan
 from jmp_train.planning.rows import PlanRow
+from jmp_train.planning.search import candidates, search_targets, searched
 from jmp_train.planning.targets import Target, checked_gpus, checked_tpus, targets_of
 from jmp_train.planning.variants import REPLICATED, Placement, Precision, Shardings, variants_of
 
@@ -43,6 +45,8 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     shardings: Shardings | Sequence[Shardings] = REPLICATED,
     batch_size: int | None = None,
+    find_placement: bool = False,
+    price: Mapping[str, float] | None = None,
     find_largest: bool = True,
     remedies: bool | None = None,
     allowances: Allowances | None = None,
@@ -79,6 +83,12 @@ def plan(
       shardings: how several devices hold the state: "replicated"; "zero1" or "fsdp", over "data"; rules of
         `specs_by_path` for the parameters; a function of the state's shapes and a mesh that returns shardings; or
         several of these.
+      find_placement: whether to search for the fastest placement that fits, instead of planning the given one: over
+        "replicated", "zero1", "fsdp", and rules in `shardings` over meshes with an axis for them; where a step does not
+        fit, also micro-batches and rematerialization. At most 40 programs are compiled. `Plan.fastest`,
+        `Plan.smallest` and `Plan.cuts` have the result; largest batches and remedies are not searched for.
+      price: what an hour of one GPU, or of one chip of a generation of TPUs, costs: {"v5e": 1.2, "H100-80GB": 3.0}.
+        Rows then have the least cost of a step.
       batch_size: examples of a step, over all devices; None for those of `batch`.
       find_largest: whether to search for the largest batch that fits, which takes about five compilations. Without
         it, a batch without a common first axis, such as a graph, is planned as it is, as one example.
@@ -124,15 +134,27 @@ def plan(
     of_gpus = checked_placements(devices, shardings, mesh, hosts) if len(kinds) > len(slices) else []
 
     def placements(kind: Device) -> Sequence[Placement]:
+        if find_placement:
+            return candidates(kind, shardings, mesh, devices, hosts)
         return placements_of_slice(kind, shardings, mesh) if isinstance(kind, TPU) else of_gpus
 
-    variants = variants_of(step, state, batch, batch_size, policies, grows=find_largest)
+    prices = checked_prices(price, kinds)
+    variants = variants_of(step, state, batch, batch_size, policies, grows=find_largest and not find_placement)
+
+    def compile_all(wanted: Sequence[Target]) -> list[PlanRow]:
+        compiler = Compiler(donate, timeout, progress, bandwidth)
+        return compiler.each(lambda target: _row(compiler, target, room, prices), wanted, jobs)
+
+    if find_placement:
+        usable = lambda target: room.usable_bytes(target.kind, target.placement.devices)
+        rows, cuts = searched(search_targets(kinds, variants, placements), usable, compile_all)
+        return Plan(tuple(rows), room, tuple(cuts))
     targets = targets_of(kinds, variants, placements)
     here = _devices_of(targets) if measure else None
     compiler = Compiler(donate, timeout, progress, bandwidth)
 
     def planned(target: Target) -> PlanRow:
-        row = _row(compiler, target, room)
+        row = _row(compiler, target, room, prices)
         return dataclasses.replace(
             row,
             largest=_largest_batch(compiler, target, row.usable_bytes) if find_largest else None,
@@ -152,7 +174,7 @@ def _gpus_or_default(gpus: str | GPU | Sequence[str | GPU] | None, slices: Seque
     return checked_gpus(DEFAULT_GPUS if gpus is None else gpus)
 
 
-def _row(compiler: Compiler, target: Target, allowances: Allowances) -> PlanRow:
+def _row(compiler: Compiler, target: Target, allowances: Allowances, prices: Mapping[str, float]) -> PlanRow:
     """Returns what a step needs with the batch size that was asked for."""
     size = target.variant.batch_size
     compiled = compiler(target, size)
@@ -179,6 +201,7 @@ def _row(compiler: Compiler, target: Target, allowances: Allowances) -> PlanRow:
         ),
         remedies=(),
         notes=tuple(notes_of(target.kind, compiled.hlo, costs)),
+        price_per_hour=price_of(target.kind, target.placement.devices, prices),
     )
 
 

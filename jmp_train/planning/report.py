@@ -9,7 +9,8 @@ from jmp_train.planning.charts import batch_chart, has_marks_beyond, memory_char
 from jmp_train.planning.details import details
 from jmp_train.planning.roofline import roofline_chart
 from jmp_train.planning.rows import PlanRow, device_head, gigabytes, milliseconds, table_cells
-from jmp_train.policies.documents import Cell, Section, Table, Text, page, text
+from jmp_train.planning.search import Cut
+from jmp_train.policies.documents import Cell, Section, Table, Text, counted, page, text
 
 _UNLIMITED = 10_000  # characters of a line
 _TEXT_COLUMNS = {"GPU", "TPU", "device", "policy", "placement"}
@@ -49,6 +50,7 @@ class Plan:
     Attributes:
       rows: by device, precision and placement, in this order.
       allowances: what a device's memory has to hold beside the step.
+      cuts: what a search for a placement has not compiled, and why.
 
     Example:
       >>> import jmp_train as jt
@@ -60,10 +62,24 @@ class Plan:
 
     rows: tuple[PlanRow, ...]
     allowances: Allowances
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def fastest(self) -> PlanRow | None:
+        """The row that fits with the least time of an example, by its bound; None if none fits."""
+        fitting = [row for row in self.rows if row.fits]
+        return min(fitting, key=lambda row: row.step_seconds_bound / max(row.batch_size, 1), default=None)
+
+    @property
+    def smallest(self) -> PlanRow | None:
+        """The row that fits on the fewest devices, of these the fastest; None if none fits."""
+        fitting = [row for row in self.rows if row.fits]
+        return min(fitting, key=lambda row: (row.placement.devices, row.step_seconds_bound), default=None)
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as what JSON has."""
-        return {"allowances": vars(self.allowances), "rows": [row.to_json() for row in self.rows]}
+        cuts = {"cuts": [vars(cut) for cut in self.cuts]} if self.cuts else {}
+        return {"allowances": vars(self.allowances), "rows": [row.to_json() for row in self.rows], **cuts}
 
     def to_html(self, title: str = "Plan") -> str:
         """Returns all of it as one HTML page, without scripts or network access.
@@ -86,6 +102,7 @@ class Plan:
                 _memory(self.rows) if self.rows else None,
                 _batches(self.rows),
                 _rooflines(self.rows),
+                _cuts(self.cuts),
                 Section("Row by row", [details(number, row) for number, row in enumerate(self.rows, 1)]),
             ],
             [_memory_note(self.rows, self.allowances), _times_note(self.rows)],
@@ -99,11 +116,29 @@ class Plan:
         """
         return text([block for row in self.rows for block in _buffers(row, count)], _UNLIMITED)
 
+    def _found(self) -> list[Text]:
+        """Returns what a search has found, nothing for other plans."""
+        fastest, smallest = self.fastest, self.smallest
+        if not self.cuts or fastest is None or smallest is None:
+            return [Text("no placement fits")] if self.cuts else []
+        time = milliseconds(fastest.step_seconds_bound)
+        return [
+            Text(f"fastest that fits, at least {time}: {_title(fastest)}"),
+            Text(f"fewest devices that fit: {_title(smallest)}"),
+            Text(f"not compiled: {counted(len(self.cuts), 'placement')}, see Plan.cuts"),
+        ]
+
     def __str__(self) -> str:
         heads, *cells = table_cells(self.rows)
         notes = dict.fromkeys(f"{row.device}, {row.policy}: {note}" for row in self.rows for note in row.notes)
-        blocks = [Table(heads, cells), *map(_help, self.rows), *map(Text, notes)]
+        blocks = [Table(heads, cells), *map(_help, self.rows), *map(Text, notes), *self._found()]
         return text([*blocks, Text(_said(self.rows, self.allowances))], _UNLIMITED)
+
+
+def _cuts(cuts: Sequence[Cut]) -> Section | None:
+    cells = [(cut.device, cut.policy, cut.placement, cut.reason) for cut in cuts]
+    heads = ("device", "policy", "placement", "not compiled because")
+    return Section("What was not compiled", [Table(heads, cells, texts=range(4))], is_folded=True) if cells else None
 
 
 def _said(rows: Sequence[PlanRow], allowances: Allowances) -> str:

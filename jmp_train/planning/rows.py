@@ -30,6 +30,7 @@ class PlanRow:
       remedies: what could help, the least memory first.
       measured: what the step took on such a GPU, if that was asked for and it is here.
       notes: what to know about the precision on this device, in words.
+      price_per_hour: what an hour of all devices costs, by the user's prices; None if they have none.
 
     Example:
       >>> import jmp_train as jt
@@ -51,6 +52,7 @@ class PlanRow:
     remedies: tuple[Remedy, ...]
     measured: Measured | None = None
     notes: tuple[str, ...] = ()
+    price_per_hour: float | None = None
 
     @property
     def device(self) -> str:
@@ -92,6 +94,11 @@ class PlanRow:
     def step_seconds_bound(self) -> float:
         """A lower bound of the step's time: a roofline, by the device's peak rates and bandwidth."""
         return self.costs.seconds
+
+    @property
+    def step_cost_bound(self) -> float | None:
+        """A lower bound of the step's cost, by its time and the user's price; None without a price."""
+        return None if self.price_per_hour is None else self.price_per_hour * self.step_seconds_bound / 3600
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -137,6 +144,8 @@ class PlanRow:
             "measured": None if self.measured is None else vars(self.measured),
             "remedies": [vars(remedy) for remedy in self.remedies],
             "notes": list(self.notes),
+            "price_per_hour": self.price_per_hour,
+            "step_cost_bound": self.step_cost_bound,
         }
 
 
@@ -151,6 +160,7 @@ _HEADS = (
     "largest batch",
     "least time",
     "casts",
+    "least cost of 1000 steps",
     "measured memory",
     "measured time",
 )
@@ -168,6 +178,8 @@ def table_cells(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
         unused.add("placement")
     if all(row.measured is None for row in rows):
         unused |= {"measured memory", "measured time"}
+    if all(row.price_per_hour is None for row in rows):
+        unused.add("least cost of 1000 steps")
     kept = [i for i, head in enumerate(_HEADS) if head not in unused]
     return [tuple(row[i] for i in kept) for row in cells]
 
@@ -194,6 +206,7 @@ def _cells_of(row: PlanRow) -> tuple[str, ...]:
         "" if row.largest_batch is None else str(row.largest_batch),
         milliseconds(row.step_seconds_bound),
         gigabytes(row.costs.cast_bytes),
+        "" if row.step_cost_bound is None else f"{1000 * row.step_cost_bound:.3g}",
         *_measured_cells(row.measured),
     )
 

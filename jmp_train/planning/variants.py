@@ -1,13 +1,15 @@
 """The programs that a plan compares: a step in several precisions, on one device or sharded over several."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jmp_train.aot import ExportedProgram, ExportError, export_program, shapes_of
+from jmp_train.aot import ExportedProgram, ExportError, export_program, is_shape, shapes_of
 from jmp_train.parallel import (
     data_parallel,
     fsdp_shardings,
@@ -96,6 +98,18 @@ class Variant:
         """Returns of what number batches have to be multiples."""
         return placement.batch_parts * (self.step.accumulate_steps if isinstance(self.step, TrainStep) else 1)
 
+    def state_bytes(self, placement: Placement) -> int:
+        """Returns the bytes of the state on each device, without padding: the least that any program takes.
+
+        Args:
+          placement: on what devices.
+        """
+        mesh = _abstract_mesh(placement)
+        _, own = _spread(self.step, self.state, placement.shardings, mesh)
+        is_sharding = lambda x: isinstance(x, NamedSharding)
+        pairs = zip(jax.tree.leaves(self.state), jax.tree.leaves(own, is_leaf=is_sharding), strict=True)
+        return sum(math.prod(s.shard_shape(x.shape)) * _item_bytes(x) for x, s in pairs if is_shape(x))
+
     def exported(self, placement: Placement, size: int, *, donate: bool, platform: str = "cuda") -> ExportedProgram:
         """Returns the step of a batch of some size, traced for some devices.
 
@@ -113,8 +127,7 @@ class Variant:
         names = ("state", "batch")
         if placement.devices == 1:
             return export_program(self.step, arguments, names=names, donated=donated, platform=platform)
-        axes = placement.axes
-        mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+        mesh = _abstract_mesh(placement)
         step, state_shardings = _spread(self.step, self.state, placement.shardings, mesh)
         split, whole = NamedSharding(mesh, PartitionSpec(DATA)), NamedSharding(mesh, PartitionSpec())
         batch_shardings = jax.tree.map(lambda x: split if getattr(x, "shape", ()) else whole, arguments[1])
@@ -248,6 +261,15 @@ def _in_mode(step: TrainStep, state: TrainState, amp: Amp) -> tuple[TrainStep, T
         )
 
     return step, jax.eval_shape(create, state)
+
+
+def _abstract_mesh(placement: Placement) -> AbstractMesh:
+    axes = placement.axes
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _item_bytes(x: jax.ShapeDtypeStruct) -> int:
+    return 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.dtype(x.dtype).itemsize
 
 
 def _spread(step: Callable[..., Any], state: Any, shardings: Shardings, mesh: Any) -> tuple[Any, Any]:

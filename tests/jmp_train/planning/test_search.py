@@ -1,0 +1,162 @@
+"""The search for a placement: what is tried, what is cut, and that the result is that of the full table."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import relaxed
+from plan_rows import planned_row
+
+import jmp_train as jt
+from jmp_train.aot import GPUS, tpu_slice
+from jmp_train.cli.entry import main
+from jmp_train.planning import Allowances, Cut, Placement
+from jmp_train.planning.prices import checked_prices, price_of
+from jmp_train.planning.search import candidates, search_targets, searched
+from jmp_train.planning.targets import Target
+from jmp_train.planning.variants import variants_of
+
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(500)]
+
+WIDTH, DEPTH, ROWS = 512, 8, 1024
+OPTIMIZER = relaxed(optax.adam(1e-3))
+BATCH = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
+RULES = {"layers/[0246]": jax.P(None, "model"), "layers/[1357]": jax.P("model", None)}
+ALL_MEMORY = Allowances(memory_fraction=1, cuda_context=0, libraries=0, collectives=0, fragmentation=0)
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+STEP = jt.train_step(jt.stateless(loss_fn), OPTIMIZER)
+STATE = jax.eval_shape(lambda: jt.TrainState.create({"layers": [jnp.zeros((WIDTH, WIDTH))] * DEPTH}, OPTIMIZER))
+(VARIANT,) = variants_of(STEP, STATE, BATCH, None, "float32")
+
+
+def test_rules_are_tried_over_meshes_with_their_axis() -> None:
+    found = candidates(tpu_slice("v5e:2x4"), RULES, None, 1, 1)
+    assert [(p.shardings if isinstance(p.shardings, str) else "rules", p.axes) for p in found] == [
+        ("replicated", {"data": 8}),
+        ("zero1", {"data": 8}),
+        ("fsdp", {"data": 8}),
+        ("rules", {"data": 4, "model": 2}),
+        ("rules", {"data": 2, "model": 4}),
+        ("rules", {"data": 1, "model": 8}),
+    ]
+    on_hosts = candidates(GPUS["H100-80GB"], "replicated", None, 4, [1, 2])
+    assert [(p.devices, p.hosts) for p in on_hosts] == [(4, 1)] * 3 + [(8, 2)] * 3
+
+
+def test_the_state_of_a_device_is_that_of_its_shards() -> None:
+    state = 3 * 4 * DEPTH * WIDTH**2
+    sizes = [VARIANT.state_bytes(Placement(8, how)) for how in ("replicated", "zero1", "fsdp")]
+    assert sizes == pytest.approx([state, state / 3 + state * 2 / 3 / 8, state / 8], rel=1e-3)
+    rules = Placement(8, RULES, (("data", 2), ("model", 4)))
+    assert VARIANT.state_bytes(rules) == pytest.approx(state / 4, rel=1e-3)
+
+
+def made_up(target: Target) -> Any:
+    """Returns a row whose memory is six of its state's, of which changes of the step save a half each."""
+    needed = 6 * target.variant.state_bytes(target.placement) >> target.variant.policy.count(",")
+    row = planned_row(placement=target.placement, policy=target.variant.policy, kinds={"parameters": needed})
+    return dataclasses.replace(row, usable_bytes=USABLE)
+
+
+USABLE = 3 * 4 * DEPTH * WIDTH**2  # a state
+
+
+def test_what_fits_is_not_changed_and_what_is_too_large_is_not_compiled() -> None:
+    kind = GPUS["A100-40GB"]
+    targets = search_targets([kind], [VARIANT], lambda kind: [Placement(n, how) for n, how in PLACED])
+    batches = []
+
+    def compile_all(wanted: Any) -> list[Any]:
+        batches.append([(target.placement.devices, target.variant.policy) for target in wanted])
+        return [made_up(target) for target in wanted]
+
+    rows, cuts = searched(targets, lambda target: USABLE if target.placement.devices > 1 else USABLE // 2, compile_all)
+    assert batches[0] == [(8, "float32"), (4, "float32")]
+    changed = ["2 micro-batches", "4 micro-batches", "rematerialization"]
+    assert batches[1] == [(4, f"float32, {name}") for name in changed], "of the one that does not fit"
+    assert batches[2] == [], "one of these does"
+    assert [row.fits for row in rows] == [True] * 4 + [False]
+    reasons = [(cut.placement, cut.reason) for cut in cuts]
+    assert ("1 device", "the state alone takes 0.025 GB of 0.013 GB") in reasons
+    assert ("3 devices, replicated", "batch 1024 is not a multiple of 3") in reasons
+    assert reasons.count(("8 devices, fsdp", "fits without, and with less arithmetic")) == 3
+
+
+PLACED = [(1, "replicated"), (3, "replicated"), (8, "fsdp"), (4, "fsdp")]
+
+
+def test_a_plan_knows_the_fastest_and_the_smallest() -> None:
+    one = dataclasses.replace(planned_row(), price_per_hour=3.6)
+    eight = planned_row(placement=Placement(8, "zero1"), dtype="bf16")
+    cut = Cut("A100-40GB", "float32", "8 devices, fsdp", "fits without, and with less arithmetic")
+    plan = jt.planning.Plan((one, eight), Allowances(), (cut,))
+    assert (plan.fastest, plan.smallest) == (eight, one)
+    text, page = str(plan), plan.to_html()
+    assert "fastest that fits, at least " in text
+    assert "fewest devices that fit: A100-40GB, float32, 1 device" in text
+    assert "not compiled: 1 placement" in text
+    assert "What was not compiled" in page
+    assert one.step_cost_bound == pytest.approx(one.step_seconds_bound / 1000)
+    assert f"{one.step_seconds_bound:.3g}" in text, "the cost of 1000 steps"
+    assert plan.to_json()["cuts"] == [vars(cut)]
+    none = jt.planning.Plan((planned_row("T4-16GB", kinds={"parameters": 30 * 10**9}),), Allowances(), (cut,))
+    assert none.fastest is None
+    assert "no placement fits" in str(none)
+
+
+def test_prices_are_of_a_gpu_or_a_chip() -> None:
+    kinds = [GPUS["H100-80GB"], tpu_slice("v5e:4x4"), tpu_slice("v3:2x2")]
+    prices = checked_prices({"v5e": 1.2, "H100-80GB": 3, "v3": 2}, kinds)
+    assert [price_of(kind, n, prices) for kind, n in zip(kinds, (16, 16, 8), strict=True)] == [48, 16 * 1.2, 8]
+    assert price_of(GPUS["T4-16GB"], 1, prices) is None
+    with pytest.raises(
+        ValueError, match=r"price has 'v6e', which is not planned for; the names are H100-80GB, v3, v5e"
+    ):
+        checked_prices({"v6e": 1.0}, kinds)
+    with pytest.raises(ValueError, match=re.escape("price['v5e']=0 must be a number above 0, for an hour")):
+        checked_prices({"v5e": 0}, kinds)
+    with pytest.raises(TypeError, match=r"price=1\.2 must be a dict"):
+        checked_prices(1.2, kinds)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_price_without_a_number_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "digits", "--tpus", "v5e:1x1", "--price", "v5e"]) == 2
+    assert "--price v5e must be a name and a number, such as v5e=1.2" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_search_finds_what_the_full_table_has(compiler: None) -> None:
+    """On a GPU for which only shards fit: the fastest of the search is the fastest of all that it could compile."""
+    gpu = dataclasses.replace(GPUS["V100-16GB"], name="small", memory_bytes=24_000_000)  # the state has 25 MB
+    options: dict[str, Any] = {"gpus": gpu, "devices": 4, "policies": "float32", "allowances": ALL_MEMORY, "jobs": 2}
+    found = jt.plan(STEP, STATE, BATCH, find_placement=True, shardings=RULES, **options)
+    assert found.fastest is not None
+    assert found.cuts
+    meshes = [
+        (["replicated", "zero1", "fsdp"], None),
+        (RULES, {"data": 2, "model": 2}),
+        (RULES, {"data": 1, "model": 4}),
+    ]
+    steps = [dataclasses.replace(STEP, accumulate_steps=parts) for parts in (1, 2, 4)]
+    options |= {"find_largest": False, "remedies": False}
+    plans = [jt.plan(step, STATE, BATCH, shardings=how, mesh=mesh, **options) for how, mesh in meshes for step in steps]
+    full = [row for plan in plans for row in plan.rows]
+    assert {row.fits for row in full} == {True, False}
+    assert found.fastest.step_seconds_bound == min(row.step_seconds_bound for row in full if row.fits)
+    assert str(found.fastest.placement) in {str(row.placement) for row in full if row.fits}
+    for cut in found.cuts:
+        assert cut.reason.startswith(("the state alone takes", "fits without"))
+    too_large = {cut.placement for cut in found.cuts if cut.reason.startswith("the state")}
+    assert all(not row.fits for row in full if str(row.placement) in too_large)
