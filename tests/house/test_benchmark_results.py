@@ -132,6 +132,22 @@ def test_rules_found_by_trials() -> None:
         assert row(f"{name}, tuned") == [*seconds, *rates, *shares]
 
 
+def test_models_that_half_precision_breaks_and_tuned_rules_mend() -> None:
+    def off(error: float | None) -> str:
+        return "inf" if error is None else f"{error:.1e}"
+
+    breaking = results("tune")["breaking"]
+    assert len(breaking) == 8
+    for name, found in breaking.items():
+        half, tuned = found["all half"], found["tuned"]
+        errors = [f"{off(half[key])} to {off(tuned[key])}" for key in ("loss_error", "gradient_error")]
+        fractions = [f"{half[key]:.1%} to {tuned[key]:.1%}" for key in ("half_flops", "half_elements")]
+        kept = ", ".join(found["entries"]) or "nothing"
+        assert row(f"{name}, mended") == [*errors, *fractions, str(found["trials"]), kept]
+        assert found["holds"]
+        assert half["gradient_error"] is None or half["gradient_error"] > 3 * tuned["gradient_error"]
+
+
 def test_training_beside_cached_inference() -> None:
     report = results("parity")
     assert report["device"] == "cpu"
