@@ -18,7 +18,8 @@ class Collective:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast" or
         "ragged-all-to-all"; the same for synchronous and asynchronous ones.
       dtype: XLA's name of the arrays' dtype.
-      group: the numbers of the devices in the largest group.
+      group_size: number of devices in the largest group, of a collective-permute in all pairs.
+      group: the numbers of the devices in the largest group, of a collective-permute those that pairs connect.
       n_bytes: bytes of the whole arrays: the result for all-gather, otherwise the operands on one device.
       sent_bytes: bytes that each device must send at least, if devices do the reduction: 2 (n - 1) / n of an all-reduce
         in a group of n, (n - 1) / n of an all-gather, a reduce-scatter and an all-to-all, and all bytes of the others.
@@ -31,17 +32,13 @@ class Collective:
     name: str
     kind: str
     dtype: str
+    group_size: int
     group: tuple[int, ...] = field(repr=False)
     n_bytes: int
     sent_bytes: float
     times: int
     op_name: str
     stack_frame: int | None
-
-    @property
-    def group_size(self) -> int:
-        """Number of devices in the largest group."""
-        return len(self.group)
 
 
 KINDS = frozenset(
@@ -67,7 +64,8 @@ def collectives(
     if kind not in KINDS:
         return
     group = largest_group(instruction, n_devices(program))
-    size = len(group)
+    pairs = instruction.attribute("source_target_pairs")
+    size = len(set(re.findall(r"\d+", pairs))) if pairs else len(group)
     names = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
     by_dtype: dict[str, int] = {}
     for array in (array for name in names for array in program.instructions[name].arrays):
@@ -76,7 +74,7 @@ def collectives(
     for dtype, n_bytes in by_dtype.items():
         sent = fraction_sent(kind, size) * n_bytes
         origin = (instruction.op_name, instruction.stack_frame)
-        yield Collective(instruction.name, kind, dtype, group, n_bytes, sent, times, *origin)
+        yield Collective(instruction.name, kind, dtype, size, group, n_bytes, sent, times, *origin)
 
 
 def n_devices(program: Program) -> int:

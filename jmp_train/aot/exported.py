@@ -186,6 +186,7 @@ def _sizes(device: Device, found: dict[str, Any], texts: dict[str, str]) -> dict
     """
     if device.platform != "tpu":
         return {**found, "coordinates": ()}
+    found["coordinates"] = tuple(map(tuple, found["coordinates"]))
     sizes = tpu_sizes(texts["buffer_assignment"], texts["live_range"])
     if "refusal" in found:
         return {**sizes, **found, "temp_bytes": sizes["temp_bytes"] + _more_needed(sizes, found["refusal"])}
@@ -273,9 +274,10 @@ def _read(cached: Path) -> CompiledProgram | None:
     """Returns a program from the cache; None if it is missing or cannot be read."""
     try:
         content = json.loads(zlib.decompress(cached.read_bytes()))
+        content["coordinates"] = tuple(map(tuple, content["coordinates"]))
         os.utime(cached, (time.time(), time.time()))
         return CompiledProgram(**content)
-    except (OSError, ValueError, TypeError, zlib.error):
+    except (OSError, ValueError, TypeError, KeyError, zlib.error):
         return None
 
 
