@@ -8,8 +8,9 @@ Three steps with a loss scale, each in a process of its own: the task `mnist`'s 
 transformer (ViT-tiny's width, depth and heads, on images of 32 pixels), and a graph attention network on a synthetic
 graph like Reddit's. Compile time is that of tracing and compiling, in seconds of CPU as well: of the diagnosis its
 first call less one run. The run of a diagnosis is what each further step of it takes, and its first report what a user
-waits for. Memory of the step is what XLA plans for arguments, results and temporaries; of the diagnosis the most that
-its arrays took at any time, looked at every two milliseconds, without what is within one of its programs.
+waits for; on a busy machine the seconds of CPU count. Memory of the step is what XLA plans for arguments, results
+and temporaries; of the diagnosis the most that its arrays took at any time, looked at every 20 milliseconds, without
+what is within one of its programs.
 
 Then one process makes `--reports` reports of a small vision transformer, and says by how much its memory grows.
 """
@@ -17,6 +18,7 @@ Then one process makes `--reports` reports of a small vision transformer, and sa
 import argparse
 import gc
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -65,9 +67,11 @@ def main() -> None:
     if args.case:
         print(json.dumps(measured(*case(args.case, args.policy, args.tiny), args.rounds)))
         return
-    results: dict[str, Any] = {name: in_a_process(name, args) for name in args.cases}
-    print(f"{'':<10}{'operations':>11}{'':>4}{'compile':>18}{'compile, CPU':>20}{'run':>22}{'memory':>24}")
-    for name, found in results.items():
+    results: dict[str, Any] = {}
+    print(f"diagnosis / step; goal at most {GOAL:g} in compile time, {MEMORY_GOAL:g} in memory")
+    print(f"{'':<10}{'operations':>11}{'':>4}{'compile':>18}{'compile, CPU':>20}{'run':>22}{'memory':>24}", flush=True)
+    for name in args.cases:
+        found = results[name] = in_a_process(name, args)
         step, diagnosis = found["step"], found["diagnosis"]
         cells = [
             f"{diagnosis[key]:.{digits}f} / {step[key]:.{digits}f} {unit} = {diagnosis[key] / step[key]:.1f}"
@@ -76,15 +80,22 @@ def main() -> None:
         print(f"{name:<10}{found['operations']:>11}    " + "  ".join(f"{cell:>20}" for cell in cells))
         kept = f"of which the process keeps {found['kept_megabytes']:.0f} MB"
         seconds = f"{found['first_report_seconds']:.1f} s ({found['first_report_cpu_seconds']:.1f} s of CPU)"
-        print(f"{'':<10}the first report after {seconds}, {kept}", flush=True)
-    print(f"diagnosis / step; goal at most {GOAL:g} in compile time, {MEMORY_GOAL:g} in memory")
+        times = found["first_report_cpu_seconds"] / step["compile_cpu_seconds"]
+        print(f"{'':<10}the first report after {seconds}, {times:.1f} times as much CPU as the step, {kept}")
+        print(f"{'':<10}load of the machine: {found['load']:.1f}", flush=True)
+        save(args.json, results)
     if args.reports:
         found = results["growth"] = in_a_process("growth", args)
         first, last = found["megabytes"][0], found["megabytes"][-1]
         print(f"{args.reports} reports in one process: {first:.0f} MB after the first, {last:.0f} MB after the last")
         print(f"grown by {last - first:.0f} MB; goal at most {GROWTH_GOAL}")
-    if args.json:
-        write_results(args.json, results)
+        save(args.json, results)
+
+
+def save(path: Path | None, results: dict[str, Any]) -> None:
+    """Writes what was measured so far, so that nothing is lost if the rest takes too long."""
+    if path is not None:
+        write_results(path, results)
 
 
 def in_a_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -134,12 +145,12 @@ def measured(step: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> di
     first, _ = timed(lambda: jt.diagnose(step, *args))
     kept = resident_megabytes() - resident
     # Programs are compiled anew in each call, but not in each of its steps.
-    (once, report), peak = watched(lambda: timed(lambda: jt.diagnose(step, *args)))
-    more, _ = timed(lambda: jt.diagnose(step, *args, steps=1 + rounds))
-    run_wall, run_cpu = ((after - before) / rounds for before, after in zip(once, more, strict=True))
+    (more, report), peak = watched(lambda: timed(lambda: jt.diagnose(step, *args, steps=1 + rounds)))
+    run_wall, run_cpu = ((after - before) / rounds for before, after in zip(first, more, strict=True))
     plain = [timed(lambda: jax.block_until_ready(compiled(*args)))[0] for _ in range(rounds + 1)][1:]
     return {
         "operations": len(report.rows),
+        "load": os.getloadavg()[0],
         "first_report_seconds": first[0],
         "first_report_cpu_seconds": first[1],
         "kept_megabytes": kept,
@@ -194,7 +205,7 @@ def watched(run: Callable[[], Any]) -> tuple[Any, int]:
 
     def look() -> None:
         nonlocal peak
-        while not done.wait(0.002):
+        while not done.wait(0.02):
             peak = max(peak, sum(array.nbytes for array in jax.live_arrays()))
 
     thread = threading.Thread(target=look)

@@ -1,4 +1,4 @@
-"""How the many small programs of a diagnosis are compiled: soon, rather than to run fast."""
+"""How the many programs of a diagnosis are compiled: soon, rather than to run fast, unless arrays are large."""
 
 import functools
 
@@ -12,23 +12,28 @@ _SOON = {
         "xla_backend_optimization_level": 0,
         "xla_llvm_disable_expensive_passes": True,
         "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,  # or small programs take twice as long
     },
     "gpu": {"xla_gpu_autotune_level": 0},
 }
 
 
+_LARGE = {"cpu": {"xla_backend_optimization_level": 1}}
+
+
 @functools.cache
-def compiler_options(platform: str) -> dict[str, bool | int]:
+def compiler_options(platform: str, large: bool) -> dict[str, bool | int]:
     """Returns the options of XLA for a platform, those that this version of it has.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
+      large: whether the programs have large arrays, for which a longer time to compile pays.
     """
-    return {
-        name: value for name, value in {**_EVERYWHERE, **_SOON.get(platform, {})}.items() if _is_option(name, value)
-    }
+    options = _EVERYWHERE | _SOON.get(platform, {}) | (_LARGE.get(platform, {}) if large else {})
+    return {name: value for name, value in options.items() if _is_option(name, value)}
 
 
+@functools.cache
 def _is_option(name: str, value: bool | int) -> bool:
     try:
         jax.jit(jnp.negative, compiler_options={name: value}).lower(jnp.float32(0)).compile()

@@ -9,25 +9,46 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.diagnosing.compiling import compiler_options
 
+LARGE = 2**19  # elements of an array, with which compiling longer is made up for by running faster
+
 
 @functools.lru_cache(maxsize=512)  # each is a part of a process' memory maps, of which there is a limit
-def compiled(run: Callable[..., Any], mesh: Any, axes: frozenset[str]) -> Callable[..., Any]:
-    """Compiles a function; of values that are stacked over the devices of a mesh each device is given its own."""
-    options = compiler_options(jax.default_backend())
+def compiled(run: Callable[..., Any], mesh: Any, axes: frozenset[str], large: int = LARGE) -> Callable[..., Any]:
+    """Compiles a function; of values that are stacked over the devices of a mesh each device is given its own.
+
+    Args:
+      run: the function.
+      mesh: the devices; None for one device.
+      axes: of the mesh, that are mapped.
+      large: elements of an array, from which on it is compiled to run faster.
+    """
     if mesh is None:
-        return jax.jit(run, compiler_options=options)
+        soon, fast = _jitted(run)
+        return lambda *args: (fast if _holds(large, args) else soon)(*args)
 
     def unstacked(stacked: Any, same: Any) -> Any:
         own = jax.tree.map(lambda x, y: y if x is None else x[0], stacked, same, is_leaf=lambda x: x is None)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], run(*own))
 
     each = each_device(mesh, axes)
-    run_stacked = jax.jit(mapped(unstacked, mesh, axes, (each, P()), each), compiler_options=options)
-    return lambda *args: run_stacked(*_parted(args))
+    soon, fast = _jitted(mapped(unstacked, mesh, axes, (each, P()), each))
+    return lambda *args: (fast if _holds(large, args) else soon)(*_parted(args))
+
+
+def _jitted(run: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Returns a function compiled soon, and to run faster."""
+    platform = jax.default_backend()
+    return [jax.jit(run, compiler_options=compiler_options(platform, large)) for large in (False, True)]
+
+
+def _holds(elements: int, args: Any) -> bool:
+    """Returns whether an array among arguments has so many elements."""
+    return any(np.size(x) >= elements for x in jax.tree.leaves(args))
 
 
 @functools.lru_cache(maxsize=256)

@@ -180,11 +180,37 @@ class Part:
 
 
 def _key(equation: Any) -> Any:
-    """Returns what is equal for equations with the same operation, parameters and types; programs are equal if same."""
-    params: Any = tuple(equation.params.items())
+    """Returns what is equal for equations with the same operation, parameters, programs and types."""
+    name = equation.primitive.name
+    if name in BODIES:
+        params: Any = _of_program(equation.params[BODIES[name]])
+    else:
+        params = tuple((key, _of_parameter(value)) for key, value in equation.params.items())
     try:
         hash(params)
     except TypeError:  # a parameter that cannot be hashed
         params = id(equation)
     atoms = (*equation.invars, *equation.outvars)
     return equation.primitive, params, tuple((dtype_of(x), getattr(x.aval, "shape", ())) for x in atoms)
+
+
+def _of_parameter(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_of_parameter, value))
+    return _of_program(value) if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr) else value
+
+
+def _of_program(program: Any) -> Any:
+    """Returns what is equal for programs with the same equations, wired alike, and the same arrays as constants."""
+    jaxpr = getattr(program, "jaxpr", program)
+    numbers: dict[Any, int] = {}
+
+    def number(variable: Any) -> Any:
+        if isinstance(variable, jex.Literal):
+            return np.asarray(variable.val).tobytes(), dtype_of(variable)
+        return numbers.setdefault(variable, len(numbers))
+
+    given = [(number(x), dtype_of(x), getattr(x.aval, "shape", ())) for x in (*jaxpr.constvars, *jaxpr.invars)]
+    equations = [(_key(e), *map(number, (*e.invars, *e.outvars))) for e in jaxpr.eqns]
+    constants = tuple(map(id, getattr(program, "consts", ())))
+    return tuple(given), tuple(equations), tuple(map(number, jaxpr.outvars)), constants

@@ -3,6 +3,7 @@
 Vectors of loop iterations, of devices and of steps are combined: sums are added, of maxima the larger one is kept.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,20 +61,21 @@ def widened(dtype: DTypeLike) -> np.dtype:
     return np.dtype(np.float32) if is_low(dtype) else np.dtype(dtype)
 
 
-def nothing(rows: int) -> jax.Array:
+def nothing(rows: int) -> np.ndarray:
     """Returns the measures [rows, columns] of equations that never ran."""
-    return jnp.broadcast_to(_NOTHING, (rows, len(COLUMNS)))
+    return np.broadcast_to(_NOTHING, (rows, len(COLUMNS)))
 
 
-def combine(first: jax.Array, second: jax.Array) -> jax.Array:
+def combine(first: Any, second: jax.Array) -> jax.Array:
     """Returns the measures [..., columns] of two runs together."""
     sums = first[..., : len(SUMS)] + second[..., : len(SUMS)]
     return jnp.concatenate([sums, jnp.maximum(first[..., len(SUMS) :], second[..., len(SUMS) :])], -1)
 
 
-def combined(stack: jax.Array) -> jax.Array:
+def combined(stack: Any) -> Any:
     """Returns the measures [..., columns] of runs together that are stacked along the first axis."""
-    return jnp.concatenate([stack[..., : len(SUMS)].sum(0), stack[..., len(SUMS) :].max(0)], -1)
+    concatenate = np.concatenate if isinstance(stack, np.ndarray) else jnp.concatenate
+    return concatenate([stack[..., : len(SUMS)].sum(0), stack[..., len(SUMS) :].max(0)], -1)
 
 
 Elementwise = dict[str, Any]  # column -> array of numbers that are to be added up, or of which the largest counts
@@ -190,25 +192,28 @@ def totals_of(rows: Sequence[Sequence[Elementwise]], iteration: jax.Array) -> ja
             add = lax.add if column in SUMS else lax.max
             totals[number, column] = total if old is None else add(old, total)
     matrix = _arranged(totals, len(rows)) + _sizes(rows)
-    error, whole = (matrix[:, COLUMNS.index(name)] for name in ("local_error", "shadow_magnitude"))
-    matrix = matrix.at[:, COLUMNS.index("worst_error")].set(jnp.where(error > 0, error / whole, 0))
-    first = [jnp.where(matrix[:, COLUMNS.index(name)] > 0, -iteration, -np.inf) for name in ("nan", "infinite")]
-    return jnp.concatenate([matrix[:, : -len(first)], jnp.stack(first, -1)], -1)
+    error, whole, *nonfinite = (
+        _column(matrix, name) for name in ("local_error", "shadow_magnitude", "nan", "infinite")
+    )
+    worst = _where(error > 0, error / whole, 0)
+    turn = lax.broadcast(-iteration, worst.shape)
+    first = [_where(count > 0, turn, -np.inf) for count in nonfinite]
+    return lax.concatenate([matrix[:, : len(COLUMNS) - 3], worst, *first], 1)
 
 
 def _arranged(totals: dict[tuple[int, str], jax.Array], rows: int) -> jax.Array:
     """Returns totals, by row and column, as an array [rows, columns]; those that are missing are those of nothing."""
-    places = {key: place for place, key in enumerate(totals)}
-    index = np.full((rows, len(COLUMNS)), len(places))
-    index[:, len(SUMS) :] += 1
-    for number in range(rows):
-        for i, column in enumerate(COLUMNS):
-            # What has no shadow is its own.
-            own = places.get((number, column), places.get((number, column.removeprefix("shadow_"))))
-            if own is not None:
-                index[number, i] = own
-    missing = np.array([0.0, -np.inf], np.float32)
-    return jnp.concatenate([jnp.stack(list(totals.values())), missing])[index]
+    found: list[Any] = []
+    for row in range(rows):
+        for column, missing in zip(COLUMNS, _NOTHING, strict=True):
+            own = totals.get((row, column.removeprefix("shadow_")), missing)  # what has no shadow is its own
+            found.append(totals.get((row, column), own))
+    return lax.reshape(lax.concatenate([lax.reshape(x, (1,)) for x in found], 0), (rows, len(COLUMNS)))
+
+
+def _column(matrix: jax.Array, name: str) -> jax.Array:
+    place = COLUMNS.index(name)
+    return lax.slice_in_dim(matrix, place, place + 1, axis=1)
 
 
 def _sizes(rows: Sequence[Sequence[Elementwise]]) -> np.ndarray:
@@ -224,10 +229,18 @@ def _reduced(found: dict[Any, Any]) -> dict[Any, Any]:
     """Returns the sums, or the maxima, of arrays of one shape."""
     keys = list(found)
     arrays = tuple(lax.convert_element_type(found[key], jnp.float32) for key in keys)
-    combines = [lax.add if column in SUMS else lax.max for *_, column in keys]
-    starts = tuple(np.float32(0 if column in SUMS else -np.inf) for *_, column in keys)
+    is_sum = tuple(column in SUMS for *_, column in keys)
+    starts = tuple(np.float32(0 if add else -np.inf) for add in is_sum)
 
-    def add(first: Sequence[jax.Array], second: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    return dict(zip(keys, lax.reduce(arrays, starts, _reducer(is_sum), tuple(range(arrays[0].ndim))), strict=True))
+
+
+@functools.cache  # for jax keeps what it is given, with its program
+def _reducer(is_sum: tuple[bool, ...]) -> Any:
+    """Returns what adds two numbers of each kind, or picks the larger."""
+    combines = [lax.add if add else lax.max for add in is_sum]
+
+    def reducer(first: Sequence[jax.Array], second: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(combine(a, b) for combine, a, b in zip(combines, first, second, strict=True))
 
-    return dict(zip(keys, lax.reduce(arrays, starts, add, tuple(range(arrays[0].ndim))), strict=True))
+    return reducer

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting import scan_counts
 from jmp_train.policies.diagnosing.arithmetic import bound
-from jmp_train.policies.diagnosing.devices import compiled, each_device, mapped, stacking
+from jmp_train.policies.diagnosing.devices import LARGE, compiled, each_device, mapped, stacking
 from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, last_uses, parts_of
 from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing, totals_of
 from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_once, with_shadow
@@ -32,9 +32,11 @@ from jmp_train.policies.diagnosing.programs import count_rows, dtype_of
 from jmp_train.policies.pytrees import has_tracers, is_key
 
 _FIRST = np.float32(0)  # the number of the iteration outside of all loops
+_MEASURED = 2**15  # elements from which on what measures is compiled to run faster, as few programs run often
 
 
-Results = tuple[list[Pair], list[jax.Array]]
+Block = jax.Array | np.ndarray  # of measures, [rows, columns]
+Results = tuple[list[Pair], list[Block]]
 
 
 class Shadowing:
@@ -71,7 +73,7 @@ class Shadowing:
         values = dict(zip(flat.operands, operands, strict=True))
         values |= {number: self._constant(array) for number, array in flat.constants.items()}
         last_use = last_uses(flat)
-        blocks: list[jax.Array] = []
+        blocks: list[Block] = []
         start = 0
         for part in parts_of(flat.operations):
             end = start + len(part)
@@ -87,7 +89,7 @@ class Shadowing:
 
     def _part(
         self, part: list[Operation], values: dict[int, Pair], needed: frozenset[int]
-    ) -> tuple[dict[int, Pair], list[jax.Array]]:
+    ) -> tuple[dict[int, Pair], list[Block]]:
         if is_plain(part[0].equation):
             return self._plain(part, values, needed)
         (op,) = part
@@ -99,6 +101,8 @@ class Shadowing:
         equation, name = op.equation, op.equation.primitive.name
         if name == "shard_map" and self.mesh is None and not has_tracers(inputs):
             return self._on_devices(equation, inputs)
+        if name == "cond" and self.mesh is None and not has_tracers(inputs):
+            return self._taken(equation.params["branches"], *inputs)
         if name in _PROGRAMS:
             run = self._jit(_holding_program(Part([op], frozenset())))
             results, block, self.iteration = run(inputs, self.iteration)
@@ -107,17 +111,24 @@ class Shadowing:
 
     def _plain(
         self, part: list[Operation], values: dict[int, Pair], needed: frozenset[int]
-    ) -> tuple[dict[int, Pair], list[jax.Array]]:
+    ) -> tuple[dict[int, Pair], list[Block]]:
         """Runs equations, one after the other, as one program."""
         whole = Part(part, needed)
         results, rows = self._jit(_together(whole))([_read(x, values) for x in whole.given])
         # What is alike is measured by the same program, but within a loop, which is one program.
         together = [rows] if self.within and rows else [[row] for row in rows]
-        blocks = [self._jit(_measuring())(alike, self.iteration) for alike in together]
+        blocks = [self._jit(_measuring(), _MEASURED)(alike, self.iteration) for alike in together]
         return dict(zip(whole.wanted, results, strict=True)), blocks
 
-    def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.jit(run) if self.within else compiled(run, self.mesh, self.axes)
+    def _taken(self, branches: Sequence[Any], index: Pair, *operands: Pair) -> Results:
+        """Runs the branch that is taken; of the others nothing is measured."""
+        taken = min(max(int(index.actual), 0), len(branches) - 1)
+        results, blocks = self.run(branches[taken], operands)
+        before, after = (sum(map(count_rows, others)) for others in (branches[:taken], branches[taken + 1 :]))
+        return results, [nothing(before), *blocks, nothing(after)]
+
+    def _jit(self, run: Callable[..., Any], large: int = LARGE) -> Callable[..., Any]:
+        return jax.jit(run) if self.within else compiled(run, self.mesh, self.axes, large)
 
     def _constant(self, array: Any) -> Pair:
         return Pair(array if self.mesh is None or is_key(array) else np.asarray(array))
@@ -136,7 +147,7 @@ class Shadowing:
             jax.tree.map(stacking(mesh, axes, spec)[1], pair) if isinstance(pair.actual, jax.Array) else pair
             for pair, spec in zip(results, params["out_specs"], strict=True)
         ]
-        return whole, [combined(block) if block.ndim == 3 else block for block in blocks]
+        return whole, [combined(np.asarray(block)) if block.ndim == 3 else block for block in blocks]
 
 
 def _in_body(program: Any, operands: Sequence[Pair], iteration: Any) -> tuple[list[Pair], jax.Array, Any]:
@@ -202,7 +213,7 @@ def _cond(equation: Any) -> Callable[..., Any]:
     def taken(number: int) -> Callable[..., Any]:
         def branch(operands: list[Pair], iteration: jax.Array) -> Any:
             results, found, iteration = _in_body(branches[number], operands, iteration)
-            matrices = [nothing(count) for count in counts]
+            matrices: list[Block] = [nothing(count) for count in counts]
             matrices[number] = found
             return results, jnp.concatenate(matrices), iteration
 

@@ -12,7 +12,7 @@ import numpy as np
 from jmp_train.policies.autocasting import FlatCall
 from jmp_train.policies.diagnosing.equations import Site, sites_of
 from jmp_train.policies.diagnosing.evidence import StateLeaf
-from jmp_train.policies.diagnosing.measures import combine, is_float, is_low, nothing
+from jmp_train.policies.diagnosing.measures import combined, is_float, is_low, nothing
 from jmp_train.policies.diagnosing.pairs import Pair
 from jmp_train.policies.diagnosing.shadow import Shadowing
 from jmp_train.policies.pytrees import check_values, path_name
@@ -79,17 +79,18 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
     if steps > 1 and not carried:
         raise TypeError("steps above 1 need a fn whose first result is like its first argument, as a train step's is")
     sites, results = sites_of(program)
-    shadowing, measures = Shadowing(), np.asarray(nothing(len(sites)))
+    shadowing, measures = Shadowing(), list[np.ndarray]()
     values, counts = _bound_to_device(leaves), np.zeros((carried, 2), np.int64)
     done, outputs = 0, list[Pair]()
     while done < steps:
         outputs, blocks = shadowing.run(program, [Pair(x) for x in values])
-        found = np.concatenate([np.asarray(block) for block in blocks] or [np.asarray(nothing(0))])
-        measures = np.asarray(combine(jnp.asarray(measures), jnp.asarray(found)))
+        measures.append(np.concatenate([nothing(0), *map(np.asarray, blocks)]))
         counts += _changes(values[:carried], outputs[:carried])
         done += 1
         old, values = values, [*(pair.actual for pair in outputs[:carried]), *values[carried:]]
-        if any(_is_finite(before) and not _is_finite(x) for before, x in zip(old, values, strict=True)):
+        if done < steps and any(
+            _is_finite(before) and not _is_finite(x) for before, x in zip(old, values, strict=True)
+        ):
             break  # what comes of a lost state says nothing
     state = [
         StateLeaf(names[i], results[i], int(counts[i, 0]), int(counts[i, 1]), str(values[i].dtype))
@@ -101,11 +102,13 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
     has_effects = bool(program.effects) or any("callback" in site.equation.primitive.name for site in sites)
     exact = [pair.actual if pair.shadow is None else pair.shadow for pair in outputs]
     floats = [x for x in exact if is_float(x.dtype)]
-    return Run(sites, measures, results, names, carried, state, low_results, done, has_effects, floats)
+    return Run(
+        sites, combined(np.stack(measures)), results, names, carried, state, low_results, done, has_effects, floats
+    )
 
 
 def _is_finite(x: jax.Array) -> bool:
-    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(jnp.isfinite(x).all())
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(np.asarray(x)).all())
 
 
 def _changes(before: Sequence[Any], after: Sequence[Pair]) -> np.ndarray:
