@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,11 @@ COLUMNS = (
 def main() -> None:
     """Prints a table of the cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, *RESCUED], default=[*CASES, *RESCUED])
+    cases = [*CASES, *RESCUED, *BREAKING]
+    parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
     parser.add_argument("--parts", nargs="+", choices=("costs", "breaking"), default=("costs", "breaking"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
-    cases = [*CASES, *RESCUED, *BREAKING]
     parser.add_argument("--case", choices=cases, help="measure this one here, and print it as JSON")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -66,20 +67,22 @@ def main() -> None:
         print(json.dumps(measured(case_of(args.case, args.tiny), args.rounds)))
         return
     results: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-    if "costs" in args.parts:
-        results["cases"] = costs(args)
-    if "breaking" in args.parts:
-        results["breaking"] = breaking(args)
+    broken = [name for name in args.cases if name in BREAKING]
+    costly = [name for name in args.cases if name not in BREAKING]
+    if "costs" in args.parts and costly:
+        results["cases"] = costs(costly, args)
+    if "breaking" in args.parts and broken:
+        results["breaking"] = breaking(broken, args)
     if args.json:
         write_results(args.json, results)
 
 
-def costs(args: argparse.Namespace) -> dict[str, Any]:
+def costs(names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """Prints what tuning costs, one line per case."""
     heads = [f"{title:>9}" for _, title, _ in COLUMNS]
     print(f"{'':<17}{''.join(heads)}{'flops in half':>17}{'elements':>17}  holds")
     results = {}
-    for name in args.cases:
+    for name in names:
         found = results[name] = in_a_process(name, args)
         cells = [f"{form.format(found[key]):>9}" for key, _, form in COLUMNS]
         shares = [" to ".join(f"{x:.1%}" for x in found[key]) for key in ("half_flops", "half_elements")]
@@ -89,13 +92,13 @@ def costs(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def breaking(args: argparse.Namespace) -> dict[str, Any]:
+def breaking(names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """Prints what half precision does to the models that it breaks, before and after tuning."""
     print(
         f"\n{'':<17}{'':>9}{'loss':>12}{'loss off':>10}{'grad. off':>10}{'flops':>8}{'values':>8}{'trials':>8}{'s':>7}"
     )
     results = {}
-    for name in BREAKING:
+    for name in names:
         found = results[name] = in_a_process(name, args)
         for choice in ("float32", "all half", "tuned"):
             row = found[choice]

@@ -173,9 +173,12 @@ def test_an_optimizers_state_in_few_bits_trains_as_in_float32(tmp_path: Path) ->
 def test_what_tuning_costs_is_measured_beside_compiling_each_trial(tmp_path: Path) -> None:
     file = tmp_path / "tune.json"
     cases = ("language_model", "terrain")
-    output = run("tune.py", "--tiny", "--rounds", "1", "--cases", *cases, "--json", str(file))
-    report = json.loads(file.read_text())["cases"]
-    assert tuple(report) == cases
+    output = run("tune.py", "--tiny", "--rounds", "1", "--cases", *cases, "critic", "--json", str(file))
+    report, breaking = (json.loads(file.read_text())[part] for part in ("cases", "breaking"))
+    assert (tuple(report), tuple(breaking)) == (cases, ("critic",))
+    assert breaking["critic"]["all half"]["gradient_error"] is None  # infinite
+    assert breaking["critic"]["tuned"]["gradient_error"] < 0.05
+    assert re.search(r"^critic +float32 .*\n +all half .* inf .*\n +tuned .* mul$", output, re.MULTILINE)
     for name, found in report.items():
         assert found["holds"]
         assert 1 <= found["trials"] <= 1000
