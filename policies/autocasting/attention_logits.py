@@ -1,10 +1,10 @@
-"""Finds the matrix products that make attention logits, which keep float32's range and precision.
+"""Finds the matrix products that compute attention logits, to keep their results in float32.
 
-`jax.nn.dot_product_attention` asks for a float32 result of half queries and keys, as torch's attention computes
-it: logits beyond 65504 are not rare, and all that reads them is float32. In a program traced for float32 that
-wish looks like the default of `jnp.einsum` and `jnp.matmul`; those who write an attention by these mean the same.
-A softmax saves its probabilities and not its logits for the gradient, so that this costs no memory there. The
-logits of a classifier, which contract no batches, stay half: a loss saves them.
+`jax.nn.dot_product_attention` requests a float32 result for half queries and keys, as torch's attention does: logits
+often exceed 65504, and every operation that reads them runs in float32. In a program traced in float32, this request
+looks the same as the default of `jnp.einsum` and `jnp.matmul`, so attention written with those is treated alike. A
+softmax stores its probabilities for the gradient and not its logits, so float32 logits cost no memory. The logits of a
+classifier have no batch dimensions and stay half, because a loss stores them.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from jmp_train.policies.autocasting.readers import wanted
 from jmp_train.policies.autocasting.region import Region
 from jmp_train.policies.autocasting.values import FLOAT32, variables_read
 
-_ONTO = ARITHMETIC | LAYOUT | {"select_n", "max"}  # what scales, masks and shifts logits
+_ONTO = ARITHMETIC | LAYOUT | {"select_n", "max"}  # operations that scale, mask and shift logits
 
 
 def logits_of(region: Region, jaxpr: Jaxpr) -> frozenset[Any]:
-    """Returns the results of a program's products that a softmax in float32 reads, and nothing else."""
+    """Returns the results of products that only a softmax in float32 reads."""
 
     def find() -> frozenset[Any]:
         asked = {e.outvars[0] for e in jaxpr.eqns if _asks_for_float32(e)}
@@ -33,7 +33,7 @@ def logits_of(region: Region, jaxpr: Jaxpr) -> frozenset[Any]:
 
 
 def _asks_for_float32(equation: JaxprEqn) -> bool:
-    """Returns whether a product of batches, as attention's is and no layer's, names float32 as its result's type."""
+    """Returns whether a product with batch dimensions, as in attention, requests a float32 result."""
     if equation.primitive.name != "dot_general":
         return False
     _, (batch, _) = equation.params["dimension_numbers"]
@@ -41,7 +41,7 @@ def _asks_for_float32(equation: JaxprEqn) -> bool:
 
 
 def _read_by_maximum(region: Region, jaxpr: Jaxpr, results: frozenset[Any]) -> frozenset[Any]:
-    """Returns the variables of which a maximum is taken, as every softmax begins, given such results."""
+    """Returns the variables that a maximum reads, the first operation of every softmax; `results` are read by one."""
 
     def find() -> frozenset[Any]:
         found = set(results)

@@ -1,7 +1,8 @@
-"""Binds operations to operands in the dtypes that were settled, in a way that saves little for their gradients.
+"""Binds operations to operands in the settled dtypes, so that they store little for their gradients.
 
-A primitive's gradient saves its operands as they are bound. So half values are upcast within a checkpoint where a
-gradient needs them, and values that are read more than once are read by way of float32, in which gradients are added.
+The gradient of a primitive stores its operands as they are bound. If a gradient needs half values, they are upcast
+within a checkpoint. Values that are read more than once are read through float32, so that their gradients are added in
+float32.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ from jmp_train.policies.autocasting.values import (
     traced_dtype,
 )
 
-_READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # a value more than once
-_SAVES_ITS_INPUT = TRANSCENDENTAL | {"mul", "div"}  # whose gradients need an input or the result
+_READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # they may read a value more than once
+_SAVES_ITS_INPUT = TRANSCENDENTAL | {"mul", "div"}  # their gradients need an input or the result
 
 
 def bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
@@ -45,7 +46,7 @@ def bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
 
 
 def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
-    """Returns the results without what `note_integers` records; which way this binds decides what gradients save."""
+    """Returns the results before `note_integers`; the way an operation is bound decides what its gradient stores."""
     equation: Any = step.equation
     name, half, dtypes, rule = equation.primitive.name, region.half, step.dtypes, step.rule
     if rule == "fp8":
@@ -75,7 +76,7 @@ def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
 
 
 def saved(region: Region, step: Step, output: Value, inputs: list[Value]) -> Value:
-    """Returns the result of arithmetic, rounded to half if a gradient saves it for readers that compute in half."""
+    """Returns the result of arithmetic, rounded to half if a gradient stores it for readers that compute in half."""
     of_half = any(x.dtype == region.half for x in inputs)
     may_round = output.dtype == FLOAT32 and literals_fit(region, step.equation, inputs)
     exact = output.integers is None or output.integers.held_by(region.half)
@@ -85,7 +86,7 @@ def saved(region: Region, step: Step, output: Value, inputs: list[Value]) -> Val
 
 
 def _in_8_bits(region: Region, step: Step, inputs: Sequence[Value]) -> Value:
-    """Multiplies in 8 bits, of operands in the dtypes that they have."""
+    """Multiplies in 8 bits; the operands keep their dtypes."""
     contract, _ = step.equation.params["dimension_numbers"]
     dtype = _params(step.equation, region.half).get("preferred_element_type") or region.half
     lhs, rhs = (on_device(value.array) for value in inputs)
@@ -108,7 +109,7 @@ def _converted(equation: JaxprEqn, value: Value, *, keeps_float32: bool) -> Valu
 
 
 def _params(equation: JaxprEqn, dtype: DTypeLike | None) -> dict[str, Any]:
-    """Returns the parameters of an equation whose operands have become of a dtype."""
+    """Returns the parameters of an equation whose operands were cast to `dtype`."""
     params = equation.params
     is_product = equation.primitive.name in PRODUCTS
     preferred = params.get("preferred_element_type") if is_product else None
@@ -130,19 +131,19 @@ def _bind(equation: JaxprEqn, arrays: Sequence[Any], inputs: Sequence[Value], pa
 
 
 def as_traced(equation: JaxprEqn, *arrays: jax.Array) -> list[Any]:
-    """Binds a call to values in their traced dtypes; its rules are Python, and want arrays of jax's."""
+    """Binds a call to values in their traced dtypes; its custom rules are Python code and need jax arrays."""
     primitive, params = equation.primitive, equation.params
     return primitive.bind(*map(on_device, arrays), **primitive.get_bind_params(params))
 
 
 def _is_smaller(inputs: Sequence[Value], shape: tuple[int, ...]) -> bool:
-    """Returns whether inputs take less memory than a float32 array: one in half, and smaller ones."""
+    """Returns whether the inputs, one in half and smaller ones, take less memory than a float32 array."""
     large = [x.dtype for x in inputs if not x.weak and np.shape(x.array) == shape]
     return len(large) < 2 and all(dtype in HALVES for dtype in large)
 
 
 def _in_float32(equation: JaxprEqn, params: dict[str, Any], *arrays: jax.Array) -> Any:
-    """Binds to arrays that become float32."""
+    """Binds an equation to its arrays, cast to float32."""
     upcast = [
         lax.convert_element_type(array, FLOAT32) if eligible(traced_dtype(atom)) else array
         for array, atom in zip(arrays, equation.invars, strict=True)
@@ -151,25 +152,25 @@ def _in_float32(equation: JaxprEqn, params: dict[str, Any], *arrays: jax.Array) 
 
 
 def _recomputed(run: Callable[..., Any], *saved: Any) -> Value:
-    """Returns what a function computes of these, which are saved for the gradient in place of what it makes of them."""
+    """Returns the result of `run`; the gradient stores only the arguments and recomputes everything else."""
     return Value(jax.checkpoint(run, prevent_cse=False)(*saved))
 
 
 def _read_again(equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike) -> Value:
-    """Reads half values more than once by way of float32, in which their gradients are added."""
+    """Reads half values more than once through float32, so that their gradients are added in float32."""
     arrays = [inputs[0].to(FLOAT32), *(value.array for value in inputs[1:])]
     (output,) = _bind(equation, arrays, inputs, params)
     return dataclasses.replace(output, array=cast(output.array, half))
 
 
 def _spreads(equation: Any, inputs: Sequence[Value]) -> bool:
-    """Returns whether operands that have gradients are smaller than the result."""
+    """Returns whether operands with gradients are smaller than the result."""
     shape = equation.outvars[0].aval.shape
     return any(not x.weak and np.shape(x.array) != shape for x in inputs)
 
 
 def _spread(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike) -> Value:
-    """Binds in half; smaller operands are spread in float32, in which their gradients are added."""
+    """Binds in half; broadcasts smaller operands in float32, so that their gradients are added in float32."""
     shape = equation.outvars[0].aval.shape
 
     def in_half(value: Value, array: jax.Array) -> Any:
@@ -183,5 +184,5 @@ def _spread(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half
         return equation.primitive.bind(*map(in_half, inputs, arrays), **params)
 
     arrays = [value.array for value in inputs]
-    saves = equation.primitive.name in _SAVES_ITS_INPUT  # the small operands, and not the large ones
+    saves = equation.primitive.name in _SAVES_ITS_INPUT  # store the small operands, not the broadcast ones
     return _recomputed(run, *arrays) if saves else Value(run(*arrays))

@@ -1,7 +1,7 @@
-"""Warns where a jaxlib leaves results of bfloat16 convolutions unwritten on CPUs; a flag avoids it.
+"""Warns of jaxlib releases that compute bfloat16 convolutions wrong on CPUs; a flag avoids the fault.
 
-XLA:CPU of jaxlib 0.11 and 0.12 passes chains of convolutions to YNNPACK as one fusion, and in
-bfloat16 some of these never write what they should. Compiled code reads what was in memory before.
+XLA:CPU of jaxlib 0.11 and 0.12 passes chains of convolutions to YNNPACK as one fusion. In bfloat16, some of these
+fusions never write their results, and the compiled code reads uninitialized memory.
 """
 
 import functools
@@ -24,11 +24,11 @@ _FIRST, _FIRST_UNKNOWN = (0, 11), (0, 13)
 
 
 class CpuConvolutionWarning(UserWarning):
-    """Compiled for a CPU by this jaxlib, bfloat16 convolutions can come out wrong.
+    """This jaxlib may compute bfloat16 convolutions wrong on a CPU.
 
     `train_step`, `scaled_value_and_grad`, `apply_policy` and `autocast` warn when they trace one.
-    `XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=`, set before jax starts, turns the faulty
-    fusion off, and the warning with it.
+    `XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=`, set before jax starts, turns off the faulty fusion and this
+    warning.
 
     Example:
       >>> import warnings
@@ -38,11 +38,11 @@ class CpuConvolutionWarning(UserWarning):
 
 
 def is_faulty(jaxlib: tuple[int, ...], xla_flags: str) -> bool:
-    """Whether a jaxlib has the fault, and no flag turns it off.
+    """Returns whether a jaxlib has the fault and no flag turns it off.
 
     Args:
-      jaxlib: its version, such as (0, 12, 0).
-      xla_flags: the environment variable.
+      jaxlib: the version, such as (0, 12, 0).
+      xla_flags: the value of the environment variable `XLA_FLAGS`.
 
     Example:
       >>> is_faulty((0, 12, 0), ""), is_faulty((0, 12, 0), FUSION_FLAG), is_faulty((0, 10, 2), "")
@@ -52,17 +52,17 @@ def is_faulty(jaxlib: tuple[int, ...], xla_flags: str) -> bool:
 
 
 def is_at_risk() -> bool:
-    """Whether what is traced now is for CPUs, and by a jaxlib with the fault."""
+    """Returns whether the program that is being traced runs on CPUs, with a jaxlib that has the fault."""
     faulty = is_faulty(_jaxlib(), os.environ.get("XLA_FLAGS", ""))
-    return faulty and jax.default_backend() == "cpu"  # which starts the devices, if tracing has not
+    return faulty and jax.default_backend() == "cpu"  # starts the devices if tracing has not
 
 
 def warn_of_convolutions(equations: Iterable[Any], dtype: DTypeLike | None = None) -> None:
-    """Warns if there are bfloat16 convolutions for CPUs, and this jaxlib has the fault.
+    """Warns of bfloat16 convolutions on CPUs if this jaxlib has the fault.
 
     Args:
-      equations: of a program, those within others too.
-      dtype: which the convolutions will have; None for that in which they were traced.
+      equations: the equations of a program, nested ones included.
+      dtype: the dtype of the convolutions; None for the traced one.
     """
     if dtype not in (None, jnp.bfloat16) or not is_at_risk():
         return
@@ -81,7 +81,7 @@ def warn_of_convolutions(equations: Iterable[Any], dtype: DTypeLike | None = Non
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yields the equations of an open jaxpr, and those of the programs within it."""
+    """Yields the equations of an open jaxpr and of the programs within it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in held_jaxprs(equation):

@@ -1,4 +1,4 @@
-"""Autocast of functions with custom derivatives (`custom_jvp`, `custom_vjp`), which keep these."""
+"""Autocast of functions with custom derivatives (`custom_jvp`, `custom_vjp`), which stay in effect."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from jmp_train.policies.autocasting.values import Value, chosen, eligible, on_de
 
 
 def custom_jvp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
-    """Makes a new custom rule of the body and the old tangents, both by the rules of the region."""
+    """Returns the results of a new `custom_jvp`: the rules of the region apply to body and tangents."""
     into = [eligible(traced_dtype(atom)) for atom in equation.invars]
     out = [eligible(traced_dtype(variable)) for variable in equation.outvars]
     if equation.params.get("symbolic_zeros") or _has_other_floats(equation):
@@ -51,7 +51,7 @@ def custom_jvp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
 
 
 def _followed(region: Region, inputs: list[Value]) -> list[Any]:
-    """Returns the arrays; literals among half values become half too, if half can hold them."""
+    """Returns the arrays; literals next to half values become half, if half can hold them."""
     strong = {value.dtype for value in inputs if not value.weak}
     return [
         value.to(region.half)
@@ -65,17 +65,17 @@ def _followed(region: Region, inputs: list[Value]) -> list[Any]:
 
 
 def _has_other_floats(equation: JaxprEqn) -> bool:
-    """Whether it has operands or results of other differentiable dtypes, which autocast leaves alone."""
+    """Returns whether operands or results have other differentiable dtypes, which autocast does not change."""
     dtypes = [traced_dtype(atom) for atom in (*equation.invars, *equation.outvars)]
     return any(jnp.issubdtype(dtype, jnp.inexact) and not eligible(dtype) for dtype in dtypes)
 
 
 def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
-    """Makes a new custom rule of both halves of the old one, run by the rules of the region.
+    """Returns the results of a new `custom_vjp`: the rules of the region apply to both halves of the old one.
 
-    The backward half gets what it was traced for: residuals and cotangents in their traced dtypes. Where no dtype is
-    forced, a function stays as it is if it has no matrix product, if the rules leave none of these in half precision,
-    or if a rule for single operations meets it: the lines of the forward half are not known.
+    The backward half gets residuals and cotangents in their traced dtypes. If no dtype is forced, a function stays
+    unchanged in three cases: it has no matrix product; the rules run none of its products in half precision; or a rule
+    for single operations matches it, because the source lines of the forward half are unknown.
     """
     jaxpr, n_consts = equation.params["call_jaxpr"], equation.params.get("num_consts", 0)
     forced = region.forced in ("lower", "float32")
@@ -101,7 +101,7 @@ def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
         return _in_float32(equation, inputs, decision, log)
     function = jax.custom_vjp(functools.partial(on_arrays(region, jaxpr), *consts))
 
-    # A forward half that calls the function itself wants its value, whose rule is this one.
+    # A forward half that calls the function itself needs its value only: the derivative is the one defined here.
     handlers = {**region.handlers, "custom_vjp_call": inlined}
     within = dataclasses.replace(region, handlers=handlers, memory={}, log=None)
 
@@ -123,7 +123,7 @@ def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
 
 
 def _for_float32(decisions: Sequence[Decision], half: str) -> Decision | None:
-    """Returns the decision that speaks for running a function as it was traced, if there is one."""
+    """Returns a decision that requires running a function as it was traced; None if there is none."""
     by_operation = [decision for decision in decisions if decision.reason.startswith("operation ")]
     products = [decision for decision in decisions if decision.equation.primitive.name in PRODUCTS]
     if by_operation or any(half in product.dtypes_in for product in products):
@@ -147,7 +147,7 @@ def _in_float32(
 
 
 def multiplies(jaxpr: Any) -> bool:
-    """Returns whether there is a matrix product or convolution in a program, or in what it runs.
+    """Returns whether a program, or a program within it, has a matrix product or a convolution.
 
     Args:
       jaxpr: the program.
@@ -162,15 +162,15 @@ def multiplies(jaxpr: Any) -> bool:
 
 
 def _halves(equation: JaxprEqn, perturbed: Sequence[bool]) -> tuple[Any, Any]:
-    """Returns both halves of a function with a rule, traced in float32.
+    """Returns both halves of a function with a custom derivative, traced in float32.
 
     Args:
-      equation: its call.
-      perturbed: of each operand but constants, whether its gradient is asked for.
+      equation: the call of the function.
+      perturbed: one boolean per operand, constants excluded: True if its gradient is needed.
 
     Returns:
-      A program of all operands to results and residuals; and one of residuals and the floating results' cotangents, in
-      the order of these, to the gradients.
+      Two programs. The first maps all operands to results and residuals. The second maps the residuals and the
+      cotangents of the floating results, in their order, to the gradients.
     """
     n_consts = equation.params.get("num_consts", 0)
     out = [eligible(traced_dtype(variable)) for variable in equation.outvars]
@@ -202,7 +202,7 @@ def _flattened(pullback: Any) -> tuple[list[Any], list[Any]]:
 def _pulled_back(
     region: Region, jaxpr: Any, dtypes: Sequence[Any], *residuals: Any, cotangents: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Returns the gradients of operands in their dtypes, None where they have none."""
+    """Returns the gradients of operands in the operands' dtypes, None for operands without gradient."""
     full = [_instantiated(x) for x in cotangents]
     pairs = zip(
         (*residuals, *(x for x in full if eligible(x.dtype))), getattr(jaxpr, "jaxpr", jaxpr).invars, strict=True

@@ -1,4 +1,4 @@
-"""Products of half precision whose sums are float32 on all devices that share them."""
+"""Half-precision products that are summed in float32, within and over devices."""
 
 import functools
 from typing import Any
@@ -21,26 +21,27 @@ def float32_dot_general(
     preferred_element_type: object = None,
     **unused: object,
 ) -> jax.Array:
-    """Multiplies like `jax.lax.dot_general`, adds up in float32, and rounds the sum to the inputs' dtype.
+    """Computes `jax.lax.dot_general` with float32 sums, and rounds the result to the inputs' dtype.
 
-    One GPU does that by itself. Where the contracted dimension is sharded over devices, as in the second of a pair of
-    tensor-parallel dense layers, jax adds the devices' shares in the dtype of the product, in float16 from 65504 on
-    to infinity; here, and in the gradients, in float32. For `flax.linen.Dense(dot_general=...)` and the like.
+    A single GPU does so by default. If the contracted dimension is sharded over devices, as in the second of two
+    tensor-parallel dense layers, jax adds the devices' partial sums in the dtype of the product. In float16, sums above
+    65504 become infinite. This function adds them in float32, also in the gradients. Pass it to layers, such as
+    `flax.linen.Dense(dot_general=...)`.
 
     Args:
       lhs: floating array.
       rhs: floating array of the same dtype.
-      dimension_numbers: ((contracting of lhs, of rhs), (batch of lhs, of rhs)), as `dot_general` takes them; no batch
-        dimensions.
+      dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), as for `dot_general`; the batch
+        dimensions must be empty.
       precision: as for `dot_general`.
-      preferred_element_type: the result's dtype; None for that of the inputs.
-      **unused: what layers pass to `dot_general` beyond that; it has to be None.
+      preferred_element_type: the dtype of the result; None for the dtype of the inputs.
+      **unused: other arguments that layers pass to `dot_general`; they must be None.
 
     Returns:
       The product.
 
     Raises:
-      ValueError: there are batch dimensions, or another argument that is not None.
+      ValueError: there are batch dimensions, or one of the other arguments is not None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,7 +60,7 @@ def float32_dot_general(
     if given:
         raise ValueError(f"float32_dot_general has no argument {', '.join(given)}")
     contract = tuple(lhs_contract), tuple(rhs_contract)
-    # Within autocast its rules would give the product itself the half type that is for its operands.
+    # The rules of autocast would give the product the half type that is meant for its operands.
     product = opaque_to_autocast(functools.partial(_product, contract, precision))
     result: Any = product(_as_operand(lhs), _as_operand(rhs))
     return result if preferred_element_type is None else result.astype(preferred_element_type)
@@ -67,7 +68,7 @@ def float32_dot_general(
 
 @autocast_as("lower")
 def _as_operand(x: jax.Array) -> jax.Array:
-    return x * jnp.ones((), x.dtype)  # an operation, for autocast to cast; XLA leaves it out
+    return x * jnp.ones((), x.dtype)  # an operation that autocast casts; XLA removes it
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

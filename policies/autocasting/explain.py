@@ -1,4 +1,4 @@
-"""`explain_autocast`: a row an operation of what autocast does, the work in half precision, bytes saved."""
+"""`explain_autocast` reports the precision of each operation, the fraction in half and the bytes stored."""
 
 import dataclasses
 import functools
@@ -26,13 +26,13 @@ from jmp_train.policies.autocasting.values import chosen, replaced
 
 @dataclasses.dataclass(frozen=True)
 class AutocastReport(OperationsReport):
-    """What `explain_autocast` returns; printed, it is a table.
+    """A report of the decisions of autocast, as `explain_autocast` returns it; it prints as a table.
 
     Attributes:
-      operations: in the order in which they run.
-      residual_bytes_float32: what `jax.vjp` saves for the gradient in float32; None where the
-        function has no gradient.
-      residual_bytes_autocast: and what it saves under autocast.
+      operations: the operations, in the order in which they run.
+      residual_bytes_float32: the bytes that `jax.vjp` stores for the gradient in float32; None if the function has no
+        gradient.
+      residual_bytes_autocast: the bytes that it stores under autocast.
       unmet: the entries of the rules that match no operation.
 
     Example:
@@ -59,18 +59,18 @@ class AutocastReport(OperationsReport):
 
 
 def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) -> AutocastReport:
-    """Says what autocast does with each operation of a function; nothing is computed.
+    """Returns a report of the precision in which autocast runs each operation of a function.
 
     Args:
-      fn: an `autocast(...)`, or a plain function, which is taken with the defaults of `autocast`.
-      *args: its arguments; `jax.ShapeDtypeStruct` will do for arrays.
-      **kwargs: likewise.
+      fn: the result of `autocast`, or a plain function, to which the defaults of `autocast` apply.
+      *args: its arguments. Nothing is computed, so `jax.ShapeDtypeStruct` works in place of arrays.
+      **kwargs: its keyword arguments.
 
     Returns:
-      A report, which prints as a table.
+      The report, which prints as a table.
 
     Raises:
-      ValueError: `fn` is an `autocast` with `enabled=False`.
+      ValueError: `fn` was made by `autocast` with `enabled=False`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -100,12 +100,12 @@ def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) ->
 
 
 def decided(region: Region, run: Callable[..., Any], call: FlatCall) -> tuple[OperationReport, ...]:
-    """Returns what is decided on each operation.
+    """Returns one report per operation with the decision of autocast.
 
     Args:
-      region: of autocast.
-      run: `run(region, *args, **kwargs)`.
-      call: of that function, but for the region.
+      region: the autocast region.
+      run: a function, called as `run(region, *args, **kwargs)`.
+      call: its arguments, without the region.
     """
     log: list[Decision] = []
     logged = dataclasses.replace(region, log=log)
@@ -124,7 +124,7 @@ def _residual_bytes(fn: Callable[..., Any], avals: list[Any]) -> int | None:
 
     try:
         leaves = jax.tree.leaves(jax.eval_shape(pullback, *avals))
-    except ValueError:  # what jax raises for the gradient of a callback
+    except ValueError:  # jax raises it for the gradient of a callback
         return None
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 

@@ -1,4 +1,4 @@
-"""Flattens calls: a function of pytrees as a function of arrays alone, to trace it without values."""
+"""Flattens calls: turns a function of pytrees into a function of arrays, to trace it without values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ from jmp_train.policies.pytrees import Carried
 
 
 class FlatCall:
-    """The arguments of a call, whose arrays stand for themselves, and all else for what it is.
+    """The arguments of a call, flattened: arrays are inputs, everything else is constant.
 
     Args:
-      args: pytrees; `jax.ShapeDtypeStruct` will do for arrays.
-      kwargs: likewise.
+      args: pytrees; `jax.ShapeDtypeStruct` works in place of arrays.
+      kwargs: keyword arguments, likewise.
 
     Attributes:
       avals: the types of the arrays, in the order of the leaves.
-      are_arrays: of each leaf, whether it is an array.
+      are_arrays: one boolean per leaf, True for arrays.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -31,9 +31,9 @@ class FlatCall:
         ]
 
     def of_arrays(self, run: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """Returns a function's call as a function of the arrays, to a list of arrays.
+        """Returns a function that calls `run` with the given arrays and returns a list of arrays.
 
-        nnx objects that the function closes over are unchanged after it.
+        The call leaves nnx objects that `run` closes over unchanged.
         """
         reachable = Carried((), run)
 

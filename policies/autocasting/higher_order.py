@@ -1,7 +1,7 @@
 """Autocast of the primitives that hold programs: jit, loops, branches, remat, shard_map.
 
-Each handler takes the region, the equation and its inputs and returns its results, or None where the
-equation cannot be entered and is bound as it was traced.
+Each handler takes the region, the equation and its inputs, and returns the results. It returns None if autocast cannot
+enter the equation, which is then bound as it was traced.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jmp_train.policies.types import PyTree
 
 
 def _jit(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
-    """Inlines the body, as XLA does too: what reads its results decides on their dtypes."""
+    """Inlines the body, as XLA does, so that the readers of its results decide on their dtypes."""
     params = equation.params
     inputs = _constrain(inputs, params.get("in_shardings"))
     outputs = interpret(region, params["jaxpr"], inputs)
@@ -63,7 +63,7 @@ def _remat(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Valu
 
 
 def _opaque(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
-    """Calls the function itself; of a matrix product in 8 bits its own is made."""
+    """Calls the function itself, or multiplies in 8 bits if it is a matrix product with the rule "fp8"."""
     arrays = [on_device(value.array) for value in inputs]
     call = equation.params["policy"]
     if call.contract is not None:
@@ -80,7 +80,7 @@ def _opaque(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
 
 
 def _product_of(equation: Any, contract: Contract) -> JaxprEqn:
-    """Returns the matrix product that an opaque call makes, as an operation for rules to decide on."""
+    """Returns the matrix product of an opaque call as an equation, to look up its rule."""
     operands = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
     traced = jax.make_jaxpr(lambda x, y: lax.dot_general(x, y, (contract, ((), ()))))(*operands)
     return traced.eqns[0].replace(source_info=equation.source_info)
@@ -92,7 +92,7 @@ def _scan(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
     n_consts, n_carry = scan_counts(params)
     consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
     atoms = equation.invars[n_consts:][:n_carry]
-    # Gradients of constants are added over the iterations, which half precision would not survive.
+    # Gradients of constants are added over the iterations: in half precision, these sums would stagnate or overflow.
     delayed = region.delayed
     scales = delayed.within(region.place) if delayed else {}
     float32_consts = [value.to(FLOAT32) if _is_half(value) else value.array for value in consts]
@@ -132,7 +132,7 @@ def _scan(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many of a scan's first operands are constants, and how many are carried."""
+    """Returns the numbers of constants and of carried values among a scan's operands, which come first."""
     if "ft_in" in params:  # jax 0.11 and later
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -144,7 +144,7 @@ def _stable(
     atoms: Sequence[Any],
     next_dtypes: Callable[[Sequence[Any]], Sequence[Any]] | None,
 ) -> list[Any]:
-    """Returns a loop's first carry in dtypes that the body keeps: half only if it stays half."""
+    """Returns a loop's initial carry in dtypes that the body preserves: half only if it stays half."""
     arrays = [
         jnp.asarray(value.to(traced_dtype(atom)) if value.weak else value.array)
         if eligible(traced_dtype(atom))
@@ -164,7 +164,7 @@ def _stable(
 
 
 def _result_dtypes(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> Sequence[Any]:
-    """Returns the dtypes of a program's results; for values of the same kind it is run once."""
+    """Returns the dtypes of a program's results; traces it once for values of the same kind."""
 
     def find() -> list[Any]:
         found: list[Any] = []
@@ -185,7 +185,7 @@ def _is_half(array: Any) -> bool:
 
 
 def _is_ref(value: object) -> bool:
-    """Whether it is a `jax.Ref`, whose dtype is not ours to change."""
+    """Returns whether a value is a `jax.Ref`, whose dtype cannot change."""
     return isinstance(getattr(value, "array", value), jax.Ref)
 
 
@@ -194,7 +194,7 @@ def _while(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Valu
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = inputs[:n_cond], inputs[n_cond:][:n_body]
     init, atoms = inputs[n_cond + n_body :], equation.invars[n_cond + n_body :]
-    region = dataclasses.replace(region, delayed=None)  # it has no gradient, and so scales have none either
+    region = dataclasses.replace(region, delayed=None)  # a `while` has no gradient, so its scales have none
 
     def run(region: Region, jaxpr: ClosedJaxpr, consts: Sequence[Value], carry: Sequence[Any]) -> list[Value]:
         values = [value.inside() for value in consts]
@@ -206,7 +206,7 @@ def _while(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Valu
     start = _stable(init, atoms, next_dtypes)
     dtypes = [array.dtype for array in start]
     cond = getattr(params["cond_jaxpr"], "jaxpr", params["cond_jaxpr"])
-    batched = bool(cond.outvars[0].aval.shape)  # by vmap: each element stops by itself
+    batched = bool(cond.outvars[0].aval.shape)  # by vmap: each element stops on its own
 
     def go_on(region: Region, carry: Any) -> Any:
         return run(region, params["cond_jaxpr"], cond_consts, carry)[0].array
@@ -267,7 +267,7 @@ def _shard_map(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
     wrapped = jax.shard_map(
         run,
         mesh=params["mesh"],
-        in_specs=(P(tuple(sorted(axes))), *params["in_specs"]),  # each device has scales of its own
+        in_specs=(P(tuple(sorted(axes))), *params["in_specs"]),  # each device has its own scales
         out_specs=list(params["out_specs"]),
         axis_names=axes,
         check_vma=params["check_vma"],

@@ -1,9 +1,9 @@
-"""Finds values made of integers, and whether a half type still holds these as distinct numbers.
+"""Finds values computed from integers, and checks whether a half type keeps them distinct.
 
-Positions, timesteps and counts are integers until a model converts them; moved about, added and scaled, they
-remain as many different numbers. float16 holds whole numbers up to 2048 and bfloat16 up to 256: beyond,
-neighbors become one. What else is computed ends it: a sine of a position is a number like any other, and so is
-what an activation function makes of it.
+Positions, timesteps and counts are integers until a model converts them. Moving, adding and scaling them keeps them
+distinct. float16 holds whole numbers up to 2048 and bfloat16 up to 256; above that, neighbors round to the same number.
+Other operations end the tracking: the sine of a position, or the result of an activation function, is an ordinary
+number.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from jmp_train.policies.autocasting.literal_bounds import by_name, fits
 
 @dataclasses.dataclass(frozen=True)
 class Integers:
-    """Values of an interval that are multiples of a step, or were so before an array scaled them.
+    """Multiples of a step within an interval, possibly scaled by an array afterwards.
 
     Attributes:
-      low: the least; -inf where that is not known.
-      high: the greatest; inf likewise.
-      step: what each is a multiple of, perhaps beside one offset for all.
+      low: the least value; -inf if unknown.
+      high: the greatest value; inf if unknown.
+      step: all values are multiples of it, up to one common offset.
     """
 
     low: float
@@ -40,19 +40,19 @@ class Integers:
         return max(abs(self.low), abs(self.high))
 
     def held_by(self, half: DTypeLike) -> bool:
-        """Whether a half type holds them: each by itself, without overflow or underflow."""
+        """Returns whether a half type keeps the values distinct, without overflow or underflow."""
         steps = 2.0 ** (jnp.finfo(half).nmant + 1)
         return self.greatest <= steps * self.step and fits((0.0, self.greatest), half, scales=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What is known of an operand.
+    """Known facts about an operand.
 
     Attributes:
-      integers: what integers it is made of, None where of none.
-      given: whether it is made of literals, or an argument or constant, perhaps moved about.
-      number: of a literal that is one number, that number, else None.
+      integers: the integers that it was computed from; None if there are none.
+      given: True if it was computed from literals, or is an argument or a constant, possibly moved.
+      number: the value of a scalar literal; None otherwise.
     """
 
     integers: Integers | None
@@ -61,7 +61,7 @@ class Operand:
 
 
 def operand(atom: Var | Literal, known: Integers | None, *, weak: bool, given: bool) -> Operand:
-    """Returns what is known of an operand: by its variable or literal, and what its value says."""
+    """Returns the known facts about an operand, from its variable or literal and from its value."""
     integers = known if weak else integers_of(atom, known)
     return Operand(integers, weak or given, _number(atom))
 
@@ -74,7 +74,7 @@ def _number(atom: Var | Literal) -> float | None:
 
 
 def integers_of(atom: Var | Literal, known: Integers | None) -> Integers | None:
-    """Returns the integers that an operand is made of: what is known, or all that its type has."""
+    """Returns the integers that an operand was computed from: the known ones, or all integers of its type."""
     dtype = getattr(atom.aval, "dtype", None)
     if known is not None or dtype is None:
         return known
@@ -83,16 +83,16 @@ def integers_of(atom: Var | Literal, known: Integers | None) -> Integers | None:
     if not jnp.issubdtype(dtype, jnp.integer):
         return None
     limits = jnp.iinfo(dtype)
-    if limits.bits > 16:  # of positions and counts that is all there is to know
+    if limits.bits > 16:  # for positions and counts, nothing more is known
         return Integers(-math.inf, math.inf)
     return Integers(float(limits.min), float(limits.max))
 
 
 def integers_in_result(equation: JaxprEqn, operands: Sequence[Operand]) -> Integers | None:
-    """Returns what integers the result of an equation is made of, None where it is of none."""
+    """Returns the integers that an equation's result was computed from; None if there are none."""
     function = _OF_RESULTS.get(equation.primitive.name)
     if len(equation.outvars) > 1 and equation.primitive.name not in ("split", "unstack"):
-        return None  # several operands, moved each by itself
+        return None  # several operands, each moved on its own
     found = None if function is None else function(equation, *operands)
     if found is None or math.isnan(found.greatest) or not found.step > 0:
         return None
@@ -112,7 +112,7 @@ def _converted(equation: JaxprEqn, a: Operand) -> Integers | None:
 
 
 def _moved(_: object, *operands: Operand) -> Integers | None:
-    """Those of any operand: what is not made of integers beside them takes nothing away."""
+    """Returns the integers of all operands together; operands without integers do not count."""
     found = [operand.integers for operand in operands if operand.integers is not None]
     if not found:
         return None
@@ -168,7 +168,7 @@ def _product(_: object, a: Operand, b: Operand) -> Integers | None:
 
 
 def _times(a: float, b: float) -> float:
-    return a * b if a and b else 0.0  # not NaN where one is inf
+    return a * b if a and b else 0.0  # not NaN if one is inf
 
 
 def _quotient(equation: Any, a: Operand, b: Operand) -> Integers | None:

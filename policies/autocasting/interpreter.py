@@ -1,9 +1,9 @@
-"""Runs a traced function again, each operation in the precision that a table of rules gives it.
+"""Runs a traced function with each operation in the precision that a table of rules gives it.
 
-The function is traced for float32 in place of half inputs, so that literals are not rounded. What the program alone
-decides is decided first (`steps`). Then its equations run one by one on the real values: the dtypes of the operands are
-settled (`operand_dtypes`), and the primitive is bound to them (`binding`). Values computed from literals only are weak:
-they follow the dtype of what they meet, as Python numbers do.
+The function is traced with float32 in place of half inputs, so that literals are not rounded. `steps` first makes the
+decisions that depend on the program only. Then the equations run one by one on the actual values: `operand_dtypes`
+settles the dtypes of the operands, and `binding` binds the primitive to them. Values computed only from literals are
+weak: they take the dtype of the other operand, as Python numbers do.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from jmp_train.policies.autocasting.values import (
 
 
 def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
-    """Runs a jaxpr, with its constants if it has any, by the rules of a region."""
+    """Runs a jaxpr, closed or open, by the rules of a region."""
     opened: Any = getattr(jaxpr, "jaxpr", jaxpr)
     constants = map(region.constant, getattr(jaxpr, "consts", ()))
     environment: dict[Any, Value] = dict(zip(opened.constvars, constants, strict=True))
@@ -46,7 +46,7 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
             for step in steps:
                 equation = step.equation
                 inputs = [read(atom) for atom in equation.invars]
-                if not step.is_added:  # the result itself is saved
+                if not step.is_added:  # the gradient stores the result itself
                     inputs = [dataclasses.replace(x, addends=None) if x.addends else x for x in inputs]
                 with _at_line_of(equation):
                     outputs = _entered(region, step, inputs) if equation.primitive.name in region.handlers else None
@@ -62,14 +62,14 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
 
 
 def _at_line_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """Has compilers and profilers name the user's line: where an equation has none, that which calls the region."""
+    """Makes compilers and profilers name the user's line: the equation's, or else the call of the region."""
     if not source_of([equation]):
         return contextlib.nullcontext()
     return user_context(equation.source_info.traceback)
 
 
 def _entered(region: Region, step: Step, inputs: list[Value]) -> list[Value] | None:
-    """Returns the results of an equation whose program is run by rules; None of one that is bound as it was traced."""
+    """Returns the results of an equation whose program runs by rules; None if it is bound as it was traced."""
     if not is_entered(region, step, inputs):
         return None
     inner = region.within(step.equation, step.scope, step.place)
@@ -79,7 +79,7 @@ def _entered(region: Region, step: Step, inputs: list[Value]) -> list[Value] | N
 
 
 def _note(region: Region, step: Step, inputs: list[Value], outputs: list[Value]) -> None:
-    """Notes what `explain_autocast` shows of an operation."""
+    """Records the decision on an operation for `explain_autocast`."""
     used = [x.dtype if d is None else d for x, d in zip(inputs, step.dtypes, strict=True)]
     used = [region.recipe.forward_dtype for _ in inputs] if step.rule == "fp8" else used
     region.note(step.equation, step.scope, str(step.rule), step.reason, used, outputs)
@@ -91,7 +91,7 @@ def inlined(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Val
 
 
 def on_arrays(region: Region, jaxpr: ClosedJaxpr, inputs: Sequence[Value] | None = None) -> Callable[..., list[Any]]:
-    """Returns a jaxpr, run by the rules of a region, as a function of arrays: those of `inputs`, if these are given."""
+    """Returns a function of arrays that runs a jaxpr by the rules of a region; `inputs` may describe the arrays."""
     integers = None if inputs is None else [value.integers for value in inputs]
 
     def run(*arrays: jax.Array) -> list[Any]:

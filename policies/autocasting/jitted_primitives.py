@@ -1,7 +1,8 @@
-"""Primitives as jitted functions, so that jax derives each once, and not wherever it is bound.
+"""Primitives as jitted functions, so that jax differentiates each one once.
 
-`jax.grad` linearizes a primitive each time it is bound, but a jitted function of the same types only once. So a
-program that is bound operation by operation is differentiated in less than half the time; it is the same program.
+`jax.grad` linearizes a primitive each time it is bound, but a jitted function only once per set of input types.
+Differentiating a program that is bound operation by operation thus takes less than half the time. The resulting program
+is the same.
 """
 
 import functools
@@ -17,21 +18,21 @@ from jax.typing import DTypeLike
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns an array in another dtype."""
+    """Returns an array cast to a dtype."""
     return lax.convert_element_type(array, dtype)
 
 
 def bind(primitive: Primitive, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Returns what `primitive.bind(*arrays, **params)` does, of a primitive without effects.
+    """Returns the result of `primitive.bind(*arrays, **params)` for a primitive without effects.
 
     Args:
-      primitive: of jax.
+      primitive: a jax primitive.
       arrays: its operands.
       params: its parameters.
     """
     try:
         run = _jitted(primitive, tuple(params.items()))
-    except TypeError:  # a parameter that cannot be hashed
+    except TypeError:  # a parameter is not hashable
         return primitive.bind(*arrays, **params)
     return run(*arrays)
 
@@ -42,7 +43,7 @@ def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callab
 
 
 def float32_product(primitive: Primitive, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Returns a matrix product of half arrays in float32, whose derivative is that of the half product.
+    """Returns a matrix product of half arrays in float32, with the derivative of the half product.
 
     Args:
       primitive: `dot_general`.

@@ -1,4 +1,4 @@
-"""Checks that names in rules are names that jax has, and finds the nearest ones to those that are not."""
+"""Checks that jax has the names that rules use, and finds the nearest names for those that it lacks."""
 
 import difflib
 import functools
@@ -9,18 +9,18 @@ from collections.abc import Collection, Iterable
 import jax
 import jax.extend.core as jex
 
-# Primitives that jax registers late, or in older releases only.
+# Primitives that jax registers late, or only in older releases.
 _ELSEWHERE = "pallas_call pjit"
 _MODULES = (
     "jax.numpy jax.numpy.linalg jax.numpy.fft jax.nn jax.lax jax.lax.linalg jax.random jax.image "
     "jax.scipy.linalg jax.scipy.special jax.scipy.signal jax.scipy.stats"
 )
-_LONG, _NEAR = 8, 0.85  # letters and similarity from which on a function's name is a slip of the pen
+_LONG, _NEAR = 8, 0.85  # least length and similarity of a function's name to count as a misspelling
 _SHOWN = 3
 
 
 def check_primitive(name: str) -> None:
-    """Raises ValueError if no jax primitive has a name, neither one of jax nor one that an extension registered.
+    """Raises ValueError if neither jax nor an extension has registered a primitive with this name.
 
     Args:
       name: in a table of rules.
@@ -39,9 +39,9 @@ def check_primitive(name: str) -> None:
 
 
 def check_function(name: str) -> None:
-    """Raises ValueError if a name is almost that of a function of jax, or if jax has no module of that name.
+    """Raises ValueError if a name looks like a misspelled jax function, or names a module that jax lacks.
 
-    Every other name may be that of a user's own jitted function.
+    Any other name may belong to a jitted function of the user.
 
     Args:
       name: in a table of rules.
@@ -68,16 +68,16 @@ def check_function(name: str) -> None:
 
 
 def is_function_of_jax(name: str) -> bool:
-    """Returns whether a name in a table of functions is one of jax's public functions or modules."""
+    """Returns whether a name in a table of functions names a public function or a module of jax."""
     return name.startswith("jax.") or _plain(name) in {_plain(other) for other in _functions()}
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Returns the names that are most like another: at most three, those first that begin alike.
+    """Returns the known names most similar to a name: at most three, those with a common prefix first.
 
     Args:
-      name: that is not known.
-      known: all names that are.
+      name: the unknown name.
+      known: all known names.
 
     Example:
       >>> nearest("dot", ["dot_general", "exp"]), nearest("tahn", ["tanh", "exp"])
@@ -107,7 +107,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _check_module(name: str) -> None:
-    """Raises ValueError if jax has no such module; its modules are those of its source files."""
+    """Raises ValueError if jax has no such module; the source files of jax count as its modules."""
     *parents, last = name.split(".")[1:]
     roots = [os.path.join(os.path.dirname(jax.__file__), folder, *parents) for folder in ("", "_src")]
     known = {entry.removesuffix(".py") for root in roots if os.path.isdir(root) for entry in os.listdir(root)}
@@ -116,7 +116,7 @@ def _check_module(name: str) -> None:
 
 
 def _primitives() -> frozenset[str]:
-    """Returns the names of the primitives that have a rule of derivatives or batching, or that jax lists."""
+    """Returns the names of the primitives that jax lists, or that have a derivative or batching rule."""
     from jax.interpreters import ad, batching
 
     registered = (*ad.primitive_jvps, *ad.primitive_transposes, *batching.fancy_primitive_batchers)

@@ -1,6 +1,6 @@
-"""Bounds of values made of literals alone: whether a half type can hold them.
+"""Bounds of values computed only from literals, to check whether a half type can hold them.
 
-Bounds are pairs (least, greatest) of magnitudes; what is not known is (0, inf).
+Bounds are pairs (least, greatest) of magnitudes; unknown bounds are (0, inf).
 """
 
 import math
@@ -20,14 +20,14 @@ UNKNOWN: Bounds = (0.0, math.inf)
 
 
 def literal_bounds(value: object) -> Bounds:
-    """Returns the bounds of a literal; infinities and NaN, which half types have too, count nothing."""
+    """Returns the bounds of a literal, without infinities and NaN, which half types can hold."""
     magnitudes = np.abs(np.asarray(value, np.complex128))
     finite = magnitudes[np.isfinite(magnitudes)]
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
 def fits(bounds: Bounds, half: DTypeLike, *, scales: bool) -> bool:
-    """Whether a half type holds such values without overflow or, if they scale, underflow."""
+    """Returns whether a half type holds values within the bounds without overflow or, if they scale, underflow."""
     greatest, limits = bounds[1], jnp.finfo(half)
     if scales and 0 < greatest < float(limits.smallest_normal):
         return False
@@ -47,7 +47,7 @@ def result_bounds(equation: JaxprEqn, inputs: Sequence[Bounds]) -> Bounds:
 
 
 def by_name(names: str, function: Function) -> dict[str, Function]:
-    """Returns one function for the primitives of several names."""
+    """Returns a dictionary that maps each of several names to one function."""
     return dict.fromkeys(names.split(), function)
 
 

@@ -1,4 +1,4 @@
-"""Explains errors of functions that draw random numbers and got no key: names the argument that is None."""
+"""Explains errors of functions that lack a random key: names the argument that is None."""
 
 import contextlib
 import inspect
@@ -13,11 +13,11 @@ _IS_EXPLAINED = "_jmp_train_has_last_word_on_its_key"
 
 @contextlib.contextmanager
 def missing_key_explained(why: Callable[[], str | None], *, is_last_word: bool = False) -> Iterator[None]:
-    """Adds a reason to the error of a flax, haiku, equinox or jax model that asks for a random key.
+    """Adds a reason to the error that a flax, haiku, equinox or jax model raises without a random key.
 
     Args:
-      why: returns a sentence; None if there is a key. Called only if there is such an error.
-      is_last_word: True if reasons of functions around this one would mislead; they are then left out.
+      why: returns a sentence, or None if there is a key. It is called only after such an error.
+      is_last_word: True to suppress the reasons that enclosing functions would add, if these would mislead.
     """
     try:
         yield
@@ -35,12 +35,12 @@ def missing_key_explained(why: Callable[[], str | None], *, is_last_word: bool =
 def none_key_explained(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Names the argument that should be a random key and is None, in the error of a function that asks for one.
+    """Adds to the error of a function without a random key which argument is None.
 
     Args:
       fn: the function.
       args: its arguments.
-      kwargs: likewise.
+      kwargs: its keyword arguments.
     """
     with missing_key_explained(lambda: _none_key(fn, args, kwargs or {})):
         yield
@@ -53,7 +53,7 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def _none_key(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Returns which argument is None that should be a key, those left at their default among them; None if none is."""
+    """Returns which argument should be a key but is None, passed or by default; None if there is no such argument."""
     defaults = {p.name: p.default for p in _parameters(fn) if p.default is not p.empty}
     given = {**defaults, **dict(zip(argument_names(fn, len(args)), args, strict=True)), **kwargs}
     name = next((name for name, x in given.items() if x is None and _IS_KEY.search(name)), None)
@@ -67,5 +67,5 @@ def _none_key(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 def _parameters(fn: Callable[..., Any]) -> Sequence[inspect.Parameter]:
     try:
         return tuple(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # the signature is only known for Python functions
+    except (TypeError, ValueError):  # only Python functions have a signature
         return ()

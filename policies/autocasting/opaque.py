@@ -1,8 +1,8 @@
-"""Functions opaque to autocast: called with its arrays, in their dtypes, instead of run as traced.
+"""Functions opaque to autocast: it calls them with arrays in its dtypes instead of running their trace.
 
-A kernel with a gradient of its own stores and computes by the dtypes that it is given. Traced in float32, as
-autocast traces all, it would save float32 of values that are half; so the traced program has to know the
-function. It is carried by the policy of a `jax.checkpoint` that recomputes nothing.
+A kernel with a custom gradient stores and computes in the dtypes of its arguments. Autocast traces every function in
+float32, so such a kernel would store float32 copies of half values. The traced program therefore carries the function
+itself, as the policy of a `jax.checkpoint` that recomputes nothing.
 """
 
 import functools
@@ -18,29 +18,29 @@ Result = TypeVar("Result")
 
 
 class OpaqueCall:
-    """A checkpoint policy that saves everything, and tells which function it is of."""
+    """A checkpoint policy that stores everything and carries a function."""
 
     def __init__(self, run: Callable[..., Any], contract: Contract | None = None) -> None:
         self.run = run
         self.contract = contract
 
     def __call__(self, *_: object, **__: object) -> bool:
-        """Returns that a value is saved."""
+        """Returns True: every value is stored."""
         return True
 
 
 def opaque_to_autocast(fn: Callable[Args, Result], *, contract: Contract | None = None) -> Callable[Args, Result]:
-    """Returns a function that computes by the dtypes of its arguments within autocast regions too.
+    """Returns a function that computes in the dtypes of its arguments, also within autocast regions.
 
     Args:
-      fn: a function of pytrees of arrays to a pytree of arrays, which closes over no traced values.
-      contract: of a matrix product of two arrays without batch dimensions the dimensions that it contracts, of each, in
-        pairs: the rule "fp8" multiplies it in 8 bits, as any other, into the dtype that it has in float32. None for
-        every other function.
+      fn: a function from pytrees of arrays to a pytree of arrays. It must not close over traced values.
+      contract: if `fn` is a matrix product of two arrays without batch dimensions, the dimensions that it contracts in
+        the first and in the second array, in pairs. The rule "fp8" then computes it in 8 bits; the result has the dtype
+        that `fn` returns for float32 arrays. None for every other function.
 
     Returns:
-      A function that, within autocast regions, gets its arguments in the dtypes that they have there,
-      half among them, and decides by these. Outside it is `fn`.
+      A function that, within autocast regions, calls `fn` with arguments in the dtypes that they have there, which may
+      be half. Outside of such regions it is the same as `fn`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The dtype in which autocast runs an operation, by its rule, its operands and what reads its result."""
+"""Chooses the dtype of an operation under autocast from its rule, its operands and the readers of its result."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen
 
 
 def settle(region: Region, step: Step, inputs: list[Value]) -> Step:
-    """Returns the step with the rule in the end, and the dtypes in which its operands meet."""
+    """Returns the step with its final rule and the dtypes of its operands."""
     equation, rule, reason = step.equation, step.rule, step.reason
     name, atoms = equation.primitive.name, equation.invars
     if is_entered(region, step, inputs):
@@ -70,14 +70,14 @@ def settle(region: Region, step: Step, inputs: list[Value]) -> Step:
 
 
 def is_entered(region: Region, step: Step, inputs: list[Value]) -> bool:
-    """Returns whether an equation holds a program that has to run by rules, instead of as it was traced."""
+    """Returns whether an equation holds a program that must run by rules instead of as it was traced."""
     name = step.equation.primitive.name
     if name not in region.handlers or step.rule == "keep":
         return False
     if step.rule != "float32" or name == "remat2":
         return True
     dtypes = [*map(traced_dtype, step.equation.invars), *(value.dtype for value in inputs)]
-    return any(dtype in HALVES for dtype in dtypes)  # what is half is saved so for the gradient, and is upcast within
+    return any(dtype in HALVES for dtype in dtypes)  # gradients store half values as half; they are upcast within
 
 
 def _is_square(equation: JaxprEqn) -> bool:
@@ -88,7 +88,7 @@ def _is_square(equation: JaxprEqn) -> bool:
 
 
 def _touchable(atom: Var | Literal) -> bool:
-    """Whether an operand is eligible or of a dtype that goes along with any float."""
+    """Returns whether an operand is eligible, or has a dtype that is compatible with any float."""
     dtype = traced_dtype(atom)
     if dtype is None:
         return False
@@ -102,19 +102,19 @@ def _can_lower(equation: JaxprEqn) -> bool:
 
 
 def _holds_typed_body(equation: JaxprEqn) -> bool:
-    """Whether it holds a program that computes, such as a reducer."""
+    """Returns whether an equation holds a program that computes, such as a reducer."""
     params = equation.params.items()
     held = [x for name, value in params if "jaxpr" in name for x in jax.tree.leaves(value)]
     return any(getattr(jaxpr, "jaxpr", jaxpr).eqns for jaxpr in held)
 
 
 def _common(region: Region, step: Step, floats: list[Value], *, demote: bool) -> Any:
-    """Returns the dtype in which floating operands meet."""
+    """Returns the common dtype of floating operands."""
     equation: Any = step.equation
     name = equation.primitive.name
     demote = demote and equation.outvars[0].aval.shape != ()
     if name in TRANSCENDENTAL | ARITHMETIC and step.in_float32:
-        return FLOAT32  # all that reads the result would cast it up
+        return FLOAT32  # every reader of the result would upcast it
     if name == "add" and (bias := _bias_dtype(equation, floats)) is not None:
         return bias
     if not literals_fit(region, equation, floats) or (demote and not integers_fit(region, floats)):
@@ -127,18 +127,18 @@ def _common(region: Region, step: Step, floats: list[Value], *, demote: bool) ->
 
 
 def literals_fit(region: Region, equation: JaxprEqn, inputs: list[Value]) -> bool:
-    """Whether the half type can hold those operands of an equation that are made of literals."""
+    """Returns whether the half type can hold the operands that were computed from literals."""
     scales = equation.primitive.name in ("mul", "div", "dot_general")
     return all(fits(x.bounds, region.half, scales=scales) for x in inputs if x.weak)
 
 
 def integers_fit(region: Region, inputs: list[Value]) -> bool:
-    """Whether the half type tells all integers apart that operands are made of."""
+    """Returns whether the half type keeps the integers distinct that operands were computed from."""
     return all(x.integers is None or x.integers.held_by(region.half) for x in inputs)
 
 
 def _bias_dtype(equation: Any, floats: list[Value]) -> Any:
-    """Returns a product's dtype if the other operand is its bias: a parameter that is broadcast."""
+    """Returns the dtype of a product if the other operand is its bias, a broadcast parameter."""
     size = int(np.prod(equation.outvars[0].aval.shape))
     for product, bias in (floats, floats[::-1]):
         if product.product and bias.origin is not None and bias.origin < size:

@@ -1,4 +1,4 @@
-"""The operations of a traced program: what each costs, a table of all."""
+"""Reports of the operations of a traced program: precision and cost of each, and a table."""
 
 import dataclasses
 import math
@@ -14,23 +14,23 @@ from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.documents import aligned
 
 _HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
-_HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # and what has fewer bits
+_HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # and narrower types
 
 
 @dataclasses.dataclass(frozen=True)
 class OperationReport:
-    """One operation.
+    """A report of one operation.
 
     Attributes:
       operation: the name of its jax primitive.
-      path: of the modules and scopes that it is in.
-      source: file and line of the innermost code that is not jax's own.
-      dtypes_in: of its operands.
-      dtypes_out: of its results.
+      path: the path of its modules and scopes.
+      source: file and line of the innermost code outside of jax.
+      dtypes_in: the dtypes of its operands.
+      dtypes_out: the dtypes of its results.
       rule: "lower", "float32", "promote", "demote", "keep" or "fp8".
-      reason: what decided that.
-      flops: floating-point operations, of all iterations of a `scan` together.
-      elements: of its results, likewise.
+      reason: the reason for the rule.
+      flops: the number of floating-point operations, in all iterations of a `scan` together.
+      elements: the number of elements of its results, likewise.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -53,13 +53,13 @@ class OperationReport:
 
     @property
     def in_half(self) -> bool:
-        """Whether it computes in half precision, or in 8 bits."""
+        """True if the operation computes in half precision or in 8 bits."""
         floats = [dtype for dtype in self.dtypes_in if "float" in dtype]
         return bool(floats) and all(dtype in _HALVES for dtype in floats)
 
 
 class Reported(Protocol):
-    """An operation as far as a share of flops needs it."""
+    """The attributes of an operation from which `half_share` computes a fraction of flops."""
 
     @property
     def flops(self) -> int: ...  # noqa: D102
@@ -73,7 +73,7 @@ class OperationsReport:
     """A report of a function's operations.
 
     Attributes:
-      operations: in the order in which they run.
+      operations: the operations, in the order in which they run.
 
     Example:
       >>> OperationsReport(()).rows()
@@ -84,30 +84,30 @@ class OperationsReport:
 
     @property
     def half_flops_share(self) -> float:
-        """The share of floating-point operations that run in half precision, from 0 to 1."""
+        """The fraction of floating-point operations that run in half precision, from 0 to 1."""
         return half_share(self.operations)
 
     @property
     def half_elements_share(self) -> float:
-        """The share of the floating results that are stored in half precision, from 0 to 1."""
+        """The fraction of the elements of floating results that are stored in half precision, from 0 to 1."""
         floats = [row for row in self.operations if any("float" in dtype for dtype in row.dtypes_out)]
         half = sum(row.elements for row in floats if all(dtype in _HALVES for dtype in row.dtypes_out))
         return half / max(1, sum(row.elements for row in floats))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the operations as dictionaries, for machines."""
+        """Returns the operations as a list of dictionaries."""
         return [dataclasses.asdict(operation) for operation in self.operations]
 
 
 def half_share(operations: Sequence[Reported]) -> float:
-    """Returns the share of the flops of operations that run in half precision, from 0 to 1."""
+    """Returns the fraction of the operations' flops that run in half precision, from 0 to 1."""
     total = sum(operation.flops for operation in operations)
     half = sum(operation.flops for operation in operations if operation.in_half)
     return half / total if total else 0.0
 
 
 def table(operations: Sequence[OperationReport]) -> list[str]:
-    """Returns operations as the lines of a table."""
+    """Returns the lines of a table of operations."""
     head = ("operation", "in", "out", "rule", "decided by", "path", "source")
     lines = [
         (
@@ -125,8 +125,8 @@ def table(operations: Sequence[OperationReport]) -> list[str]:
 
 
 def flops_of(equation: Any) -> int:
-    """Returns an equation's floating-point operations; a loop whose length is unknown counts once."""
-    if held := held_jaxprs(equation):  # a program that was run as it was traced
+    """Returns the number of an equation's floating-point operations; a loop of unknown length counts once."""
+    if held := held_jaxprs(equation):  # a program that ran as it was traced
         inner = sum(flops_of(e) for jaxpr in held for e in jaxpr.eqns)
         return equation.params.get("length", 1) * inner
     size = elements_of(equation)
@@ -148,7 +148,7 @@ def flops_of(equation: Any) -> int:
 
 
 def elements_of(equation: Any) -> int:
-    """Returns how many elements the results of an equation have."""
+    """Returns the number of elements of an equation's results."""
     return sum(math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars)
 
 
@@ -161,7 +161,7 @@ def _ragged_contraction(equation: Any) -> int:
 
 
 def held_jaxprs(equation: JaxprEqn) -> list[Any]:
-    """Returns the open jaxprs of the programs that an equation runs, none of those that are one operation."""
+    """Returns the open jaxprs that an equation runs; an empty list if it counts as one operation."""
     if equation.primitive.name not in _HOLD_PROGRAMS:
         return []
     held = jax.tree.leaves(list(equation.params.values()))
@@ -170,6 +170,6 @@ def held_jaxprs(equation: JaxprEqn) -> list[Any]:
 
 
 def is_float32(atom: Var | Literal) -> bool:
-    """Whether a variable or literal of a jaxpr has floats of more than 16 bits."""
+    """Returns whether a variable or literal of a jaxpr has floats of more than 16 bits."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 16

@@ -9,7 +9,7 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# These only say where values are, what they are called, or in which order they are computed.
+# These only set the place, the name or the order of computation of values.
 PLACEMENT = names(
     "name sharding_constraint reshard layout_constraint relayout with_memory_space_constraint "
     "device_put optimization_barrier"
@@ -21,9 +21,9 @@ ADDITIONS = names("add sub neg add_any")  # their gradients need neither inputs 
 ARITHMETIC = ADDITIONS | {"mul", "div"}
 TRANSCENDENTAL, PRODUCTS = names(_TRANSCENDENTAL), names(_PRODUCTS)
 PICKS = names("gather dynamic_slice")
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}  # and the parameter that holds the body
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}  # to the parameter that holds the body
 
-# Elementwise and data-moving operations, whose floating operands have to agree.
+# Elementwise and data-moving operations, whose floating operands must have one dtype.
 PROMOTE = (
     LAYOUT
     | ARITHMETIC
@@ -36,8 +36,8 @@ PROMOTE = (
         "cumprod cumlogsumexp reduce_window_sum"
     )
 )
-# Exchanges between devices, whose gradients are exchanges again: those of others, such as all_gather, are sums.
+# Exchanges between devices, whose gradients are exchanges too. The gradients of others, such as all_gather, are sums.
 EXCHANGES = names("all_to_all ppermute")
-# Their results are nothing but functions of their operands.
+# Their results depend only on their operands.
 COMPUTED = (PROMOTE | PRODUCTS) - PLACEMENT
 EACH = PLACEMENT | {"sort"}  # each operand has its own dtype

@@ -1,4 +1,4 @@
-"""Which dimensions a matrix product's gradients contract, and in which order they come out."""
+"""Computes the gradients of a matrix product: the dimensions to contract and the order of the results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +19,10 @@ def operand_gradients(
     """Returns the gradients of both operands of a product without batch dimensions.
 
     Args:
-      contract: of the product, whose result has the free dimensions of lhs, then those of rhs.
-      shapes: of lhs and rhs.
-      for_lhs: multiplies the cotangent by rhs along the dimensions that it is given.
-      for_rhs: multiplies the cotangent by lhs, likewise.
+      contract: the contracted dimensions of the product. Its result has the free dimensions of lhs, then those of rhs.
+      shapes: the shapes of lhs and rhs.
+      for_lhs: multiplies the cotangent by rhs along the given dimensions.
+      for_rhs: multiplies the cotangent by lhs along the given dimensions.
     """
     lhs_contract, rhs_contract = contract
     lhs_free, rhs_free = (_others(len(s), dims) for s, dims in zip(shapes, contract, strict=True))
@@ -39,6 +39,6 @@ def _others(count: int, dimensions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _like(grads: Any, free: tuple[int, ...], contract: tuple[int, ...], partners: tuple[int, ...]) -> jax.Array:
-    """Returns gradients in the order of an operand's dimensions; they come free first, then as the partner has them."""
+    """Returns gradients with an operand's order of dimensions; they come free first, then in the partner's order."""
     order = [contract[partners.index(partner)] for partner in sorted(partners)]
     return jnp.transpose(grads, np.argsort([*free, *order]).tolist())

@@ -1,4 +1,4 @@
-"""Names the user's line where Python asks for the value of a traced array, as an `if` does."""
+"""Names the user's line if Python needs the value of a traced array, as an `if` does."""
 
 import contextlib
 import linecache
@@ -19,7 +19,7 @@ _HINT = "asks for the value of an array, which has none while the function is tr
 
 @contextlib.contextmanager
 def python_values_explained() -> Iterator[None]:
-    """Adds to errors of jax within it which line of the user's asks for a value, and what to write instead."""
+    """Adds to jax's errors the user's line that needs a value, and the code to write instead."""
     try:
         yield
     except _ERRORS as error:

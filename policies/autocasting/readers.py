@@ -1,4 +1,4 @@
-"""In which precision all that reads a variable computes with it, and what of it a gradient needs."""
+"""Finds the precision in which the readers of a variable compute, and whether gradients need it."""
 
 import itertools
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ class Readers(NamedTuple):
     """Variables of a program, by what reads them.
 
     Attributes:
-      in_float32: those that are only computed with in float32.
-      in_half: those that are only computed with in half, and not only added.
-      only_add: those of which there are only sums, whose gradients do not need them.
+      in_float32: variables that are read only in float32.
+      in_half: variables that are read only in half, and not only by additions.
+      only_add: variables that are only added, so that no gradient needs them.
     """
 
     in_float32: frozenset[Any]
@@ -41,7 +41,7 @@ class Readers(NamedTuple):
 
 
 def readers_of(region: Region, jaxpr: Jaxpr) -> Readers:
-    """Returns the variables of a program by what reads them."""
+    """Returns the variables of a program, grouped by their readers."""
 
     def find() -> Readers:
         in_float32 = wanted(region, jaxpr, "float32", _INTO_FLOAT32)
@@ -59,14 +59,14 @@ def wanted(
     through: frozenset[str],
     results: frozenset[Any] = frozenset(),
 ) -> frozenset[Any]:
-    """Returns the variables whose every reader computes by a rule, however they get there.
+    """Returns the variables whose readers all compute by one rule, directly or through other operations.
 
     Args:
-      region: the region, which remembers the answer.
+      region: the region, which caches the result.
       jaxpr: the program.
       rule: "float32" or "lower".
-      through: the primitives whose inputs are wanted as their results are.
-      results: those of the program's results that are wanted so.
+      through: the primitives whose inputs are wanted if their results are.
+      results: the wanted results of the program.
     """
 
     def find() -> frozenset[Any]:
@@ -97,7 +97,7 @@ def _wanted_by(
     *,
     follows: bool,
 ) -> set[Any]:
-    """Returns those of the variables that an equation reads which it wants by a rule."""
+    """Returns the variables that an equation reads and wants by a rule."""
     name, scope = reader.primitive.name, str(reader.source_info.name_stack)
     if DECIDED in scope:
         return set()
@@ -120,13 +120,13 @@ def _wanted_by(
 
 
 def _except_for(variables: set[Any], reader: JaxprEqn, refused: Sequence[bool]) -> set[Any]:
-    """Returns the variables but for those that stand at a place where an equation refuses them."""
+    """Returns the variables without those at positions where an equation refuses them."""
     atoms = chosen(reader.invars, refused)
     return variables.difference(atom for atom in atoms if not isinstance(atom, jex.Literal))
 
 
 def _follows(reader: JaxprEqn, through: frozenset[str], added: frozenset[Any]) -> bool:
-    """Returns whether an equation's inputs are wanted as its results are, of which some are only added."""
+    """Returns whether an equation's inputs are wanted if its results are, some of which are only added."""
     name = reader.primitive.name
     if name in PICKS:
         return name in through and not _repeats(reader)
@@ -134,15 +134,15 @@ def _follows(reader: JaxprEqn, through: frozenset[str], added: frozenset[Any]) -
 
 
 def _repeats(pick: Any) -> bool:
-    """Returns whether more values may be picked than there are, which would take more memory in float32."""
+    """Returns whether an equation may pick more values than there are, which takes more memory in float32."""
     try:
         return pick.outvars[0].aval.size > pick.invars[0].aval.size
-    except jax.errors.InconclusiveDimensionOperation:  # of symbolic shapes
+    except jax.errors.InconclusiveDimensionOperation:  # for symbolic shapes
         return True
 
 
 def _only_added(region: Region, jaxpr: Jaxpr) -> frozenset[Any]:
-    """Returns the variables of which there are only sums, whose gradients do not need them."""
+    """Returns the variables that are only added, so that no gradient needs them."""
 
     def find() -> frozenset[Any]:
         readers = [e for e in jaxpr.eqns if e.primitive.name not in ADDITIONS | {"reduce_sum"}]
@@ -154,9 +154,9 @@ def _only_added(region: Region, jaxpr: Jaxpr) -> frozenset[Any]:
 
 
 def _logarithms(region: Region, jaxpr: Jaxpr) -> set[Any]:
-    """Returns the logarithms that a rule makes float32, and sums with these, which thereby are, too.
+    """Returns the logarithms that a rule makes float32, and the sums with them, which become float32 too.
 
-    What a loss subtracts from a logarithm of a sum of exponentials is as large as that.
+    A loss subtracts values of the same magnitude from the logarithm of a sum of exponentials.
     """
     found: set[Any] = set()
     for equation in jaxpr.eqns:

@@ -1,4 +1,4 @@
-"""Autocast regions: the rules of a program under autocast, and what was decided for it."""
+"""Autocast regions: the rules of a program under autocast, and the decisions made for it."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ from jmp_train.policies.autocasting.values import Value, argument
 
 Found = TypeVar("Found")
 
-# What runs under this name was decided by an inner region, and an outer one leaves it as it is.
+# An inner region decided on the operations under this name; an outer region does not change them.
 DECIDED = "jmp_train.autocast"
 INNER_REGION = "decided by an inner region"  # a reason
 _FIXED = re.compile(rf"{re.escape(DECIDED)}:(\w+)")  # by `autocast_as`
 
 
 class BannedOperationError(TypeError):
-    """An operation that the rules ban; the message says what to do instead.
+    """Raised for an operation that the rules ban; the message names the alternative.
 
     Example:
       >>> import jax.numpy as jnp
@@ -40,7 +40,7 @@ class BannedOperationError(TypeError):
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What was decided for one equation: a row of `explain_autocast`."""
+    """The decision on one equation: a row of `explain_autocast`."""
 
     path: str
     rule: str
@@ -54,23 +54,23 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """What holds throughout an autocast region.
+    """The settings of an autocast region, and its position in the program.
 
     Attributes:
       half: the half type.
-      rules: the table.
-      handlers: by primitive, what enters those that hold programs; see `autocast_control`.
-      path: of modules and scopes around what is interpreted now.
-      forced: "lower", "float32" or "fp8", where a rule gave that to all of the function interpreted now.
-      callers: the equations in whose bodies it is, the outermost first.
-      repeats: how often the body of the loops around it runs, where that is known.
-      log: where decisions are noted, or None.
-      programs: where traced functions are noted, or None.
-      constants: those of the programs so far, by identity.
-      memory: what was found out about programs; see `remembered`.
-      recipe: of products in 8 bits.
-      delayed: their scales, where these come from outside.
-      place: of the body that is interpreted now; see `place_of`.
+      rules: the table of rules.
+      handlers: by primitive, the functions that enter equations with programs; see `Handler`.
+      path: the path of modules and scopes around the current program.
+      forced: "lower", "float32" or "fp8" if a rule applies to the whole current function; otherwise None.
+      callers: the equations around the current program, the outermost first.
+      repeats: the number of times that the loops around it run, if known.
+      log: the list to which decisions are added, or None.
+      programs: the list to which traced functions are added, or None.
+      constants: the constants of the programs so far, by identity.
+      memory: cached facts about programs; see `remembered`.
+      recipe: the recipe of products in 8 bits.
+      delayed: their scales, if these come from outside.
+      place: the place of the current body; see `place_of`.
     """
 
     half: Any
@@ -90,29 +90,29 @@ class Region:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """What decisions within a program depend on beside the program itself."""
-        if self.rules.operations:  # which know the lines of callers too
+        """The settings on which decisions within a program depend, in addition to the program itself."""
+        if self.rules.operations:  # their addresses include the lines of callers
             return self.forced, self.path, tuple(map(id, self.callers))
         return self.forced, self.path if self.rules.paths else ""
 
     def remembered(self, key: object, program: object, find: Callable[[], Found]) -> Found:
-        """Returns what `find` finds out about a program, which is asked once; the key says what about it."""
+        """Returns the cached result of `find` for a program; `key` identifies the fact that `find` computes."""
         key = (key, id(program))
         if key not in self.memory:
-            self.memory[key] = program, find()  # which keeps the program, and with it its identity
+            self.memory[key] = program, find()  # keeps the program, and so its identity
         return self.memory[key][1]
 
     def constant(self, array: jax.Array) -> Value:
-        """Returns a constant of some body as the same value each time."""
+        """Returns the same value each time for a constant of any body."""
         return self.constants.setdefault(id(array), argument(array))
 
     def body(self) -> "Region":
-        """Returns the region for the body of a loop or branch, whose casts must not leak out."""
+        """Returns the region for the body of a loop or branch, so that its casts do not leak out."""
         inside = {key: value.inside() for key, value in self.constants.items()}
         return dataclasses.replace(self, constants=inside)
 
     def within(self, equation: JaxprEqn, scope: str, place: str = "") -> "Region":
-        """Returns the region for the body of an equation in that scope, at that place."""
+        """Returns the region for the body of an equation in a scope, at a place."""
         callers = (*self.callers, equation)
         return dataclasses.replace(self, path=join(self.path, scope), callers=callers, place=place)
 
@@ -125,7 +125,7 @@ class Region:
         dtypes_in: Sequence[Any],
         outputs: Sequence[Value],
     ) -> None:
-        """Notes what was decided for an equation in that scope, if decisions are noted."""
+        """Adds the decision on an equation in a scope to the log, if there is one."""
         if self.log is not None:
             dtypes = tuple(map(str, dtypes_in)), tuple(str(x.dtype) for x in outputs)
             path = join(self.path, scope)
@@ -136,14 +136,14 @@ class Region:
         return dataclasses.replace(self, log=None, delayed=None)
 
     def rule_of(self, equation: JaxprEqn) -> tuple[Rule | None, str]:
-        """Returns the rule of an equation of the program that is interpreted now; see `decide`, which is asked once."""
+        """Returns the rule of an equation of the current program and its reason; caches the result of `decide`."""
         scope = str(equation.source_info.name_stack)
         if DECIDED in scope.replace(f"{DECIDED}:", ""):
             return "keep", INNER_REGION
         return self.remembered(("rule", self.settings), equation, lambda: self.decide(equation, scope))
 
     def decide(self, equation: JaxprEqn, scope: str) -> tuple[Rule | None, str]:
-        """Returns the rule of an equation, None where no table names it, and where it is from."""
+        """Returns the rule of an equation, None if no table names it, and the reason for it."""
         name = equation.primitive.name
         function = equation.params.get("name") if name in ("jit", "pjit") else None
         tables = tables_of(self.rules)
@@ -155,7 +155,7 @@ class Region:
         return next(entries, (None, "no rule"))
 
     def _entries(self, tables: "Tables", equation: JaxprEqn, scope: str) -> Iterator[tuple[Rule, str]]:
-        """Yields the rules that tables have for an equation, that which counts first, and where they are from."""
+        """Yields the rules that tables have for an equation, the deciding one first, and their reasons."""
         name = equation.primitive.name
         function = equation.params.get("name") if name in ("jit", "pjit") else None
         if tables.operations and name not in self.handlers:
@@ -185,13 +185,13 @@ class Region:
             yield rule, f"primitive {name!r}"
 
 
-# Returns an equation's results, or None where it has to be bound as it was traced.
+# Returns an equation's results, or None if it must be bound as it was traced.
 Handler = Callable[[Region, Any, list[Value]], list[Value] | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """Rules, made ready to be looked up."""
+    """Rules, prepared for lookup."""
 
     primitives: dict[str, Rule]
     functions: dict[Any, Rule]
@@ -217,7 +217,7 @@ def _compiled(pairs: tuple[tuple[str, Rule], ...]) -> tuple[tuple[re.Pattern[str
 
 
 def jax_modules(equation: Any) -> tuple[str, ...]:
-    """Returns in which of jax's modules a called function is, ("jax.numpy.linalg", "jax.numpy", "jax")."""
+    """Returns the jax modules of a called function, such as ("jax.numpy.linalg", "jax.numpy", "jax")."""
     body = equation.params.get(CALLS.get(equation.primitive.name))
     info = getattr(getattr(body, "jaxpr", body), "debug_info", None)
     return _modules_of(getattr(info, "func_src_info", None) or "")
@@ -234,7 +234,7 @@ def _modules_of(source: str) -> tuple[str, ...]:
 
 
 def in_8_bits(equation: JaxprEqn) -> bool:
-    """Whether an equation is a matrix product that can multiply in 8 bits."""
+    """Returns whether an equation is a matrix product that can multiply in 8 bits."""
     if equation.primitive.name != "dot_general" or _no_matrix_product(equation) is not None:
         return False
     _, (batch, _) = equation.params["dimension_numbers"]
@@ -242,7 +242,7 @@ def in_8_bits(equation: JaxprEqn) -> bool:
 
 
 def _no_matrix_product(equation: Any) -> tuple[Rule, str] | None:
-    """Returns rule and reason of products to which the rule of matrix products does not apply."""
+    """Returns rule and reason for a product to which the rule of matrix products does not apply."""
     precision = equation.params.get("precision")
     if lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
         return "float32", "precision=HIGHEST"
@@ -259,6 +259,6 @@ def _no_matrix_product(equation: Any) -> tuple[Rule, str] | None:
 
 
 def join(path: str, scope: str) -> str:
-    """Returns a path and a scope in it as one path, without the names of transformations."""
+    """Returns a path joined with a scope, without the names of transformations."""
     scope = re.sub(r"\b(?:jvp|transpose|vmap|rematted_computation|checkpoint)\(|\)", "", scope)
     return f"{path}/{scope}" if path and scope else path or scope

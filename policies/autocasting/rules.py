@@ -1,18 +1,18 @@
-"""Rules of autocast: immutable tables of operations and precisions, and torch's and Apex's own.
+"""Rules of autocast: immutable tables of operations and precisions, including those of torch and Apex.
 
 A rule is one of six words:
 
 * `lower`: floating inputs become the half type, and so does the result;
-* `float32`: floating inputs become float32, and the result stays so;
+* `float32`: floating inputs and the result become float32;
 * `promote`: floating inputs become the highest-precision type among them;
 * `demote`: floating inputs become the half type if one of them is of that type, and stay as they are otherwise;
-  literals and integers that half cannot hold keep them in float32, and single numbers are promoted;
-* `fp8`: matrix products without batch dimensions, as dense layers and their gradients are, multiply in 8 bits by
-  autocast's recipe; products with batch dimensions, as attention's, and convolutions are `lower`. All else in a path or
-  function has the rule that it would have without this one;
-* `keep`: the traced dtypes, that is those of the plain function for float32 inputs.
+  literals and integers that half cannot hold keep them in float32, and scalars are promoted;
+* `fp8`: matrix products without batch dimensions, such as dense layers and their gradients, multiply in 8 bits by
+  autocast's recipe. Products with batch dimensions, such as attention's, and convolutions are `lower`. Other operations
+  in a path or function have the rule that they would have without this one;
+* `keep`: the traced dtypes, which are those of the plain function for float32 inputs.
 
-What no table names is promoted if it is an elementwise or data-moving operation, and kept otherwise.
+Operations that no table names are promoted if they are elementwise or move data, and kept otherwise.
 """
 
 import dataclasses
@@ -29,23 +29,24 @@ Rule = Literal["lower", "float32", "promote", "demote", "keep", "fp8"]
 
 @dataclasses.dataclass(frozen=True)
 class AutocastRules:
-    """An immutable, hashable table of rules. Operations come before paths, these before functions, then primitives.
+    """An immutable, hashable table of rules; entries for operations precede paths, functions and primitives.
 
     Args:
       primitives: (name of a jax primitive, rule) pairs, such as ("dot_general", "lower").
-      functions: (name of a jitted function, rule) pairs, such as ("logsumexp", "float32"). `lower`
-        and `float32` hold for all that the function does. The name of one of jax's modules, such
-        as "jax.numpy.linalg", stands for all functions that jax compiles or gives a derivative there.
-      paths: (regular expression, rule) pairs, searched in the path that modules and
-        `jax.named_scope` make, such as ("decoder/attention", "float32"); the first that matches.
-      banned: (name of a primitive or a jitted function, what to do instead) pairs.
+      functions: (name of a jitted function, rule) pairs, such as ("logsumexp", "float32"). `lower` and `float32` apply
+        to every operation of the function. The name of one of jax's modules, such as "jax.numpy.linalg", stands for all
+        functions of that module that jax compiles or gives a custom derivative.
+      paths: (regular expression, rule) pairs, searched in the path of modules and `jax.named_scope`, such as
+        ("decoder/attention", "float32"). The first match applies.
+      banned: (name of a primitive or a jitted function, advice) pairs.
       operations: (regular expression, rule) pairs, searched in the address of a single operation,
-        `path:primitive@file.py:line`; where that line is an installed package's, the user's line follows,
-        ` from file.py:line`. Jitted functions, loops and branches are none; what they do is.
+        `path:primitive@file.py:line`. If that line is in an installed package, the user's line follows:
+        ` from file.py:line`. Jitted functions, loops and branches do not count as operations, but the operations in
+        them do.
 
     Raises:
-      ValueError: a rule is not one of the six words, an expression cannot be compiled, jax has no primitive of a
-        name, or a function's name is almost that of one of jax's.
+      ValueError: a rule is not one of the six words; a regular expression is not valid; jax has no primitive of that
+        name; or the name of a function looks like a misspelled jax function.
 
     Example:
       >>> rules = TORCH_CUDA.replace(primitives={"tanh": "float32"}, paths={"head$": "float32"})
@@ -88,14 +89,14 @@ class AutocastRules:
         banned: Mapping[str, str] | None = None,
         operations: Mapping[str, Rule] | None = None,
     ) -> "AutocastRules":
-        """Returns a table with these entries in place of, or added to, its own.
+        """Returns a copy of the table in which these entries replace, or are added to, its own.
 
         Args:
-          primitives: by name of the primitive.
-          functions: by name of the jitted function.
-          paths: by regular expression; they come before the table's own.
-          banned: by name, with the advice.
-          operations: by regular expression; they come before the table's own.
+          primitives: rules by name of the primitive.
+          functions: rules by name of the jitted function.
+          paths: rules by regular expression; they precede the table's own.
+          banned: advice by name.
+          operations: rules by regular expression; they precede the table's own.
 
         Raises:
           TypeError: an argument is not a mapping.
@@ -114,14 +115,14 @@ class AutocastRules:
         )
 
     def save(self, path: str | Path, *, comment: str = "") -> None:
-        r"""Writes all entries to a TOML file that people can read and edit, by an atomic write.
+        r"""Writes all entries atomically to a TOML file that people can read and edit.
 
         Args:
-          path: of the file, which is replaced if it is there; its folder exists.
-          comment: lines at its beginning, such as what the rules are for; `load` does not look at them.
+          path: the path of the file, which is replaced if it exists. Its folder must exist.
+          comment: lines at its beginning, such as the purpose of the rules; `load` ignores them.
 
         Raises:
-          ValueError: a name has half of a surrogate pair, which no file in UTF-8 can hold.
+          ValueError: a name has an unpaired surrogate, which UTF-8 cannot encode.
           OSError: the file cannot be written.
 
         Example:
@@ -138,14 +139,14 @@ class AutocastRules:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Returns the rules of a file, as `save` or a person wrote it.
+        """Returns the rules of a file that `save` or a person wrote.
 
         Args:
-          path: of the file.
+          path: the path of the file.
 
         Raises:
-          ValueError: the file is not TOML or not of rules, or a table or an entry is wrong; the message names them and
-            says what is wanted.
+          ValueError: the file is not TOML or has no rules, or a table or an entry is wrong. The message names them and
+            the expected value.
           OSError: the file is missing or cannot be read.
 
         Example:
@@ -172,7 +173,7 @@ def _merged(old: tuple[tuple[str, Word], ...], new: Mapping[str, Word] | None) -
 
 
 def _before(old: tuple[tuple[str, Rule], ...], new: Mapping[str, Rule] | None) -> tuple[tuple[str, Rule], ...]:
-    """Returns pairs of which the first that matches counts, the new ones first."""
+    """Returns pairs of which the first match applies, the new ones first."""
     new = new or {}
     return (*new.items(), *(pair for pair in old if pair[0] not in new))
 
@@ -182,7 +183,7 @@ def _table(**rules: str) -> tuple[tuple[str, Rule], ...]:
 
 
 PRODUCTS = "dot_general conv_general_dilated ragged_dot_general"
-# Sums in half precision stagnate or overflow, whatever the range of the type.
+# Sums in half precision stagnate or overflow, even in a type with the range of float32.
 _SUMS = (
     "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum reduce_window reduce "
     "scatter-add scatter-mul scatter_add scatter_mul select_and_scatter_add"
@@ -196,8 +197,8 @@ TRANSCENDENTAL = (
 )
 _SPECIAL = "log10 lgamma digamma polygamma igamma igammac regularized_incomplete_beta bessel_i0e bessel_i1e"
 
-# Linear algebra, whose products cancel or overflow, and log-probabilities; not the products that
-# `jnp.linalg` has as well (`multi_dot`, `vecdot`), which are matrix products like any other.
+# Linear algebra, whose products cancel or overflow, and log-probabilities. The products of `jnp.linalg` (`multi_dot`,
+# `vecdot`) are not among them: they are ordinary matrix products.
 _EXACT = (
     "jax.numpy.linalg jax.scipy.linalg jax.scipy.stats jax.scipy.special jax.numpy.polynomial "
     "cov corrcoef _multivariate_normal"
@@ -211,35 +212,34 @@ _DEMOTED = (
 _FUNCTIONS = f"_resize log_sigmoid quantile nanquantile gelu _var var std {_OUR_FUNCTIONS} {_EXACT}"
 _NAMED = frozenset(
     f"{PRODUCTS} {_SUMS} {_SOLVERS} {_SPECIAL} {_DEMOTED} {_FUNCTIONS}".split()
-)  # in some release of jax
+)  # in some releases of jax
 
-# A product does not count as a matrix product, so not as `lower`, if it asks for `precision=HIGHEST`, is a sum
-# (an inner product, a squared norm) or has an operand of integers that half cannot hold: these are
-# float32. An outer product is promoted, as the multiplication that it is.
+# A product is float32 instead of `lower` if it requests `precision=HIGHEST`, is a sum (an inner product, a squared
+# norm) or has an operand of integers that half cannot hold. An outer product is promoted, like any multiplication.
 
-# torch.autocast for float16 on CUDA. What graphs keep of nodes and edges is half under both, as in DGL.
+# torch.autocast for float16 on CUDA. Values of nodes and edges of graphs are half, as in DGL.
 TORCH_CUDA = AutocastRules(
     primitives=_table(lower=PRODUCTS, float32=f"{TRANSCENDENTAL} {_SPECIAL} {_SUMS} {_SOLVERS}"),
     functions=_table(float32=f"_resize {_EXACT}", lower=_OUR_FUNCTIONS),
     banned=(("binary_cross_entropy", "use optax.sigmoid_binary_cross_entropy on the logits"),),
 )
 
-# torch.autocast for bfloat16 on CPUs, which has float32's range: exp and its like stay in half. Sums
-# are float32 here, unlike in torch, since they stop at 256 in bfloat16, and so is log_sigmoid, since
-# losses are written with it, which are float32 in torch. (Squares are so wherever no table names them.)
+# torch.autocast for bfloat16 on CPUs. bfloat16 has the range of float32, so exp and similar functions stay in half.
+# Unlike in torch, sums are float32, because they stagnate at 256 in bfloat16. log_sigmoid is float32 too, because
+# losses, which are float32 in torch, are written with it. (Squares are float32 if no table names them.)
 TORCH_CPU = AutocastRules(
     primitives=_table(lower=PRODUCTS, float32=f"{_SUMS} {_SOLVERS}"),
     functions=_table(float32=f"log_sigmoid quantile nanquantile {_EXACT}", lower=_OUR_FUNCTIONS),
 )
 
-# Apex's O1: as torch's, and gelu, var and std in float32 too.
+# Apex's O1: the rules of torch, with gelu, var and std in float32 too.
 APEX_O1 = TORCH_CUDA.replace(
     functions={"gelu": "float32", "_var": "float32", "var": "float32", "std": "float32"},
     primitives={"erf": "float32", "erfc": "float32"},
 )
 
-# As much in half as there can be: sums and solvers alone are float32, and what is computed of float32 only. It has
-# float32 where a model's numbers need none, and none where they do: `tune` finds what has to be added.
+# As much in half as possible: only sums, solvers, and operations whose inputs are all float32 run in float32. These
+# rules do not depend on the numbers of a model: `tune` finds the entries that a model needs in addition.
 MOSTLY_HALF = AutocastRules(
     primitives=_table(
         lower=PRODUCTS,

@@ -1,20 +1,20 @@
-"""Rules of autocast as Python code, to be copied."""
+"""Writes rules of autocast as Python code to copy."""
 
 import dataclasses
 from collections.abc import Sequence
 
 from jmp_train.policies.autocasting.rules import AutocastRules
 
-_WIDTH = 100  # characters of a line that holds a whole table
-_FIRST_COUNTS = ("paths", "operations")  # of two entries for one name; elsewhere it is the last
+_WIDTH = 100  # most characters of a line that holds a whole table
+_FIRST_COUNTS = ("paths", "operations")  # of two entries for one name; in other tables, the last one
 
 
 def rules_code(rules: AutocastRules, base: str = "jt.TORCH_CUDA") -> str:
-    """Returns code that adds entries to a table of rules; empty where there are none.
+    """Returns code that adds entries to a table of rules; "" if there are none.
 
     Args:
-      rules: no more than the entries.
-      base: the code of the table that they are added to.
+      rules: the entries only.
+      base: the code of the table to which they are added.
 
     Example:
       >>> print(rules_code(AutocastRules(primitives=(("exp", "float32"),))))
@@ -27,10 +27,10 @@ def rules_code(rules: AutocastRules, base: str = "jt.TORCH_CUDA") -> str:
 
 
 def replace_arguments(rules: AutocastRules) -> str:
-    r"""Returns the arguments of the same call in one line.
+    r"""Returns the arguments of `AutocastRules.replace` in one line.
 
     Args:
-      rules: no more than the entries.
+      rules: the entries only.
 
     Example:
       >>> print(replace_arguments(AutocastRules(functions=(("var", "float32"),), paths=((r"a\.b$", "lower"),))))
@@ -40,7 +40,7 @@ def replace_arguments(rules: AutocastRules) -> str:
 
 
 def _tables(rules: AutocastRules) -> dict[str, list[str]]:
-    """Returns the entries of each table that has some, as those of a dictionary's display."""
+    """Returns the entries of each table that has any, as the items of a dictionary display."""
     found = {}
     for field in dataclasses.fields(rules):
         pairs: Sequence[tuple[str, str]] = getattr(rules, field.name)

@@ -1,4 +1,4 @@
-"""Tables of rules as TOML files that people can read and edit: arrays of [name, rule] pairs, in their order."""
+"""Reads and writes tables of rules as TOML files: arrays of [name, rule] pairs, in order."""
 
 import reprlib
 import stat
@@ -20,15 +20,15 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def write_tables(path: str | Path, tables: Mapping[str, Pairs], comment: str = "") -> None:
-    """Writes tables to a file by an atomic write, those without entries left out.
+    """Writes tables atomically to a file, without those that are empty.
 
     Args:
-      path: of the file, which is replaced if it is there; its folder exists.
-      tables: (name, rule) pairs by the name of the table.
-      comment: lines that come first, as comments; characters that cannot be in one are escaped.
+      path: the path of the file, which is replaced if it exists. Its folder must exist.
+      tables: (name, rule) pairs by name of the table.
+      comment: lines that come first, as comments; characters that comments cannot hold are escaped.
 
     Raises:
-      ValueError: a name has a character that no file in UTF-8 can hold.
+      ValueError: a name has a character that UTF-8 cannot encode.
       OSError: the file cannot be written.
     """
     content = [f"{_comment(comment)}{_HEADER}format = {_quoted(_FORMAT)}\nversion = {_VERSION}\n"]
@@ -40,15 +40,15 @@ def write_tables(path: str | Path, tables: Mapping[str, Pairs], comment: str = "
 
 
 def read_tables(path: str | Path, tables: Iterable[str]) -> dict[str, tuple[tuple[str, Any], ...]]:
-    """Returns the tables that a file has, as (name, rule) pairs of strings.
+    """Returns the tables in a file, as (name, rule) pairs of strings.
 
     Args:
-      path: of the file.
-      tables: the names of those that there are.
+      path: the path of the file.
+      tables: the known names of tables.
 
     Raises:
-      ValueError: the file is no TOML, is of another kind or version, or has another table or something else than pairs
-        of strings; the message names the file, the table and the entry.
+      ValueError: the file is not TOML, has another kind or version, or has an unknown table or an entry that is not a
+        pair of strings. The message names the file, the table and the entry.
       OSError: the file is missing or cannot be read.
     """
     content = _read(Path(path))
@@ -92,7 +92,7 @@ def _pairs(where: str, entries: object) -> tuple[tuple[str, Any], ...]:
 
 
 def _quoted(text: str) -> str:
-    r"""Returns a TOML string; one with backslashes, as in regular expressions, is as it is between single quotes.
+    r"""Returns a TOML string, in single quotes without escapes if it has backslashes, as regular expressions do.
 
     Example:
       >>> print(_quoted("exp"), _quoted(r"head\.0$"), _quoted("\\ '\n"))

@@ -1,4 +1,4 @@
-"""Rules that are tried: a function's outermost autocast regions are traced by these instead of their own."""
+"""Rules on trial: a function's outermost autocast regions run by these rules instead of their own."""
 
 import contextlib
 import dataclasses
@@ -12,27 +12,27 @@ from jmp_train.policies.autocasting.rules import AutocastRules
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RulesTrial:
-    """Rules, and whether anything took them.
+    """Rules on trial, and the half types of the regions that used them.
 
     Attributes:
-      rules: what regions and half-precision policies run by.
-      taken: the half types of those that did.
+      rules: the rules by which regions and half-precision policies run.
+      taken: the half types of the regions and policies that used them.
     """
 
     rules: AutocastRules
     taken: list[Any] = dataclasses.field(default_factory=list)
 
 
-# A part of jit's keys, so that what was traced without the rules is traced anew.
+# A part of jit's cache keys, so that functions traced without the rules are traced again.
 _trial = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def trying(rules: AutocastRules) -> Iterator[RulesTrial]:
-    """Traces what is within it by rules.
+    """Traces the functions called within this context by the given rules.
 
     Args:
-      rules: in place of those that each outermost region has.
+      rules: they replace the rules of each outermost region.
     """
     trial = RulesTrial(rules)
     with _trial(trial):
@@ -40,16 +40,16 @@ def trying(rules: AutocastRules) -> Iterator[RulesTrial]:
 
 
 def is_trying() -> bool:
-    """Returns whether rules are tried, and no region around has taken them."""
+    """Returns whether rules are on trial that no enclosing region has used."""
     return _trial.value is not None
 
 
 @contextlib.contextmanager
 def tried_rules(rules: AutocastRules, half: Any) -> Iterator[AutocastRules]:
-    """Provides the rules of a region: those that are tried, or its own. Regions within it have their own.
+    """Yields the rules of a region: those on trial, or its own. Regions within it use their own.
 
     Args:
-      rules: of the region.
+      rules: the rules of the region.
       half: its half type.
     """
     trial = _trial.value

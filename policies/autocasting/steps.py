@@ -1,4 +1,4 @@
-"""What a program decides on each equation before it runs: passes over the equations, each deciding one thing."""
+"""Makes the decisions on a program's equations that do not depend on values, before the equations run."""
 
 import dataclasses
 from collections import Counter
@@ -16,19 +16,19 @@ from jmp_train.policies.autocasting.rules import Rule
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """An equation, and what its program decides on it.
+    """An equation, and the decisions on it.
 
     Attributes:
       equation: the equation.
-      scope: the names that it is in, within the program.
-      rule: the rule that a table gives it, None if no table does; in the end, the rule that it runs by.
-      reason: where the rule is from.
-      place: the name by which its scales are looked up, of products in 8 bits; "" of all else.
-      in_float32: True if all that reads its result computes in float32.
-      in_half: True if all that reads its result computes in half, and something reads it that a gradient needs it for.
-      is_logits: True for a product that a softmax in float32 reads, and nothing else.
-      is_added: True if there are only sums of its result, whose gradients do not need it.
-      dtypes: of each operand, None for "as it is"; they depend on values, see `settle`.
+      scope: the names of the scopes around it, within the program.
+      rule: the rule from a table, None if no table has one; after `settle`, the rule by which the equation runs.
+      reason: the reason for the rule.
+      place: for products in 8 bits, the name under which their scales are stored; otherwise "".
+      in_float32: True if all readers of its result compute in float32.
+      in_half: True if all readers of its result compute in half, and the gradient of at least one needs the result.
+      is_logits: True for a product that only a softmax in float32 reads.
+      is_added: True if its result is only added, so that no gradient needs it.
+      dtypes: the dtype of each operand, None for unchanged. They depend on values; see `settle`.
     """
 
     equation: JaxprEqn
@@ -44,7 +44,7 @@ class Step:
 
 
 def steps_of(region: Region, jaxpr: Jaxpr) -> list[Step]:
-    """Returns the equations of a program in their order, with all that does not depend on values."""
+    """Returns the steps of a program in order, with all decisions that do not depend on values."""
     readers, logits = readers_of(region, jaxpr), logits_of(region, jaxpr)
     return [
         Step(
@@ -62,7 +62,7 @@ def steps_of(region: Region, jaxpr: Jaxpr) -> list[Step]:
 
 
 def _places(region: Region, jaxpr: Jaxpr) -> list[str]:
-    """Returns the place of each equation that may be or hold a product in 8 bits with scales from outside, else ""."""
+    """Returns one place per equation: "" unless it may be or hold a product in 8 bits with scales from outside."""
     counts: Counter[str] = Counter()
     may_multiply = {"dot_general", *region.handlers} if region.delayed else ()
     return [

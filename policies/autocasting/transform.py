@@ -1,4 +1,4 @@
-"""Per-operation precision as a function transformation: what `torch.autocast` is to PyTorch."""
+"""Per-operation precision as a function transformation, like PyTorch's `torch.autocast`."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from jmp_train.policies.pytrees import Carried, check_half, is_array, is_nnx, st
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-_ARRAY = object()  # stands for one among results that need not be arrays
+_ARRAY = object()  # marks an array among results that may be of any type
 
 
 def autocast(
@@ -38,34 +38,34 @@ def autocast(
     enabled: bool = True,
     fp8: Recipe = DEFAULT_RECIPE,
 ) -> Callable[Args, Result]:
-    """Returns `fn` with each of its operations in the precision that `rules` give it.
+    """Returns a function that runs each operation of `fn` in the precision that `rules` give it.
 
-    Matrix products and convolutions run in half precision; exponentials, sums, norms and losses in
-    float32; what is in between in the dtype of its inputs. It enters `jit`, `scan`, `while`, `cond`,
-    `remat`, `shard_map` and custom rules, and composes with all transformations. Results have the
-    dtypes that the rules give them, as in torch; a policy's output dtype casts after that.
+    Matrix products and convolutions run in half precision. Exponentials, sums, norms and losses run in float32. Other
+    operations run in the dtype of their inputs. Autocast enters `jit`, `scan`, `while`, `cond`, `remat`, `shard_map`
+    and custom rules, and composes with all transformations. Results have the dtypes that the rules give them, as in
+    torch. The output dtype of a policy is applied afterwards.
 
     Args:
-      fn: any pure function of arrays, such as a loss. It is traced, as by `jax.jit`: what it does
-        must not depend on the arrays' values. Arguments that are not arrays are passed on.
+      fn: a pure function of arrays, such as a loss. It is traced, as by `jax.jit`, so its control flow must not depend
+        on the arrays' values. Arguments that are not arrays are passed on.
       dtype: the half type, float16 or bfloat16.
-      rules: which operation runs in which precision.
-      enabled: False runs `fn` as it is, also within another region.
+      rules: a table with the precision of each operation.
+      enabled: False runs `fn` unchanged, also within another region.
       fp8: the recipe of the products whose rule is "fp8": `Float8CurrentScaling`, `MXFP8BlockScaling` or
         `DelayedScaling`, whose state `train_step` keeps. Such products have gradients, but no forward-mode derivatives.
 
     Returns:
-      A function of the same signature. Regions nest; the innermost one decides.
+      A function with the same signature. Regions nest; the innermost one decides.
 
     Raises:
       ValueError: `dtype` is not a half type.
-      BannedOperationError: when called, `fn` does what the rules ban.
+      BannedOperationError: when called, `fn` runs an operation that the rules ban.
 
     Warns:
-      Float32ProductsWarning: when first called or traced, more than a tenth of the flops of products are within what it
-        cannot enter.
+      Float32ProductsWarning: when first called or traced, more than a tenth of the flops of products are in operations
+        that autocast cannot enter.
       UnmetRulesWarning: when first called or traced, entries of `rules` match no operation of `fn`.
-      CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
+      CpuConvolutionWarning: `fn` has bfloat16 convolutions that this jaxlib may compute wrong on CPUs.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -74,10 +74,10 @@ def autocast(
       >>> product.dtype.name, probabilities.dtype.name
       ('float16', 'float32')
 
-    An `astype(float32)` of what is float32 in the plain function leaves no trace, and so does not
-    make float32 of it here: say so by a rule for the path, or by a region with `enabled=False`.
+    An `astype(float32)` of a value that is float32 in the plain function leaves no trace in the program, so autocast
+    ignores it. To run such code in float32, use a rule for its path or a region with `enabled=False`.
 
-    Reference: https://docs.pytorch.org/docs/stable/amp.html; `TORCH_CUDA` for the rules.
+    Reference: https://docs.pytorch.org/docs/stable/amp.html; see `TORCH_CUDA` for the rules.
     """
     half = check_half(dtype, "dtype")
     if not callable(fn):
@@ -107,7 +107,7 @@ def autocast(
 
 @dataclasses.dataclass
 class _Run:
-    """Runs a function by the rules of a region; the first time it warns of rules and products without effect."""
+    """Runs a function by the rules of a region; the first call warns of unmet rules and of products left in float32."""
 
     seen: bool = False
 
@@ -124,12 +124,12 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What a function made by `autocast` carries.
+    """The attribute that `autocast` sets on the functions that it returns.
 
     Attributes:
-      owner: that function; decorators that copy attributes copy the mark, but are not its owner.
-      plain: the function that was given to `autocast`.
-      region: None where autocast is not enabled.
+      owner: the function that `autocast` returned. Decorators that copy attributes copy the mark, but not the owner.
+      plain: the function passed to `autocast`.
+      region: the region; None if autocast is not enabled.
     """
 
     owner: Callable[..., Any]
@@ -138,22 +138,22 @@ class Mark:
 
 
 def mark_of(fn: Callable[..., Any]) -> Mark | None:
-    """Returns the mark of a function that `autocast` made, None of all others."""
+    """Returns the mark of a function that `autocast` returned, None for other functions."""
     mark = getattr(fn, "autocast_mark", None)
     return mark if isinstance(mark, Mark) and mark.owner is fn else None
 
 
 def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args, Result]]:
-    """Returns a decorator that fixes the rule of all that a function does within autocast regions.
+    """Returns a decorator that fixes the rule of all operations of a function within autocast regions.
 
     Args:
-      rule: "float32" or "lower" for all its operations; "keep" for those of the plain function.
+      rule: "float32" or "lower" for all its operations; "keep" for the dtypes of the plain function.
 
     Returns:
-      A decorator. Outside of autocast the function is what it was.
+      A decorator. Outside of autocast regions, it does not change the function.
 
     Raises:
-      ValueError: `rule` is another word.
+      ValueError: `rule` is none of these.
 
     Example:
       >>> import jax.numpy as jnp
@@ -176,7 +176,7 @@ def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args,
 
 
 def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what `fn(*args, **kwargs)` gives by the rules of a region."""
+    """Returns `fn(*args, **kwargs)`, computed by the rules of a region."""
     delayed = given_scales() if isinstance(region.recipe, DelayedScaling) else None
 
     def run(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
@@ -186,7 +186,7 @@ def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kw
         fresh = dataclasses.replace(region, constants={}, memory={}, delayed=delayed)
         return [value.array for value in interpret(fresh, jaxpr, [argument(array) for array in arrays])]
 
-    with fp8_scales(None):  # regions within have none
+    with fp8_scales(None):  # regions within get no scales
         return run_traced(run, fn, args, kwargs)
 
 
@@ -196,13 +196,13 @@ def run_traced(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Returns what `fn(*args, **kwargs)` gives if it is traced in float32 and then run some other way.
+    """Returns `fn(*args, **kwargs)`, traced in float32 and then run by another function.
 
     Args:
-      run: runs the traced function on arrays.
+      run: runs the traced program on arrays.
       fn: a pure function.
       args: its arguments.
-      kwargs: likewise.
+      kwargs: its keyword arguments.
     """
     args, kwargs = states_at_home((args, kwargs))
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
@@ -230,5 +230,5 @@ def run_traced(
 
 
 def float32_aval(aval: Any) -> Any:
-    """Returns an array's type, with float32 in place of half, so that literals are not rounded."""
+    """Returns the type of an array with float32 in place of half, so that literals are not rounded."""
     return aval.update(dtype=FLOAT32) if eligible(aval.dtype) and aval.dtype != FLOAT32 else aval

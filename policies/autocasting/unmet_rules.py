@@ -1,4 +1,4 @@
-"""Names the entries of rules that no operation of a program meets, as those of a file that has become stale do."""
+"""Finds entries of rules that match no operation of a program, such as those of an outdated file."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ _SHIPPED = frozenset(name for rules in (TORCH_CUDA, TORCH_CPU, APEX_O1) for name
 
 
 class UnmetRulesWarning(UserWarning):
-    """Entries of autocast rules match no operation of the function: their names are wrong, or the code has changed.
+    """Entries of autocast rules match no operation: their names are wrong, or the function has changed.
 
-    `autocast` warns when it first traces the function, and with it `train_step` and `apply_policy` under its rules;
-    `explain_autocast` lists all of them. Only entries of `paths`, of `operations` and of the user's own `functions`
-    count. If a table is for several models, filter the warning.
+    `autocast` warns when it first traces the function, and so do `train_step` and `apply_policy` if they use rules.
+    `explain_autocast` lists all such entries. Only entries of `paths`, `operations` and the user's own `functions`
+    count. If several models share a table, filter the warning.
 
     Example:
       >>> import warnings
@@ -33,11 +33,11 @@ class UnmetRulesWarning(UserWarning):
 
 
 def unmet_entries(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> tuple[str, ...]:
-    """Returns the entries that no operation meets, as text: the table, the name, and the nearest name.
+    """Returns the entries that match no operation, as text: the table, the name and the nearest name.
 
     Args:
-      rules: whose entries are looked for.
-      programs: the functions, as they were traced.
+      rules: the rules to check.
+      programs: the traced functions.
     """
     own = {name for name, _ in rules.functions if name not in _SHIPPED and not is_function_of_jax(name)}
     tables = tables_of(rules)
@@ -58,17 +58,17 @@ def unmet_entries(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> tupl
 
 
 def unmet_lines(unmet: Sequence[str]) -> list[str]:
-    """Returns the last lines of a report: the entries that no operation meets, if there are any.
+    """Returns the last lines of a report, which list the unmet entries; no lines if there are none.
 
     Args:
-      unmet: what `unmet_entries` returns.
+      unmet: the result of `unmet_entries`.
     """
     head = ["entries of the rules that match no operation:"] if unmet else []
     return [*head, *(f"  {entry}" for entry in unmet)]
 
 
 def warn_of_unmet(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> None:
-    """Warns of the entries that no operation meets; takes what `unmet_entries` takes."""
+    """Warns of the entries that match no operation; takes the arguments of `unmet_entries`."""
     unmet = unmet_entries(rules, programs)
     if not unmet:
         return
@@ -84,7 +84,7 @@ def warn_of_unmet(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> None
 
 
 def _walk(jaxpr: Jaxpr, callers: tuple[Any, ...], path: str) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yields the equations of a program, each after those in whose bodies it is, and its path."""
+    """Yields each equation of a program, preceded by the equations around it, and its path."""
     for equation in jaxpr.eqns:
         equations, scope = (*callers, equation), join(path, str(equation.source_info.name_stack))
         yield equations, scope
@@ -93,7 +93,7 @@ def _walk(jaxpr: Jaxpr, callers: tuple[Any, ...], path: str) -> Iterator[tuple[t
 
 
 def _text(table: str, name: str, known: dict[str, None]) -> str:
-    """Returns an entry and the name that is most like it, as short as rules write it."""
+    """Returns an entry and the most similar name, shortened as rules usually write it."""
     like = nearest(_as_written(name), filter(None, map(_as_written, known)))
     return f"{table}: {name!r}" + (f"; the nearest is {like[0]!r}" if like else "")
 

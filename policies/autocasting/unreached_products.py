@@ -1,4 +1,4 @@
-"""Warns of matrix products and convolutions that stay in float32 since autocast does not enter what they are in."""
+"""Warns of matrix products and convolutions that stay in float32 because autocast does not enter their program."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from jmp_train.policies.user_warnings import warn_user
 
 TOLERATED_SHARE = 0.1
 _LINES = 3
-_NOT_ENTERED = ("is not entered", "is not known", "its body is typed")  # ends of reasons of decisions
-_EXACT = frozenset(("custom_linear_solve",))  # solvers are float32 by every table
+_NOT_ENTERED = ("is not entered", "is not known", "its body is typed")  # how the reasons of decisions end
+_EXACT = frozenset(("custom_linear_solve",))  # every table runs solvers in float32
 _WHY = {
     "pallas_call": "a Pallas kernel, which computes in the dtypes that it was written for",
     "custom_vjp_call": "a custom_vjp that autocast cannot enter",
@@ -32,9 +32,10 @@ class Float32ProductsWarning(UserWarning):
     """A half policy, or autocast, leaves more than a tenth of the flops of products in float32.
 
     `train_step`, `scaled_value_and_grad`, `apply_policy` and `autocast` warn when they are first traced;
-    `explain_policy` and `explain_autocast` show all operations. Where that is as it should be, say so by a rule of
-    `policy_by_path` for the parameter, by `autocast_as("float32")` around the product or by its
-    `precision=HIGHEST`; or filter the warning. Autocast does not warn of products that its rules make float32.
+    `explain_policy` and `explain_autocast` show all operations. If the product should stay in float32, use one of the
+    following: a rule of `policy_by_path` for the parameter, `autocast_as("float32")` around the product, or
+    `precision=HIGHEST` as its argument. Or filter the warning. Autocast does not warn of products that its rules make
+    float32.
 
     Example:
       >>> import warnings
@@ -47,10 +48,10 @@ class Unreached(NamedTuple):
     """A float32 product within a program that autocast does not enter.
 
     Attributes:
-      equations: its own, after those in whose bodies it is.
-      path: of modules and scopes.
-      flops: of all iterations of the loops around it.
-      why: it is not reached.
+      equations: the equations around it, the outermost first, and its own.
+      path: the path of modules and scopes.
+      flops: the floating-point operations in all iterations of the loops around it.
+      why: the reason why autocast does not reach it.
     """
 
     equations: tuple[Any, ...]
@@ -60,10 +61,10 @@ class Unreached(NamedTuple):
 
 
 def warn_of_unreached(decisions: Sequence[Decision], half: DTypeLike) -> None:
-    """Warns if more than a tenth of the flops of products are in what autocast does not enter.
+    """Warns if more than a tenth of the flops of products are in programs that autocast does not enter.
 
     Args:
-      decisions: on all equations of a function.
+      decisions: the decisions on all equations of a function.
       half: the half type.
     """
     found = [product for decision in decisions for product in _unreached(decision)]
@@ -79,12 +80,12 @@ def warn_of_unreached(decisions: Sequence[Decision], half: DTypeLike) -> None:
 
 
 def share_text(share: float, under: str, lines: Sequence[str]) -> str:
-    """Returns what both warnings of float32 products begin with: their share of the flops and the first lines.
+    """Returns the text of a warning of float32 products: their fraction of the flops and the first lines.
 
     Args:
-      share: from 0 to 1.
-      under: what leaves them in float32.
-      lines: of the products.
+      share: the fraction, from 0 to 1.
+      under: the name of the policy or transformation that leaves them in float32.
+      lines: one line per product.
     """
     lines = list(dict.fromkeys(lines))
     more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
@@ -93,19 +94,19 @@ def share_text(share: float, under: str, lines: Sequence[str]) -> str:
 
 
 def product_text(equation: JaxprEqn, path: str, line: str) -> str:
-    """Returns where a product is and what it is.
+    """Returns a description of a product: its line, primitive, operands and path.
 
     Args:
-      equation: of the product.
-      path: of modules and scopes.
-      line: the user's.
+      equation: the equation of the product.
+      path: the path of modules and scopes.
+      line: the user's source line.
     """
     shapes = " and ".join(atom.aval.str_short() for atom in equation.invars[:2])
     return f"{line}: {equation.primitive.name} of {shapes}" + (f" in {path}" if path else "")
 
 
 def is_exact(equation: Any) -> bool:
-    """Returns whether a product asks for the highest precision by itself, not by jax's configuration."""
+    """Returns whether a product requests the highest precision itself, not through jax's configuration."""
     precision = equation.params.get("precision")
     if jax.config.jax_default_matmul_precision is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return False
@@ -122,7 +123,7 @@ def _unreached(decision: Decision) -> Iterator[Unreached]:
 
 
 def _products(holder: Any, callers: tuple[Any, ...], repeats: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Yields the float32 products in the programs that an equation holds, and how often each runs."""
+    """Yields the float32 products in the programs of an equation, and the number of times that each runs."""
     params = holder.params
     grid = getattr(params.get("grid_mapping"), "grid", ())
     repeats *= params.get("length", 1) * math.prod(size for size in grid if isinstance(size, int))

@@ -1,4 +1,4 @@
-"""Values of a program under autocast: arrays, with what is known of what they were computed from."""
+"""Values of a program under autocast: arrays, with facts about their origin."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ HALVES, FLOAT32 = _WIDTHS[:2], _WIDTHS[2]
 
 @dataclasses.dataclass(slots=True)
 class Value:
-    """A value of the program that runs.
+    """A value of the running program.
 
     Attributes:
       array: an array or tracer in the dtype that the rules gave it.
-      weak: True for values computed from literals only.
-      bounds: of weak values, their least and greatest magnitude.
-      origin: of arguments and constants that were only moved about, their first size, else None.
-      product: True for results of a matrix product or convolution, perhaps moved about.
+      weak: True for values computed only from literals.
+      bounds: the least and greatest magnitude of a weak value.
+      origin: the original size of an argument or constant that was only moved; otherwise None.
+      product: True for results of a matrix product or convolution, possibly moved.
       scaled: True for products and quotients of a half value.
-      casts: the array in other dtypes, of values that the program computed.
-      integers: the integers that it was computed from, if there are any.
-      addends: of a float32 sum that takes more memory than its addends: these, with the addition.
+      casts: the array in other dtypes, if the program computed the value.
+      integers: the integers that it was computed from, if any.
+      addends: the addition and its addends, if the value is a float32 sum that takes more memory than they do.
     """
 
     array: Any
@@ -48,14 +48,14 @@ class Value:
 
     @property
     def dtype(self) -> Any:
-        """The array's dtype."""
+        """The dtype of the array."""
         return self.array.dtype
 
     def to(self, dtype: DTypeLike) -> Any:
         """Returns the array in a dtype.
 
-        Arguments are cast for each use: XLA makes one cast of these, and gradients of all uses are
-        added in the dtype of the argument, not in half, where the 257th would be lost.
+        Arguments are cast for each use. XLA merges the casts, and the gradients of all uses are added in the dtype of
+        the argument. A sum in bfloat16 would lose the 257th of equal gradients.
         """
         if self.dtype == dtype:
             return self.array
@@ -70,12 +70,12 @@ class Value:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What decides, beside the program, which dtypes a program makes of it."""
+        """The facts about the value on which the dtypes of a program's results depend."""
         made = (self.product, self.scaled, self.integers)
         return self.dtype, self.weak, self.bounds, self.origin, *made
 
     def inside(self) -> "Value":
-        """Returns it for the body of a loop or branch, which casts for itself."""
+        """Returns the value for the body of a loop or branch, which makes its own casts."""
         return dataclasses.replace(self, casts={}, addends=None)
 
 
@@ -94,12 +94,12 @@ def literal(atom: Any) -> Value:
 
 
 def values_of(arrays: Sequence[Any]) -> list[Value]:
-    """Returns what another program has computed as values."""
+    """Returns the results of another program as values."""
     return [Value(array) for array in arrays]
 
 
 def results_of(equation: JaxprEqn, arrays: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
-    """Returns the results of an equation as values, with what its inputs say about them."""
+    """Returns the results of an equation as values, with the facts that follow from its inputs."""
     name = equation.primitive.name
     if name in PLACEMENT:
         return [dataclasses.replace(x, array=array, casts={}) for x, array in zip(inputs, arrays, strict=True)]
@@ -108,7 +108,7 @@ def results_of(equation: JaxprEqn, arrays: Sequence[Any], inputs: Sequence[Value
 
 
 def facts_of(equation: JaxprEqn, inputs: Sequence[Value]) -> dict[str, Any]:
-    """Returns what the inputs of an equation say about its results, as fields of `Value`."""
+    """Returns the facts about an equation's results that follow from its inputs, as fields of `Value`."""
     is_moved = equation.primitive.name in LAYOUT
     floats = [v for v, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
     weak = bool(inputs) and all(value.weak for value in floats or inputs)
@@ -125,7 +125,7 @@ def note_integers(equation: JaxprEqn, inputs: Sequence[Value], outputs: Sequence
     name = equation.primitive.name
     begins = name in ("iota", "convert_element_type")
     if name in PLACEMENT or not (begins or any(x.integers is not None for x in inputs)):
-        return  # results of a placement have those of their inputs
+        return  # results of a placement keep the integers of their inputs
     operands = [
         operand(atom, x.integers, weak=x.weak, given=x.origin is not None)
         for atom, x in zip(equation.invars, inputs, strict=True)
@@ -136,7 +136,7 @@ def note_integers(equation: JaxprEqn, inputs: Sequence[Value], outputs: Sequence
 
 
 def eligible(dtype: DTypeLike) -> bool:
-    """Returns whether autocast touches values of that dtype: float16, bfloat16 and float32."""
+    """Returns whether autocast casts values of this dtype: float16, bfloat16 or float32."""
     return dtype in _WIDTHS
 
 
@@ -146,12 +146,12 @@ def traced_dtype(atom: Var | Literal) -> Any:
 
 
 def on_device(array: jax.Array) -> Any:
-    """Returns an array of NumPy as one of jax's, anything else, such as a reference, as it is."""
+    """Returns a NumPy array as a jax array, and anything else, such as a reference, unchanged."""
     return jnp.asarray(array) if isinstance(array, np.ndarray | np.generic) else array
 
 
 def _as_array(value: object) -> Any:
-    """Returns Python's scalars, which a `while` may have among its operands, as arrays of jax's."""
+    """Returns a Python scalar, which a `while` may have as operand, as a jax array."""
     return jnp.asarray(value) if isinstance(value, bool | int | float | complex) else value
 
 
@@ -161,12 +161,12 @@ def variables_read(equation: JaxprEqn) -> list[Any]:
 
 
 def chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    """Returns the items that a mask chooses."""
+    """Returns the items that a mask selects."""
     return [item for item, is_chosen in zip(items, mask, strict=True) if is_chosen]
 
 
 def replaced(items: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
-    """Returns the items with new ones in place of those that a mask chooses."""
+    """Returns the items, with new ones in place of those that a mask selects."""
     rest = iter(new)
     pairs = zip(items, mask, strict=True)
     return [next(rest) if is_chosen else item for item, is_chosen in pairs]

@@ -1,4 +1,4 @@
-"""Functions in float32 that round as they would under autocast, with a run-time flag for each operation."""
+"""Emulates autocast in float32 with rounding, with one run-time flag per operation."""
 
 from jmp_train.policies.autocasting.emulating.interpreter import Flags as Flags
 from jmp_train.policies.autocasting.emulating.interpreter import Run as Run

@@ -1,7 +1,7 @@
-"""Runs a traced function in float32 as autocast would run it in half precision, with a run-time flag an operation.
+"""Emulates autocast: runs a traced function in float32 with rounding, with one run-time flag per operation.
 
-Which rule an operation has is what autocast decides. Where that lets it run in half precision, its flag decides at run
-time whether it does, and it then rounds as the half type would. So a program that is compiled once tries all choices.
+Autocast decides the rule of each operation. If the rule allows half precision, a flag decides at run time whether the
+operation rounds as the half type does. One compiled program can thus try all choices.
 """
 
 import dataclasses
@@ -50,29 +50,29 @@ Result = TypeVar("Result")
 _COMPUTE = ("lower", "demote")
 
 
-# Tells whether operations may run in half precision, by their addresses (a function with a custom derivative has
-# those of all that it does) and the equations that they are within, the outermost first and the operation last.
+# Returns the flag of an operation. Takes its addresses (a function with a custom derivative has the addresses of all
+# its operations) and the equations around it, the outermost first and the operation last.
 Flags = Callable[[tuple[str, ...], tuple[Any, ...]], Bit]
 
 
 class Run(Protocol):
-    """Runs an operation in half precision where a bit says so."""
+    """Runs an operation, in half precision if a bit is set."""
 
     def __call__(
         self, run: Callable[..., Any], arrays: Sequence[Any], active: Bit, addresses: tuple[str, ...], *, wide: bool
     ) -> list[Any]:
-        """Returns its results; see `rounded_operation`."""
+        """Returns the results of the operation; see `rounded_operation`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Emulation:
-    """What holds throughout an emulated program.
+    """The settings of an emulated program.
 
     Attributes:
-      region: of autocast, whose rules decide what may be half.
-      flags: tells which operations are.
-      run: runs one.
+      region: the autocast region, whose rules decide which operations may be half.
+      flags: returns whether an operation is half.
+      run: runs an operation.
     """
 
     region: Region
@@ -80,7 +80,7 @@ class Emulation:
     run: Run
 
     def within(self, equation: JaxprEqn, scope: str, rule: str | None) -> "Emulation":
-        """Returns the emulation for the body of an equation in that scope."""
+        """Returns the emulation for the body of an equation in a scope."""
         region = self.region.within(equation, scope)
         forced = rule if rule in ("lower", "float32") else region.forced
         return dataclasses.replace(self, region=dataclasses.replace(region, forced=forced, constants={}))  # pyright: ignore[reportArgumentType]
@@ -88,11 +88,11 @@ class Emulation:
 
 @dataclasses.dataclass(slots=True)
 class Emulated:
-    """A value of the program.
+    """A value of the emulated program.
 
     Attributes:
-      value: whose array is float32 where autocast could make it half.
-      half: whether it would be half.
+      value: the value; its array is float32 if autocast could make it half.
+      half: True if it would be half.
     """
 
     value: Value
@@ -105,12 +105,12 @@ class Emulated:
 
 
 def emulated(array: Any, half: Bit = False, **about: Any) -> Emulated:
-    """Returns an array that a program has computed as a value of it, in float32.
+    """Returns an array that a program computed as an emulated value, in float32.
 
     Args:
-      array: of any dtype; what is half is known to be half.
-      half: whether it would be half.
-      **about: see `Value`.
+      array: an array of any dtype; a half array is known to be half.
+      half: True if it would be half.
+      **about: fields of `Value`.
     """
     if getattr(array, "dtype", None) in HALVES and not isinstance(array, jax.Ref):
         return Emulated(Value(lax.convert_element_type(array, FLOAT32), **about), True)
@@ -122,10 +122,10 @@ def _argument(array: Any) -> Emulated:
 
 
 def emulate(emulation: Emulation, jaxpr: Any, inputs: Sequence[Emulated]) -> list[Emulated]:
-    """Runs a jaxpr.
+    """Returns the results of a jaxpr, emulated.
 
     Args:
-      emulation: of the program.
+      emulation: the settings of the program.
       jaxpr: a jaxpr, with its constants if it has any.
       inputs: its arguments.
     """
@@ -163,7 +163,7 @@ def _results(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[E
 
 
 def _active(emulation: Emulation, step: Step, inputs: list[Emulated]) -> Bit:
-    """Returns whether an operation runs in half precision, as far as its own flag goes."""
+    """Returns the flag of an operation: whether it may run in half precision."""
     equation: Any = step.equation
     region, name, rule = emulation.region, equation.primitive.name, step.rule
     floats = [x for x, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
@@ -191,7 +191,7 @@ def _active(emulation: Emulation, step: Step, inputs: list[Emulated]) -> Bit:
 
 
 def _computed(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[Emulated]:
-    """Runs an operation on float32 operands; one whose precision can be chosen rounds where it is active."""
+    """Runs an operation on float32 operands, with rounding if its precision is variable and its flag is set."""
     equation, primitive = step.equation, step.equation.primitive
     active = _active(emulation, step, inputs)
     wide = step.rule == "lower" and step.is_logits
@@ -199,7 +199,7 @@ def _computed(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[
     touched = [dtype is not None or eligible(traced_dtype(atom)) for dtype, atom in pairs]
     arrays = [x.value.to(FLOAT32) if touch else x.array for x, touch in zip(inputs, touched, strict=True)]
     params = _in_float32(equation)
-    if step.rule not in _COMPUTE or active is False:  # what is promoted moves or picks numbers that are rounded
+    if step.rule not in _COMPUTE or active is False:  # promoted operations move or pick rounded numbers
         results = primitive.bind(*arrays, **params)
         results = list(results) if primitive.multiple_results else [results]
     else:
@@ -215,7 +215,7 @@ def _computed(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[
 
 
 def _in_float32(equation: Any) -> dict[str, Any]:
-    """Returns an operation's parameters with float32 in place of half types."""
+    """Returns the parameters of an operation with float32 in place of half types."""
     return {
         name: FLOAT32 if name == "preferred_element_type" and value is not None and eligible(value) else value
         for name, value in equation.params.items()
@@ -255,10 +255,10 @@ def _inlined(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> lis
 
 
 def _with_custom_derivative(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated] | None:
-    """Runs a function with a derivative of its own as one operation, which is half where all that it does is."""
+    """Runs a function with a custom derivative as one operation, which is half if all its operations are."""
     floats = [x for x, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
     strong = [x for x in floats if not x.value.weak]
-    met: Bit = equation.primitive.name == "custom_vjp_call"  # which has a product, whose operands become half
+    met: Bit = equation.primitive.name == "custom_vjp_call"  # it has a product, whose operands become half
     if met and not multiplies(equation.params["call_jaxpr"]):
         return None
     for x in strong:
@@ -276,7 +276,7 @@ def _with_custom_derivative(emulation: Emulation, equation: Any, inputs: list[Em
 
 
 def _addresses(emulation: Emulation, jaxpr: Any) -> list[str]:
-    """Returns the addresses of a program's operations that may run in half precision."""
+    """Returns the addresses of the operations in a program that may run in half precision."""
     region, found = emulation.region, []
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         scope = str(equation.source_info.name_stack)
@@ -311,7 +311,7 @@ def _scan(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[E
 
 
 def _carried(init: Sequence[Emulated], atoms: Sequence[Any]) -> tuple[list[Any], list[jax.Array]]:
-    """Returns what a loop begins with: arrays in float32, and whether each is half, which literals are not."""
+    """Returns the initial carry of a loop: arrays in float32, and a bit for each that is set if it is half."""
     arrays = [
         jnp.asarray(x.value.to(FLOAT32)) if eligible(traced_dtype(a)) else on_device(x.array)
         for x, a in zip(init, atoms, strict=True)
@@ -320,7 +320,7 @@ def _carried(init: Sequence[Emulated], atoms: Sequence[Any]) -> tuple[list[Any],
 
 
 def _next(arrays: Sequence[Any], bits: Sequence[Any], outputs: Sequence[Emulated]) -> tuple[list[Any], list[Any]]:
-    """Returns what a loop goes on with: what it carries is half only if it stays so."""
+    """Returns the carry of a loop's next iteration: a value is half only if it stays half."""
     new = [x.value.to(a.dtype) if eligible(a.dtype) else x.array for x, a in zip(outputs, arrays, strict=True)]
     return new, [jnp.asarray(both(bit, x.half)) for bit, x in zip(bits, outputs, strict=True)]
 
@@ -361,7 +361,7 @@ def _cond(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[E
 
 
 def _on_arrays(emulation: Emulation, inputs: Sequence[Emulated]) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns what runs a program as a function of arrays to pairs of array and bit, and the arrays of the inputs."""
+    """Returns a function that runs a program on arrays and returns pairs of array and bit, and the input arrays."""
 
     def call(jaxpr: Any, *arrays: jax.Array) -> list[Any]:
         values = [
@@ -388,7 +388,7 @@ def _remat(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[
 def _opaque(
     emulation: Emulation, policy: OpaqueCall, inputs: Sequence[Emulated], arrays: Sequence[Any]
 ) -> list[Emulated]:
-    """Runs a function that stores by the dtypes of its arguments, and accumulates in float32."""
+    """Runs a function that stores in the dtypes of its arguments and accumulates in float32."""
     met = functools.reduce(either, [x.half for x in inputs], False)
     results = jax.tree.leaves(policy.run(*arrays))
     return [emulated(rounded(x, emulation.region.half, met), met) for x in results]
@@ -428,17 +428,17 @@ def emulated_autocast(
     rules: AutocastRules = MOSTLY_HALF,
     run: Run | None = None,
 ) -> Callable[Args, Result]:
-    """Returns `fn` in float32, rounded as `autocast(fn, dtype, rules=...)` would round it where flags say so.
+    """Returns `fn` in float32, rounded as in `autocast(fn, dtype, rules=...)` for operations whose flag is set.
 
     Args:
       fn: see `autocast`.
       dtype: the half type.
-      flags: tells of each operation that the rules let run in half precision whether it does.
+      flags: returns whether an operation runs in half precision, for operations in which the rules allow it.
       rules: see `autocast`.
-      run: runs such an operation; None rounds as the half type does.
+      run: runs such an operation. None rounds as the half type does.
 
     Returns:
-      A function of the same signature, whose floating results are float32.
+      A function with the same signature, whose floating results are float32.
     """
     half = check_half(dtype, "dtype")
 

@@ -1,7 +1,7 @@
-"""Operations in float32 that round as half precision would, where a run-time flag says so; so do their derivatives.
+"""Operations in float32 that round as half precision does if a run-time flag is set, in derivatives too.
 
-Rounding is the cast itself, to the half type and back, so it has the half type's range, its subnormal numbers and its
-ties. A compiler must not leave it out: programs are compiled with `COMPILER_OPTIONS`.
+Rounding is a cast to the half type and back, so it has the half type's range, subnormal numbers and ties. The compiler
+must not remove it, so compile programs with `COMPILER_OPTIONS`.
 """
 
 import functools
@@ -19,14 +19,14 @@ from jmp_train.policies.autocasting.values import FLOAT32, chosen, replaced
 
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 
-Bit = bool | jax.Array  # known when the program is traced, or a boolean scalar of the program
+Bit = bool | jax.Array  # known at trace time, or a boolean scalar of the program
 
-# Programs within a program that runs once, by the name of the parameter.
+# Programs that an equation runs once, by the name of the parameter.
 _BODIES = {
     **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
 }
-# Sums stay in float32 until something reads them; all else here moves, picks or casts numbers that are rounded.
+# Sums stay in float32 until they are read; the other operations move, pick or cast numbers that are already rounded.
 _EXACT = LAYOUT | names(
     "reduce_sum reduce_max reduce_min reduce_and reduce_or cumsum scatter-add scatter_add neg abs sign max min "
     "select_n convert_element_type concatenate pad dynamic_slice gather"
@@ -34,7 +34,7 @@ _EXACT = LAYOUT | names(
 
 
 def both(first: Bit, second: Bit) -> Bit:
-    """Returns whether both bits are set."""
+    """Returns a bit that is set if both bits are."""
     if isinstance(first, bool):
         return second if first else False
     if isinstance(second, bool):
@@ -43,7 +43,7 @@ def both(first: Bit, second: Bit) -> Bit:
 
 
 def either(first: Bit, second: Bit) -> Bit:
-    """Returns whether one of two bits is set."""
+    """Returns a bit that is set if at least one of two bits is."""
     if isinstance(first, bool):
         return True if first else second
     if isinstance(second, bool):
@@ -52,7 +52,7 @@ def either(first: Bit, second: Bit) -> Bit:
 
 
 def rounded(x: jax.Array, half: DTypeLike, active: Bit = True) -> jax.Array:
-    """Returns float32 numbers rounded to a half type; the derivative is that of the cast, which rounds as well.
+    """Returns float32 numbers rounded to a half type; the derivative is that of the cast, which also rounds.
 
     Args:
       x: any floating array.
@@ -68,14 +68,14 @@ def rounded(x: jax.Array, half: DTypeLike, active: Bit = True) -> jax.Array:
 def rounded_operation(
     run: Callable[..., Any], arrays: Sequence[jax.Array], half: DTypeLike, active: Bit, *, wide: bool = False
 ) -> list[jax.Array]:
-    """Runs an operation as half precision does, which rounds operands, results and all that its derivative does.
+    """Runs an operation as half precision does: rounds its operands, its results and each step of its derivative.
 
     Args:
-      run: the operation on float32 arrays, and others, to one array or a list of them.
+      run: the operation. It takes arrays, the floating ones in float32, and returns one array or a list.
       arrays: its operands.
       half: float16 or bfloat16.
       active: whether to round.
-      wide: whether the result itself is not rounded, as that of a product with a float32 accumulator.
+      wide: True if the result is not rounded, as for a product with a float32 accumulator.
     """
     if active is False:
         return _listed(run(*arrays))
@@ -131,7 +131,7 @@ def _exp2(x: jax.Array, params: dict[str, Any], step: Callable[[jax.Array], jax.
     return step(lax.exp(step(lax.mul(x, step(lax.full_like(x, np.log(2)))))))
 
 
-# What jax or XLA makes several operations of, each of which rounds.
+# Operations that jax or XLA expands into several, each of which rounds.
 _EXPANDED = {"logistic": _logistic, "integer_pow": _integer_pow, "exp2": _exp2}
 
 
@@ -144,14 +144,14 @@ def _is_zero(tangent: object) -> bool:
 
 
 def _like(result: jax.Array, dot: Any) -> Any:
-    """Returns a tangent of a result; of integers it is of a type of its own."""
+    """Returns a tangent of a result; tangents of integers have their own type."""
     if jnp.issubdtype(result.dtype, jnp.inexact):
         return dot
     return np.zeros(result.shape, jax.dtypes.float0)
 
 
 def _evaluated(program: Any, arrays: Sequence[Any], *, half: DTypeLike, active: Bit) -> list[Any]:
-    """Runs a program operation by operation, and rounds the results of those that compute."""
+    """Runs a program operation by operation, and rounds the results of operations that compute."""
     jaxpr = getattr(program, "jaxpr", program)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
     values.update(zip(jaxpr.invars, arrays, strict=True))

@@ -1,8 +1,8 @@
-"""Scales that an autocast region gets from outside, one set for each of its products in 8 bits.
+"""Scales that an autocast region gets from outside, one set per product in 8 bits.
 
-A product is known by the place where it stands in the program. The scales of one that a loop runs again and again, or
-several devices, have a row for each run, so that their "gradients", the largest magnitudes that the product has seen,
-come out one by one: gradients of what all runs share would be added up.
+A product is identified by its place in the program. If a loop or several devices run a product several times, its
+scales have one row per run. The "gradients" of the scales are the largest magnitudes in the product, so each run
+returns its own. Gradients of shared scales would be added up.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-_BODY = ":"  # between the place of a body and what is in it; no scope has it
+_BODY = ":"  # separates the place of a body from places within it; no scope contains it
 _SEPARATORS = re.compile(rf"[/\s{_BODY}]+")
 
 
@@ -24,10 +24,11 @@ class DelayedScales:
     """The scales of a region's products in 8 bits.
 
     Attributes:
-      scales: float32 [..., 3] by the place of the product, with one axis for each loop and `shard_map` around it that
-        is not entered yet.
-      found: where places are noted, with the lengths of the axes that their scales need; None if they are known.
-      extents: the lengths of the loops and numbers of devices around what runs now.
+      scales: float32 [..., 3] by place of the product, with one axis per loop and `shard_map` around it that autocast
+        has not entered yet.
+      found: a dictionary to record places and the lengths of the axes that their scales need; None if the places are
+        known.
+      extents: the lengths of the loops and the numbers of devices around the current program.
     """
 
     scales: Mapping[str, jax.Array]
@@ -35,18 +36,18 @@ class DelayedScales:
     extents: tuple[int, ...] = ()
 
     def of(self, place: str) -> jax.Array | None:
-        """Returns the scales of a product, None where it is only noted."""
+        """Returns the scales of a product; None if its place is only recorded."""
         if self.found is not None:
             self.found[place] = self.extents
             return None
         return self.scales[place]
 
     def within(self, place: str) -> dict[str, jax.Array]:
-        """Returns the scales of the products in the body of a loop at a place."""
+        """Returns the scales of the products in the body at a place."""
         return {name: scales for name, scales in self.scales.items() if name.startswith(f"{place}{_BODY}")}
 
     def rows(self, scales: Mapping[str, jax.Array], extent: int) -> "DelayedScales":
-        """Returns them for one run of a body, given its rows."""
+        """Returns the scales for one run of a body, given its rows."""
         return dataclasses.replace(self, scales=scales, extents=(*self.extents, extent))
 
 
@@ -55,10 +56,10 @@ _SCALES: contextvars.ContextVar[DelayedScales | None] = contextvars.ContextVar("
 
 @contextlib.contextmanager
 def fp8_scales(scales: DelayedScales | None) -> Iterator[None]:
-    """Gives scales to the first autocast region that runs within, which is the outermost one.
+    """Gives scales to the outermost autocast region that runs within this context.
 
     Args:
-      scales: those of its products; None for none, which every region has that is within another.
+      scales: the scales of its products; None for no scales, as in a region within another.
     """
     token = _SCALES.set(scales)
     try:
@@ -68,18 +69,18 @@ def fp8_scales(scales: DelayedScales | None) -> Iterator[None]:
 
 
 def given_scales() -> DelayedScales | None:
-    """Returns the scales that a region gets here."""
+    """Returns the scales that a region gets in the current context."""
     return _SCALES.get()
 
 
 def place_of(equation: Any, scope: str, outer: str, counts: Counter[str]) -> str:
-    """Returns the place of an equation, which no other in the program has.
+    """Returns the place of an equation, which is unique in the program.
 
     Args:
-      equation: that multiplies or holds a program.
-      scope: that it is in, relative to the body around it.
+      equation: an equation that multiplies or holds a program.
+      scope: its scope, relative to the body around it.
       outer: the place of that body.
-      counts: of the places so far in that body; it is counted there.
+      counts: the number of uses of each place in that body so far; the function increments it.
     """
     name = equation.params.get("name") or equation.primitive.name
     own = ".".join(_SEPARATORS.sub(".", part) for part in (scope, str(name)) if part)

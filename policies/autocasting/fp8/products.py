@@ -1,9 +1,9 @@
-"""Matrix products in 8 bits, whose gradients are products in 8 bits too.
+"""Matrix products in 8 bits, with gradients that are products in 8 bits too.
 
-Operands are quantized directly and multiplied as they are, float8 by float8, with sums in float32; the result is
-divided by both scales. There are no pairs of quantizing and dequantizing for a compiler to find. XLA makes one
-cuBLASLt product of it on GPUs that have them, and multiplies in float32 elsewhere, which gives the same: the product of
-two 8-bit numbers is exact there.
+Operands are quantized and multiplied directly, float8 by float8, with sums in float32. The result is divided by both
+scales. The compiler does not need to find pairs of quantization and dequantization. On GPUs with 8-bit products, XLA
+computes one cuBLASLt product. On other devices it multiplies in float32, with the same result, because float32 holds
+the product of two 8-bit numbers exactly.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ from jmp_train.policies.autocasting.product_gradients import Contract, operand_g
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What is known of a product before it runs.
+    """The static settings of a product.
 
     Attributes:
-      recipe: how operands are quantized.
-      contract: the dimensions of lhs and of rhs that are contracted, in pairs; there are no batch dimensions.
-      dtype: of the result.
+      recipe: the recipe by which operands are quantized.
+      contract: the contracted dimensions of lhs and of rhs, in pairs; there are no batch dimensions.
+      dtype: the dtype of the result.
     """
 
     recipe: Recipe
@@ -46,7 +46,7 @@ class Quantized(NamedTuple):
 
     Attributes:
       array: 8-bit, of the operand's shape.
-      inverse_scale: float32 scalar by which it is to be multiplied.
+      inverse_scale: float32 scalar, the factor that restores the operand.
       amax: float32 scalar, the operand's largest magnitude.
     """
 
@@ -63,15 +63,15 @@ def fp8_dot(
     dtype: DTypeLike = jnp.float32,
     scales: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns a matrix product that runs in 8 bits, as do those of its gradients.
+    """Returns a matrix product computed in 8 bits; its gradients are computed in 8 bits too.
 
     Args:
       lhs: floating array.
       rhs: floating array.
-      contract: the dimensions of lhs and of rhs that are contracted, in pairs.
-      recipe: how they are quantized.
-      dtype: of the result.
-      scales: float32 [3], of lhs, rhs and the gradient of the result, where these are not to be their own.
+      contract: the contracted dimensions of lhs and of rhs, in pairs.
+      recipe: the recipe by which they are quantized.
+      dtype: the dtype of the result.
+      scales: float32 [3], the scales of lhs, rhs and the gradient of the result; None to compute them from the arrays.
 
     Returns:
       The product. Gradients have the dtypes of the operands; their sums are float32. The "gradients" of `scales` are
@@ -97,7 +97,7 @@ def _quantized(x: jax.Array, dtype: DTypeLike, scales: jax.Array | None, index: 
 
 
 def _multiply(lhs: Quantized, rhs: Quantized, contract: Contract, dtype: DTypeLike) -> jax.Array:
-    # Sums of bfloat16's range are stored in it: XLA would keep those in float32 for the backward pass.
+    # Store bfloat16 results in bfloat16: XLA would otherwise keep the float32 sums for the backward pass.
     stored = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     sums = lax.dot_general(lhs.array, rhs.array, (contract, ((), ())), preferred_element_type=stored)
     return (sums.astype(jnp.float32) * (lhs.inverse_scale * rhs.inverse_scale)).astype(dtype)
@@ -130,7 +130,7 @@ _of_tensors.defvjp(_forward_of_tensors, _backward_of_tensors)
 
 
 def _in_blocks(x: jax.Array, dimensions: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Returns an array as it is after it was quantized along the last of the dimensions that a product contracts."""
+    """Returns an array quantized along its last contracted dimension, and dequantized."""
     last = dimensions[-1]
     return dequantize_blocks(*quantize_blocks(x, last, dtype), last)
 
@@ -143,7 +143,7 @@ def _of_blocks(product: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 def _multiply_blocks(
     lhs: jax.Array, rhs: jax.Array, dtypes: tuple[Any, Any], contract: Contract, dtype: DTypeLike
 ) -> jax.Array:
-    # Pairs of contracted dimensions are in the same order, so that blocks of both are of the same numbers.
+    # Pairs of contracted dimensions are in the same order, so blocks of both operands cover the same indices.
     left, right = (_in_blocks(x, dims, dtype) for x, dims, dtype in zip((lhs, rhs), contract, dtypes, strict=True))
     return lax.dot_general(left, right, (contract, ((), ())), preferred_element_type=jnp.float32).astype(dtype)
 

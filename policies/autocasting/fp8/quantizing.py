@@ -1,25 +1,25 @@
-"""Arrays in 8 bits: saturating casts, and the scales that make the most of their range."""
+"""Saturating casts of arrays to 8 bits, and the scales that use the full range of the type."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-BLOCK = 32  # numbers that share a scale in the MX formats
+BLOCK = 32  # how many numbers share a scale in the MX formats
 _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23  # of float32
 
 
 def quantize(x: jax.Array, dtype: DTypeLike, scale: ArrayLike = 1.0) -> jax.Array:
-    """Returns an array times a scale in an 8-bit type, rounded to the nearest, ties to even.
+    """Returns an array times a scale, rounded to the nearest value of an 8-bit type, ties to even.
 
     Args:
       x: floating array.
       dtype: float8_e4m3fn, which has no infinity, or float8_e5m2.
-      scale: finite and above 0; of the shape of `x` or of one that is broadcast to it.
+      scale: finite and positive, with a shape that broadcasts to the shape of `x`.
 
     Returns:
-      The array. Finite numbers beyond the type's range become its largest of their sign. Infinities become NaN, as NaN
-      is, in both types: what has overflowed must not look like a number, or no loss scale would ever see it.
+      The quantized array. Finite numbers beyond the type's range become its largest number of the same sign. Infinities
+      become NaN in both types, and NaN stays NaN, so that a loss scale can detect an overflow.
 
     Example:
       >>> import jax.numpy as jnp
@@ -34,22 +34,22 @@ def quantize(x: jax.Array, dtype: DTypeLike, scale: ArrayLike = 1.0) -> jax.Arra
 
 
 def amax_of(x: jax.Array) -> jax.Array:
-    """Returns the largest magnitude in an array as a float32 scalar, NaN if there is one; 0 of an empty array."""
+    """Returns the largest magnitude in an array as a float32 scalar: NaN if the array has NaN, 0 if it is empty."""
     return jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32)
 
 
 def scale_of(amax: jax.Array, dtype: DTypeLike, margin: int = 0, old: ArrayLike = 1.0) -> jax.Array:
-    """Returns the scale that takes the largest magnitude to the end of a type's range.
+    """Returns the scale that maps the largest magnitude to the largest number of a type.
 
     Args:
       amax: float32 array of largest magnitudes.
       dtype: an 8-bit type.
-      margin: the scale is divided by 2 to the power of it.
-      old: the scale to keep where `amax` is 0, infinite or NaN.
+      margin: the scale is divided by `2**margin`.
+      old: the scale to use where `amax` is 0, infinite or NaN.
 
     Returns:
-      float32 like `amax`, (largest number of the type / amax) / 2**margin; where float32 cannot hold that, its largest
-      number.
+      float32 array of the shape of `amax`: (largest number of the type / amax) / 2**margin, at most the largest number
+      of float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,16 +64,16 @@ def scale_of(amax: jax.Array, dtype: DTypeLike, margin: int = 0, old: ArrayLike 
 
 
 def quantize_blocks(x: jax.Array, dimension: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Returns an array in an 8-bit type, and one scale, a power of two, for each 32 numbers along a dimension.
+    """Returns an array in an 8-bit type with one power-of-two scale per 32 numbers along a dimension.
 
     Args:
       x: floating array.
-      dimension: along which blocks are; the last block may have fewer than 32 numbers.
+      dimension: the dimension that is split into blocks. The last block may have fewer than 32 numbers.
       dtype: an 8-bit type.
 
     Returns:
-      The quantized array, of the shape of `x`, and float8_e8m0fnu scales, one for each block: what the numbers of a
-      block have to be multiplied by to get back near `x`. The scale is the smallest with which no number is clipped.
+      The quantized array, with the shape of `x`, and one float8_e8m0fnu scale per block. The numbers of a block times
+      its scale approximate `x`. The scale is the smallest that clips no number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,7 +88,7 @@ def quantize_blocks(x: jax.Array, dimension: int, dtype: DTypeLike) -> tuple[jax
     amax = jnp.max(jnp.abs(blocks), axis=dimension + 1)
     ratio = lax.bitcast_convert_type(amax / float(jnp.finfo(dtype).max), jnp.uint32)
     exponent, mantissa = (ratio >> _MANTISSA_BITS) & 0xFF, ratio & (1 << _MANTISSA_BITS) - 1
-    half = 1 << _MANTISSA_BITS - 1  # of a subnormal ratio: up to there 2**-127 is not below it
+    half = 1 << _MANTISSA_BITS - 1  # for a subnormal ratio: up to this mantissa, 2**-127 is large enough
     exponent += (mantissa > jnp.where(exponent == 0, half, 0)).astype(jnp.uint32)
     exponent = jnp.where(jnp.isfinite(amax), exponent, _EXPONENT_BIAS)
     factor = lax.bitcast_convert_type(2 * _EXPONENT_BIAS - exponent << _MANTISSA_BITS, jnp.float32)
@@ -99,12 +99,12 @@ def quantize_blocks(x: jax.Array, dimension: int, dtype: DTypeLike) -> tuple[jax
 
 
 def dequantize_blocks(quantized: jax.Array, scales: jax.Array, dimension: int) -> jax.Array:
-    """Returns what `quantize_blocks` stands for in float32, which holds it exactly down to its smallest numbers.
+    """Returns the values that `quantize_blocks` encodes, in float32: exact unless they underflow.
 
     Args:
       quantized: the 8-bit array.
-      scales: of its blocks.
-      dimension: along which they are.
+      scales: the scales of its blocks.
+      dimension: the dimension that is split into blocks.
 
     Example:
       >>> import jax.numpy as jnp
@@ -117,7 +117,7 @@ def dequantize_blocks(quantized: jax.Array, scales: jax.Array, dimension: int) -
 
 
 def _in_blocks(x: jax.Array, dimension: int) -> jax.Array:
-    """Returns an array with a dimension split into blocks and their numbers, the last block filled up with zeros."""
+    """Returns an array with a dimension split into two, blocks and their numbers; zeros pad the last block."""
     missing = -x.shape[dimension] % BLOCK
     filled = lax.pad(x, jnp.zeros((), x.dtype), [(0, missing if i == dimension else 0, 0) for i in range(x.ndim)])
     return filled.reshape(*x.shape[:dimension], -1, BLOCK, *x.shape[dimension + 1 :])

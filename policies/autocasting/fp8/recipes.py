@@ -1,6 +1,6 @@
-"""Recipes of 8-bit matrix products: which formats, and where the scales come from.
+"""Recipes of 8-bit matrix products: the formats of the operands and the origin of the scales.
 
-Names and defaults are Transformer Engine's, `transformer_engine.common.recipe`.
+Names and defaults are those of Transformer Engine, `transformer_engine.common.recipe`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
 
 class Recipe:
-    """How operands of a product are quantized: what all recipes have.
+    """The base class of recipes, which determine how operands of a product are quantized.
 
     Attributes:
       fp8_format: "HYBRID", e4m3 forward and e5m2 for gradients, or "E4M3" for both.
@@ -29,32 +29,32 @@ class Recipe:
 
     @property
     def forward_dtype(self) -> Any:
-        """The type of activations and weights."""
+        """The dtype of activations and weights."""
         return E4M3
 
     @property
     def backward_dtype(self) -> Any:
-        """The type of gradients."""
+        """The dtype of gradients."""
         return E5M2 if self.fp8_format == "HYBRID" else E4M3
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """One scale for each operand of a product, from its largest magnitudes in the steps before; `train_step` keeps it.
+    """One scale per operand of a product, from its largest magnitudes in previous steps.
 
-    An operand is quantized in one pass over it, since its scale is known before. `with_fp8_state` makes the state of
-    the scales and histories, which is a part of the model state. All micro-batches of a step, devices and uses within
-    loops share a scale, and the largest of their magnitudes enters the history; a skipped step enters nothing. Where
-    there is no state, in evaluation or outside of `train_step`, it is `Float8CurrentScaling`.
+    An operand is quantized in one pass, because its scale is known in advance. `with_fp8_state` adds the scales and
+    histories to the model state, and `train_step` updates them. All micro-batches of a step, devices and uses within
+    loops share a scale, and the largest of their magnitudes enters the history. A skipped step adds nothing to the
+    history. Without a state, in evaluation or outside of `train_step`, the recipe behaves like `Float8CurrentScaling`.
 
     Args:
-      margin: scales are divided by 2 to the power of it.
+      margin: scales are divided by `2**margin`.
       fp8_format: "HYBRID", e4m3 forward and e5m2 for gradients, or "E4M3" for both.
-      amax_history_len: how many steps a history has.
-      amax_compute_algo: "max" takes the largest magnitude of the history, "most_recent" that of the last step.
+      amax_history_len: the number of steps in a history.
+      amax_compute_algo: "max" uses the largest magnitude in the history, "most_recent" that of the last step.
 
     Raises:
-      ValueError: an argument is none of these; the message names it.
+      ValueError: an argument has an invalid value; the message names it.
 
     Example:
       >>> DelayedScaling()
@@ -80,7 +80,7 @@ class DelayedScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """One scale for each operand of a product, from its own largest magnitude; no state.
+    """One scale per operand of a product, from its own largest magnitude; no state.
 
     Args:
       fp8_format: "HYBRID", e4m3 forward and e5m2 for gradients, or "E4M3" for both.
@@ -105,14 +105,14 @@ class Float8CurrentScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
-    """One scale, a power of two, for each 32 numbers that a product adds up; no state.
+    """One power-of-two scale per 32 numbers along the contracted dimension of a product; no state.
 
-    An operand is quantized once for each product that it is in, along the dimension that is contracted there. The
-    products of blocks run in float32, which holds a number times its scale exactly, as does a GPU's TF32: they have the
-    numerics of hardware with such products, not its speed.
+    An operand is quantized once per product, along the dimension that the product contracts. The products of blocks run
+    in float32, which holds a number times its scale exactly, as does the TF32 of GPUs. They have the numerics of
+    hardware with such products, but not its speed.
 
     Args:
-      fp8_format: "E4M3" for all, or "HYBRID", which has e5m2 for gradients.
+      fp8_format: "E4M3" for all arrays, or "HYBRID", with e5m2 for gradients.
 
     Raises:
       ValueError: there is no such format.

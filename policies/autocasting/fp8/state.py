@@ -1,7 +1,6 @@
-"""The state of delayed scaling: scales and histories of the largest magnitudes, beside the model's own state.
+"""The state of delayed scaling: scales and histories of the largest magnitudes, next to the model's own state.
 
-All functions are pure. Of gradients, which carry the loss scale, magnitudes are kept without it, so that nothing has to
-follow where it moves.
+All functions are pure. Magnitudes of gradients are stored without the loss scale, so they stay valid when it changes.
 """
 
 from collections.abc import Mapping
@@ -16,12 +15,12 @@ from jmp_train.policies.pytrees import Largest
 
 
 class Fp8Scales(NamedTuple):
-    """Scales and histories by the places of the products in 8 bits; each in the order lhs, rhs, gradient.
+    """Scales and histories by place of the product in 8 bits; each in the order lhs, rhs, gradient.
 
     Attributes:
       scale: float32 [3].
-      amax_history: float32 [3, amax_history_len], the largest magnitudes of the steps before, the latest first.
-      amax: float32 [3], those of the micro-batches so far; zeros between steps.
+      amax_history: float32 [3, amax_history_len], the largest magnitudes of previous steps, the latest first.
+      amax: float32 [3], the largest magnitudes of the micro-batches so far; zeros between steps.
 
     Example:
       >>> import jax.numpy as jnp
@@ -35,11 +34,11 @@ class Fp8Scales(NamedTuple):
 
 
 class Fp8State(NamedTuple):
-    """A model state with the state of delayed scaling beside it, as `with_fp8_state` makes it.
+    """A model state with the state of delayed scaling, as `with_fp8_state` returns it.
 
     Attributes:
-      fp8: the `Fp8Scales`, in `fp8.value`; of several devices' the largest count.
-      model_state: what the loss function takes and returns as its model state.
+      fp8: the `Fp8Scales`, in `fp8.value`; over several devices, the maximum is taken.
+      model_state: the model state that the loss function takes and returns.
 
     Example:
       >>> fp8_state(["dot"], DelayedScaling(amax_history_len=16), None).fp8.value.amax_history["dot"].shape
@@ -51,11 +50,11 @@ class Fp8State(NamedTuple):
 
 
 def fp8_state(places: Any, recipe: DelayedScaling, model_state: Any) -> Fp8State:
-    """Returns the state before the first step, with scales of 1 and empty histories, as Transformer Engine's are.
+    """Returns the state before the first step, with scales of 1 and empty histories, as in Transformer Engine.
 
     Args:
-      places: of the products in 8 bits.
-      recipe: which says how long the histories are.
+      places: the places of the products in 8 bits.
+      recipe: the recipe, with the length of the histories.
       model_state: the model's own.
     """
     histories = {place: jnp.zeros((3, recipe.amax_history_len)) for place in places}
@@ -64,15 +63,15 @@ def fp8_state(places: Any, recipe: DelayedScaling, model_state: Any) -> Fp8State
 
 
 def scales_of(state: Fp8State, extents: Mapping[str, tuple[int, ...]], factor: jax.Array) -> dict[str, jax.Array]:
-    """Returns what a region's products are given as scales.
+    """Returns the scales for the products of a region.
 
     Args:
       state: the state.
-      extents: by the place of each product of the program, the lengths of the loops that it is in.
-      factor: what the gradients of this program are multiplied by, the loss scale above all.
+      extents: by place of each product of the program, the lengths of the loops around it.
+      factor: the factor by which the gradients of this program are multiplied, mainly the loss scale.
 
     Raises:
-      ValueError: the state is that of other products; the message names some.
+      ValueError: the state belongs to other products; the message names some.
     """
     scale = state.fp8.value.scale
     if scale.keys() != extents.keys():
@@ -93,9 +92,9 @@ def with_magnitudes(
 
     Args:
       state: the state before.
-      magnitudes: "gradients" of what `scales_of` returned.
-      factor: as `scales_of` got it.
-      model_state: the model's own, after that micro-batch.
+      magnitudes: the "gradients" of the scales that `scales_of` returned.
+      factor: the factor passed to `scales_of`.
+      model_state: the model's own state after the micro-batch.
     """
     one = jnp.ones((), jnp.float32)
     divisor = jnp.stack([one, one, factor])
@@ -110,13 +109,13 @@ def with_magnitudes(
 
 
 def after_step(state: Fp8State, recipe: DelayedScaling) -> Fp8State:
-    """Returns the state after a step: magnitudes enter the histories, and make the next scales.
+    """Returns the state after a step: adds the magnitudes to the histories and computes the next scales.
 
-    Of an operand whose magnitude is infinite or NaN history and scale stay as they are, in any step.
+    If the magnitude of an operand is infinite or NaN, its history and scale stay unchanged.
 
     Args:
-      state: with the largest magnitudes of all micro-batches and devices.
-      recipe: how scales are made of histories.
+      state: the state, with the largest magnitudes of all micro-batches and devices.
+      recipe: the recipe that computes scales from histories.
     """
     scales: Fp8Scales = state.fp8.value
     dtypes = recipe.forward_dtype, recipe.forward_dtype, recipe.backward_dtype
