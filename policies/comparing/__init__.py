@@ -1,4 +1,4 @@
-"""Two functions beside each other: how far their log-probabilities are apart, and the operation from which on."""
+"""Compares the log-probabilities of two functions, and finds the operations where they diverge."""
 
 from jmp_train.policies.comparing.comparison import parity as parity
 from jmp_train.policies.comparing.differences import TokenDifference as TokenDifference

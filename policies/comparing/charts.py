@@ -1,15 +1,15 @@
-"""The charts of a comparison: the distribution of differences, and how far operations are apart."""
+"""The charts of a comparison: the distribution of the differences, and the difference of each operation."""
 
 from jmp_train.policies.comparing.differences import EDGES, Differences
 from jmp_train.policies.comparing.parted import Operations
 from jmp_train.policies.documents import Axis, Box, Chart, Label, Mark, Path, Style
 
-# Differences of operations beyond these are drawn at the edge.
+# The chart draws differences beyond these limits at its edge.
 _DIFFERENCES = Axis(1e-8, 1.0, [(10.0**e, f"{10.0**e:.0e}") for e in range(-8, 1, 2)], is_log=True)
 
 
 def distribution_chart(differences: Differences) -> Chart:
-    """Returns a bar for each range of |log p_train - log p_infer|, half a power of ten wide."""
+    """Returns a bar chart of |log p_train - log p_infer|, with bars half a power of ten wide."""
     counts = differences.histogram
     edges = ["0", *(f"{edge:.1e}" for edge in EDGES), "more"]
     marks: list[Mark] = []
@@ -25,11 +25,11 @@ def distribution_chart(differences: Differences) -> Chart:
 
 
 def operations_chart(operations: Operations) -> Chart:
-    """Returns how far the operations of inference are from those of training, and from float32."""
+    """Returns a chart of the differences of the operations of inference from those of training and from float32."""
     rows = operations.infer
     dashes = {"error": [row.error for row in rows], "difference": [row.difference for row in rows]}
     marks: list[Mark] = [
-        Path(name, [[(i, x), (i + 1, x)] for i, x in enumerate(values) if x > 0])  # not NaN
+        Path(name, [[(i, x), (i + 1, x)] for i, x in enumerate(values) if x > 0])  # drops NaN
         for name, values in dashes.items()
     ]
     first = operations.first and operations.first.infer

@@ -1,4 +1,4 @@
-"""`parity`: how far the log-probabilities of training and inference are apart, and from which operation on."""
+"""`parity` compares the log-probabilities of training and inference, and finds where they diverge."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,30 +18,34 @@ def parity(
     where: Any = None,
     operations: bool = True,
 ) -> ParityReport:
-    """Compares the log-probabilities that training and inference give the same tokens.
+    """Returns a report that compares the log-probabilities of the same tokens in training and inference.
 
-    Reinforcement learning of a language model takes the sampler's probabilities for the trainer's. Where the two
-    round otherwise the gradient is of another policy; in bfloat16 by far more than in float16 (arXiv:2510.26788).
+    Reinforcement learning of a language model assumes that the sampler and the trainer compute the same probabilities.
+    If the two round differently, the gradient belongs to another policy. The error is much larger in bfloat16 than in
+    float16 (arXiv:2510.26788).
 
-    Both functions run once as they are, jitted or not, for the distribution of the differences. Then both are traced
-    and run operation by operation beside float32 shadows of themselves, which `diagnose` does too, and it is looked
-    for the first operation of each whose values the other does not compute; whatever their shapes and order are, so
-    that one of them may be generation with a cache.
+    Both functions run once, jitted or not, to measure the distribution of the differences. Then both are traced and run
+    operation by operation, together with a float32 copy of each operation, as in `diagnose`. `parity` finds the first
+    operation of each function whose values the other function does not compute. It matches values regardless of shape
+    and order, so one function may be generation with a cache.
 
     Args:
-      train_fn: a pure function to log-probabilities of tokens, of any float dtype: an array, or a pytree of arrays.
-      infer_fn: another one, to the same structure and shapes.
-      *args: what both are given, pytrees of arrays with values, such as parameters and tokens.
-      where: which tokens count: booleans that broadcast to each array, or a pytree of such; None for all.
-      operations: whether to look for the operation; this takes many times as long as the functions do.
+      train_fn: a pure function that returns log-probabilities of tokens, of any float dtype: an array or a pytree of
+        arrays.
+      infer_fn: another one, which returns the same structure and shapes.
+      *args: the arguments of both, pytrees of arrays with values, such as parameters and tokens.
+      where: True for tokens to compare: booleans that broadcast to each array, or a pytree of such. None for all
+        tokens.
+      operations: whether to search for the operations where the functions diverge. The search takes many times as long
+        as the functions.
 
     Returns:
-      A report: print it, or look at its `mean`, `bands`, `worst` and `first_difference`.
+      A report. Print it, or read its `mean`, `bands`, `worst` and `first_difference`.
 
     Raises:
-      TypeError: a result is no array of floats, `where` is not boolean, an argument has no values, or it is called
-        within a transform of jax.
-      ValueError: the functions return different structures or shapes, or numbers above 0, or no token is left.
+      TypeError: a result is not an array of floats, `where` is not boolean, an argument has no values, or `parity` is
+        called within a jax transformation.
+      ValueError: the functions return different structures or shapes, or numbers above 0, or `where` selects no token.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_train as jt

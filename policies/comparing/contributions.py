@@ -1,8 +1,8 @@
-"""How much of a difference arises at an operation: what goes away once it has the values of the other program.
+"""Measures the part of a difference that each operation causes, by giving it the values of the other program.
 
-Operations are taken in the order in which they run. Each gets the values of its counterpart and keeps them, so that
-what a later one takes away is its own part, and not that of what it reads. What is only written otherwise makes nothing
-go away.
+Operations are tried in the order in which they run. Each one gets the values of its counterpart and keeps them, so the
+reduction at a later operation is its own part and not that of its operands. Operations that are only written
+differently do not reduce the difference.
 """
 
 import dataclasses
@@ -18,27 +18,27 @@ from jmp_train.policies.comparing.rerunning import Rerun, Swap
 from jmp_train.policies.diagnosing import Key, Recorded, key_of
 
 _MOST_TRIALS = 48
-_MOST_ELEMENTS = 1 << 24  # of values that are kept
-_WORSE = 1.02  # times the difference, beyond which values are those of another thing
-_CHANCE = 0.8  # of the difference: what leaves more may be the values of another thing, that are nearer by chance
-_LEFT = 0.02  # of the difference, with which the search ends
-_TRIED = 2  # counterparts of an operation, and one by the same primitive
-_SURE = 0.05  # relative difference, up to which there is no other counterpart
-_CLOSE = 0.7  # misfit of what has nothing but its shape in common
-_LEAST = 0.2  # of the difference, below which an operation is not named for its part
-_LEADING = 0.5  # of the largest part, from which on an operation is the first that matters
+_MOST_ELEMENTS = 1 << 24  # of the stored values of an operation
+_WORSE = 1.02  # times the difference: values that leave more belong to another quantity
+_CHANCE = 0.8  # of the difference: values that leave more may belong to another quantity and be nearer by chance
+_LEFT = 0.02  # of the difference: the search ends when less is left
+_TRIED = 2  # counterparts to try per operation, and one with the same primitive
+_SURE = 0.05  # relative difference up to which no other counterpart is tried
+_CLOSE = 0.7  # largest misfit of arrays that have only their shape in common
+_LEAST = 0.2  # of the difference: operations with a smaller part are not named
+_LEADING = 0.5  # of the largest part: the first operation with at least this much is named
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function that can be run again.
+    """A function that can run again.
 
     Attributes:
       rerun: the program.
       recorded: its operations.
-      values: of the operations by number, and of the arguments by numbers below 0.
-      results: what it returns.
-      origins: the numbers of the operations that made these.
+      values: the values of the operations by number, and of the arguments by negative numbers.
+      results: the results of the function.
+      origins: the numbers of the operations that computed the results.
       differing: the numbers of those whose rows are not among those of the other program.
     """
 
@@ -53,12 +53,12 @@ class Program:
 def program_of(
     rerun: Rerun, recorded: Sequence[Recorded], origins: frozenset[int], differing: frozenset[int]
 ) -> Program:
-    """Runs a program and notes down its values.
+    """Returns a program with the values of its operations, after running it.
 
     Args:
       rerun: the program.
       recorded: its operations.
-      origins: the numbers of the operations that made the results.
+      origins: the numbers of the operations that computed the results.
       differing: the numbers of those whose rows are not among those of the other program.
     """
     numbers = {key_of(op.callers, op.equation): number for number, op in enumerate(recorded)}
@@ -83,11 +83,11 @@ def program_of(
 
 @dataclasses.dataclass(frozen=True)
 class Contribution:
-    """What an operation contributes to a difference.
+    """The contribution of an operation to a difference.
 
     Attributes:
-      share: of the difference, which goes away with the values of the counterpart.
-      counterpart: the number of the operation of the other program; None if there is none, or it is an argument.
+      share: the fraction of the difference that disappears with the values of the counterpart.
+      counterpart: the number of the operation in the other program; None if there is none, or if it is an argument.
     """
 
     share: float
@@ -95,12 +95,12 @@ class Contribution:
 
 
 def contributions(own: Program, other: Program, apart: Callable[[list[Any]], float]) -> dict[int, Contribution]:
-    """Returns of operations which part of the difference arises there.
+    """Returns the contributions of operations to the difference, by number of the operation.
 
     Args:
-      own: the program whose operations these are.
-      other: the one whose values take the place of its own.
-      apart: how far results of the own program are from those of the other.
+      own: the program with these operations.
+      other: the program whose values replace those of `own`.
+      apart: returns the difference between results of `own` and the results of the other program.
     """
     before = start = apart(own.results)
     if not start > 0:
@@ -133,14 +133,14 @@ def _operation(found: Counterpart | None) -> int | None:
 
 
 def leading(found: dict[int, Contribution]) -> int | None:
-    """Returns the first operation with a large part of the difference; None if none has."""
+    """Returns the number of the first operation with a large part of the difference; None if there is none."""
     most = max((contribution.share for contribution in found.values()), default=0.0)
     least = max(_LEADING * most, _LEAST)
     return min((number for number, contribution in found.items() if contribution.share >= least), default=None)
 
 
 class _Counterparts:
-    """The counterparts of a program's operations, each looked for once."""
+    """The counterparts of a program's operations, each searched once."""
 
     def __init__(self, own: Program, other: Program) -> None:
         self._own, self._numbers = own, list(other.values)
@@ -151,27 +151,27 @@ class _Counterparts:
         self._found: dict[int, list[Counterpart]] = {}
 
     def of(self, number: int) -> list[Counterpart]:
-        """Returns the counterparts of an operation, the likeliest first."""
+        """Returns the counterparts of an operation, the most likely first."""
         if number not in self._found:
             own = self._own.values.get(number)
             uniform = own is not None and is_uniform(own.array)
             numbers = self._varying if uniform else self._numbers
             others = [self._other.values[n] for n in numbers]
-            is_start = uniform and not self._own.recorded[number].reads  # of a cache or a sum
+            is_start = uniform and not self._own.recorded[number].reads  # the start of a cache or a sum
             found = [] if own is None or is_start else counterparts(own, others)
-            found = [c for c in found if c.misfit <= _CLOSE or not uniform]  # whose shapes are all that is known
+            found = [c for c in found if c.misfit <= _CLOSE or not uniform]  # only their shapes can be compared
             self._found[number] = [dataclasses.replace(c, number=numbers[c.number]) for c in found]
         return self._found[number]
 
     def is_equal(self, number: int) -> bool:
-        """Whether the other program has an operation with the same values."""
+        """Returns whether the other program has an operation with the same values."""
         return any(c.is_equal for c in self.of(number)[:1])
 
     def choices(self, group: Sequence[int]) -> Iterator[dict[int, Counterpart]]:
-        """Yields counterparts of operations of the same code that are tried together, the likeliest first.
+        """Yields counterparts to try together for operations of the same code, the most likely first.
 
-        Those of other code are taken one after the other if there are as many there, for in deep layers, which have
-        the differences of all before them, numbers are less alike.
+        If the other program has as many operations of the matching code, they are assigned in order. In deep layers,
+        which accumulate the differences of all earlier layers, numbers are too different to match.
         """
         ways: dict[tuple[int, ...], Counterpart] = {}
         for found in self.of(group[0]):
@@ -184,7 +184,7 @@ class _Counterparts:
             yield {number: way for number, way in pairs if way is not None}
 
     def _way(self, first: int, found: Counterpart, number: int, other: int) -> Counterpart | None:
-        """Returns how an operation's values are arranged as another's, as the first one's are if shapes allow it."""
+        """Returns how values map to another operation's: like those of the first one, if the shapes allow it."""
         own, others = self._own.values, self._other.values
         if number not in own or other not in others:
             return None
@@ -195,7 +195,7 @@ class _Counterparts:
         return way and dataclasses.replace(way, number=other)
 
     def _chosen(self, number: int, ways: list[tuple[Any, Counterpart]]) -> list[tuple[Any, Counterpart]]:
-        """Returns the likeliest ways, and that by the same primitive."""
+        """Returns the most likely ways, and the best one with the same primitive."""
         if ways and ways[0][1].apart < _SURE:
             return ways[:1]
         name = self._own.recorded[number].equation.primitive.name
@@ -204,7 +204,7 @@ class _Counterparts:
 
 
 def _groups(own: Program, known: _Counterparts) -> list[list[int]]:
-    """Returns operations that may make the difference, those of the same code together, in the order they run."""
+    """Returns operations that may cause the difference, in the order they run, grouped by code."""
     groups: dict[tuple[str, str], list[int]] = {}
     waiting, reached = set(own.origins), set[int]()
     while waiting:
@@ -219,7 +219,7 @@ def _groups(own: Program, known: _Counterparts) -> list[list[int]]:
 
 
 def _same_code(recorded: Sequence[Recorded]) -> list[tuple[int, ...]]:
-    """Returns for each operation the numbers of all that are the same operation of the same code."""
+    """Returns, for each operation, the numbers of all operations with the same primitive and code."""
     numbers: dict[tuple[str, str], list[int]] = {}
     for number, op in enumerate(recorded):
         numbers.setdefault(_code_of(op), []).append(number)
@@ -238,7 +238,7 @@ def _swaps(own: Program, other: Program, choice: dict[int, Counterpart]) -> Iter
 
 
 def _swap(theirs: np.ndarray) -> Swap:
-    """Returns what puts in another operation's values; places that only one's own has are not seen if others are not.
+    """Returns a function that puts in another operation's values, and masks the other places if it masks any.
 
     Args:
       theirs: with the own axes.

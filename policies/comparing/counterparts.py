@@ -1,7 +1,7 @@
-"""Finds the operation of another program that computes the same thing, by the axes of its result and its numbers.
+"""Finds the operation of another program that computes the same values, by shape and numbers.
 
-The runs of an operation within loops are stacked along a first axis, so that the scores of a token in generation and
-those of all tokens in training have axes of the same sizes, in another order. A cache has more places than tokens.
+The runs of an operation within loops are stacked along a first axis. The scores of a token in generation and those of
+all tokens in training thus have axes of the same sizes, in another order. A cache has more places than tokens.
 """
 
 import dataclasses
@@ -11,21 +11,21 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-EQUAL = 2e-5  # relative: what other orders of float32 sums make of all of a result
-FILL = 9e3  # what is beyond stands for "not seen", see `fingerprints`
-_FEW, _MANY = 256, 8192  # elements that are compared, first and of the best
-_MOST_WAYS = 48  # of putting axes together
-_REFINED, _SAME = 10, 3  # counterparts that are looked at closely, and further ones by the same primitive
+EQUAL = 2e-5  # relative: the difference of a whole result between orders of float32 sums
+FILL = 9e3  # larger numbers stand for "not seen", see `fingerprints`
+_FEW, _MANY = 256, 8192  # elements to compare, of all operations and of the best ones
+_MOST_WAYS = 48  # of matching axes
+_REFINED, _SAME = 10, 3  # counterparts to compare closely, and more with the same primitive
 
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """All that an operation computed.
+    """All values that an operation computed.
 
     Attributes:
-      array: [runs, ...].
+      array: the values, [runs, ...].
       primitive: the name of the operation's primitive.
-      order: where it is in its program, from 0 to 1.
+      order: the position of the operation in its program, from 0 to 1.
     """
 
     array: np.ndarray
@@ -35,14 +35,14 @@ class Values:
 
 @dataclasses.dataclass(frozen=True)
 class Counterpart:
-    """An operation of the other program, and how its values are put in place of one's own.
+    """An operation of the other program, and how its values map to one's own.
 
     Attributes:
-      number: of the operation there.
-      axes: of each axis of its values the own axis, or None for one of which the first element is taken.
-      apart: the relative difference of the two.
-      alike: how far they are the same but for a factor, from 0 to 1.
-      misfit: the logarithm of how many own elements there are for each of the other.
+      number: the number of the operation there.
+      axes: for each axis of its values, the own axis; None for an axis of which only the first element is used.
+      apart: the relative difference of the values.
+      alike: the similarity of the values up to a factor, from 0 to 1.
+      misfit: the logarithm of the ratio of numbers of elements, own to other.
     """
 
     number: int
@@ -53,11 +53,11 @@ class Counterpart:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the two are the same but for rounding."""
+        """Returns whether the values differ only by rounding."""
         return self.apart <= EQUAL
 
     def arranged(self, theirs: np.ndarray, rank: int) -> np.ndarray:
-        """Returns the other's values with the own axes, of length 1 where it has none.
+        """Returns the other's values with the own axes, which have length 1 if the other lacks them.
 
         Args:
           theirs: the other's values.
@@ -67,11 +67,11 @@ class Counterpart:
 
 
 def counterparts(own: Values, others: Sequence[Values]) -> list[Counterpart]:
-    """Returns the operations that may compute the same, the likeliest first.
+    """Returns the operations that may compute the same values, the most likely first.
 
     Args:
       own: values of an operation.
-      others: those of the other program.
+      others: values of the operations of the other program.
     """
     found = []
     few, many = (_places(own.array.shape, count) for count in (_FEW, _MANY))
@@ -87,7 +87,7 @@ def counterparts(own: Values, others: Sequence[Values]) -> list[Counterpart]:
 
 
 def is_uniform(array: np.ndarray) -> bool:
-    """Returns whether all elements are the same, so that they say nothing about what they are."""
+    """Returns whether all elements are equal, so that they do not identify the operation."""
     return array.size == 0 or bool((array == array.flat[0]).all())
 
 
@@ -101,19 +101,19 @@ def _sort(array: np.ndarray) -> str:
 
 
 def _places(shape: tuple[int, ...], count: int) -> tuple[np.ndarray, ...]:
-    """Returns indices of some elements, of all if these are few."""
+    """Returns indices of a sample of elements, or of all if there are few."""
     size = int(np.prod(shape))
     flat = np.arange(size) if size <= count else np.random.default_rng(0).integers(0, size, count)
     return np.unravel_index(flat, shape)
 
 
 def _ways(own: tuple[int, ...], other: tuple[int, ...], *, drops: bool) -> Iterator[tuple[int | None, ...]]:
-    """Yields ways in which the axes of another array are some of the own, which may be longer.
+    """Yields ways to match the axes of another array with own axes, which may be longer.
 
     Args:
-      own: sizes.
-      other: sizes.
-      drops: whether the other may have more axes, along which it does not vary.
+      own: the own sizes.
+      other: the other array's sizes.
+      drops: whether the other may have more axes, along which it is constant.
     """
     long = [axis for axis, size in enumerate(other) if size > 1]
     for left_out in range(min(len(long), 1) + 1 if drops else 1):
@@ -150,9 +150,9 @@ def _compared(
 
 
 def _comparable(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns numbers as float64, with those that stand for "not seen" as a number of moderate size."""
+    """Returns numbers as float64, with those that stand for "not seen" replaced by a moderate number."""
     x, y = first.astype(np.float64), second.astype(np.float64)
-    seen = [np.abs(z) < FILL for z in (x, y)]  # not NaN
+    seen = [np.abs(z) < FILL for z in (x, y)]  # False for NaN
     most = max(1.0, *(float(np.abs(z[s]).max(initial=0)) for z, s in zip((x, y), seen, strict=True)))
     x, y = (np.where(s, z, -2 * most) for z, s in zip((x, y), seen, strict=True))
     return x, y

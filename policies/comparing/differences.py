@@ -1,4 +1,4 @@
-"""How far two lists of log-probabilities are apart, as a distribution."""
+"""The distribution of the differences between two lists of log-probabilities."""
 
 import dataclasses
 import math
@@ -9,21 +9,21 @@ import numpy as np
 
 from jmp_train.policies.comparing.log_probs import Tokens
 
-# Of p_train / p_infer; the first is what maxtext asks for.
+# Bands of p_train / p_infer; maxtext requires the first.
 BANDS = ((0.999, 1.002), (0.99, 1.01), (0.95, 1.05))
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
-_LEAST, _MOST = -8, 1  # powers of ten of the histogram
+_LEAST, _MOST = -8, 1  # the range of the histogram, as powers of ten
 EDGES = tuple(10.0 ** (i / 2) for i in range(2 * _LEAST, 2 * _MOST + 1))
 _WORST = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenDifference:
-    """A token whose log-probabilities are far apart.
+    """A token with a large difference of its log-probabilities.
 
     Attributes:
-      path: of the leaf that it is in; empty if the functions return an array.
-      index: of its place there.
+      path: the path of its leaf; empty if the functions return an array.
+      index: its index in the leaf.
       train: its log-probability in training.
       infer: its log-probability in inference.
 
@@ -44,23 +44,23 @@ class TokenDifference:
 class Differences:
     """The distribution of |log p_train - log p_infer|.
 
-    Tokens that are NaN, or -inf in one function alone, are counted, are outside of all bands, and are left out of
-    everything else. Those that are -inf in both do not differ.
+    Tokens that are NaN, or -inf in only one function, are counted and lie outside of all bands. The other statistics
+    leave them out. Tokens that are -inf in both functions do not differ.
 
     Attributes:
-      n_tokens: how many tokens count.
-      n_nan: of how many one function or both say NaN.
-      n_infinite: of how many one function says -inf, and the other does not.
-      mean: of the differences.
-      median: of the differences.
-      maximum: of the differences.
-      quantiles: share of the tokens -> difference that so many do not exceed.
-      bands: bounds of the ratio of probabilities, p_train / p_infer -> share of the tokens that are within.
-      kl: the estimate k3 of the divergence of training from inference, if the tokens are drawn in inference: the mean
-        of r - 1 - log(r), r being the ratio (J. Schulman, "Approximating KL Divergence", 2020).
-      histogram: how many differences are from one of the `EDGES` to the next; before it how many are below the first,
-        and at last how many from the last one.
-      worst: the tokens that differ most, worst first; NaN and infinities before all.
+      n_tokens: the number of compared tokens.
+      n_nan: the number of tokens for which at least one function returns NaN.
+      n_infinite: the number of tokens for which only one function returns -inf.
+      mean: the mean of the differences.
+      median: the median of the differences.
+      maximum: the maximum of the differences.
+      quantiles: fraction of the tokens -> the difference that this fraction does not exceed.
+      bands: bounds of the ratio of probabilities, p_train / p_infer -> the fraction of the tokens within them.
+      kl: the estimate k3 of the KL divergence of training from inference, for tokens sampled in inference: the mean of
+        r - 1 - log(r), where r is the ratio (J. Schulman, "Approximating KL Divergence", 2020).
+      histogram: the number of differences below the first of the `EDGES`, then from each one to the next, and finally
+        from the last one on.
+      worst: the tokens with the largest differences, largest first; NaN and infinities precede all others.
     """
 
     n_tokens: int

@@ -1,10 +1,10 @@
-"""Fingerprints of arrays: four numbers for each row, by which rows are found again however an array is laid out.
+"""Computes fingerprints of arrays: a few numbers per row, to find equal rows in arrays of any layout.
 
-A row is what lies along the last axis; its fingerprint is its products with four fixed random vectors, and its norm.
-Numbers that stand for "not seen" (infinities, and what is beyond `_FILL`) count as zero, so that a row that is masked
-or padded at its end has the fingerprint of the row without that.
+A row lies along the last axis. Its fingerprint consists of its products with four fixed random vectors and its norm.
+Numbers that stand for "not seen" (infinities, and numbers beyond `_FILL`) count as zero, so masking or padding a row at
+its end does not change its fingerprint.
 
-Source: random projections keep distances (Johnson and Lindenstrauss, 1984).
+Reference: random projections preserve distances (Johnson and Lindenstrauss, 1984).
 """
 
 import dataclasses
@@ -21,20 +21,21 @@ LEAST_NUMBERS = 8
 """How many there have to be to be told from others, which may be alike by chance."""
 _COUNT = 4
 COLUMNS = 2 * _COUNT + 1
-_FILL = 9e3  # fills in use are -1e4, float16's -65504, seven tenths of it, and larger ones
+_FILL = 9e3  # common fills are -1e4, float16's -65504, 0.7 times that, and larger ones
 
 
 @dataclasses.dataclass(frozen=True)
 class Prints:
-    """Fingerprints of the rows of an array, float32 [rows, 9]: of each row those of its shadow and of itself, its norm.
+    """Fingerprints of the rows of an array, float32 [rows, 9]: per row, those of its shadow and itself, and the norm.
 
     Attributes:
-      rows: of the rows.
-      elements: of a vector each element as a row, since it may be that of a column; else None.
-      columns: of what lies along the last axis but one, where that is long; None for other arrays.
-      seen: of the rows with one added to what is seen, so that a zero that is seen is another one than a fill; None for
+      rows: the fingerprints of the rows.
+      elements: for a vector, the fingerprints of each element as a row, because it may belong to a column; otherwise
+        None.
+      columns: the fingerprints along the second-to-last axis, if that is long; None for other arrays.
+      seen: the fingerprints of the rows with 1 added to seen numbers, so that a seen zero differs from a fill; None for
         arrays without a second axis.
-      has_fill: whether there is something that stands for "not seen".
+      has_fill: True if a number stands for "not seen".
     """
 
     rows: np.ndarray
@@ -45,12 +46,12 @@ class Prints:
 
     @property
     def tables(self) -> list[np.ndarray]:
-        """All in which rows of another function are looked for."""
+        """Returns all tables in which to search for rows of another function."""
         return [table for table in (self.rows, self.elements, self.seen) if table is not None]
 
 
 def fingerprint(pair: Pair) -> Prints | None:
-    """Returns the fingerprints of an array's rows; None of what cannot be compared, as random keys.
+    """Returns the fingerprints of an array's rows; None for arrays that cannot be compared, such as random keys.
 
     Args:
       pair: an array and its shadow.
@@ -60,7 +61,7 @@ def fingerprint(pair: Pair) -> Prints | None:
     actual, is_seen = _rows(pair.actual)
     shadow = actual if pair.shadow is None else _rows(pair.shadow)[0]
     has_columns = pair.actual.ndim > 1 and pair.actual.shape[-2] >= LEAST_NUMBERS
-    is_vector = pair.actual.ndim == 1 and pair.actual.dtype != jnp.bool_  # of which all elements are known
+    is_vector = pair.actual.ndim == 1 and pair.actual.dtype != jnp.bool_  # all elements of booleans are known
     return Prints(
         rows=_table(shadow, actual),
         elements=_table(shadow.reshape(-1, 1), actual.reshape(-1, 1)) if is_vector else None,
@@ -76,7 +77,7 @@ def _table(shadow: np.ndarray, actual: np.ndarray) -> np.ndarray:
 
 
 def _rows(x: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows of an array, with zeros for what is not seen, and what is."""
+    """Returns the rows of an array with zeros for numbers that are not seen, and the mask of seen numbers."""
     rows = np.asarray(x).astype(np.float32).reshape(-1, x.shape[-1] if x.ndim else 1)
     is_seen = np.abs(rows) < _FILL if jnp.issubdtype(x.dtype, jnp.floating) else np.ones(rows.shape, bool)
     return np.where(is_seen, rows, np.float32(0)), is_seen
@@ -88,7 +89,7 @@ def _columns(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 @functools.lru_cache
 def _weights(length: int) -> np.ndarray:
-    """Returns four random vectors [length, 4], whose beginnings are those of all lengths."""
+    """Returns four random vectors, [length, 4]; shorter ones are the beginnings of longer ones."""
     return np.random.default_rng(0).normal(size=(length, _COUNT)).astype(np.float32)
 
 
@@ -96,12 +97,12 @@ class Rows:
     """Fingerprints of rows.
 
     Args:
-      table: [rows, 9], as `fingerprint` makes them, of arrays that may be many.
+      table: [rows, 9], from `fingerprint`, of one or more arrays.
 
     Attributes:
-      shadow: of the shadows, [rows, 4].
-      actual: of the rows themselves, [rows, 4].
-      norm: of the shadows, [rows].
+      shadow: the fingerprints of the shadows, [rows, 4].
+      actual: the fingerprints of the rows themselves, [rows, 4].
+      norm: the norms of the shadows, [rows].
     """
 
     def __init__(self, table: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""The log-probabilities of two functions, leaf by leaf, as one list of tokens; what cannot be compared is refused."""
+"""Collects the log-probabilities of two functions, leaf by leaf, and refuses results that cannot be compared."""
 
 import dataclasses
 from typing import Any
@@ -9,20 +9,20 @@ import numpy as np
 
 from jmp_train.policies.pytrees import named_leaves
 
-_ABOVE_ZERO = 0.05  # by which the rounding of half precision may lift a log-probability of 0
+_ABOVE_ZERO = 0.05  # half-precision rounding may raise a log-probability of 0 by this much
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Log-probabilities of the tokens that count.
+    """Log-probabilities of the compared tokens.
 
     Attributes:
       train: float64 [tokens].
-      infer: likewise.
-      paths: of the leaves.
-      leaf: of each token the number of its leaf.
-      index: of each token its place in the flattened leaf.
-      shapes: of the leaves.
+      infer: float64 [tokens].
+      paths: the paths of the leaves.
+      leaf: the number of each token's leaf.
+      index: the index of each token in its flattened leaf.
+      shapes: the shapes of the leaves.
     """
 
     train: np.ndarray
@@ -33,22 +33,22 @@ class Tokens:
     shapes: tuple[tuple[int, ...], ...]
 
     def place(self, token: int) -> tuple[str, tuple[int, ...]]:
-        """Returns the path of a token's leaf, and its index there."""
+        """Returns the path of a token's leaf and the token's index in it."""
         leaf = int(self.leaf[token])
         return self.paths[leaf], tuple(int(i) for i in np.unravel_index(self.index[token], self.shapes[leaf]))
 
 
 def tokens_of(train: Any, infer: Any, where: Any) -> Tokens:
-    """Returns the tokens of two functions' results.
+    """Returns the tokens to compare in the results of two functions.
 
     Args:
       train: a pytree of log-probabilities.
-      infer: likewise.
+      infer: another one.
       where: None, an array of booleans that broadcasts to each leaf, or a pytree of such.
 
     Raises:
-      TypeError: a leaf is no array of floats, or of `where` none of booleans.
-      ValueError: structures or shapes differ, a log-probability is above 0, or no token is left.
+      TypeError: a leaf is not an array of floats, or a leaf of `where` is not an array of booleans.
+      ValueError: structures or shapes differ, a log-probability is above 0, or `where` selects no token.
     """
     first, second = (_leaves(tree, name) for tree, name in ((train, "train_fn"), (infer, "infer_fn")))
     _check_same_paths(train, infer, {name for name, _ in first}, {name for name, _ in second})
@@ -94,7 +94,7 @@ def _check_same_paths(train: Any, infer: Any, first: set[str], second: set[str])
 
 
 def _masks(where: Any, like: Any) -> list[Any]:
-    """Returns of each leaf which tokens count."""
+    """Returns one mask per leaf, True for the tokens to compare."""
     count = len(jax.tree.leaves(like))
     if where is None:
         return [True] * count

@@ -1,4 +1,4 @@
-"""Finds rows of one program again among all rows of another, by their fingerprints."""
+"""Finds rows of one program among all rows of another by their fingerprints."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,23 +7,23 @@ import numpy as np
 
 from jmp_train.policies.comparing.fingerprints import COLUMNS, LEAST_NUMBERS, Rows
 
-# Two orders of the same float32 sums differ by less, relative to a row's norm, and other mathematics by more.
+# Relative to a row's norm, the same float32 sums in another order differ by less, and different mathematics by more.
 SAME = 1e-4
-_MOST_QUERIES = 256  # rows of an operation that are looked for
-_MOST_NEIGHBORS = 1024  # rows of the other program that one row is compared with
+_MOST_QUERIES = 256  # rows to search for, per operation
+_MOST_NEIGHBORS = 1024  # rows of the other program to compare one row with
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """How far an operation's rows are from those of another program.
+    """The differences of an operation's rows from those of another program.
 
     Attributes:
-      unknown: share of rows whose shadow the other program does not have.
-      apart: mean difference of the shadows from those of the same rows there, relative to a row's norm.
-      difference: mean difference from the same row of the other program, likewise; NaN if none is known.
-      error: mean difference from the own shadow, likewise.
-      only_seen: whether the rows are known, and which of their numbers are seen is not.
-      in_column: of rows of one number each, whether one operation there has all of them; None if that is not known.
+      unknown: the fraction of rows whose shadow the other program does not have.
+      apart: the mean difference of the shadows from those of the same rows there, relative to a row's norm.
+      difference: the mean difference from the same row of the other program, likewise; NaN if no row is known.
+      error: the mean difference from the own shadow, likewise.
+      only_seen: True if the rows are known and only the mask of their seen numbers is not.
+      in_column: for rows of one number each, True if one operation there has all of them; None if unknown.
     """
 
     unknown: float
@@ -35,11 +35,11 @@ class Found:
 
 
 def is_column_of(column: np.ndarray, others: Sequence[np.ndarray]) -> bool | None:
-    """Returns whether all numbers of a column are in one other; None if they are so few that they may be by chance.
+    """Returns whether another column has all numbers of a column; None if too few to rule out chance.
 
     Args:
       column: numbers.
-      others: sorted numbers, each of one operation.
+      others: columns of sorted numbers, one per operation.
     """
     column = np.unique(column)
     if len(column) < LEAST_NUMBERS:
@@ -58,7 +58,7 @@ class KnownRows:
     """The rows of all operations of a program.
 
     Args:
-      tables: of the operations, as `fingerprint` makes them.
+      tables: the fingerprints of the operations, from `fingerprint`.
     """
 
     def __init__(self, tables: Sequence[np.ndarray]) -> None:
@@ -66,10 +66,10 @@ class KnownRows:
         self._rows = Rows(together[np.argsort(together[:, 0], kind="stable")])
 
     def found(self, table: np.ndarray) -> Found:
-        """Returns how far rows of the other program are from these.
+        """Returns the differences between rows of the other program and these.
 
         Args:
-          table: as `fingerprint` makes it; of more than 256 rows some are taken.
+          table: fingerprints, from `fingerprint`; more than 256 rows are sampled.
         """
         rows = Rows(table[:: -(-len(table) // _MOST_QUERIES)])
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -85,9 +85,9 @@ class KnownRows:
         )
 
     def _differences(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-        """Returns of each row how far its shadow and itself are from those of the nearest rows with the same shadow.
+        """Returns, per row, the differences of its shadow and itself from the nearest row with the same shadow.
 
-        They are infinite where there is none. A row of zeros says nothing, and is known.
+        The differences are infinite if there is no such row. A row of zeros carries no information and counts as known.
         """
         reach = SAME * rows.norm
         keys = self._rows.shadow[:, 0]
@@ -107,5 +107,5 @@ class KnownRows:
 
 
 def _distance(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Returns of each row the root mean square of the differences, which is about the norm of the rows' difference."""
+    """Returns the root mean square of each row's differences, which approximates the norm of the difference."""
     return np.sqrt(np.square(first.astype(np.float64) - second).mean(axis=1))

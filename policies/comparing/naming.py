@@ -1,4 +1,4 @@
-"""Names the operations where two functions part: by what they contribute, or else by what only one of them has."""
+"""Names the operations where two functions diverge, by their contributions or by rows that only one has."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,11 +12,11 @@ Numbers = tuple[int | None, int | None]
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """Where two functions part.
+    """The operations where two functions diverge.
 
     Attributes:
-      numbers: of the operations; None if a function has none there.
-      contributions: of training and of inference, by the numbers of operations that were tried.
+      numbers: the numbers of the operations; None for a function without such an operation.
+      contributions: the contributions in training and in inference, by number of the tried operation.
     """
 
     numbers: Numbers
@@ -24,13 +24,13 @@ class Named:
 
 
 def named_of(train: Program, infer: Program, matched: Numbers, apart: Callable[[list[Any], list[Any]], float]) -> Named:
-    """Returns the operations where two functions part.
+    """Returns the operations where two functions diverge.
 
     Args:
-      train: of training.
-      infer: of inference.
-      matched: the first operations with rows that the other has not, which are named if none contributes.
-      apart: how far results of training and of inference are apart.
+      train: the program of training.
+      infer: the program of inference.
+      matched: the first operations with rows that the other lacks, which are named if no operation contributes.
+      apart: returns the difference between results of training and of inference.
     """
     of_infer = contributions(infer, train, lambda results: apart(train.results, results))
     of_train = contributions(train, infer, lambda results: apart(results, infer.results))
@@ -43,9 +43,9 @@ def named_of(train: Program, infer: Program, matched: Numbers, apart: Callable[[
 
 
 def _numbers(of_train: dict[int, Contribution], of_infer: dict[int, Contribution], matched: Numbers) -> Numbers:
-    """Returns the operation of inference that contributes first, and its counterpart or an earlier one of training.
+    """Returns the first contributing operation of inference, and its counterpart or an earlier one in training.
 
-    What inference leaves out is an operation of training alone.
+    If inference leaves an operation out, only training has one.
     """
     train, infer = leading(of_train), leading(of_infer)
     if infer is None:

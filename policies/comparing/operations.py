@@ -1,11 +1,11 @@
-"""The operations of two functions beside each other, and the first of each that the other has not.
+"""Compares the operations of two functions, and finds the first of each that the other lacks.
 
-Functions that compute the same in another order and in other shapes, as generation with a cache and a full forward
-pass do, have few operations in common, but the same rows of numbers. So an operation is looked for by the rows of its
-result. From the results backwards, along what is read, through operations whose rows the other function does not have:
-among these the functions part. What differs and is mended again, such as scores that are masked later, is not reached
-that way. The first of these is named where only the rounding differs, otherwise the first that makes a large part of
-the difference, see `contributions`.
+Generation with a cache and a full forward pass compute the same values in another order and in other shapes. Such
+functions have few operations in common, but the same rows of numbers, so operations are matched by the rows of their
+results. The search goes backwards from the results, through operations whose rows the other function lacks: the
+functions diverge at one of these. It does not reach differences without effect, such as scores that are masked later.
+If only the rounding differs, the first operation found is named. Otherwise, the first one that causes a large part of
+the difference is named; see `contributions`.
 """
 
 import dataclasses
@@ -27,23 +27,23 @@ from jmp_train.policies.comparing.parted import FirstDifference, Kind, Operation
 from jmp_train.policies.comparing.rerunning import Rerun
 from jmp_train.policies.diagnosing import Pair, Recorded, is_low, record
 
-_PART_OF_ROUNDING = 64  # below an epsilon by this, differences are those of few elements rounded the other way
-_LAYOUTS = frozenset(("scatter", "dynamic_update_slice", "transpose"))  # by which caches have features before places
-_FARTHEST = 50.0  # between two tokens, in trials; that of one that is no number
-_NOISE = 4e-6  # what another order of float32 sums makes
+_PART_OF_ROUNDING = 64  # differences below epsilon / 64 come from few elements that are rounded the other way
+_LAYOUTS = frozenset(("scatter", "dynamic_update_slice", "transpose"))  # they put features before places in caches
+_FARTHEST = 50.0  # largest difference of a token in trials, also used for NaN
+_NOISE = 4e-6  # difference between orders of float32 sums
 
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """A function that was run operation by operation.
+    """A function that ran operation by operation.
 
     Attributes:
       recorded: its operations.
-      prints: of each the fingerprints of all its runs.
+      prints: for each operation, the fingerprints of all its runs.
       results: its results as `Pair`s, a pytree.
-      program: it as it was traced.
-      arguments: of the program.
-      origins: the numbers of the operations that made these.
+      program: the traced program.
+      arguments: the arguments of the program.
+      origins: the numbers of the operations that computed the results.
     """
 
     recorded: list[Recorded]
@@ -55,20 +55,20 @@ class _Side:
 
     @property
     def each(self) -> Iterator[tuple[Recorded, list[Prints]]]:
-        """The operations, each with its fingerprints."""
+        """Yields the operations, each with its fingerprints."""
         return zip(self.recorded, self.prints, strict=True)
 
 
 def operations_of(
     train_fn: Callable[..., Any], infer_fn: Callable[..., Any], args: tuple[Any, ...], where: Any
 ) -> Operations:
-    """Runs two functions operation by operation and compares what these compute.
+    """Returns a comparison of the operations of two functions, after running both operation by operation.
 
     Args:
-      train_fn: a pure function to log-probabilities.
-      infer_fn: likewise, of the same structure.
-      args: of both, arrays with values.
-      where: which tokens count, see `tokens_of`.
+      train_fn: a pure function that returns log-probabilities.
+      infer_fn: another one, which returns the same structure.
+      args: the arguments of both, arrays with values.
+      where: the tokens to compare, see `tokens_of`.
     """
     sides = [_side(fn, args) for fn in (train_fn, infer_fn)]
     arguments = _arguments(args)
@@ -96,20 +96,20 @@ def operations_of(
 
 
 def _program(side: _Side, found: Sequence[Found | None]) -> Program:
-    """Returns a function as a program that runs again in float32."""
+    """Returns a function as a program that can run again in float32."""
     differing = frozenset(n for n, op in enumerate(side.recorded) if _differs(found[n], "value", _width(op)))
     return program_of(Rerun(side.program, side.arguments), side.recorded, side.origins, differing)
 
 
 def _apart(sides: Sequence[_Side], where: Any) -> Callable[[list[Any], list[Any]], float]:
-    """Returns how far two lists of results are apart, those of training first, by the mean of the tokens."""
+    """Returns a function of two lists of results, training's first, that returns their mean difference per token."""
     structures = [jax.tree.structure(side.results, is_leaf=_is_pair) for side in sides]
 
     def apart(train: list[Any], infer: list[Any]) -> float:
         first, second = (jax.tree.unflatten(s, x) for s, x in zip(structures, (train, infer), strict=True))
         try:
             tokens = tokens_of(first, second, where)
-        except ValueError:  # numbers above 0, of values that do not belong there
+        except ValueError:  # numbers above 0, from values that do not belong there
             return _FARTHEST
         with np.errstate(invalid="ignore"):
             far = np.where(tokens.train == tokens.infer, 0.0, np.abs(tokens.train - tokens.infer))
@@ -149,7 +149,7 @@ def _shadow(pair: Pair) -> Any:
 
 
 def _found(known: KnownRows, columns: Sequence[np.ndarray], op: Recorded, prints: Sequence[Prints]) -> Found | None:
-    """Returns how far an operation's rows are from known ones, in the way in which more of them are known."""
+    """Returns the differences of an operation's rows, or columns if more of these are known, from known ones."""
     if not prints:
         return None
     ways = [[one.rows for one in prints], [one.elements for one in prints]]
@@ -167,7 +167,7 @@ def _found(known: KnownRows, columns: Sequence[np.ndarray], op: Recorded, prints
 
 
 def _numbers(prints: Sequence[Prints]) -> np.ndarray:
-    """Returns the numbers of an operation whose rows have one each, times a constant."""
+    """Returns the numbers of an operation with one number per row, times a constant."""
     return np.concatenate([one.rows[:, 0] for one in prints])
 
 
@@ -180,7 +180,7 @@ def _arguments(args: tuple[Any, ...]) -> list[Prints]:
 def _first(
     sides: Sequence[_Side], found: Sequence[Sequence[Found | None]], kind: Kind
 ) -> tuple[int | None, int | None]:
-    """Returns the numbers of the first operations of training and of inference whose rows the other has not."""
+    """Returns the numbers of the first operations in training and inference whose rows the other lacks."""
     rounding = _rounding(sides)
     limits = [(0.0, 1)] if kind == "value" else [(rounding, 2), (_NOISE, 2), (rounding, 1), (_NOISE, 1)]
     for limit, width in limits:
@@ -191,10 +191,10 @@ def _first(
 
 
 def _first_of(side: _Side, found: Sequence[Found | None], kind: Kind, limit: float, width: int) -> int | None:
-    """Returns the number of the first operation that differs, of those between the results and what is the same.
+    """Returns the number of the first differing operation between matching operations and the results.
 
-    Of rows of one number each there are many that are alike by chance: they say that all is the same only if one
-    operation of the other function has all of them, and are named only if there is nothing else, or if none has.
+    Many rows of one number match by chance. They count as a match only if one operation of the other function has all
+    of them. They are named only if no other operation is, or if no operation has all of them.
     """
     reached: set[int] = set()
     waiting = set(side.origins)
@@ -208,20 +208,20 @@ def _first_of(side: _Side, found: Sequence[Found | None], kind: Kind, limit: flo
 
 
 def _to_blame(side: _Side, number: int, found: Found | None) -> set[int]:
-    """Returns the operations that may make one differ: masks alone where it differs in what is seen alone."""
+    """Returns the operands that may make an operation differ: only masks, if only its mask of seen numbers differs."""
     reads = side.recorded[number].reads
     masks = {i for i in reads if side.recorded[i].equation.outvars[0].aval.dtype == jnp.bool_}
     return masks if found is not None and found.only_seen and masks else reads
 
 
 def _width(op: Recorded) -> int:
-    """Returns how long the rows of an operation's result are."""
+    """Returns the length of the rows of an operation's result."""
     shape = getattr(op.equation.outvars[0].aval, "shape", ())
     return shape[-1] if shape else 1
 
 
 def _differs(found: Found | None, kind: Kind, width: int) -> bool:
-    """Whether an operation's rows are not those of the other function but for the order of float32 sums."""
+    """Returns whether an operation's rows differ from the other function's by more than the order of float32 sums."""
     if found is None or (width == 1 and kind == "rounding"):
         return True
     if width == 1:
@@ -238,7 +238,7 @@ def _is_other(found: Found | None, kind: Kind, limit: float) -> bool:
 
 
 def _rounding(sides: Sequence[_Side]) -> float:
-    """Returns the difference from which on it is more than that of few elements, by the lowest dtype."""
+    """Returns the least difference that is not due to few elements, for the lowest dtype."""
     dtypes = {v.aval.dtype for side in sides for op in side.recorded for v in op.equation.outvars if _is_low(v)}
     return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0) / _PART_OF_ROUNDING or _NOISE
 
@@ -248,7 +248,7 @@ def _is_low(variable: Any) -> bool:
 
 
 def _agree(tokens: Tokens) -> bool:
-    """Whether log-probabilities are the same but for the rounding of float32, relative where they are above 1."""
+    """Returns whether log-probabilities agree up to float32 rounding, relative for magnitudes above 1."""
     finite = np.isfinite(tokens.train) & np.isfinite(tokens.infer)
     if not np.array_equal(tokens.train[~finite], tokens.infer[~finite], equal_nan=True):
         return False

@@ -1,4 +1,4 @@
-"""What `parity` says about operations: how far each is from the other function, and where the two part."""
+"""The results of `parity` for operations: their differences, and where the functions diverge."""
 
 import dataclasses
 import linecache
@@ -9,22 +9,22 @@ Kind = Literal["value", "rounding"]
 
 @dataclasses.dataclass(frozen=True)
 class OperationParity:
-    """An operation of one of the functions, beside the other function.
+    """An operation of one function, compared with the other function.
 
     Attributes:
       primitive: the name of its jax primitive.
-      path: of the modules and scopes that it is in.
-      file: of the user's line, or of the library that the user called.
-      line: number of that line; 0 where it is not known.
-      dtype: of its result.
-      shape: of its result.
-      runs: how often it ran.
-      unknown: share of its result's rows that the other function has nowhere, even in float32.
-      difference: mean difference of its rows from the same ones of the other function, relative to a row's norm; NaN
-        if none is known.
-      error: mean difference of its rows from those in float32, likewise.
-      contribution: fraction of the difference of the log-probabilities that goes away once this operation has the
-        values of the other function, after those before it; NaN if that was not tried, as where only rounding differs.
+      path: the path of its modules and scopes.
+      file: the file of the user's line, or of the library that the user called.
+      line: the number of that line; 0 if unknown.
+      dtype: the dtype of its result.
+      shape: the shape of its result.
+      runs: the number of times that it ran.
+      unknown: the fraction of its result's rows that the other function has nowhere, even in float32.
+      difference: the mean difference of its rows from the same rows of the other function, relative to a row's norm;
+        NaN if no row is known.
+      error: the mean difference of its rows from those in float32, likewise.
+      contribution: the fraction of the log-probabilities' difference that disappears when this operation, after those
+        before it, gets the values of the other function. NaN if not tried, for example if only the rounding differs.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -47,18 +47,18 @@ class OperationParity:
 
     @property
     def code(self) -> str:
-        """The line itself, where its file can be read."""
+        """The source line, if its file can be read."""
         return linecache.getline(self.file, self.line).strip() if self.line else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstDifference:
-    """Where two functions part.
+    """The operations where two functions diverge.
 
     Attributes:
-      kind: "value" where they differ even if both are computed in float32, "rounding" where only then they agree.
-      train: the first operation of training with results that inference has not; None if there is none.
-      infer: the first operation of inference with results that training has not; None if there is none.
+      kind: "value" if they differ even when both run in float32, "rounding" if they then agree.
+      train: the first operation of training with results that inference lacks; None if there is none.
+      infer: the first operation of inference with results that training lacks; None if there is none.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -77,10 +77,10 @@ class Operations:
     """The operations of both functions.
 
     Attributes:
-      train: in the order in which they run.
-      infer: likewise.
-      first: where they part; None where no operation differs.
-      mean: of |log p_train - log p_infer|, each operation run by itself; NaN if that is not finite.
+      train: the operations of training, in the order in which they run.
+      infer: the operations of inference, likewise.
+      first: where the functions diverge; None if no operation differs.
+      mean: the mean of |log p_train - log p_infer| if operations run one by one; NaN if it is not finite.
     """
 
     train: tuple[OperationParity, ...]

@@ -1,4 +1,4 @@
-"""`ParityReport`: what `parity` returns, as text, as JSON, as a page, as a picture."""
+"""`ParityReport`, the result of `parity`, with its text, JSON, page and picture."""
 
 import dataclasses
 import json
@@ -25,8 +25,8 @@ from jmp_train.policies.documents import (
     text,
 )
 
-_SHOWN = 3  # of the worst tokens
-_EXPLAINED = 0.25  # of the mean: where operations run one by one differ by less, the compiler makes the rest
+_SHOWN = 3  # worst tokens in the text
+_EXPLAINED = 0.25  # of the mean: if operations run one by one differ by less, the compiler causes the rest
 
 _HEADS = (
     "#", "operation", "module", "code", "result", "runs", "off from training", "off from float32",
@@ -42,10 +42,10 @@ _FOOTER = (
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport(Differences):
-    """How far the log-probabilities of training and inference are apart, and from which operation on.
+    """A comparison of the log-probabilities of training and inference, and the operations where they diverge.
 
     Attributes:
-      operations: of both functions, each run by itself; None if it was not looked for them.
+      operations: the operations of both functions, run one by one; None if `parity` did not compare them.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -61,24 +61,24 @@ class ParityReport(Differences):
 
     @property
     def first_difference(self) -> FirstDifference | None:
-        """Where the two functions part; None if no operation differs, or it was not looked for one."""
+        """Where the functions diverge; None if no operation differs, or if `parity` did not compare operations."""
         return self.operations.first if self.operations else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all of it as JSON has it: numbers that are not finite are None."""
+        """Returns the report as a dictionary of JSON values; numbers that are not finite are None."""
         bands = [{"low": low, "high": high, "share": share} for (low, high), share in self.bands.items()]
         quantiles = [{"share": share, "difference": x} for share, x in self.quantiles.items()]
         return as_json(dataclasses.asdict(self) | {"bands": bands, "quantiles": quantiles})
 
     def to_json(self) -> str:
-        """Returns all of it as JSON; numbers that are not finite are null."""
+        """Returns the report as JSON; numbers that are not finite are null."""
         return json.dumps(self.as_dict(), allow_nan=False)
 
     def to_html(self, title: str = "Parity") -> str:
-        """Returns all of it as an HTML page that needs no network: the distribution, operations, the worst tokens.
+        """Returns an HTML page that needs no network, with the distribution, the operations and the worst tokens.
 
         Args:
-          title: of the page, such as what was compared.
+          title: the title of the page, such as the names of the functions.
         """
         worst = [(*_token(token), f"{token.train - token.infer:.2g}") for token in self.worst]
         rows = [_row(*item) for item in enumerate(self.operations.infer if self.operations else (), 1)]
@@ -94,10 +94,10 @@ class ParityReport(Differences):
         )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Writes the distribution of the differences and how far the operations are apart, as a picture in SVG.
+        """Writes an SVG picture of the distribution of the differences and of the operations' differences.
 
         Args:
-          path: of the file, which is overwritten.
+          path: the path of the file, which is overwritten.
         """
         label = "Distribution of differences, and of operations"
         Path(path).write_text(svg_file(self._charts, label), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Runs a traced program once more in float32, with the results of some operations replaced by other values.
+"""Runs a traced program again in float32, with the results of some operations replaced by other values.
 
-Nothing is rounded to lower precision, so that what is left of a difference is one of the mathematics.
+Nothing is rounded to lower precision, so any remaining difference is mathematical.
 """
 
 import functools
@@ -32,14 +32,14 @@ Swap = Callable[[int, Any], Any]
 
 
 class Rerun:
-    """A traced program that can be run again and again.
+    """A traced program that can run repeatedly.
 
     Args:
-      program: a traced one.
+      program: the traced program.
       arguments: arrays with values.
 
     Attributes:
-      arguments: of the program, those in lower precision as float32.
+      arguments: the arguments of the program, in float32 if they had lower precision.
     """
 
     def __init__(self, program: Any, arguments: Sequence[Any]) -> None:
@@ -52,10 +52,10 @@ class Rerun:
         self._seen: Callable[[Key, Any], None] | None = None
 
     def results(self, swaps: Mapping[Key, Swap], seen: Callable[[Key, Any], None] | None = None) -> list[Any]:
-        """Runs the program and returns its results.
+        """Returns the results of the program with some operations' results replaced.
 
         Args:
-          swaps: for operations with one result, what replaces it.
+          swaps: for operations with one result, the function that replaces it.
           seen: called with the key and the result of every operation that has one result.
         """
         self._swaps, self._runs, self._seen = swaps, {}, seen
@@ -78,7 +78,7 @@ class Rerun:
         results = self._held.results(op, inputs, around)
         if results is not None:
             return results
-        if id(op) not in self._operations:  # which is kept by its body
+        if id(op) not in self._operations:  # its body keeps it
             self._operations[id(op)] = _compiled(Part([op], frozenset()))
         results = self._operations[id(op)](inputs)
         return (
@@ -100,7 +100,7 @@ def _compiled(part: Part) -> Callable[[list[Any]], list[Any]]:
 
 @functools.lru_cache(maxsize=4096)
 def _of_operation(part: Part) -> Callable[[list[Any]], list[Any]]:
-    """Returns an operation as a function of what it is given in float32."""
+    """Returns an operation as a function of its float32 operands."""
     equation = part.operations[0].equation
 
     def run(inputs: list[Any]) -> list[Any]:
