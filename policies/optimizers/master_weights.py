@@ -1,7 +1,7 @@
-"""`with_master_weights`: parameters in half precision, their float32 master weights in the optax state.
+"""`with_master_weights` stores float32 master weights of half-precision parameters in the optimizer state.
 
-An update of less than 1/2048 of a float16 parameter (1/256 of a bfloat16 one) is lost when it is added to it.
-So the optimizer updates a float32 copy, and the stored parameters are its rounded values.
+Adding an update of less than 1/2048 of a float16 parameter (1/256 of a bfloat16 one) does not change the parameter. So
+the optimizer updates a float32 copy, and the stored parameters are its rounded values.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from jmp_train.policies.types import Grads, Params, PyTree
 
 
 class MasterWeightsState(NamedTuple):
-    """State of `with_master_weights`.
+    """The state of `with_master_weights`.
 
     Attributes:
       master_weights: the parameters in float32, or in their own higher precision, which the optimizer updates.
@@ -55,26 +55,25 @@ StoringState.register(MasterWeightsState)
 def with_master_weights(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> StoringOptimizer:
-    """Returns an optimizer that updates float32 master weights of parameters stored in half precision.
+    """Returns an optimizer that updates float32 master weights of half-precision parameters.
 
-    It goes outermost: `with_master_weights(with_loss_scale(optimizer, loss_scale))`. After each step the
-    parameters are the master weights, rounded to the stored dtypes: in `train_step` bitwise, with `optax.apply_updates`
-    to one part in 2**24 of their old values, if these were finite.
+    It must be the outermost wrapper: `with_master_weights(with_loss_scale(optimizer, loss_scale))`. After each step,
+    the parameters are the master weights rounded to the stored dtypes. In `train_step` they are bitwise equal. With
+    `optax.apply_updates`, they agree to one part in 2**24 of their old values, if these were finite.
 
-    The first master weights are the parameters passed to `init`, so float32 parameters lose nothing:
-    `TrainState.create(params, optimizer, cast_params=...)` passes these. For half-precision parameters, as in Apex,
-    they are the rounded values.
+    The initial master weights are the parameters passed to `init`.
+    `TrainState.create(params, optimizer, cast_params=...)` passes them before the cast, so float32 parameters lose
+    nothing. If `init` gets half-precision parameters, as in Apex, the master weights are these rounded values.
 
     Args:
       optimizer: any optax optimizer, including `with_loss_scale`.
-      optimizer: any optax optimizer; `with_loss_scale`'s included.
 
     Returns:
       An optimizer whose state is a `MasterWeightsState`, and whose `update` needs the parameters.
 
     Raises:
       TypeError: `optimizer` is not an optax optimizer.
-      ValueError: at `init`, the optimizer has master weights already, or rounds stochastically; when called, `update`
+      ValueError: at `init`, the optimizer already has master weights or rounds stochastically; when called, `update`
         gets no parameters.
 
     Example:
@@ -94,7 +93,7 @@ def with_master_weights(
 
     def init(params: Params) -> MasterWeightsState:
         refuse_overwritten(params)
-        # Copied, so that parameters and state can be donated together.
+        # A copy, so that parameters and state can be donated together.
         master_weights = jax.tree_util.tree_map(_apart_from, upcast_to_float32(params), params)
         inner_state = inner.init(master_weights)
         for _, stored in find_nodes(inner_state, StoringState):
@@ -129,7 +128,7 @@ def _apart_from(x: jax.Array, original: jax.Array) -> Any:
 
 
 def get_master_weights(opt_state: PyTree) -> Any:
-    """Returns the float32 master weights in an optimizer's state, to save and export.
+    """Returns the float32 master weights in an optimizer state, to save and export.
 
     Args:
       opt_state: a state with one `MasterWeightsState` in it, in any nesting of optax's combinators.
@@ -138,7 +137,7 @@ def get_master_weights(opt_state: PyTree) -> Any:
       A tree like the parameters, in float32.
 
     Raises:
-      ValueError: there is none, or there are several; the message lists their paths.
+      ValueError: there is no such state, or there are several; the message lists their paths.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -152,7 +151,7 @@ def get_master_weights(opt_state: PyTree) -> Any:
 
 
 def set_master_weights(opt_state: PyTree, params: Params) -> Any:
-    """Returns an optimizer's state with other master weights, for parameters from elsewhere.
+    """Returns a copy of an optimizer state with new master weights, for parameters from another source.
 
     If only the parameters are replaced, the next step sets them to the master weights again.
 
@@ -161,11 +160,11 @@ def set_master_weights(opt_state: PyTree, params: Params) -> Any:
       params: pytree like the master weights, of any floating dtypes.
 
     Returns:
-      The same state except for the master weights.
+      The same state, except for the master weights.
 
     Raises:
-      ValueError: `params` has another structure, or a leaf another shape (the message names it), or there are
-        no master weights, or several.
+      ValueError: `params` has another structure, or a leaf has another shape (the message names it), or there are no
+        master weights or several.
 
     Example:
       >>> import jax.numpy as jnp, optax
