@@ -1,4 +1,4 @@
-"""`diagnose`: what half precision does to every operation of a function or a training step."""
+"""`diagnose` finds the operations of a function or a training step that half precision harms."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,27 +15,28 @@ from jmp_train.policies.pytrees import is_nnx_object
 
 
 def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsReport:
-    """Runs a function beside a float32 shadow of itself, and says which operations half precision harms.
+    """Returns a report of the operations that half precision harms.
 
-    The function is traced once, as `jax.jit` does: forward pass, backward pass and update of a training step are one
-    program, with what is within `jit`, `scan`, `while`, `cond`, `remat`, custom derivatives and `shard_map`. Each of
-    its equations is evaluated in its own dtypes, in float32 beside it, and in its own dtypes on the float32 operands,
-    which parts the error of the operation itself from what it inherits.
+    The function is traced once, as by `jax.jit`. The forward pass, backward pass and update of a training step are one
+    program, including the bodies of `jit`, `scan`, `while`, `cond`, `remat`, custom derivatives and `shard_map`. Each
+    equation is evaluated three times: in its own dtypes; in float32; and in its own dtypes on the float32 operands. The
+    third result separates the error of the operation itself from the errors of its operands.
 
     Args:
-      fn: a pure function, with or without `jax.jit`, such as a `train_step` with its policy, in whatever parallel
-        transform.
+      fn: a pure function, with or without `jax.jit`, such as a `train_step` with its policy. It may be wrapped in any
+        parallel transformation.
       *args: its arguments, pytrees of arrays with values.
-      steps: how often it is run, each time with its first results, as far as these are like its first arguments (the
-        state, or model and optimizer's state), in place of these; no further than to a state that is not finite.
+      steps: the number of times to run the function. After each run, its first results replace the first arguments of
+        the same structure: the state, or the model and the optimizer state. The runs end early if the state is not
+        finite.
 
     Returns:
-      A report: print it, or look at its `problems`, `rules` and `rows`.
+      A report. Print it, or read its `problems`, `rules` and `rows`.
 
     Raises:
-      TypeError: an argument has no values, or it is called within a transform of jax; `steps` is above 1 and the
-        first result is unlike the first argument.
-      ValueError: `steps` is no positive integer; an argument is spread over the devices of several processes.
+      TypeError: an argument has no values; `diagnose` is called within a jax transformation; or `steps` is above 1 and
+        the first result has another structure than the first argument.
+      ValueError: `steps` is not a positive integer, or an argument is sharded over the devices of several processes.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_train as jt
@@ -48,8 +49,8 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
       >>> jt.diagnose(safe, jnp.full(4, 300.0, jnp.float16)).problems
       ()
 
-    Reference: the shadow is that of FpDebug (Benz, Hildebrandt and Hack, PLDI 2012), the local error of an operation
-    that of Herbgrind (Sanchez-Stern and others, PLDI 2018).
+    Reference: the float32 evaluation follows FpDebug (Benz, Hildebrandt and Hack, PLDI 2012); the error of the
+    operation itself follows Herbgrind (Sanchez-Stern and others, PLDI 2018).
     """
     plain, given = fn, args
     if any(map(is_nnx_object, jax.tree.leaves(args, is_leaf=is_nnx_object))):
@@ -66,7 +67,7 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
 
 
 def _with_changed_objects(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of all arguments that also returns them, with what it has done to flax nnx objects."""
+    """Returns a function of all arguments that also returns them, with its changes to flax nnx objects."""
 
     def pure(args: tuple[Any, ...]) -> tuple[Any, Any]:
         result = fn(*args)
