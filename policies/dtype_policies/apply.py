@@ -28,9 +28,9 @@ def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy | str) 
       policy: the policy, or the name of one.
 
     Returns:
-      A function of the same signature. Leaves that are not floating arrays stay unchanged. The parameters of flax
-      nnx objects are cast while the function runs; its changes to their other state,
-      such as batch statistics, random counts and caches, are made to the caller's objects.
+      A function with the same signature. Leaves that are not floating arrays stay unchanged. The parameters of flax nnx
+      objects are cast while the function runs; its changes to their other state, such as batch statistics, random
+      counts and caches, are made to the caller's objects.
 
     Raises:
       TypeError: `policy` is of another type; when called under a `policy_by_path`, the parameters are not passed
@@ -38,7 +38,7 @@ def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy | str) 
 
     Warns:
       Float32ProductsWarning: on the first call or trace, which traces `fn` once more.
-      CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
+      CpuConvolutionWarning: `fn` has bfloat16 convolutions that this jaxlib may compute wrong on CPUs.
 
     Example:
       >>> import jax.numpy as jnp

@@ -14,7 +14,7 @@ from jmp_train.policies.pytrees import is_float_array, named_leaves
 from jmp_train.policies.types import PyTree
 from jmp_train.policies.user_warnings import warn_user
 
-_ROWS, _NUMBERS, _COLUMNS = 4096, 65536, 256  # of a leaf, in the sample
+_ROWS, _NUMBERS, _COLUMNS = 4096, 65536, 256  # largest sample of a leaf
 _LOST = 0.25  # rounding error as a fraction of a leaf's standard deviation
 _ROUNDED = 3  # integers that may be rounded; a mask of -1e9 is one
 
@@ -36,7 +36,7 @@ class CollapsedValuesWarning(UserWarning):
 
 
 def collapse_report(batch: PyTree, policy: Policy | PathPolicy | str) -> dict[str, str]:
-    """Returns the floats of a batch that collapse when a policy casts them; nothing within `jax.jit`.
+    """Returns the floats of a batch that collapse when a policy casts them; an empty dictionary within `jax.jit`.
 
     Integers (timesteps, positions, times, ids) collapse if two different ones become equal, or
     if more than three are rounded, because there are others between them. Other numbers
@@ -153,7 +153,7 @@ def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:
 
 
 def _is_index(node: object) -> bool:
-    """Returns whether a part of a tree is the index of a graph's edges, which is not an array if it is a leaf."""
+    """Returns whether a node of a tree is a graph's edge index; a leaf of this kind is not an array."""
     return getattr(type(node), "is_index", False) is True
 
 

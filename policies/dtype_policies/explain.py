@@ -49,7 +49,7 @@ class PolicyReport(OperationsReport):
 
     @property
     def half_products_share(self) -> float:
-        """The same, only for matrix products and convolutions."""
+        """The fraction of the flops of matrix products and convolutions in half precision, from 0 to 1."""
         return half_share([row for row in self.operations if row.operation in PRODUCTS])
 
     def __str__(self) -> str:
@@ -63,18 +63,18 @@ class PolicyReport(OperationsReport):
 def explain_policy(
     fn: Callable[..., Any], policy: Policy | PathPolicy | str, *args: object, **kwargs: object
 ) -> PolicyReport:
-    """Reports the precision of each operation of a function under a policy; nothing is computed.
+    """Returns a report of the precision of each operation of a function under a policy; nothing is computed.
 
     Args:
       fn: a function for `apply_policy`, such as a loss or a linen module's `apply`.
       policy: the policy, or its name. Under a `policy_by_path` the first of `args` holds the
         parameters.
       *args: its arguments; `jax.ShapeDtypeStruct` works in place of arrays.
-      **kwargs: likewise.
+      **kwargs: its keyword arguments.
 
     Returns:
-      A report, which prints as a table. "decided by" has the rule of an `AutocastPolicy`; under
-      other policies, the reason why an operation does not run in half precision.
+      A report, which prints as a table. The column "decided by" has the rule of an `AutocastPolicy`; under other
+      policies, the reason why an operation does not run in half precision.
 
     Example:
       >>> import jax, jax.numpy as jnp

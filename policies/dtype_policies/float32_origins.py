@@ -1,4 +1,4 @@
-"""The operations of a program traced under a half policy, and the reasons why some of them are in float32.
+"""Lists the operations of a program traced under a half policy, and the reasons why some are in float32.
 
 Every float32 value has an origin: an argument that the policy does not cast, a constant, a line that
 created it, or a cast of a half-precision value. Promotion casts a half-precision value because of the other operand.
@@ -34,9 +34,9 @@ class Origin:
 
     Attributes:
       what: a description of it.
-      equations: the equation that made it, after its callers; () for arguments.
-      was_half: whether it is a cast of a half-precision value.
-      of_policy: whether it is computed only from parameters that the policy keeps in float32.
+      equations: the equation that created it, after its callers; () for arguments.
+      was_half: True if it is a cast of a half-precision value.
+      of_policy: True if it is computed only from parameters that the policy keeps in float32.
     """
 
     what: str
@@ -73,23 +73,23 @@ class TracedOperation:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a product of floats: of matrices, or a convolution."""
+        """True for a matrix product or a convolution of floats."""
         return self.equation.primitive.name in PRODUCTS and (self.is_float32 or self.in_half)
 
     @property
     def is_float32(self) -> bool:
-        """Whether it reads floats of more than 16 bits."""
+        """True if it reads floats of more than 16 bits."""
         return any(map(is_float32, self.equation.invars))
 
     @property
     def in_half(self) -> bool:
-        """Whether it computes in half precision, or in 8 bits."""
+        """True if it computes in half precision or in 8 bits."""
         dtypes = [dtype for atom in self.equation.invars if (dtype := traced_dtype(atom)) is not None]
         return any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes) and not self.is_float32
 
     @property
     def as_asked(self) -> bool:
-        """Whether the user requested float32: by a rule for a parameter, `autocast_as`, or its precision."""
+        """True if the user requested float32: by a rule for a parameter, `autocast_as`, or its precision."""
         return (
             any(origin is not None and origin.of_policy for origin in self.origins)
             or DECIDED in self.path
@@ -98,7 +98,7 @@ class TracedOperation:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations in all iterations of the loops together."""
+        """The number of floating-point operations in all iterations of the loops together."""
         return self.repeats * flops_of(self.equation)
 
     @property

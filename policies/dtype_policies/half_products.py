@@ -52,7 +52,7 @@ _HALF_TYPE, _FLOAT32_TYPE = re.compile(r"\bb?f(loat)?16\b"), re.compile(r"\bf(lo
 
 @contextlib.contextmanager
 def mixed_dtypes_explained(policy: Policy | PathPolicy | None) -> Iterator[None]:
-    """Adds a remedy to errors about half-precision arrays mixed with float32 ones, within it."""
+    """Adds a remedy to errors within this context about half-precision arrays mixed with float32 ones."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -77,9 +77,9 @@ class FirstTrace:
     """Checks a function on its first trace, and warns; on retraces it does nothing.
 
     Attributes:
-      seen: whether the first trace is over.
-      values_seen: whether values of inputs were checked.
-      scale_missed: whether it has warned that there is no loss scale.
+      seen: True after the first trace.
+      values_seen: True after the values of inputs were checked.
+      scale_missed: True after the warning that there is no loss scale.
     """
 
     seen: bool = False
@@ -88,7 +88,7 @@ class FirstTrace:
 
     @classmethod
     def past(cls) -> "FirstTrace":
-        """Returns one without warnings, for uses other than the user's own training."""
+        """Returns an instance that never warns, for uses other than the user's own training."""
         return cls(seen=True, values_seen=True, scale_missed=True)
 
     def look_at_values(self, inputs: Mapping[str, PyTree], policy: Policy | PathPolicy | None) -> None:
@@ -176,7 +176,7 @@ def warn_of_float32(
 
 
 def _line(product: TracedOperation) -> str:
-    """Returns one line with a product's place, description and reason."""
+    """Returns a line with a product's place, description and reason."""
     line = user_line_of(product.equations)
     return f"{product_text(product.equation, product.path, line)}{_reason(product, line)}"
 

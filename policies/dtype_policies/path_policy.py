@@ -93,7 +93,7 @@ def policy_by_path(rules: Mapping[str, Policy | str], default: Policy | str = "m
       A policy for `apply_policy`, `scaled_value_and_grad` and `train_step`.
 
     Raises:
-      TypeError: `rules` is not a mapping, a key not a string, or a rule's value or `default` not a policy.
+      TypeError: `rules` is not a mapping, a key is not a string, or a rule's value or `default` is not a policy.
       ValueError: a rule is not a regular expression, or has another `reduce_dtype` than the default.
         When the policy is applied to a tree: a rule matches no floating array (the paths are listed).
 

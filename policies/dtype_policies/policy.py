@@ -159,7 +159,7 @@ def dtype_of_arguments(policy: Policy) -> DTypeLike:
     """Returns the dtype to which a policy casts a function's arguments: float32 if autocast replaces the casts.
 
     Args:
-      policy: the policy; one with a half compute dtype runs by autocast while rules are tried.
+      policy: the policy. One with a half compute dtype runs by autocast while rules are on trial.
     """
     return jnp.float32 if policy.compute_dtype in HALVES and is_trying() else policy.compute_dtype
 
@@ -186,7 +186,7 @@ _FIELD_OF_KEY = {
 
 
 def get_policy(policy_name: str) -> Policy:
-    """Returns the policy of a name or a jmp policy string.
+    """Returns the policy for a name or a jmp policy string.
 
     Args:
       policy_name: one of

@@ -19,7 +19,7 @@ from jmp_train.policies.pytrees import named_leaves
 
 
 def computes_in_half(policy: Policy | PathPolicy | None) -> bool:
-    """Returns whether a policy passes parameters or inputs in half precision, as autocast does not."""
+    """Returns whether a policy passes parameters or inputs in half precision, unlike autocast."""
     if policy is None or isinstance(policy.default, AutocastPolicy):
         return False
     rules = [rule for _, rule in policy.rules] if isinstance(policy, PathPolicy) else []
@@ -49,7 +49,7 @@ def operations_under(
       fn: the function; a path policy follows its first argument.
       policy: None casts nothing.
       args: pytrees; `jax.ShapeDtypeStruct` works in place of arrays, and other leaves are passed on.
-      kwargs: likewise.
+      kwargs: keyword arguments, likewise.
       uncast: further arguments, which no policy casts.
       names: names of the arguments, for reports; None takes the function's own.
 
