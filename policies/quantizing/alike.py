@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_ELEMENTS = 2**24  # of a stack, unless one array has more
+_ELEMENTS = 2**24  # most elements of a stack, unless one array has more
 
 
 class Item(NamedTuple):
@@ -35,8 +35,8 @@ class Item(NamedTuple):
 def map_alike(function: Callable[..., Any], items: Sequence[Item], shared: Any = None) -> list[Any]:
     """Returns `function(*item, shared)` for each item, compiled once for all with equal kinds and shapes.
 
-    The arrays of one loop are stacked, and so are its results. A stack has at most 16.8 million elements, or as many as
-    the largest array of all items.
+    The arrays and the results of one loop are stacked. A stack has at most 16.8 million elements, or as many as the
+    largest array of all items.
 
     Args:
       function: a pure function at module level, not one created for the call, so that its compiled program is reused.
@@ -102,7 +102,7 @@ def _mapped(
 
 
 def _counting(count: int, call: Callable[[jax.Array, Any], Any], start: Any) -> Any:
-    """Returns what a loop makes of a value, by calls with 0, 1, 2, ..."""
+    """Returns a value after the loop `value = call(i, value)` for i = 0, 1, ..., count - 1."""
     one = np.uint32(1)
     _, result = lax.while_loop(
         lambda carry: carry[0] < np.uint32(count), lambda carry: (carry[0] + one, call(*carry)), (jnp.uint32(0), start)
@@ -119,15 +119,15 @@ def _at(stacked: Any, place: Any) -> Any:
 
 
 def _counted(count: int) -> jax.Array:
-    """Returns 0, 1, 2, ..., of which the compiler does not know which they are.
+    """Returns the numbers 0, 1, 2, ... as values that the compiler does not know.
 
-    It would compile each slice that starts at a known place, and compiles one for all that start at unknown ones.
+    It compiles each slice with a known start on its own, but only one for all slices with unknown starts.
     """
     start = jnp.zeros(count, jnp.uint32)
     return _counting(count, lambda place, x: lax.dynamic_update_index_in_dim(x, place, place, 0), start)
 
 
 def _one_of(unknown: jax.Array, number: int) -> jax.Array:
-    """Returns a number of `_counted`."""
+    """Returns an element of `_counted`, as a value that the compiler does not know."""
     is_it = np.arange(len(unknown)) == number
     return lax.reduce_max(lax.select(is_it, unknown, np.zeros(len(unknown), np.uint32)), (0,))

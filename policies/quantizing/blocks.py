@@ -19,7 +19,7 @@ from jmp_train.policies.quantizing.float8_bits import from_float8_bits
 from jmp_train.policies.quantizing.rounding import round_to
 
 BLOCK_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
-_SHARED_BY = 8  # devices that can share the axis of the blocks
+_SHARED_BY = 8  # number of devices that can share the axis of the blocks
 
 
 class BlockQuantized(NamedTuple):
@@ -54,8 +54,8 @@ def quantize(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None, *, bl
         so does a block with a negative number in "uint8".
       dtype: "int8", the signed dynamic code; "uint8", the unsigned one; "float8_e4m3fn" or "float8_e5m2".
       key: a jax random key for stochastic rounding; None rounds to the nearest, with ties of the dynamic codes down.
-      block_size: largest number of elements per block. If the axis can be divided into a multiple of 8 blocks that is
-        below four times the necessary number, it is; then up to 8 devices share it without cutting a block.
+      block_size: largest number of elements per block. If possible, the axis is divided into a multiple of 8 blocks,
+        less than four times the necessary number. Up to 8 devices can then share it without cutting a block.
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,19 +102,19 @@ def to_bits(x: BlockQuantized) -> BlockQuantized:
 
 
 def from_bits(x: BlockQuantized, name: str) -> BlockQuantized:
-    """Returns the array in a dtype of `BLOCK_DTYPES` of which `to_bits` made another one."""
+    """Returns the inverse of `to_bits`: an array with codes of a dtype of `BLOCK_DTYPES`."""
     return x._replace(codes=lax.bitcast_convert_type(x.codes, jnp.dtype(name)))
 
 
 def quantize_bits(
     x: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array | None, block_size: int
 ) -> BlockQuantized:
-    """Returns what `quantize` does, as bits: one program for both dynamic codes.
+    """Returns the result of `quantize` as bits, with one program for both dynamic codes.
 
     Args:
       x: float32 array.
       code: see `code_of`.
-      signed: whether the codes are int8; also a bool scalar array.
+      signed: True if the codes are int8; may be a bool scalar array.
       key: see `quantize`.
       block_size: see `quantize`.
     """
@@ -124,11 +124,11 @@ def quantize_bits(
 def requantize_bits(
     x: jax.Array, old: BlockQuantized, code: str, signed: bool | jax.Array, key: jax.Array | None = None
 ) -> BlockQuantized:
-    """Returns what `requantize` does, from and as bits.
+    """Returns the result of `requantize`, from and as bits.
 
     Args:
       x: float32 array.
-      old: of the same shape, as `to_bits` returns it.
+      old: a quantized array of the same shape, from `to_bits`.
       code: see `code_of`.
       signed: see `quantize_bits`.
       key: see `quantize`.
@@ -168,7 +168,7 @@ def _dequantized(x: BlockQuantized, code: str, signed: bool | jax.Array) -> jax.
 def _quantized(
     x: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array | None, axes: int, blocks: int
 ) -> BlockQuantized:
-    """Returns an array in blocks, whose codes are bits as uint8."""
+    """Returns an array in blocks, with codes as uint8 bits."""
     values = _in_blocks(x, axes, blocks)
     scales = _scales(values, code, signed)
     # A compiler may multiply by the inverse, which float32 flushes to zero for the largest scales.
@@ -179,14 +179,14 @@ def _quantized(
 
 
 def _sign_bit(signed: bool | jax.Array) -> jax.Array:
-    """Returns what turns indices into a dynamic code to codes and back: int8 has 0 for the index 128."""
+    """Returns the bit to flip between indices of a dynamic code and codes: int8 stores index 128 as 0."""
     return jnp.where(signed, np.uint8(128), np.uint8(0))
 
 
 def _split(x: jax.Array) -> jax.Array:
-    """Returns an array whose last axis is two, as short as possible.
+    """Returns an array with its last axis split into two that are as short as possible.
 
-    XLA's CPU compiler cuts reductions of more than 32 elements in parts, each a program with its result in memory.
+    XLA's CPU compiler splits reductions of more than 32 elements into parts, each a program with its result in memory.
     """
     size = x.shape[-1]
     width = next((n for n in range(math.isqrt(size), 0, -1) if size % n == 0), 1)
@@ -215,13 +215,13 @@ def _scales(values: jax.Array, code: str, signed: bool | jax.Array) -> jax.Array
         of_negative = jnp.minimum(values / dynamic_code(signed=True)[0], limits.max)
         needed = jnp.where(values < 0, jnp.where(signed, of_negative, jnp.nan), values)
         needed = jnp.where(values == -jnp.inf, jnp.inf, needed)
-    # As integers, NaN is larger than infinity, which no order of float32 promises: XLA's may lose a NaN. The shifts
-    # drop the sign, and keep XLA's CPU compiler from making one long reduction of two short ones.
+    # As integers, NaN is larger than infinity. A maximum of float32 does not guarantee this: XLA may lose a NaN. The
+    # shifts drop the sign, and keep XLA's CPU compiler from making one long reduction of two short ones.
     bits = _split(lax.bitcast_convert_type(needed, jnp.uint32)) << jnp.uint32(1)
     largest = lax.bitcast_convert_type((bits.max(-1) >> jnp.uint32(1)).max(-1), jnp.float32)
     scales = largest
     if code != "dynamic":
-        # Float32 flushes what is below its smallest normal number, which is a fine scale for all that is not.
+        # XLA flushes subnormal float32 numbers to zero. The smallest normal number is a fine scale for all others.
         least = jnp.where(largest > 0, limits.tiny, 0)
         scales = jnp.maximum(largest / np.float32(jnp.finfo(code).max), least)
     return jnp.where(jnp.isfinite(largest), scales, jnp.nan)
@@ -234,7 +234,7 @@ def _bits_of(x: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array |
         index = count_below(x, signed, middles=True)
     else:
         x = jnp.minimum(x, 1)  # a compiler may multiply by the scale's inverse, and so pass the last number
-        index = count_below(x, signed, middles=False)  # of the number below x
+        index = count_below(x, signed, middles=False)  # the index of the number below x
         low, high = numbers_of(index, signed), numbers_of(index + 1, signed)
         index += (uniform(key, x.shape) < (x - low) / (high - low)).astype(jnp.int32)
     return index.astype(jnp.uint8) ^ _sign_bit(signed)

@@ -65,7 +65,7 @@ def split_in_two(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _derived(key: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """Returns the keys that threefry makes of numbers, one a row."""
+    """Returns the keys that threefry derives from numbers, one per row."""
     keys = _keys(key)
     data = jnp.stack(_threefry(keys, jnp.full(numbers.shape, keys[0]), jnp.asarray(numbers) + keys[1]), -1)
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -80,9 +80,9 @@ def _is_reproduced(key: jax.Array, shape: tuple[int, ...]) -> bool:
 
 
 def _bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns uint32 random bits: threefry of each element's place, whose halves are joined by xor."""
+    """Returns uint32 random bits: the xor of the two halves of threefry of each element's position."""
     keys = _keys(key)
-    # The key is added first, since a compiler computes what a loop does not change before it, and keeps it.
+    # The key is added first, because a compiler hoists loop invariants out of the loop and stores them.
     low, stride = jnp.full(shape, keys[1]), 1
     for axis in reversed(range(len(shape))):
         low += lax.broadcast_in_dim(lax.iota(jnp.uint32, shape[axis]) * jnp.uint32(stride), shape, (axis,))

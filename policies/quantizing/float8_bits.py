@@ -1,4 +1,4 @@
-"""Float8 as bits: from and to float32 by whole numbers, which compilers turn into short loops on every platform.
+"""Converts float8 bits from and to float32 in integer arithmetic, which compiles to short loops everywhere.
 
 XLA's CPU compiler converts float8 element by element through float16, which takes longer to compile and to run.
 """
@@ -13,7 +13,7 @@ from jmp_train.policies.quantizing.draws import uniform
 
 _SIGN, _MAGNITUDE = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 _BIAS = 127  # of float32's exponent
-_NAN = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7E}  # NaN
+_NAN = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7E}  # the bits of NaN
 _INFINITY = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
 
 
@@ -21,14 +21,14 @@ def to_float8_bits(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None)
     """Returns the bits of float32 rounded to a float8: uint8, in the shape of `x`.
 
     Args:
-      x: float32 array, no larger than the largest number of the dtype where it is finite.
+      x: float32 array. Its finite elements must not exceed the largest number of the dtype.
       dtype: float8_e4m3fn or float8_e5m2.
       key: a jax random key, to round stochastically; None rounds to the nearest, ties to even.
     """
     digits, shift, least = _format(dtype)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = bits & _MAGNITUDE
-    # In units of the smallest number: below the normal numbers, these are whole ones.
+    # In units of the smallest number, subnormal numbers are integers.
     units = lax.bitcast_convert_type(magnitude, jnp.float32) * np.float32(2.0 ** (digits - least))
     is_normal = magnitude >= np.uint32((least + _BIAS) << 23)
     offset = np.uint32((least + _BIAS - 1) << digits)  # of the exponents
@@ -49,7 +49,7 @@ def to_float8_bits(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None)
 
 
 def from_float8_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the float32 numbers that the bits of a float8 stand for.
+    """Returns the float32 numbers that the bits of a float8 represent.
 
     Args:
       bits: uint8 array.
@@ -69,6 +69,6 @@ def from_float8_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _format(dtype: DTypeLike) -> tuple[int, int, int]:
-    """Returns the bits of a mantissa, how many fewer these are than float32's, and the least normal exponent."""
+    """Returns the number of mantissa bits, how many fewer that is than in float32, and the least normal exponent."""
     info = jnp.finfo(dtype)
     return info.nmant, 23 - info.nmant, int(info.minexp)

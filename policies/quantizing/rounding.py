@@ -10,7 +10,7 @@ from jmp_train.policies.quantizing.float8_bits import to_float8_bits
 
 
 def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> jax.Array:
-    """Rounds float32 to a floating dtype of 8 or 16 bits, clipped to its largest number.
+    """Returns float32 numbers rounded to a floating dtype of 8 or 16 bits, clipped to its largest number.
 
     Args:
       x: float32 array of any shape. An inf stays inf, or becomes NaN if the dtype has no inf; NaN stays NaN.
@@ -40,13 +40,13 @@ def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> ja
         return nearest
     if nearest.dtype == jnp.bfloat16:
         return jnp.where(jnp.isfinite(limited), _upper_half(limited, key), nearest)
-    # Formats of sign and magnitude: the bits of the next larger magnitude are one more.
+    # In sign-magnitude formats, the bits of the next larger magnitude are greater by one.
     bits = lax.bitcast_convert_type(nearest, jnp.uint16)
     magnitude = jnp.abs(limited)
     inner = bits - (_magnitude(bits, dtype) > magnitude).astype(jnp.uint16)
     low, high = _magnitude(inner, dtype), _magnitude(inner + jnp.uint16(1), dtype)
     share = jnp.where(low == magnitude, 0, (magnitude - low) / (high - low))
-    # In a loop: XLA's CPU compiler would fuse a program without loops, and compute it again for each use.
+    # In a loop, because XLA's CPU compiler would fuse a program without loops and recompute it for each use.
     outward = jax.random.uniform(key, x.shape) < share
     rounded = lax.bitcast_convert_type(inner + outward.astype(jnp.uint16), jnp.dtype(dtype))
     return jnp.where(jnp.isfinite(limited), rounded, nearest)
