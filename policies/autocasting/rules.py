@@ -217,7 +217,7 @@ _NAMED = frozenset(
 # A product is float32 instead of `lower` if it requests `precision=HIGHEST`, is a sum (an inner product, a squared
 # norm) or has an operand of integers that half cannot hold. An outer product is promoted, like any multiplication.
 
-# torch.autocast for float16 on CUDA. Values of nodes and edges of graphs are half, as in DGL.
+# torch.autocast for float16 on CUDA. In all tables, values of nodes and edges of graphs are half, as in DGL.
 TORCH_CUDA = AutocastRules(
     primitives=_table(lower=PRODUCTS, float32=f"{TRANSCENDENTAL} {_SPECIAL} {_SUMS} {_SOLVERS}"),
     functions=_table(float32=f"_resize {_EXACT}", lower=_OUR_FUNCTIONS),
