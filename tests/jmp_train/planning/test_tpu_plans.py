@@ -148,6 +148,15 @@ def test_a_slice_shares_batch_and_state(tpu_compiler: None) -> None:
 
 
 @pytest.mark.full
+def test_fsdp_over_64_chips_leaves_a_64th_of_the_state(tpu_compiler: None) -> None:
+    (row,) = rows_of(tpus="v5e:8x8", policies="float32", shardings="fsdp")
+    weights = 4 * DEPTH * WIDTH**2
+    assert 64 * row.bytes_by_kind["parameters"] == pytest.approx(weights, rel=0.01)
+    assert 64 * row.bytes_by_kind["optimizer state"] == pytest.approx(2 * weights, rel=0.02)
+    assert row.bytes_by_kind["batch"] == 4 * ROWS * WIDTH / 64
+
+
+@pytest.mark.full
 def test_the_largest_batch_of_a_chip_and_what_helps_beyond(tpu_compiler: None) -> None:
     """An example of 32 million numbers: some fit; twice as many do not, and half precision of it helps."""
     weight = jax.ShapeDtypeStruct((2**12,), jnp.float32)
