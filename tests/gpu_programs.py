@@ -198,7 +198,7 @@ def fp8_layer(recipe: str, *, batch: int = 4) -> tuple[Any, ...]:
         return ((hidden @ params["v"]).astype(jnp.float32) ** 2).mean()
 
     rules = jt.TORCH_CUDA.replace(primitives={"dot_general": "fp8"})
-    policy = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=rules, fp8=getattr(jt, recipe)())
+    policy = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=rules, fp8=getattr(jt.policies, recipe)())
     optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
     step = jt.train_step(jt.stateless(loss), optimizer, policy=policy)
     shapes = {"w": (512, 1024), "b": (1024,), "v": (1024, 256)}

@@ -306,14 +306,14 @@ ARGUMENTS: Any = [
         ValueError,
         "^tolerance=-1.0 must be a positive number",
     ),
-    (lambda: UNTYPED.PerLossScale(3), TypeError, "loss_scales must be a tuple of loss scales, got 3"),
+    (lambda: UNTYPED.policies.PerLossScale(3), TypeError, "loss_scales must be a tuple of loss scales, got 3"),
     (
         lambda: UNTYPED.reduce_gradients(PARAMS, "data"),
         TypeError,
         r"axis_names='data' must be a tuple of .*: \('data',\)",
     ),
     (lambda: UNTYPED.all_finite(PARAMS, "data"), TypeError, r"axis_names='data' must be a tuple of names: \('data',\)"),
-    (lambda: UNTYPED.broadcast_state(PARAMS, PARAMS), TypeError, r"mesh must be a jax\.sharding\.Mesh, got dict"),
+    (lambda: UNTYPED.distributed.broadcast_state(PARAMS, PARAMS), TypeError, r"mesh must be a jax\.sharding\.Mesh, got dict"),
 ]
 
 
