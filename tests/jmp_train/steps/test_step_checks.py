@@ -313,7 +313,11 @@ ARGUMENTS: Any = [
         r"axis_names='data' must be a tuple of .*: \('data',\)",
     ),
     (lambda: UNTYPED.all_finite(PARAMS, "data"), TypeError, r"axis_names='data' must be a tuple of names: \('data',\)"),
-    (lambda: UNTYPED.distributed.broadcast_state(PARAMS, PARAMS), TypeError, r"mesh must be a jax\.sharding\.Mesh, got dict"),
+    (
+        lambda: UNTYPED.distributed.broadcast_state(PARAMS, PARAMS),
+        TypeError,
+        r"mesh must be a jax\.sharding\.Mesh, got dict",
+    ),
 ]
 
 
