@@ -141,6 +141,7 @@ from jmp_train.graphs.sampling import SaintSampler as SaintSampler
 from jmp_train.graphs.sampling import SkipGramBatch as SkipGramBatch
 from jmp_train.graphs.sampling import SkipGramSampler as SkipGramSampler
 from jmp_train.graphs.sampling import SubgraphBatch as SubgraphBatch
+from jmp_train.graphs.sampling import TemporalNeighbors as TemporalNeighbors
 from jmp_train.graphs.sampling import edge_sampler as edge_sampler
 from jmp_train.graphs.sampling import global_negatives as global_negatives
 from jmp_train.graphs.sampling import hits_at as hits_at
@@ -158,6 +159,7 @@ from jmp_train.graphs.sampling import skip_gram_pairs as skip_gram_pairs
 from jmp_train.graphs.sampling import skip_gram_sampler as skip_gram_sampler
 from jmp_train.graphs.sampling import take_rows as take_rows
 from jmp_train.graphs.sampling import take_sparse_rows as take_sparse_rows
+from jmp_train.graphs.sampling import temporal_neighbors as temporal_neighbors
 from jmp_train.graphs.sampling import uniform_negatives as uniform_negatives
 from jmp_train.graphs.structure import Block as Block
 from jmp_train.graphs.structure import Graph as Graph

@@ -25,5 +25,7 @@ from jmp_train.graphs.sampling.skip_grams import skip_gram_sampler as skip_gram_
 from jmp_train.graphs.sampling.subgraph_batches import SaintSampler as SaintSampler
 from jmp_train.graphs.sampling.subgraph_batches import SubgraphBatch as SubgraphBatch
 from jmp_train.graphs.sampling.subgraph_batches import saint_sampler as saint_sampler
+from jmp_train.graphs.sampling.temporal import TemporalNeighbors as TemporalNeighbors
+from jmp_train.graphs.sampling.temporal import temporal_neighbors as temporal_neighbors
 from jmp_train.graphs.sampling.walks import node2vec_walk as node2vec_walk
 from jmp_train.graphs.sampling.walks import random_walk as random_walk

@@ -5,8 +5,10 @@ Nothing here is on a device, so a graph may be larger than the device's memory.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure import as_count, ascends, checked_ends
@@ -23,6 +25,7 @@ class HostEdges:
       sources: int32 [edges], the node that each edge leaves.
       edge_ids: int64 [edges], the id of each edge in the given order; None if ids are not stored.
       num_sources: number of sending nodes.
+      times: [edges], the time of each edge, ascending for each target; None if edges have no times.
 
     Example:
       >>> edges = host_edges([2, 1, 0], [0, 1, 0], 3)
@@ -34,6 +37,7 @@ class HostEdges:
     sources: np.ndarray
     edge_ids: np.ndarray | None
     num_sources: int
+    times: np.ndarray | None = None
 
     @property
     def num_targets(self) -> int:
@@ -99,6 +103,7 @@ def host_edges(
     n_receivers: int | None = None,
     *,
     keep_edge_ids: bool = False,
+    times: ArrayLike | Sequence[float] | None = None,
     where: str = "",
 ) -> HostEdges:
     """Returns edges for sampling, in the host's memory.
@@ -109,6 +114,7 @@ def host_edges(
       n_node: number of nodes, or of sending nodes; at most 2**31 - 1.
       n_receivers: number of receiving nodes, if these are of another type.
       keep_edge_ids: True to store the ids of edges, which edge features need.
+      times: real [edges], the time of each edge, by which those of a node are sorted; see `temporal_neighbors`.
       where: edge type, for messages.
 
     Returns:
@@ -128,13 +134,36 @@ def host_edges(
     senders, receivers = checked_ends(senders, receivers, num_sources, num_targets, where=where)
     starts = np.zeros(num_targets + 1, np.int64)
     np.cumsum(np.bincount(receivers, minlength=num_targets), out=starts[1:])
-    is_sorted = ascends(receivers)
-    order = None if is_sorted else np.argsort(receivers, kind="stable")
+    known = None if times is None else checked_times("times", times, len(receivers))
+    if known is None:
+        order = None if ascends(receivers) else np.argsort(receivers, kind="stable")
+    else:
+        order = np.lexsort((known, receivers))
+        known = known[order]
     edge_ids = None
     if keep_edge_ids:
         edge_ids = np.arange(len(receivers)) if order is None else order
     sources = senders if order is None else senders[order]
-    return HostEdges(starts, sources.astype(np.int32, copy=False), edge_ids, num_sources)
+    return HostEdges(starts, sources.astype(np.int32, copy=False), edge_ids, num_sources, known)
+
+
+def checked_times(name: str, times: ArrayLike | Sequence[float], count: int) -> np.ndarray:
+    """Returns checked times, real [count]; raises TypeError or ValueError.
+
+    Args:
+      name: the argument's name, for messages.
+      times: the times.
+      count: their number.
+    """
+    array = np.asarray(times)
+    array = array if array.size else array.astype(np.float64)
+    if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
+        raise TypeError(f"{name} must be real numbers, got {array.dtype}")
+    if array.shape != (count,):
+        raise ValueError(f"{name} must have shape ({count},), got shape {array.shape}")
+    if np.isnan(array).any():
+        raise ValueError(f"{name}[{int(np.isnan(array).argmax())}] is NaN")
+    return array
 
 
 def sample_in_edges(
@@ -183,12 +212,12 @@ def sample_in_edges(
         offsets = (random.random((len(degrees), fanout)) * degrees[:, None]).astype(np.int64)
     else:
         counts = np.minimum(degrees, fanout)
-        offsets = _subsets(degrees, fanout, random)
+        offsets = random_subsets(degrees, fanout, random)
     owners, columns = np.nonzero(np.arange(fanout) < counts[:, None])
     return owners, first[owners] + offsets[owners, columns]
 
 
-def _subsets(degrees: np.ndarray, size: int, random: np.random.Generator) -> np.ndarray:
+def random_subsets(degrees: np.ndarray, size: int, random: np.random.Generator) -> np.ndarray:
     """Returns int64 [nodes, size]: each row has a random subset of the numbers below a degree, or all of them."""
     offsets = np.tile(np.arange(size), (len(degrees), 1))
     is_large = degrees > size

@@ -161,7 +161,7 @@ def saint_sampler(
       >>> from jmp_train.graphs import host_edges
       >>> sampler = saint_sampler(host_edges([0, 1, 2], [1, 2, 0], 3), "edge", batch_size=2)
       >>> sampler.sample([0, 0], np.random.default_rng(0)).node_norm.shape
-      (64,)
+      (4,)
 
     Reference: Zeng et al., GraphSAINT, https://arxiv.org/abs/1907.04931; PyTorch Geometric's GraphSAINTSampler and
     Deep Graph Library's SAINTSampler.

@@ -401,6 +401,45 @@ def test_the_relational_example_is_as_accurate_in_float16_as_in_float32(tmp_path
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("arguments", "score", "least", "apart"),
+    [
+        (("node2vec.py", "--epochs", "40"), "probe", 85, 5),
+        (("node2vec.py", "--graph", "cora", "--epochs", "12"), "probe", 60, 3),
+        (("saint_reddit.py", "--synthetic", "--scale", "0.005", "--epochs", "2"), "accuracy", 90, 3),
+        (("gps_skip_links.py",), "accuracy", 95, 3),
+        (("tgn_stream.py", "--events", "100000"), "AUC", 0.75, 0.03),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_graph_examples_learn_in_float16_as_in_float32(
+    arguments: tuple[str, ...], score: str, least: float, apart: float, tmp_path: Path
+) -> None:
+    name, *options = arguments
+    found = []
+    for flag in ("--use-fp16", "--no-use-fp16"):
+        last = run_script(str(ROOT / "examples" / name), flag, *options, cwd=tmp_path, timeout=280).splitlines()[-1]
+        match = re.search(rf"{score} ([\d.]+)%?$", last)
+        assert match is not None, last
+        found.append(float(match[1]))
+    assert min(found) > least
+    assert found[0] == pytest.approx(found[1], abs=apart)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_memory_of_a_temporal_graph_network_beats_none(tmp_path: Path) -> None:
+    found = {}
+    for flag in ("--memory", "--no-memory"):
+        last = run_script(
+            str(ROOT / "examples" / "tgn_stream.py"), flag, "--events", "100000", cwd=tmp_path, timeout=280
+        ).splitlines()[-1]
+        found[flag] = float(last.split()[-1])
+    assert found["--memory"] > found["--no-memory"] + 0.15
+
+
+@pytest.mark.full
 def test_the_link_example_learns_in_float16_as_in_float32(tmp_path: Path) -> None:
     example, found = str(ROOT / "examples" / "link_prediction.py"), []
     for flag in ("--use-fp16", "--no-use-fp16"):

@@ -110,6 +110,17 @@ def batch_of_graphs() -> graphs.Graph:
     return graphs.pad(batch, batch.num_nodes + 5, batch.num_edges + 9)
 
 
+def few_of_batch(graph: graphs.Graph) -> dict[str, jax.Array]:
+    """Returns some of what graphs, and their real nodes, make of a batch."""
+    rows = jnp.stack([graphs.softmax_nodes(graph, "k"), graph.nodes["h"]], 1)
+    return {
+        "nodes": graphs.mean_nodes(graph, "h"),
+        "edges": graphs.mean_edges(graph, "w"),
+        "rows": rows,
+        "edge rows": jnp.where(graphs.edge_mask(graph)[:, None], graphs.edge_softmax(graph, graph.edges["w"]), 0),
+    }
+
+
 def of_batch(graph: graphs.Graph) -> dict[str, jax.Array]:
     """Returns what graphs, and their real nodes, make of a batch."""
     h, w = graph.nodes["h"], graph.edges["w"]
@@ -135,11 +146,14 @@ def of_batch(graph: graphs.Graph) -> dict[str, jax.Array]:
     return found | {"rows": rows, "edge rows": edge_rows}
 
 
-def test_batches_are_as_if_nodes_and_edges_were_removed() -> None:
+@pytest.mark.parametrize("results", [few_of_batch, pytest.param(of_batch, marks=pytest.mark.full)])
+def test_batches_are_as_if_nodes_and_edges_were_removed(results: Any) -> None:
     with jax.enable_x64(True):
         graph = batch_of_graphs()
-        smaller = graphs.drop_edges(graphs.drop_nodes(graph, 0.3, jax.random.key(0)), 0.2, jax.random.key(1))
-        found = jax.jit(of_batch)(smaller)
+        keys = jax.random.split(jax.random.key(0))
+        drop = jax.jit(lambda graph: graphs.drop_edges(graphs.drop_nodes(graph, 0.3, keys[0]), 0.2, keys[1]))
+        smaller = drop(graph)
+        found = jax.jit(results)(smaller)
         nodes, kept = np.asarray(graphs.node_mask(smaller)), np.flatnonzero(graphs.edge_mask(smaller))
         assert 0.5 < nodes.sum() / 90 < 0.95
         numbers = np.cumsum(nodes) - 1
@@ -155,15 +169,26 @@ def test_batches_are_as_if_nodes_and_edges_were_removed() -> None:
         count = len(graph.n_node)
         counts = {name: np.bincount(ids, minlength=count) for name, ids in (("n_node", owners), ("n_edge", of_edges))}
         left = dataclasses.replace(left, **{name: jnp.asarray(x, jnp.int32) for name, x in counts.items()})
-        for name, rows in jax.jit(of_batch)(left).items():
+        for name, rows in jax.jit(results)(left).items():
             actual = found[name]
             actual = actual[nodes] if name == "rows" else actual[kept] if name == "edge rows" else actual
             np.testing.assert_allclose(actual, rows, rtol=1e-9, atol=1e-9, err_msg=name)
-        top = graphs.topk_nodes(smaller, "h", 2, sortby=0)
-        starts = np.cumsum(graph.n_node) - graph.n_node
-        places = np.asarray(top.places)
-        for place, start, values in zip(places, starts, top.values, strict=True):
-            np.testing.assert_array_equal(graph.nodes["h"][place + start][place >= 0], values[place >= 0])
+
+
+def test_the_largest_nodes_are_found_at_their_places() -> None:
+    graph = batch_of_graphs()
+
+    @jax.jit
+    def largest(graph: graphs.Graph) -> Any:
+        smaller = graphs.drop_nodes(graph, 0.3, jax.random.key(0))
+        return graphs.node_mask(smaller), graphs.topk_nodes(smaller, "h", 2, sortby=0)
+
+    mask, top = largest(graph)
+    starts = np.cumsum(graph.n_node) - graph.n_node
+    places = np.asarray(top.places)
+    for place, start, values in zip(places, starts, top.values, strict=True):
+        np.testing.assert_array_equal(graph.nodes["h"][place + start][place >= 0], values[place >= 0])
+    assert mask[(places + starts[:, None])[places >= 0]].all()
 
 
 @pytest.mark.parametrize("formats", FORMATS)
