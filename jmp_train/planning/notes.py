@@ -8,8 +8,7 @@ from jmp_train.aot import PASSES, TPU, Costs, Device
 
 _FLOAT16 = re.compile(r"\bf16\[")
 _EMULATED = (
-    "float16 is emulated: TPUs have no units for it, convert it to float32, and multiply in bfloat16; "
-    "use bfloat16, which needs no loss scale"
+    "float16 is emulated: TPUs have no units for it, and libtpu converts it; use bfloat16, which needs no loss scale"
 )
 
 
@@ -37,7 +36,9 @@ def notes_of(device: Device, hlo: str, costs: Costs) -> Iterator[str]:
 
 def _computed(dtype: str, precision: str) -> str:
     """Returns how a TPU computes products of a dtype, XLA's name, at a precision of jax."""
-    if dtype not in ("f32", "f64", "f16", "c64", "c128"):
+    if dtype == "f16":  # in some programs, libtpu leaves the conversion to its last stage
+        return "f16, emulated"
+    if dtype not in ("f32", "f64", "c64", "c128"):
         return dtype
     passes = PASSES[precision]
     return f"{dtype} by {passes} pass{'es' * (passes > 1)} in bfloat16 (precision {precision!r})"
