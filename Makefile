@@ -12,7 +12,7 @@ ALLOWED := --allowed-skips tests/allowed_skips.txt
 QUICK := -m "quick and not full"
 REST := -m "full and not gpu"
 
-.PHONY: help help-all demo test test-all test-share test-mutations test-newest test-migration test-gpu lint format docs linkcheck inventories dist bench bench-gpu clean
+.PHONY: help help-all demo test test-all test-share test-compile test-mutations test-newest test-migration test-gpu lint format docs linkcheck inventories dist bench bench-gpu clean
 
 help:
 	@echo "make demo      train on digits in float32, float16 and bfloat16, and compare them"
@@ -25,6 +25,7 @@ help:
 
 help-all: help
 	@echo
+	@echo "make test-compile    compile steps for GPUs and TPUs that are not here, and check dtypes and memory"
 	@echo "make test-mutations  plant twenty faults, one at a time, and check that the quick tests catch them"
 	@echo "make test-newest     run the quick tests near jax on the newest Python and jax"
 	@echo "make test-migration  run other libraries' code from the migration pages, beside ours"
@@ -50,6 +51,10 @@ test-all: .venv/.dev .venv-plan/.plan
 # Every thirtieth test of those that `make test` leaves out: `make test-share SHARE=3/30`.
 test-share: .venv/.dev .venv-plan/.plan
 	$(BIN)/python -m pytest $(PARALLEL) $(REST) $(ALLOWED) --share $(SHARE)
+
+# Steps, loss scales and optimizers for GPUs and TPUs that are not here; all of it is in `make test-all` too.
+test-compile: .venv/.dev .venv-plan/.plan
+	$(BIN)/python -m pytest tests/compile $(ALLOWED)
 
 # Plants a fault at a time in a copy, where a quick test has to fail.
 test-mutations: .venv/.dev
