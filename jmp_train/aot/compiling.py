@@ -44,6 +44,21 @@ def compiling_environment(packages: Path | None, platform: str = "cuda") -> dict
     }
 
 
+def with_deep_stack(command: Sequence[str]) -> tuple[str, ...]:
+    """Returns a command that runs with the largest stack that is allowed.
+
+    libtpu recurses over the instructions of large programs, and a stack of 8 MiB ends it (exit code -11).
+
+    Args:
+      command: the command and its arguments.
+
+    Example:
+      >>> with_deep_stack(("python", "x.py"))[-2:]
+      ('python', 'x.py')
+    """
+    return ("sh", "-c", 'ulimit -s "$(ulimit -H -s)"; exec "$@"', "sh", *command)
+
+
 def run_process(
     what: str,
     command: Sequence[str],

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 from jmp_train.aot import compile_process
 from jmp_train.aot.compiled import CompiledProgram
 from jmp_train.aot.compiler_packages import compiler_path
-from jmp_train.aot.compiling import compiling_environment, run_process
+from jmp_train.aot.compiling import compiling_environment, run_process, with_deep_stack
 from jmp_train.aot.devices import Device
 from jmp_train.aot.shapes import is_shape, shapes_of
 from jmp_train.aot.tpu_memory import tpu_sizes
@@ -170,6 +170,7 @@ def compile_program(
         (folder / "request.json").write_text(request)
         environment["XLA_FLAGS"] += f" --xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
         command = (sys.executable, compile_process.__file__, scratch)
+        command = with_deep_stack(command) if device.platform == "tpu" else command
         run_process(f"compiling for {device.name}", command, folder / "log", environment, timeout, stop)
         texts = {name: (folder / name).read_text() for name in _TEXTS}
         content = {**_sizes(device, json.loads((folder / "sizes.json").read_text()), texts), **texts}
