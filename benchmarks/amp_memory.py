@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from result_files import write_results
 
-from jmp_train.aot import CompiledForGPU, compile_for_gpu
+from jmp_train.aot import CompiledProgram, compile_for_gpu
 from jmp_train.runs import setup_of
 from jmp_train.tasks import load_task
 
@@ -66,13 +66,13 @@ def train_step(task_name: str, mode: str) -> tuple[Any, tuple[Any, ...], dict[st
     return setup.step, (jax.eval_shape(create, jax.random.key(0)), batch), {"donate_argnums": 0}
 
 
-def compiled(task: str, mode: str, gpu: str, python: str) -> CompiledForGPU:
+def compiled(task: str, mode: str, gpu: str, python: str) -> CompiledProgram:
     """Returns what the step of a task needs in a mode."""
     target = f"{Path(__file__).resolve()}:train_step"
     return compile_for_gpu(target, task, mode, gpu=gpu, python=python, timeout=1800)
 
 
-def largest_array(step: CompiledForGPU) -> tuple[str, tuple[int, ...]]:
+def largest_array(step: CompiledProgram) -> tuple[str, tuple[int, ...]]:
     """Returns dtype and shape of the array with the most elements that the step stores."""
     array = max(step.arrays, key=lambda array: math.prod(array.shape))
     return array.dtype, array.shape

@@ -21,7 +21,7 @@ from flax import nnx
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.aot import CompiledForGPU, compile_for_gpu
+from jmp_train.aot import CompiledProgram, compile_for_gpu
 from jmp_train.graphs.datasets import REDDIT_CLASSES, REDDIT_FEATURES, heavy_tailed
 from jmp_train.graphs.structure import Adjacency, CSRAndCSC, Graph, from_degrees
 from jmp_train.tasks.models import GAT, adam_with_l2
@@ -99,7 +99,7 @@ def batch_of(graph: Graph, nodes: int, policy_name: str) -> dict[str, Any]:
     }
 
 
-def compiled(policy: str, heads: str, gpu: str, python: str) -> CompiledForGPU:
+def compiled(policy: str, heads: str, gpu: str, python: str) -> CompiledProgram:
     """Returns what the step of a policy with these heads needs."""
     target = f"{Path(__file__).resolve()}:train_step"
     return compile_for_gpu(target, policy, *heads.split(), gpu=gpu, python=python, timeout=1200)

@@ -6,7 +6,6 @@ from jmp_train.aot.buffers import buffers_at_peak as buffers_at_peak
 from jmp_train.aot.compilation import compile_for_gpu as compile_for_gpu
 from jmp_train.aot.compilation import compile_here as compile_here
 from jmp_train.aot.compilation import target_mesh as target_mesh
-from jmp_train.aot.compiled import CompiledForGPU as CompiledForGPU
 from jmp_train.aot.compiled import CompiledProgram as CompiledProgram
 from jmp_train.aot.compiler_packages import INSTALL as INSTALL
 from jmp_train.aot.compiler_packages import INSTALL_TPU as INSTALL_TPU

@@ -62,7 +62,3 @@ class CompiledProgram:
           n_bytes: the least number of bytes.
         """
         return tuple(array for array in self.arrays if array.n_bytes >= n_bytes)
-
-
-CompiledForGPU = CompiledProgram
-"""The name before programs were compiled for TPUs too."""

@@ -8,7 +8,7 @@ import gpu_steps
 import jax
 import pytest
 
-from jmp_train.aot import CompiledForGPU, compile_for_gpu
+from jmp_train.aot import CompiledProgram, compile_for_gpu
 from jmp_train.aot.buffers import Argument, Buffer, buffers_at_peak
 from jmp_train.aot.hlo import read_hlo
 
@@ -127,7 +127,7 @@ def test_memory_for_collectives_is_a_block_of_its_own() -> None:
 class Found:
     """A compiled step and its buffers."""
 
-    program: CompiledForGPU
+    program: CompiledProgram
     buffers: tuple[Buffer, ...]
     expected: Mapping[str, int]  # bytes of each group of arguments
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.aot import CompiledForGPU, compile_for_gpu
+from jmp_train.aot import CompiledProgram, compile_for_gpu
 
 pytestmark = pytest.mark.quick
 
@@ -319,7 +319,7 @@ def test_fsdp_casts_parameters_before_they_are_gathered() -> None:
 
 
 @functools.cache
-def compiled(python: str, form: str, mode: str) -> CompiledForGPU:
+def compiled(python: str, form: str, mode: str) -> CompiledProgram:
     target = f"{PROGRAMS}:model_parallel_step", form, mode
     return compile_for_gpu(*target, gpu="H100-80GB", devices=DEVICES, python=python)
 
