@@ -74,7 +74,7 @@ def drop_nodes(graph: Graph, rate: float, key: jax.Array) -> Graph:
       >>> from jmp_train.graphs import from_edges, node_mask
       >>> graph = drop_nodes(from_edges([0, 1, 2, 3], [1, 2, 3, 0], 4), 0.5, jax.random.key(1))
       >>> mask = node_mask(graph)
-      >>> (graph.in_degrees <= mask).all().item(), graph.num_nodes
+      >>> (graph.in_degrees[~mask] == 0).all().item(), graph.num_nodes
       (True, 4)
 
     Reference: You et al., Graph Contrastive Learning with Augmentations, https://arxiv.org/abs/2010.13902; DropNode of

@@ -268,7 +268,7 @@ def addition_before(evidence: Evidence, row: int) -> int:
     last = row
     while evidence.rows[last].primitive not in _ADDITIONS:
         sources = [i for i in evidence.sources(last) if evidence.direction(i) == "forward"]
-        if len(sources) != 1 or not (evidence.rows[sources[0]].primitive in LINEAR):
+        if len(sources) != 1 or evidence.rows[sources[0]].primitive not in LINEAR:
             return row
         (last,) = sources
     return last
