@@ -148,6 +148,16 @@ def test_models_that_half_precision_breaks_and_tuned_rules_mend() -> None:
         assert half["gradient_error"] is None or half["gradient_error"] > 3 * tuned["gradient_error"]
 
 
+def test_what_a_diagnosis_costs() -> None:
+    for name, found in results("diagnose").items():
+        step, diagnosis = found["step"], found["diagnosis"]
+        compiled = step["compile_cpu_seconds"]
+        times = (diagnosis["compile_cpu_seconds"] / compiled, found["first_report_cpu_seconds"] / compiled)
+        clock, memory = f"{found['first_report_seconds']:.0f} s", f"{diagnosis['megabytes'] / step['megabytes']:.1f}"
+        cells = [f"{found['operations']:,}", f"{compiled:.1f} s", *(f"{x:.1f}" for x in times), clock, memory]
+        assert row(f"{name}, diagnosed") == cells and times[0] < 3
+
+
 def test_training_beside_cached_inference() -> None:
     report = results("parity")
     assert report["device"] == "cpu"
