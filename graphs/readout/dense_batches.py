@@ -17,7 +17,6 @@ from jmp_train.graphs.structure import (
     from_edges,
     in_float32,
     incidence_of,
-    node_mask,
     upcast,
     upcast_integers,
 )
@@ -171,17 +170,17 @@ def _places(graph: Graph, max_nodes: int | None) -> tuple[int, jax.Array]:
     Nodes without a place have the number of all places.
     """
     is_known = not has_tracers((graph.n_node, graph.connections))
+    segments = graph_segments(graph, "nodes")
     if max_nodes is None:
         if not is_known:
             raise TypeError("max_nodes is needed under jit: shapes cannot depend on the sizes of graphs")
-        max_nodes = int(np.asarray(graph_segments(graph, "nodes").degrees).max(initial=0))
+        max_nodes = int(np.asarray(segments.degrees).max(initial=0))
     width = as_count("max_nodes", max_nodes)
-    counts = graph.n_node
+    counts, owners = graph.n_node, segments.ids
     starts = jnp.cumsum(counts) - counts
-    owners = jnp.repeat(jnp.arange(len(counts), dtype=jnp.int32), counts, total_repeat_length=graph.num_nodes)
     places = jnp.arange(graph.num_nodes, dtype=jnp.int32) - starts[owners]
-    has_place = node_mask(graph) & (places < width)
-    if is_known and (missing := (node_mask(graph) & ~has_place)).any():
+    has_place = segments.is_counted & (places < width)
+    if is_known and (missing := (segments.is_counted & ~has_place)).any():
         node = int(missing.argmax())
         raise ValueError(f"max_nodes={width} is too small: a graph has more nodes, among them node {node}")
     return width, jnp.where(has_place, owners * width + places, len(counts) * width).astype(jnp.int32)

@@ -95,7 +95,7 @@ def _checked_reverse_type(
 
 
 def _targets(edges: HostEdges) -> np.ndarray:
-    return _in_given_order(edges, np.repeat(np.arange(edges.num_targets, dtype=np.int32), edges.in_degrees))
+    return _in_given_order(edges, edges.receivers)
 
 
 def _in_given_order(edges: HostEdges, values: np.ndarray) -> np.ndarray:

@@ -49,6 +49,11 @@ class HostEdges:
         """Number of edges."""
         return len(self.sources)
 
+    @property
+    def receivers(self) -> np.ndarray:
+        """Int32 [edges], the node that each edge enters, ascending."""
+        return np.repeat(np.arange(self.num_targets, dtype=np.int32), self.in_degrees)
+
     @functools.cached_property
     def in_degrees(self) -> np.ndarray:
         """Int64 [targets], number of edges that enter each node."""
@@ -72,8 +77,7 @@ class HostEdges:
     @functools.cached_property
     def leaving(self) -> "HostEdges":
         """The reversed edges, and so these edges sorted by the node that they leave, without their ids."""
-        receivers = np.repeat(np.arange(self.num_targets, dtype=np.int32), self.in_degrees)
-        return host_edges(receivers, self.sources, self.num_targets, self.num_sources)
+        return host_edges(self.receivers, self.sources, self.num_targets, self.num_sources)
 
     def has_edges(self, senders: np.ndarray, receivers: np.ndarray) -> np.ndarray:
         """Returns whether there is an edge between each two nodes, bool [pairs].
@@ -92,8 +96,7 @@ class HostEdges:
     @functools.cached_property
     def _pairs(self) -> np.ndarray:
         """Int64 [different edges + 1], ascending with the sender, then the receiver; -1 in the end."""
-        receivers = np.repeat(np.arange(self.num_targets), self.in_degrees)
-        return np.append(np.unique(self.sources.astype(np.int64) * self.num_targets + receivers), -1)
+        return np.append(np.unique(self.sources.astype(np.int64) * self.num_targets + self.receivers), -1)
 
 
 def host_edges(
@@ -145,6 +148,21 @@ def host_edges(
         edge_ids = np.arange(len(receivers)) if order is None else order
     sources = senders if order is None else senders[order]
     return HostEdges(starts, sources.astype(np.int32, copy=False), edge_ids, num_sources, known)
+
+
+def integer_ids(name: str, ids: Ids, unit: str) -> np.ndarray:
+    """Returns ids as an array of one axis; raises TypeError if they are not integers.
+
+    Args:
+      name: the argument's name, for messages.
+      ids: the ids.
+      unit: what there is one for, for messages.
+    """
+    array = np.asarray(ids)
+    array = array if array.size else array.astype(np.int32)  # an empty list is float64
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} must be integers [{unit}], got {array.dtype} {array.shape}")
+    return array
 
 
 def checked_times(name: str, times: ArrayLike | Sequence[float], count: int) -> np.ndarray:

@@ -186,9 +186,8 @@ def saint_sampler(
         node_counts[nodes] += 1
         edge_counts[places] += 1
         most_nodes, most_edges = max(most_nodes, len(nodes)), max(most_edges, len(places))
-    receivers = np.repeat(np.arange(count), edges.in_degrees)
     node_norm = num_trials / np.maximum(node_counts, 1) / count
-    edge_norm = np.maximum(node_counts, 1)[receivers] / np.maximum(edge_counts, 1)
+    edge_norm = np.maximum(node_counts, 1)[edges.receivers] / np.maximum(edge_counts, 1)
     needed, most = (
         LayerSizes({"node": nodes}, {EDGE: number}, {EDGE: 0})
         for nodes, number in ((most_nodes + 1, most_edges), (count + 1, edges.num_edges))

@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.sampling.host_edge_index import HostEdges, checked_times, random_subsets
+from jmp_train.graphs.sampling.host_edge_index import HostEdges, checked_times, integer_ids, random_subsets
 from jmp_train.graphs.structure import as_count
 
 STRATEGIES = ("last", "uniform")
@@ -77,10 +77,7 @@ def temporal_neighbors(
         raise ValueError("edges have no times: pass times= to host_edges")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} must be one of {', '.join(map(repr, STRATEGIES))}")
-    ids, k = np.asarray(nodes), as_count("k", k)
-    ids = ids if ids.size else ids.astype(np.int32)  # an empty list is float64
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise TypeError(f"nodes must be integers [nodes], got {ids.dtype} {ids.shape}")
+    k, ids = as_count("k", k), integer_ids("nodes", nodes, "nodes")
     if len(ids) and not -1 <= ids.min() <= ids.max() < edges.num_targets:
         raise ValueError(f"nodes must be between -1 and {edges.num_targets - 1}, got {ids.min()} to {ids.max()}")
     starts = edges.starts[np.maximum(ids, 0)] if edges.num_targets else np.zeros(len(ids), np.int64)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.sampling.host_edge_index import HostEdges
+from jmp_train.graphs.sampling.host_edge_index import HostEdges, integer_ids
 from jmp_train.graphs.structure import EdgeType, as_count, find_edge_type
 
 
@@ -52,11 +52,8 @@ def random_walk(
     if (length is None) == (metapath is None):
         raise ValueError("either length or metapath is needed, and not both")
     steps = _steps(edges, length) if metapath is None else _metapath(edges, metapath)
-    if not steps:
-        count = edges.num_sources if isinstance(edges, HostEdges) else 2**31
-        return _starts(nodes, count)[:, None].copy()
-    walks = np.empty((len(np.atleast_1d(nodes)), len(steps) + 1), np.int32)
-    walks[:, 0] = _starts(nodes, steps[0].num_targets)
+    count = edges.num_sources if isinstance(edges, HostEdges) else steps[0].num_targets if steps else 2**31
+    walks = _begun(nodes, count, len(steps))
     for place, leaving in enumerate(steps):
         now = walks[:, place]
         if restart_prob:
@@ -100,8 +97,7 @@ def node2vec_walk(
         if not 0 < number < np.inf:
             raise ValueError(f"{name}={number} must be positive and finite")
     steps = _steps(edges, length)
-    walks = np.empty((len(np.atleast_1d(nodes)), len(steps) + 1), np.int32)
-    walks[:, 0] = _starts(nodes, edges.num_sources)
+    walks = _begun(nodes, edges.num_sources, len(steps))
     for place, leaving in enumerate(steps):
         if place == 0 or p == q == 1:
             walks[:, place + 1] = uniform_step(leaving, walks[:, place], random)
@@ -177,14 +173,13 @@ def _metapath(edges: HostEdges | Mapping[EdgeType, HostEdges], metapath: Sequenc
     return [edges[kind].leaving for kind in kinds]
 
 
-def _starts(nodes: Ids, count: int) -> np.ndarray:
-    """Returns the checked starts of walks, int32 [walks]."""
-    array = np.atleast_1d(np.asarray(nodes))
-    array = array if array.size else array.astype(np.int32)  # an empty list is float64
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"nodes must be integers [walks], got {array.dtype} {array.shape}")
+def _begun(nodes: Ids, count: int, steps: int) -> np.ndarray:
+    """Returns walks of which only the starts are set, checked, int32 [walks, steps + 1]."""
+    array = integer_ids("nodes", np.atleast_1d(nodes), "walks")
     wrong = (array < -1) | (array >= count)
     if wrong.any():
         place = int(wrong.argmax())
         raise ValueError(f"nodes[{place}] = {array[place]} is not one of the {count} nodes")
-    return array.astype(np.int32)
+    walks = np.empty((len(array), steps + 1), np.int32)
+    walks[:, 0] = array
+    return walks

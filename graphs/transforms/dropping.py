@@ -1,7 +1,7 @@
 """Random dropping of edges, nodes and features, as masks: also under jit, without a retrace for another key."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax.core import FrozenDict
 
 from jmp_train.graphs.kernels import edge_dropout
+from jmp_train.graphs.readout import Part, rows_of
 from jmp_train.graphs.structure import Adjacency, Block, Graph, HeteroGraph, where_edges
 
 Dropped = TypeVar("Dropped", Graph, HeteroGraph, Block)
@@ -129,8 +130,8 @@ def drop_features(
     of_nodes, of_edges = jax.random.split(key)
     return dataclasses.replace(
         graph,
-        nodes=FrozenDict({**graph.nodes, **_masked("nodes", graph.nodes, nodes, rate, of_nodes)}),
-        edges=FrozenDict({**graph.edges, **_masked("edges", graph.edges, edges, rate, of_edges)}),
+        nodes=FrozenDict({**graph.nodes, **_masked(graph, "nodes", nodes, rate, of_nodes)}),
+        edges=FrozenDict({**graph.edges, **_masked(graph, "edges", edges, rate, of_edges)}),
     )
 
 
@@ -150,15 +151,10 @@ def _is_kept(rate: float, key: jax.Array, first: jax.Array, second: jax.Array | 
     return dropout.of_edges(first, second)[..., 0] > 0
 
 
-def _masked(
-    part: str, features: Mapping[str, jax.Array], names: Sequence[str], rate: float, key: jax.Array
-) -> dict[str, jax.Array]:
+def _masked(graph: Graph, part: Part, names: Sequence[str], rate: float, key: jax.Array) -> dict[str, jax.Array]:
     masked = {}
     for name, one in zip(names, jax.random.split(key, max(1, len(names))), strict=False):
-        if name not in features:
-            known = ", ".join(map(repr, features)) or "none"
-            raise ValueError(f"no feature {name!r} of the {part}; there are: {known}")
-        rows = features[name]
+        rows = rows_of(graph, part, name)
         columns = jnp.arange(rows[:1].size, dtype=jnp.int32).reshape(1, *rows.shape[1:])
         masked[name] = jnp.where(_is_kept(rate, one, columns), rows, jnp.zeros_like(rows))
     return masked

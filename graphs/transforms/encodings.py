@@ -48,7 +48,7 @@ def laplacian_pe(graph: AnyBatch, k: int, key: jax.Array | None = None) -> np.nd
     from scipy.sparse.csgraph import connected_components
 
     graph, k = _ours(graph), as_count("k", k)
-    adjacency, owners = _counts(graph), owning_graphs(graph)
+    adjacency, owners = _matrix(graph), owning_graphs(graph)
     found = np.zeros((graph.num_nodes, k))
     if not found.size:
         return found.astype(np.float32)
@@ -74,12 +74,13 @@ def _ours(graph: AnyBatch) -> Graph:
     return from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
 
 
-def _counts(graph: Graph) -> Any:
-    """Returns the number of edges from each node to each, a scipy.sparse.csr_array [nodes, nodes]."""
+def _matrix(graph: Graph, weight: str | None = None) -> Any:
+    """Returns the sum of the weights, 1 for None, of edges from each node to each, a scipy.sparse.csr_array."""
     from scipy.sparse import csr_array
 
     edges, count = edges_on_host(graph), graph.num_nodes
-    return csr_array((np.ones(len(edges.senders)), (edges.senders, edges.receivers)), shape=(count, count))
+    weights = np.ones(len(edges.senders)) if weight is None else _edge_weights(graph, weight)
+    return csr_array((weights, (edges.senders, edges.receivers)), shape=(count, count))
 
 
 def _signs(num_graphs: int, k: int, key: jax.Array | None) -> np.ndarray:
@@ -132,14 +133,12 @@ def random_walk_pe(graph: AnyBatch, k: int, weight: str | None = None) -> np.nda
     Reference: Dwivedi et al., Graph Neural Networks with Learnable Structural and Positional Representations,
     https://arxiv.org/abs/2110.07875; random_walk_pe of Deep Graph Library, https://www.dgl.ai.
     """
-    from scipy.sparse import csr_array, diags_array
+    from scipy.sparse import diags_array
 
     graph, k = _ours(graph), as_count("k", k)
-    edges, count = edges_on_host(graph), graph.num_nodes
-    weights = np.ones(len(edges.senders)) if weight is None else _edge_weights(graph, weight)
-    steps = csr_array((weights, (edges.senders, edges.receivers)), shape=(count, count))
+    count, steps = graph.num_nodes, _matrix(graph, weight)
     totals = steps.sum(axis=1)
-    steps: Any = diags_array(1 / np.where(totals > 0, totals, 1)) @ steps
+    steps = diags_array(1 / np.where(totals > 0, totals, 1)) @ steps
     found, before, power = np.zeros((count, k)), None, steps
     for i in range(k):  # the diagonal of a product of two powers of about half the exponent, which are sparser
         other = power if i % 2 else before
@@ -189,7 +188,7 @@ def shortest_path_distances(graph: AnyBatch, max_distance: int, max_nodes: int |
     from scipy.sparse.csgraph import dijkstra
 
     graph, limit = _ours(graph), as_count("max_distance", max_distance)
-    whole, sizes = _counts(graph), np.asarray(graph.n_node)
+    whole, sizes = _matrix(graph), np.asarray(graph.n_node)
     most = int(sizes.max(initial=0))
     places = most if max_nodes is None else as_count("max_nodes", max_nodes)
     if places < most:

@@ -22,6 +22,7 @@ from jmp_train.aot.exported import export_program as export_program
 from jmp_train.aot.gpus import GPU as GPU
 from jmp_train.aot.gpus import GPUS as GPUS
 from jmp_train.aot.gpus import read_gpus as read_gpus
+from jmp_train.aot.hlo import Program as Program
 from jmp_train.aot.hlo import read_hlo as read_hlo
 from jmp_train.aot.measuring import Devices as Devices
 from jmp_train.aot.measuring import Measured as Measured

@@ -174,9 +174,8 @@ def tpu_slice(name: str) -> TPU:
             f"{name!r} is no slice of TPUs: the generations are {', '.join(_GENERATIONS)}, as in {example!r}"
         )
     found = _GENERATIONS[generation]
-    shapes = list(found.names())
-    if shape not in shapes:
-        raise ValueError(f"{name!r} is no slice of TPUs: {_no_shape(generation, shape, shapes)}")
+    if shape not in found.names():  # whole cubes, of which there are many, are made last
+        raise ValueError(f"{name!r} is no slice of TPUs: {_no_shape(generation, shape, list(found.names()))}")
     values = {**vars(found.tpu), "name": name, "shape": tuple(map(int, shape.split("x")))}
     return TPU(**values)
 

@@ -13,9 +13,9 @@ from jmp_train.aot import (
     Costs,
     ExportedProgram,
     Network,
+    Program,
     compile_program,
     program_costs,
-    read_hlo,
 )
 from jmp_train.planning.targets import Target
 
@@ -93,11 +93,11 @@ class Compiler:
             self._count += 1
         return compiled
 
-    def costs(self, target: Target, compiled: CompiledProgram) -> Costs:
-        """Returns the costs of a target's program."""
+    def costs(self, target: Target, compiled: CompiledProgram, hlo: Program) -> Costs:
+        """Returns the costs of a target's program, whose text has been read."""
         placed = target.placement
         links = (placed.hosts, self._interconnect, compiled.coordinates)
-        return program_costs(read_hlo(compiled.hlo), target.kind, Network(target.kind, placed.axes, *links))
+        return program_costs(hlo, target.kind, Network(target.kind, placed.axes, *links))
 
     def _trace_for(self, threads: Sequence[Future[Any]]) -> None:
         """Traces what other threads want, until all of them are done."""

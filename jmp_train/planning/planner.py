@@ -24,8 +24,8 @@ from jmp_train.planning.prices import checked_prices, price_of
 from jmp_train.planning.remedies import Remedy, changes
 from jmp_train.planning.report import Plan
 from jmp_train.planning.rows import PlanRow
-from jmp_train.planning.search import candidates, search_targets, searched
-from jmp_train.planning.targets import Target, checked_gpus, checked_tpus, targets_of
+from jmp_train.planning.search import candidates, searched
+from jmp_train.planning.targets import Target, checked_gpus, checked_tpus, every_target, targets_of
 from jmp_train.planning.variants import REPLICATED, Placement, Precision, Shardings, variants_of
 
 DEFAULT_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
@@ -147,7 +147,7 @@ def plan(
 
     if find_placement:
         usable = lambda target: room.usable_bytes(target.kind, target.placement.devices)
-        rows, cuts = searched(search_targets(kinds, variants, placements), usable, compile_all)
+        rows, cuts = searched(every_target(kinds, variants, placements), usable, compile_all)
         return Plan(tuple(rows), room, tuple(cuts))
     targets = targets_of(kinds, variants, placements)
     here = _devices_of(targets) if measure else None
@@ -179,7 +179,7 @@ def _row(compiler: Compiler, target: Target, allowances: Allowances, prices: Map
     size = target.variant.batch_size
     compiled = compiler(target, size)
     hlo = read_hlo(compiled.hlo)
-    costs = compiler.costs(target, compiled)
+    costs = compiler.costs(target, compiled, hlo)
     arguments = arguments_of(compiler.exported(target, size).paths, target.variant.state)
     return PlanRow(
         kind=target.kind,
@@ -222,7 +222,7 @@ def _remedies(compiler: Compiler, target: Target, usable: int) -> tuple[Remedy, 
     for name, code, variant, placement in changes(target.variant, target.placement, half):
         changed = Target(target.kind, variant, placement)
         compiled = compiler(changed, variant.batch_size)
-        needed, seconds = compiled.allocated_bytes, compiler.costs(changed, compiled).seconds
+        needed, seconds = compiled.allocated_bytes, compiler.costs(changed, compiled, read_hlo(compiled.hlo)).seconds
         found.append(Remedy(name, code, needed, needed <= usable, seconds))
     return tuple(sorted(found, key=lambda remedy: remedy.peak_bytes))
 

@@ -8,7 +8,7 @@ from jmp_train.planning.allowances import Allowances
 from jmp_train.planning.charts import batch_chart, has_marks_beyond, memory_chart
 from jmp_train.planning.details import details
 from jmp_train.planning.roofline import roofline_chart
-from jmp_train.planning.rows import PlanRow, device_head, gigabytes, milliseconds, table_cells
+from jmp_train.planning.rows import PlanRow, device_head, device_kinds, gigabytes, milliseconds, table_cells
 from jmp_train.planning.search import Cut
 from jmp_train.policies.documents import Cell, Section, Table, Text, counted, page, text
 
@@ -227,15 +227,14 @@ def _rooflines(rows: Sequence[PlanRow]) -> Section | None:
 
 def _memory_note(rows: Sequence[PlanRow], allowances: Allowances) -> str:
     """Returns what the memory is, and of what."""
-    heads, head = {type(row.kind).__name__ for row in rows} or {"GPU"}, device_head(rows)
+    heads, head = device_kinds(rows), device_head(rows)
     limits = [_OF_GPU + _allowed(allowances)] if "GPU" in heads else []
     limits += [f"{_OF_TPU}fragmentation {allowances.fragmentation:.0%}"] if "TPU" in heads else []
     return _MEMORY.format(head, head) + ". ".join(limits) + "."
 
 
 def _times_note(rows: Sequence[PlanRow]) -> str:
-    heads = sorted({type(row.kind).__name__ for row in rows} or {"GPU"})
-    return _TIMES.format("; ".join(_TIMES_OF[head] for head in heads))
+    return _TIMES.format("; ".join(_TIMES_OF[head] for head in device_kinds(rows)))
 
 
 def _allowed(allowances: Allowances) -> str:

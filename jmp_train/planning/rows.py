@@ -190,8 +190,17 @@ def device_head(rows: Sequence[PlanRow]) -> str:
     Args:
       rows: of a plan.
     """
-    kinds = {type(row.kind).__name__ for row in rows} or {"GPU"}
-    return kinds.pop() if len(kinds) == 1 else "device"
+    kinds = device_kinds(rows)
+    return kinds[0] if len(kinds) == 1 else "device"
+
+
+def device_kinds(rows: Sequence[PlanRow]) -> list[str]:
+    """Returns of what kinds the devices of rows are, "GPU" before "TPU"; of no rows GPUs.
+
+    Args:
+      rows: of a plan.
+    """
+    return sorted({type(row.kind).__name__ for row in rows} or {"GPU"})
 
 
 def _cells_of(row: PlanRow) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from jmp_train.planning.placements import checked_placements, placements_of_slic
 from jmp_train.planning.remedies import changes
 from jmp_train.planning.rows import PlanRow, gigabytes
 from jmp_train.planning.targets import Target
-from jmp_train.planning.variants import DATA, FSDP, REPLICATED, ZERO1, Placement, Variant, several
+from jmp_train.planning.variants import DATA, FSDP, REPLICATED, ZERO1, Placement, several
 
 MOST_COMPILED = 40
 _LENGTHS = (2, 4, 8, 16)  # of the axis that rules shard over
@@ -74,7 +74,9 @@ def candidates(
     return list(dict.fromkeys(found))
 
 
-def searched(targets: Sequence[Target], usable: Callable[[Target], int], compile_all: CompileAll) -> Any:
+def searched(
+    targets: Sequence[Target], usable: Callable[[Target], int], compile_all: CompileAll
+) -> tuple[list[PlanRow], list[Cut]]:
     """Returns the rows of what was compiled, the fastest that fit first, and the cuts.
 
     Args:
@@ -82,8 +84,6 @@ def searched(targets: Sequence[Target], usable: Callable[[Target], int], compile
       usable: returns the memory that a target's program can have on a device.
       compile_all: returns the rows of some targets.
 
-    Returns:
-      A tuple of rows and cuts.
     """
     cuts: list[Cut] = []
     rows: list[PlanRow] = []
@@ -111,10 +111,8 @@ def searched(targets: Sequence[Target], usable: Callable[[Target], int], compile
     second = [(target, name, changed) for target in misfits for name, changed in _changed(target)]
     helped = {id(t): r.fits for t, r in compiled([changed for *_, changed in second])}
     solved = {id(target) for target, _, changed in second if helped.get(id(changed))}
-    both = [
-        list(_changed(changed)) for target, name, changed in second if name == _CHANGES[1] and id(target) not in solved
-    ]
-    compiled([changed for found in both for name, changed in found if name == _CHANGES[2]])
+    unsolved = [changed for target, name, changed in second if name == _CHANGES[1] and id(target) not in solved]
+    compiled([both for changed in unsolved for name, both in _changed(changed) if name == _CHANGES[2]])
     return sorted(rows, key=lambda row: (not row.fits, row.step_seconds_bound)), cuts
 
 
@@ -145,16 +143,3 @@ def _axes(rules: Mapping[str, Any]) -> list[str]:
     entries = [entry for spec in rules.values() for entry in (spec or ())]
     names = [name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))]
     return [name for name in dict.fromkeys(names) if isinstance(name, str) and name != DATA]
-
-
-def search_targets(
-    kinds: Sequence[Device], variants: Sequence[Variant], placements: Callable[[Device], Sequence[Placement]]
-) -> list[Target]:
-    """Returns each step on each candidate of each kind of device; batches that cannot be split are cut later.
-
-    Args:
-      kinds: the GPUs, and the slices of TPUs.
-      variants: the steps.
-      placements: returns the candidates of a kind.
-    """
-    return [Target(kind, variant, placed) for kind in kinds for variant in variants for placed in placements(kind)]

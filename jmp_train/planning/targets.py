@@ -84,4 +84,17 @@ def targets_of(
                     f"batch_size={variant.batch_size} must be a multiple of {multiple} for {placement} and its "
                     "micro-batches"
                 )
+    return every_target(kinds, variants, placements)
+
+
+def every_target(
+    kinds: Sequence[Device], variants: Sequence[Variant], placements: Callable[[Device], Sequence[Placement]]
+) -> list[Target]:
+    """Returns what `targets_of` returns, with batches that cannot be divided, which a search cuts.
+
+    Args:
+      kinds: see `targets_of`.
+      variants: see `targets_of`.
+      placements: see `targets_of`.
+    """
     return [Target(kind, variant, placed) for kind in kinds for variant in variants for placed in placements(kind)]

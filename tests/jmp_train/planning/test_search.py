@@ -16,8 +16,8 @@ from jmp_train.aot import GPUS, tpu_slice
 from jmp_train.cli.entry import main
 from jmp_train.planning import Allowances, Cut, Placement
 from jmp_train.planning.prices import checked_prices, price_of
-from jmp_train.planning.search import candidates, search_targets, searched
-from jmp_train.planning.targets import Target
+from jmp_train.planning.search import candidates, searched
+from jmp_train.planning.targets import Target, every_target
 from jmp_train.planning.variants import variants_of
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(500)]
@@ -75,7 +75,7 @@ USABLE = 3 * 4 * DEPTH * WIDTH**2  # a state
 
 def test_what_fits_is_not_changed_and_what_is_too_large_is_not_compiled() -> None:
     kind = GPUS["A100-40GB"]
-    targets = search_targets([kind], [VARIANT], lambda kind: [Placement(n, how) for n, how in PLACED])
+    targets = every_target([kind], [VARIANT], lambda kind: [Placement(n, how) for n, how in PLACED])
     batches = []
 
     def compile_all(wanted: Any) -> list[Any]:
