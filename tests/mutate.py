@@ -1,28 +1,26 @@
 """Plants random faults and looks whether the tests notice: `python tests/mutate.py --count 10 --seed 1`.
 
-A fault changes one operator, constant or call of a module. The tests of the module run first, then those of its room,
-and for faults that survive these the whole quick ring. `equivalent_faults.txt` lists faults that change nothing that
-could be seen, each with its reason; they are not planted.
+A fault changes one operator, constant or call of a module. Of the quick ring run the tests that ran its line in a
+recording (`--record`; see `line_tests.py`), those of its room first, up to two minutes of CPU. `equivalent_faults.txt`
+lists faults that change nothing that could be seen, each with its reason; they are not planted.
 """
 
 import argparse
 import ast
 import copy
 import dataclasses
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mutations import RINGS, ROOT, compiled_once, copied_tree, pytest_call
+from line_tests import ROOT, Outcome, Recording, outcome_of, preload, record, room_of
+from mutations import compiled_once, copied_tree
 
 ROOMS = ("policies", "graphs", "jmp_train/steps", "jmp_train/parallel", "jmp_train/checkpoints")
 EQUIVALENT = Path(__file__).parent / "equivalent_faults.txt"
-_SECONDS = {"room": 900, "ring": 2400}  # after which a fault counts as caught: it hangs the tests
+FLOORS = ("policies", "graphs", "jmp_train")
 _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -44,7 +42,6 @@ _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
-_EXIT_CODES = {0: False, 1: True, 2: True, 5: False}  # passed, failed, not collected, nothing selected; of pytest
 _NOT_RUN = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
 _SELECTS = {"where", "select", "select_tree", "cond"}  # whose last two arguments are alternatives
 
@@ -79,6 +76,33 @@ class Fault:
         """Returns the file's text with the fault."""
         assert text.startswith(self.old, self.start), f"{self} is not there"
         return text[: self.start] + self.new + text[self.start + len(self.old) :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Caught:
+    """What became of a fault.
+
+    Attributes:
+      fault: what was planted.
+      outcome: of the tests.
+      tests: how many there were to choose from.
+    """
+
+    fault: Fault
+    outcome: Outcome
+    tests: int
+
+    @property
+    def where(self) -> str:
+        """Which tests noticed it: those of its room, others of the ring, or none."""
+        failed = self.outcome.failed
+        if failed is None:
+            return "SURVIVES"
+        return "ring" if "::" in failed and room_of(failed) != room_of(self.fault.file) else "room"
+
+    def __str__(self) -> str:
+        by = self.outcome.failed or f"{self.tests} tests, of which {self.outcome.left_out} were left out"
+        return f"{self.where:<8} {self.outcome.cpu:>4.0f} s  {self.fault}\n{'':16}{by}"
 
 
 def faults_of(file: str, text: str) -> list[Fault]:
@@ -184,77 +208,42 @@ def drawn_faults(rooms: Sequence[str], count: int, seed: int) -> list[Fault]:
       count: how many.
       seed: of the choice.
     """
-    command = ["git", "ls-files", "--", *(f"{room}/*.py" for room in rooms)]
-    files = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split()
     equivalent = equivalent_faults()
-    found = [fault for file in files for fault in faults_of(file, (ROOT / file).read_text())]
+    found = [fault for file in modules(rooms) for fault in faults_of(file, (ROOT / file).read_text())]
     found = [fault for fault in found if fault.key not in equivalent]
     return random.Random(seed).sample(found, min(count, len(found)))
 
 
-def stages_of(file: str) -> list[list[str]]:
-    """Returns the tests of a module, and those of its room.
-
-    Args:
-      file: the module's path from the root, such as "policies/optimizers/kahan.py".
-
-    Returns:
-      Arguments of pytest by stage: the module's doctests with the tests that mirror it, then all of the room.
-    """
-    path = Path(file)
-    mirror = Path("tests", *path.parts[:-1], f"test_{path.name}")
-    room = Path("tests", *path.parts[:-1][:2])
-    stages = [[file, *([str(mirror)] if (ROOT / mirror).exists() else [])]]
-    return [*stages, [str(room)]] if (ROOT / room).exists() else stages
+def modules(rooms: Sequence[str]) -> list[str]:
+    """Returns the tracked modules of rooms, from the root."""
+    command = ["git", "ls-files", "--", *(f"{room}/*.py" for room in rooms)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split()
 
 
-def is_caught(tree: Path, arguments: Sequence[str], seconds: float) -> bool:
-    """Returns whether a test of the quick ring fails, or hangs, in a copy of the tree.
-
-    Args:
-      tree: the copy.
-      arguments: of pytest.
-      seconds: after which the tests count as hanging.
-    """
-    call = pytest_call(tree, "-x", "-m", RINGS["quick"], *arguments)
-    process = subprocess.Popen(**call, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return True
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if code not in _EXIT_CODES:
-        raise SystemExit(f"pytest {' '.join(arguments)} ended with {code}")
-    return _EXIT_CODES[code]
-
-
-def check(faults: Sequence[Fault], room_only: bool, say: Callable[[str], None] = print) -> tuple[int, list[Fault]]:
-    """Plants faults, says what became of each, and returns how many the rooms' own tests caught, and all that survived.
+def check(faults: Sequence[Fault], recording: Recording, say: Callable[[str], None] = print) -> list[Caught]:
+    """Plants faults, says what became of each, and returns it.
 
     Args:
       faults: to be planted, one at a time.
-      room_only: whether the whole quick ring is left out.
+      recording: of the quick ring, which chooses the tests.
       say: is called with a line for each fault.
     """
-    by_room, survivors = 0, []
+    found = []
     with copied_tree() as tree:
         for fault in faults:
-            text, begin = (ROOT / fault.file).read_text(), time.monotonic()
-            (tree / fault.file).write_text(fault.planted(text))
-            try:
-                caught = any(is_caught(tree, stage, _SECONDS["room"]) for stage in stages_of(fault.file))
-                where = "room" if caught else "SURVIVES"
-                by_room += caught
-                if not (caught or room_only) and is_caught(tree, ["-n", "2", "--dist", "loadfile"], _SECONDS["ring"]):
-                    where, caught = "ring", True
-            finally:
+            text = (ROOT / fault.file).read_text()
+            tests = recording.tests(fault.file, text, fault.line)
+            while True:
+                (tree / fault.file).write_text(fault.planted(text))
+                outcome = outcome_of(tree, tests, recording.costs)
                 (tree / fault.file).write_text(text)
-            survivors += [] if caught else [fault]
-            say(f"{where:<8} {time.monotonic() - begin:>5.0f} s  {fault}")
-    return by_room, survivors
+                if outcome.failed not in tests or not outcome_of(tree, [outcome.failed], recording.costs).failed:
+                    break
+                say(f"{outcome.failed} fails without faults, too")
+                tests.remove(outcome.failed)
+            found.append(Caught(fault, outcome, len(tests)))
+            say(str(found[-1]))
+    return found
 
 
 def main() -> int:
@@ -263,14 +252,22 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10, help="how many faults; default: 10")
     parser.add_argument("--seed", type=int, default=1, help="of the choice; default: 1")
     parser.add_argument("--room", nargs="+", default=ROOMS, help=f"folders; default: {' '.join(ROOMS)}")
-    parser.add_argument("--room-only", action="store_true", help="do not run the whole quick ring for survivors")
+    parser.add_argument("--record", action="store_true", help="record anew which tests run which line")
+    parser.add_argument(
+        "--recording", type=Path, default=ROOT / "out" / "mutate", help="its folder; default: out/mutate"
+    )
     options = parser.parse_args()
-    faults = drawn_faults(options.room, options.count, options.seed)
     with compiled_once():
-        by_room, survivors = check(faults, options.room_only, lambda line: print(line, flush=True))
-    caught = len(faults) - len(survivors)
-    print(f"{by_room} of {len(faults)} caught by the tests of their room, {caught} in all; seed {options.seed}")
-    return int(10 * caught < 9 * len(faults))
+        if options.record or not (options.recording / "texts.json").exists():
+            print("recording which tests run which line: the whole quick ring, once", flush=True)
+            record(options.recording, modules(FLOORS))
+        preload()
+        faults = drawn_faults(options.room, options.count, options.seed)
+        found = check(faults, Recording(options.recording), lambda line: print(line, flush=True))
+    caught = [one for one in found if one.where != "SURVIVES"]
+    by_room = sum(one.where == "room" for one in found)
+    print(f"{by_room} of {len(found)} caught by the tests of their room, {len(caught)} in all; seed {options.seed}")
+    return int(10 * len(caught) < 9 * len(found))
 
 
 if __name__ == "__main__":
