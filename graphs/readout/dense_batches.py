@@ -15,6 +15,7 @@ from jmp_train.graphs.structure import (
     as_count,
     batch,
     from_edges,
+    graph_mask,
     in_float32,
     incidence_of,
     upcast,
@@ -174,7 +175,7 @@ def _places(graph: Graph, max_nodes: int | None) -> tuple[int, jax.Array]:
     if max_nodes is None:
         if not is_known:
             raise TypeError("max_nodes is needed under jit: shapes cannot depend on the sizes of graphs")
-        max_nodes = int(np.asarray(segments.degrees).max(initial=0))
+        max_nodes = int(np.max(graph.n_node, where=np.asarray(graph_mask(graph)), initial=0))
     width = as_count("max_nodes", max_nodes)
     counts, owners = graph.n_node, segments.ids
     starts = jnp.cumsum(counts) - counts

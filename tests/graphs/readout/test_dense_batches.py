@@ -76,6 +76,31 @@ def test_without_padding_places_are_as_many_as_the_largest_graph_has_nodes() -> 
     np.testing.assert_array_equal(dense[mask], batch.nodes["h"])
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_dropped_nodes_keep_their_places(is_padded: bool) -> None:
+    batch = graphs.batch([make(ODD["isolated"]), make(ODD["multi-edges"])])
+    graph = graphs.pad(batch, batch.num_nodes + 9, batch.num_edges + 5) if is_padded else batch
+    graph = graphs.drop_nodes(graph, 0.5, jax.random.key(4))
+    is_kept, width = np.asarray(graphs.node_mask(graph))[: batch.num_nodes], int(max(batch.n_node))
+    starts = np.cumsum(batch.n_node) - batch.n_node
+    owner = np.repeat(np.arange(len(starts)), batch.n_node)
+    place = np.arange(batch.num_nodes) - starts[owner]
+    assert not is_kept[[3, 4]].any() and is_kept[5]  # so the kept nodes are fewer than their places
+    wanted, mask = np.zeros((len(starts), width, 3), np.float16), np.zeros((len(starts), width), bool)
+    wanted[owner[is_kept], place[is_kept]] = np.asarray(batch.nodes["h"])[is_kept]
+    mask[owner[is_kept], place[is_kept]] = True
+    ends = np.asarray(batch.senders), np.asarray(batch.receivers)
+    left = is_kept[ends[0]] & is_kept[ends[1]]
+    counts = np.zeros((len(starts), width, width))
+    np.add.at(counts, (owner[ends[0]], place[ends[0]], place[ends[1]]), left)
+    dense, found = graphs.to_dense_batch(graph, "h")
+    assert dense.shape[1] == width
+    np.testing.assert_array_equal(dense[:2], wanted)
+    np.testing.assert_array_equal(found[:2], mask)
+    np.testing.assert_array_equal(graphs.to_dense_adj(graph)[:2], counts)
+    assert not found[2:].any()
+
+
 def test_under_jit_there_is_one_trace_for_a_size() -> None:
     traces = []
 
