@@ -128,7 +128,7 @@ def test_the_code_of_the_page_about_plans_runs(tmp_path: Path) -> None:
 
 
 def test_the_index_names_every_page() -> None:
-    named = re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", (ROOT / "docs/README.md").read_text(), re.MULTILINE)
+    named = re.findall(r"^\d+\. \[[^]]+\]\((\w+\.md)\)", (ROOT / "docs/README.md").read_text(), re.MULTILINE)
     assert sorted(f"docs/{page}" for page in ["README.md", "index.md", *named]) == GUIDES
 
 

@@ -228,7 +228,7 @@ def test_interrupting_compare_stops_the_run(tmp_path: Path) -> None:
         ),
         (
             ["diagnose", "--policy", "a:b"],
-            "'a' in 'a:b' is not a fraction of the run; write a schedule as NAME,SHARE:NAME",
+            "'a' in 'a:b' is not a fraction of the run; write a schedule as NAME,FRACTION:NAME",
         ),
         (["train", "--policy", "float32,0.9:float31"], "argument --policy: Unknown dtype 'float31'"),
         (
