@@ -33,7 +33,7 @@ import jmp_train as jt
 from jmp_train import Task
 from jmp_train.tasks import load_task
 from jmp_train.tasks.cifar10 import make_task
-from jmp_train.tasks.models.resnet import ResNet
+from jmp_train.tasks.models.convolution import ResNet
 
 Optimizer = Callable[..., optax.GradientTransformation]
 

@@ -18,7 +18,7 @@ import optax
 import pytest
 
 from jmp_train.runs.events import Epoch, Run, Step
-from jmp_train.steps.costs import StepCosts
+from jmp_train.steps.traced_costs import StepCosts
 from jmp_train.task import Task
 
 METRICS = {"test_accuracy": 0.987, "nonfinite_outputs": 0}

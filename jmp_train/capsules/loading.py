@@ -8,11 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_train.capsules.capsule_content import FORMAT, Group, groups_in, leaf_paths
-from jmp_train.capsules.capsule_files import capsule_files, unpack
+from jmp_train.capsules.capsule_files import FORMAT, Group, capsule_files, groups_in, leaf_paths, unpack
 from jmp_train.capsules.state_parts import StateParts, parts_of, snapshot
-from jmp_train.capsules.stored_leaves import restored, short_type, whole
-from jmp_train.capsules.tree_structures import structure_from_json
+from jmp_train.capsules.stored_leaves import restored, short_type, structure_from_json, whole
 from jmp_train.checkpoints import DamagedError
 from jmp_train.distributed import gather_texts, local_data, placement, to_leaf
 from jmp_train.policies import PyTree

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from jmp_train.capsules.capsule_content import capsule_content
-from jmp_train.capsules.capsule_files import capsule_path, capsules_in
+from jmp_train.capsules.capsule_files import capsule_content, capsule_path, capsules_in
 from jmp_train.capsules.state_parts import Snapshot, StateParts, parts_of, snapshot
 from jmp_train.policies.files import write_atomically
 from jmp_train.policies.pytrees import has_tracers

@@ -8,9 +8,9 @@ import numpy as np
 
 from jmp_train.checkpoints.arrays import open_arrays, read_arrays
 from jmp_train.checkpoints.file_locks import reading
-from jmp_train.checkpoints.files import saved_folders
 from jmp_train.checkpoints.leaves import Leaf, differences, digest
 from jmp_train.checkpoints.manifest import DamagedError, read_manifest, verified_manifest
+from jmp_train.checkpoints.step_folders import saved_folders
 
 Found = TypeVar("Found")
 LeavesFor = Callable[[int, dict[str, Any]], list[Leaf]]

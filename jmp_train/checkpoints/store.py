@@ -14,7 +14,6 @@ import numpy as np
 
 from jmp_train.checkpoints.arrays import write_arrays
 from jmp_train.checkpoints.file_locks import lock_folder
-from jmp_train.checkpoints.files import commit, remove, saved_folders, step_folder, writer_name
 from jmp_train.checkpoints.leaves import (
     Leaf,
     check_values,
@@ -24,9 +23,9 @@ from jmp_train.checkpoints.leaves import (
     shown,
     to_host,
 )
-from jmp_train.checkpoints.leftovers import clear_leftovers
 from jmp_train.checkpoints.manifest import FORMAT, DamagedError
 from jmp_train.checkpoints.reading import ARRAYS, LeavesFor, read_metadata, read_state
+from jmp_train.checkpoints.step_folders import clear_leftovers, commit, remove, saved_folders, step_folder, writer_name
 from jmp_train.distributed import (
     BackgroundWriter,
     broadcast_arrays,

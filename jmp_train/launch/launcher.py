@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from jmp_train.launch.child_processes import ChildProcess, end, signals_as_exceptions
-from jmp_train.launch.rank_endings import reason, wait_for
-from jmp_train.launch.rank_output import RankOutput, log_path, say
+from jmp_train.launch.ranks import RankOutput, log_path, reason, say, wait_for
 
 _RUNNER = Path(__file__).with_name("rank.py")
 _COMMAND = "jmp-train"

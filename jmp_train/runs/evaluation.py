@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.graphs.structure import GraphStack
 from jmp_train.policies.pytrees import change_nodes
-from jmp_train.runs.preparing import PreparedRun, with_shared
-from jmp_train.runs.task_batches import evaluation_batches
+from jmp_train.runs.preparing import PreparedRun
+from jmp_train.runs.task_batches import evaluation_batches, with_shared
 from jmp_train.steps import TrainState
 from jmp_train.task import DATA_AXIS
 

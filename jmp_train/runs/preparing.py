@@ -13,12 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.distributed import broadcast_state
 from jmp_train.parallel import data_parallel
-from jmp_train.runs.phase_names import is_schedule, phase_bounds, phases_named
-from jmp_train.runs.phase_setups import make_setups
+from jmp_train.runs.precisions import is_schedule, phase_bounds, phases_named
 from jmp_train.runs.run_identity import run_metadata
 from jmp_train.runs.run_settings import DEFAULT_SETTINGS, RunLength, RunSettings, check_run, first_devices
-from jmp_train.runs.setups import Setup, run_optimizer
-from jmp_train.runs.task_batches import Item, Place, TrainingData, batch_shapes
+from jmp_train.runs.setups import Setup, make_setups, run_optimizer
+from jmp_train.runs.task_batches import Item, Place, TrainingData, batch_shapes, with_shared
 from jmp_train.steps import TrainState, with_fp8_state
 from jmp_train.task import DATA_AXIS, Task
 from jmp_train.types import Batch
@@ -130,20 +129,6 @@ class PreparedRun:
             state, _ = compiled(self.phase_at(number))(state, batch)
             batch = next(batches, batch)
         return state, batch
-
-
-def with_shared(batch: Any, shared: dict[str, Any]) -> Any:
-    """Returns a batch with the entries that all batches share.
-
-    Args:
-      batch: a dict if there are such entries.
-      shared: the entries.
-    """
-    if not shared:
-        return batch
-    if not isinstance(batch, dict):
-        raise TypeError(f"Task: shared adds entries to each batch, which must be a dict, got a {type(batch).__name__}")
-    return batch | shared
 
 
 def prepare_run(

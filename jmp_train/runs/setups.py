@@ -5,6 +5,7 @@ loop combines, the same for both. Each phase of a schedule has its own setup, se
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,77 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.policies import AutocastRules, Params, PyTree
-from jmp_train.policies.amp_modes import Amp, ApexOptions, amp_mode
-from jmp_train.policies.dtype_policies import AutocastPolicy, Policy, apply_policy, get_policy
+from jmp_train.policies import Params, PyTree
+from jmp_train.policies.amp_modes import Amp, ApexOptions
+from jmp_train.policies.dtype_policies import Policy, apply_policy
 from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
 from jmp_train.policies.optimizers import scaled_states, with_loss_scale, with_master_weights, with_state_dtypes
 from jmp_train.policies.pytrees import cast_floating
-from jmp_train.runs.phase_names import is_schedule
+from jmp_train.runs.precisions import autocasts, check_float64, loss_scale_for, phase_precisions, precision_of
 from jmp_train.runs.run_settings import DEFAULT_SETTINGS, RunSettings
+from jmp_train.runs.task_batches import batch_shapes, with_shared
 from jmp_train.steps import TrainState, TrainStep, own_state, train_step
 from jmp_train.task import Task
 from jmp_train.types import Batch, ModelState
 
-_MODES: dict[str, dict[str, Any]] = {
-    "torch": {"mode": "torch"},
-    **{f"apex-{level}": {"mode": "apex", "opt_level": level} for level in ("O0", "O1", "O2", "O3")},
-    "naive": {"mode": "naive"},
-}
-_BFLOAT16 = "-bfloat16"
-AUTOCAST_CHOICES = "autocast_float16, autocast_bfloat16, torch and apex-O1"
 _SAMPLES = 10_000  # points of a schedule at which its largest value is searched
-MODE_CHOICES = f"{', '.join(_MODES)}, each also with {_BFLOAT16}"
-
-
-def precision_of(name: str, rules: AutocastRules | None = None) -> Policy | Amp:
-    """Returns the policy or the AMP mode of a name.
-
-    Args:
-      name: a mode, "torch", "apex-O0" to "apex-O3" or "naive", in float16, or with "-bfloat16" after it; otherwise
-        a name for `get_policy`.
-      rules: autocast rules; None for its own.
-
-    Raises:
-      ValueError: the name is unknown, and the message lists the choices; or there are rules, and it does not autocast;
-        or it names a schedule.
-
-    Example:
-      >>> precision_of("apex-O2-bfloat16").dtype.name, str(precision_of("mixed_float16"))
-      ('bfloat16', 'p=full,c=f16,o=full')
-    """
-    if is_schedule(name):
-        raise ValueError(f"{name!r} is a schedule; a single policy or mode is needed here")
-    options = _MODES.get(name.removesuffix(_BFLOAT16))
-    if options is not None:
-        precision = amp_mode(**options, dtype=jnp.bfloat16 if name.endswith(_BFLOAT16) else jnp.float16)
-    else:
-        try:
-            precision = get_policy(name)
-        except ValueError as error:
-            raise ValueError(f"{error}; or an AMP mode: {MODE_CHOICES}") from None
-    if rules is None:
-        return precision
-    if not autocasts(precision):
-        raise ValueError(f"{name} does not autocast, so it has no rules; use {AUTOCAST_CHOICES}")
-    if isinstance(precision, Amp):
-        return dataclasses.replace(precision, options=dataclasses.replace(precision.options, rules=rules))
-    return dataclasses.replace(precision, rules=rules)
-
-
-def autocasts(precision: Policy | Amp) -> bool:
-    """Returns whether a precision chooses the dtype of each operation by rules.
-
-    Args:
-      precision: see `precision_of`.
-
-    Example:
-      >>> [autocasts(precision_of(name)) for name in ("apex-O1", "apex-O2", "autocast_float16", "mixed_float16")]
-      [True, False, True, False]
-    """
-    if isinstance(precision, Amp):
-        return precision.precision.autocast_rules is not None
-    return isinstance(precision, AutocastPolicy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +150,49 @@ def make_setup(
     return _of_policy(task, policy, made, loss_scale, parts, watch)
 
 
+def make_setups(
+    task: Task, name: str, made: RunOptimizer, settings: RunSettings = DEFAULT_SETTINGS, watch: Sequence[str] = ()
+) -> tuple[Setup, ...]:
+    """Returns the setup of each phase of a schedule; only one for a policy or mode.
+
+    All setups create the same state. Its loss scale is that of the phases that need one; the others keep it.
+
+    Args:
+      task: the task.
+      name: see `phases_named`.
+      made: from `run_optimizer`.
+      settings: the settings of the run. Rules apply to phases that autocast, and each phase takes the few bits that it
+        can have.
+      watch: see `train_step`.
+
+    Raises:
+      ValueError: see `make_setup` and `phase_precisions`; or there are rules, and no phase autocasts.
+    """
+    phases = phase_precisions(name)
+    by_rules = [autocasts(phase.precision) for phase in phases]
+    if settings.rules is not None and not any(by_rules):
+        precision_of(phases[0].name, settings.rules.rules)  # raises the error
+    setups = [
+        make_setup(
+            task,
+            phase.name,
+            made,
+            dataclasses.replace(
+                settings,
+                rules=settings.rules if takes_rules else None,
+                few_bits=settings.few_bits.for_precision(phase.precision),
+            ),
+            watch,
+        )
+        for phase, takes_rules in zip(phases, by_rules, strict=True)
+    ]
+    # Their optimizers differ only in the initial loss scale; a step uses that of its state.
+    scaling = next((setup for setup in setups if not isinstance(setup.loss_scale, NoOpLossScale)), setups[0])
+    return tuple(
+        dataclasses.replace(setup, loss_scale=scaling.loss_scale, create_state=scaling.create_state) for setup in setups
+    )
+
+
 def setup_of(task: Task, name: str, settings: RunSettings = DEFAULT_SETTINGS, total: int = 100) -> Setup:
     """Returns the setup of a task without a run.
 
@@ -216,6 +203,30 @@ def setup_of(task: Task, name: str, settings: RunSettings = DEFAULT_SETTINGS, to
       total: steps of a run, on which schedules depend.
     """
     return make_setup(task, name, run_optimizer(task, shapes_of_init(task)[0], total, settings), settings)
+
+
+def planned_step(
+    task: Task, name: str, settings: RunSettings = DEFAULT_SETTINGS
+) -> tuple[TrainStep, Any, Callable[[int | None], Any]]:
+    """Returns the step of a task, its state and its batches by their size, as shapes.
+
+    Args:
+      task: the task.
+      name: a policy or mode, see `precision_of`.
+      settings: the settings of the run; only the number of parts is used.
+
+    Raises:
+      ValueError: there is no such policy or mode.
+    """
+    setup = setup_of(task, name, settings)
+    state = jax.eval_shape(setup.create_state, *shapes_of_init(task), jax.eval_shape(jax.random.key, 0))
+    shared = jax.eval_shape(setup.cast_shared, task.shared())
+
+    @functools.cache  # because a user's loader may be slow
+    def batches(size: int | None) -> Any:
+        return with_shared(batch_shapes(task, size), shared)
+
+    return setup.step, state, batches
 
 
 def _growing_after(amp: Amp, steps: int | None) -> Amp:
@@ -284,36 +295,3 @@ def _of_policy(
         cast_params=policy.cast_to_compute,
         cast_shared=policy.cast_to_compute,
     )
-
-
-def loss_scale_for(policy: Policy, growth_interval: int | None = None) -> LossScale:
-    """Returns the loss scale that a policy needs: a dynamic one for float16, none for the others.
-
-    It is torch's loss scale, with a minimum of 1.
-
-    Args:
-      policy: the policy.
-      growth_interval: steps without overflow after which it grows; None for torch's 2000.
-
-    Example:
-      >>> loss_scale_for(get_policy("mixed_bfloat16"))
-      NoOpLossScale()
-    """
-    autocast_dtype = policy.autocast_dtype if isinstance(policy, AutocastPolicy) else None
-    if jnp.float16 in (policy.param_dtype, policy.compute_dtype, autocast_dtype):
-        return DynamicLossScale(2.0**16, period=growth_interval or 2000)
-    return NoOpLossScale()
-
-
-def check_float64(precision: Policy | Amp, name: str) -> None:
-    """Raises ValueError if a policy has float64 and jax has it disabled.
-
-    Args:
-      precision: from `precision_of`.
-      name: the name of the policy.
-    """
-    if isinstance(precision, Amp):
-        return
-    dtypes = (precision.param_dtype, precision.compute_dtype, precision.output_dtype, precision.reduce_dtype)
-    if jnp.float64 in dtypes and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
-        raise ValueError(f"policy {name!r} has float64, which needs JAX_ENABLE_X64=1")

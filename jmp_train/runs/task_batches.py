@@ -281,3 +281,17 @@ def evaluation_batches(task: Task, batch_size: int | None) -> Iterator[tuple[Any
     threads = task.loading_threads
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2, threads))
     yield from grain.MapDataset.range(-(-total // size)).map(fetch).to_iter_dataset(options)
+
+
+def with_shared(batch: Any, shared: dict[str, Any]) -> Any:
+    """Returns a batch with the entries that all batches share.
+
+    Args:
+      batch: a dict if there are such entries.
+      shared: the entries.
+    """
+    if not shared:
+        return batch
+    if not isinstance(batch, dict):
+        raise TypeError(f"Task: shared adds entries to each batch, which must be a dict, got a {type(batch).__name__}")
+    return batch | shared

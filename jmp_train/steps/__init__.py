@@ -1,6 +1,5 @@
 """The train step and its parts: state, scaled gradients, micro-batches."""
 
-from jmp_train.steps.accumulation import accumulated as accumulated
 from jmp_train.steps.batch_parts import check_divides as check_divides
 from jmp_train.steps.batch_parts import check_no_graph as check_no_graph
 from jmp_train.steps.batch_parts import hint_of_split as hint_of_split
@@ -8,10 +7,8 @@ from jmp_train.steps.batch_parts import in_parts as in_parts
 from jmp_train.steps.batch_parts import unstacked as unstacked
 from jmp_train.steps.batch_parts import warn_of_split as warn_of_split
 from jmp_train.steps.call_checks import check_call as check_call
-from jmp_train.steps.costs import StepCosts as StepCosts
-from jmp_train.steps.costs import step_costs as step_costs
-from jmp_train.steps.device_axes import over_axes as over_axes
-from jmp_train.steps.explained_errors import NO_KEY as NO_KEY
+from jmp_train.steps.call_checks import check_is_train_state as check_is_train_state
+from jmp_train.steps.call_checks import check_not_replicated as check_not_replicated
 from jmp_train.steps.flax_train_state import FlaxTrainState as FlaxTrainState
 from jmp_train.steps.fp8_scaling import delayed_scaling as delayed_scaling
 from jmp_train.steps.fp8_scaling import own_state as own_state
@@ -22,21 +19,24 @@ from jmp_train.steps.gradient_functions import GradientFunction as GradientFunct
 from jmp_train.steps.gradient_functions import GradientTransform as GradientTransform
 from jmp_train.steps.gradient_functions import LossFn as LossFn
 from jmp_train.steps.gradient_functions import StepGradients as StepGradients
+from jmp_train.steps.gradient_functions import accumulated as accumulated
+from jmp_train.steps.gradient_functions import over_axes as over_axes
 from jmp_train.steps.gradients import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.steps.gradients import unwatched_value_and_grad as unwatched_value_and_grad
+from jmp_train.steps.loss_functions import NO_KEY as NO_KEY
+from jmp_train.steps.loss_functions import loss_gradients as loss_gradients
+from jmp_train.steps.loss_functions import stateless as stateless
+from jmp_train.steps.metrics import WATCHES as WATCHES
 from jmp_train.steps.metrics import step_metrics as step_metrics
 from jmp_train.steps.nnx_gradients import nnx_value_and_grad as nnx_value_and_grad
-from jmp_train.steps.plain_losses import stateless as stateless
-from jmp_train.steps.scaled_losses import loss_gradients as loss_gradients
 from jmp_train.steps.step import TrainStep as TrainStep
 from jmp_train.steps.step import train_step as train_step
-from jmp_train.steps.step_checks import check_is_train_state as check_is_train_state
-from jmp_train.steps.step_checks import check_not_replicated as check_not_replicated
+from jmp_train.steps.traced_costs import StepCosts as StepCosts
+from jmp_train.steps.traced_costs import step_costs as step_costs
 from jmp_train.steps.train_state import TrainState as TrainState
 from jmp_train.steps.update import Update as Update
 from jmp_train.steps.update import apply_gradients as apply_gradients
 from jmp_train.steps.update import evaluation as evaluation
-from jmp_train.steps.watches import WATCHES as WATCHES
 from jmp_train.types import Batch as Batch
 from jmp_train.types import Metrics as Metrics
 from jmp_train.types import ModelState as ModelState

@@ -3,7 +3,7 @@
 Each check is a function of a `Call` in the list `CHECKS`. Add new checks there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -11,11 +11,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmp_train.policies import OptState, Params
 from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy
-from jmp_train.policies.loss_scaling import PerLossScale
-from jmp_train.policies.optimizers import check_nesting, extra_arguments, loss_scale_of, scaled_states
-from jmp_train.policies.pytrees import at_least_float32, is_float_array, named_leaves, trained
-from jmp_train.steps.step_checks import check_is_train_state, check_same_optimizer
+from jmp_train.policies.loss_scaling import PerLossScale, is_loss_scale
+from jmp_train.policies.optimizers import (
+    KahanState,
+    LossScaledState,
+    MasterWeightsState,
+    SkipRuleState,
+    StateDtypesState,
+    StochasticRoundingState,
+    check_nesting,
+    extra_arguments,
+    loss_scale_of,
+    scaled_states,
+)
+from jmp_train.policies.pytrees import (
+    at_least_float32,
+    find_nodes,
+    is_float_array,
+    named_leaves,
+    path_name,
+    trained,
+)
 from jmp_train.steps.train_state import TrainState
 from jmp_train.types import Batch
 
@@ -130,3 +148,109 @@ CHECKS: tuple[Callable[[Call], None], ...] = (
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns an array that stands for a gradient of this shape and dtype, and takes no memory."""
     return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+_WRAPPERS = {
+    "a loss scale": LossScaledState,
+    "a skip rule": SkipRuleState,
+    "master weights": MasterWeightsState,
+    "stochastic rounding": StochasticRoundingState,
+    "Kahan compensations": KahanState,
+    "dtypes of its own for the optimizer's state": StateDtypesState,
+}
+
+
+def check_not_replicated(state: Any) -> None:
+    """Raises ValueError for a state that was replicated along a first axis, as for pmap.
+
+    Args:
+      state: a `TrainState`; other types raise TypeError.
+    """
+    check_is_train_state(state)
+    if shape := jnp.shape(state.step):
+        raise ValueError(
+            f"state.step must be a scalar, got shape {shape}: the state is replicated along a first axis, as by "
+            "flax.jax_utils.replicate. Pass the state as on one device (flax.jax_utils.unreplicate), and the "
+            "whole batch, [examples, ...]"
+        )
+
+
+def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str]) -> None:
+    """Raises ValueError if a loss is already averaged over devices and its gradients would be too small.
+
+    Inside a `shard_map` that checks varying types, each of N devices gets an Nth of the gradient of such a loss.
+
+    Args:
+      loss: the loss of this device.
+      params: marked as varying over the axes; otherwise jax does not check.
+      axis_names: the axes over which gradients are averaged.
+    """
+    varies = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(params)]
+    checked = set().union(*varies)
+    own = jax.typeof(loss).manual_axis_type.varying
+    for name in axis_names:
+        if name in checked and name not in own:
+            raise ValueError(
+                f"loss_fn averages its loss over the axis {name!r}, but the step does too, so gradients would be "
+                "averaged twice. Return the loss of the device's own examples"
+            )
+
+
+def check_same_optimizer(optimizer: optax.GradientTransformation, opt_state: OptState, params: Params) -> None:
+    """Raises ValueError with the difference if an optimizer state belongs to another optimizer.
+
+    Args:
+      optimizer: the optimizer of the step.
+      opt_state: the state passed to the step. Its loss scale may be of another kind, because the state has the rule.
+      params: the stored parameters, arrays or tracers.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> adam, params = optax.adam(1e-3), jnp.ones(2)
+      >>> check_same_optimizer(adam, adam.init(params), params)
+    """
+    try:
+        wanted = jax.eval_shape(optimizer.init, params)
+    except jax.errors.JAXTypeError:  # it reads values, so it cannot be traced
+        return
+    for text, kind in _WRAPPERS.items():
+        has, wants = bool(find_nodes(opt_state, kind)), bool(find_nodes(wanted, kind))
+        if has != wants:
+            sides = ("state.opt_state", "the step's optimizer")
+            first, second = sides if has else reversed(sides)
+            raise ValueError(
+                f"{first} has {text}, but {second} has none; pass the same optimizer to train_step and "
+                "TrainState.create"
+            )
+    names, wanted_names = _leaf_names(opt_state), _leaf_names(wanted)
+    if names != wanted_names:
+        extra = [name for name in names if name not in set(wanted_names)]
+        missing = [name for name in wanted_names if name not in set(names)]
+        raise ValueError(
+            f"state.opt_state is from another optimizer than the step's: it has {_first(extra)} in addition, and "
+            f"lacks {_first(missing)}; pass the same optimizer to train_step and TrainState.create"
+        )
+
+
+def check_is_train_state(state: object) -> None:
+    """Raises TypeError with a remedy if the state passed to a step is not a `TrainState`."""
+    if not hasattr(state, "model_state") or not hasattr(state, "opt_state"):
+        kind = f"{type(state).__module__}.{type(state).__qualname__}"
+        raise TypeError(
+            f"state must be a jmp_train.TrainState, got {kind}; make one with TrainState.create(params, "
+            "optimizer, model_state=..., rng=...), or from a flax TrainState with "
+            "TrainState.create(state.params, state.tx)"
+        )
+
+
+def _leaf_names(opt_state: OptState) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(
+        opt_state, is_leaf=lambda node: isinstance(node, PerLossScale) or is_loss_scale(node)
+    )
+    return [path_name(path) for path, _ in leaves]
+
+
+def _first(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")

@@ -11,17 +11,20 @@ import optax
 from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy, PolicySchedule, named_policy
 from jmp_train.policies.loss_scaling import check_takes_state, refuse_second_cast
 from jmp_train.policies.optimizers import as_transformation, loss_scale_of
-from jmp_train.steps.accumulation import accumulated
 from jmp_train.steps.call_checks import check_call
-from jmp_train.steps.device_axes import averaged, on_device
-from jmp_train.steps.explained_errors import explained
 from jmp_train.steps.fp8_scaling import delayed_scaling, scaled_products, with_next_scales
-from jmp_train.steps.gradient_functions import GradientFunction, GradientTransform, LossFn
-from jmp_train.steps.metrics import step_metrics
-from jmp_train.steps.scaled_losses import loss_gradients
+from jmp_train.steps.gradient_functions import (
+    GradientFunction,
+    GradientTransform,
+    LossFn,
+    accumulated,
+    averaged,
+    on_device,
+)
+from jmp_train.steps.loss_functions import explained, loss_gradients
+from jmp_train.steps.metrics import checked_watches, step_metrics
 from jmp_train.steps.train_state import TrainState
 from jmp_train.steps.update import apply_gradients, evaluation
-from jmp_train.steps.watches import checked_watches
 from jmp_train.types import Batch, Metrics
 
 

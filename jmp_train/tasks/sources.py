@@ -1,4 +1,7 @@
-"""The source of a task: a built-in name, `path/to/file.py:function`, or `package.module:function`."""
+"""The source of a task: a built-in name, `path/to/file.py:function`, or `package.module:function`.
+
+The module of a built-in task has `Options` and `task(options)`, as users' files do.
+"""
 
 import ast
 import dataclasses
@@ -18,7 +21,40 @@ from types import ModuleType
 from typing import Any
 
 from jmp_train.task import Task
-from jmp_train.tasks.registry import TASK_NAMES, module_of
+
+TASK_NAMES = ("digits", "mnist", "karate", "cora", "planetoid", "reddit", "proteins", "cifar10", "vit-b16", "lm")
+_MODULES = {name: name for name in TASK_NAMES} | {"vit-b16": "vit"}
+
+
+def module_of(name: str) -> Any:
+    """Returns the module of a built-in task.
+
+    Args:
+      name: one of `TASK_NAMES`.
+    """
+    return importlib.import_module(f"jmp_train.tasks.{_MODULES[name]}")
+
+
+def load_task(name: str, **options: Any) -> Task:
+    """Returns a built-in task with its data loaded.
+
+    Args:
+      name: one of `TASK_NAMES`.
+      **options: fields of the task's `Options`.
+
+    Raises:
+      KeyError: there is no such task.
+      TypeError: the task has no such option.
+      ValueError: an option is out of range, or a file is damaged.
+      FileNotFoundError: files are missing; the message has their public address.
+
+    Example:
+      >>> load_task("karate", model="gat").epochs
+      50
+    """
+    module = module_of(name)
+    return module.task(module.Options(**options))
+
 
 TASK_FORMS = "path/to/file.py:function, or package.module:function"
 _FORM = re.compile(r"[^\0]+:[^\W\d]\w*")

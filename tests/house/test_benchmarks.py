@@ -22,8 +22,8 @@ from planetoid_files import write_planetoid
 import jmp_train as jt
 from jmp_train.task import Task
 from jmp_train.tasks.models import Accuracy
-from jmp_train.tasks.models.resnet import ResNet
-from jmp_train.tasks.models.vit import VisionTransformer
+from jmp_train.tasks.models.convolution import ResNet
+from jmp_train.tasks.models.vision_transformer import VisionTransformer
 
 pytestmark = pytest.mark.quick
 

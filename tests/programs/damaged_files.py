@@ -26,9 +26,8 @@ import numpy as np
 from helpers import cifar_bytes, idx_bytes, memory_limited_to
 from PIL import Image
 
-from jmp_train.data.cifar import read_cifar10_batch
-from jmp_train.data.idx import read_idx
 from jmp_train.data.image_folder import center_crops, random_crops
+from jmp_train.data.public_images import read_cifar10_batch, read_idx
 
 SIZE, MAX_PIXELS, MAX_BYTES = 16, 2_000_000, 2**24
 MEMORY, SECONDS = 2**29, 60  # that reading a file may take

@@ -1,6 +1,7 @@
 """The models and losses of the tasks."""
 
 from jmp_train.tasks.models.convolution import Conv as Conv
+from jmp_train.tasks.models.convolution import ResNet as ResNet
 from jmp_train.tasks.models.convolution import batch_norm as batch_norm
 from jmp_train.tasks.models.convolution import torch_uniform as torch_uniform
 from jmp_train.tasks.models.gin import GIN as GIN
@@ -19,5 +20,4 @@ from jmp_train.tasks.models.graph_models import node_examples as node_examples
 from jmp_train.tasks.models.losses import Accuracy as Accuracy
 from jmp_train.tasks.models.losses import ImageClassifier as ImageClassifier
 from jmp_train.tasks.models.losses import image_classifier as image_classifier
-from jmp_train.tasks.models.resnet import ResNet as ResNet
-from jmp_train.tasks.models.vit import VisionTransformer as VisionTransformer
+from jmp_train.tasks.models.vision_transformer import VisionTransformer as VisionTransformer

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.steps.costs import step_costs
+from jmp_train.steps.traced_costs import step_costs
 
 pytestmark = pytest.mark.quick
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import cifar_bytes, memory_limited_to, write_cifar
 
-from jmp_train.data.cifar import read_cifar10, read_cifar10_batch
+from jmp_train.data.public_images import read_cifar10, read_cifar10_batch
 
 pytestmark = pytest.mark.quick
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import idx_bytes, memory_limited_to
 
-from jmp_train.data.idx import read_idx
+from jmp_train.data.public_images import read_idx
 
 pytestmark = pytest.mark.quick
 

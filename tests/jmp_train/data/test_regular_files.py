@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jmp_train.data.cifar import read_cifar10_batch
-from jmp_train.data.idx import read_idx
 from jmp_train.data.image_files import read_image
+from jmp_train.data.public_images import read_cifar10_batch, read_idx
 from jmp_train.data.regular_files import open_regular, read_bytes
 
 pytestmark = pytest.mark.quick

@@ -4,7 +4,7 @@ import grain
 import numpy as np
 import pytest
 
-from jmp_train.data.shuffled_order import shuffled_order
+from jmp_train.data.graph_batching import shuffled_order
 
 pytestmark = pytest.mark.quick
 

@@ -11,8 +11,8 @@ from helpers import promoting_task
 import jmp_train as jt
 from jmp_train.policies.loss_scaling import NoOpLossScale
 from jmp_train.runs import RulesFile, RunSettings, run_optimizer, setup_of
-from jmp_train.runs.phase_setups import make_setups, phase_precisions
-from jmp_train.runs.setups import shapes_of_init
+from jmp_train.runs.precisions import phase_precisions
+from jmp_train.runs.setups import make_setups, shapes_of_init
 from jmp_train.task import Task
 from jmp_train.tasks import load_task
 

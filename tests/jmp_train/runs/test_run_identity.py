@@ -11,9 +11,8 @@ from helpers import first_examples
 
 from jmp_train.policies import TORCH_CUDA, AutocastRules
 from jmp_train.runs import RunSettings
-from jmp_train.runs.few_bits import FewBits
 from jmp_train.runs.run_identity import data_digest, differences, run_metadata
-from jmp_train.runs.run_settings import RulesFile
+from jmp_train.runs.run_settings import FewBits, RulesFile
 from jmp_train.task import Arrays, Task
 from jmp_train.tasks import load_task
 

@@ -17,8 +17,9 @@ from jmp_train.parallel.steps import data_parallel
 from jmp_train.policies.pytrees.paths import named_leaves
 from jmp_train.runs import RulesFile, RunSettings
 from jmp_train.runs.loop import train
+from jmp_train.runs.precisions import autocasts, loss_scale_for, precision_of
 from jmp_train.runs.resuming import Saving, Stopped
-from jmp_train.runs.setups import autocasts, loss_scale_for, precision_of, setup_of
+from jmp_train.runs.setups import setup_of
 from jmp_train.task import Task
 from jmp_train.tasks import load_task
 

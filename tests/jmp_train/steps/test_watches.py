@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 from jmp_train.steps import metrics as metrics_module
-from jmp_train.steps.watches import group_names
+from jmp_train.steps.metrics import group_names
 
 pytestmark = pytest.mark.quick
 

@@ -17,7 +17,7 @@ from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
 from jmp_train.task import Task
 from jmp_train.tasks import cifar10, load_task
-from jmp_train.tasks.models.resnet import ResNet
+from jmp_train.tasks.models.convolution import ResNet
 
 pytestmark = pytest.mark.quick
 

@@ -11,7 +11,7 @@ from helpers import first_examples, idx_bytes, promoting, promoting_task, write_
 
 from jmp_train.cli.entry import _parser, main
 from jmp_train.cli.jobs import load_job
-from jmp_train.data.mnist import read_mnist
+from jmp_train.data.public_images import read_mnist
 from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
 from jmp_train.task import Task

@@ -11,8 +11,8 @@ from helpers import relaxed
 from jmp_train.cli.entry import main
 from jmp_train.runs import RunSettings
 from jmp_train.runs.events import Run
-from jmp_train.runs.few_bits import FewBits
 from jmp_train.runs.loop import train
+from jmp_train.runs.run_settings import FewBits
 from jmp_train.task import Task
 from jmp_train.tasks import load_task
 

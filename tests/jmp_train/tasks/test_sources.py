@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from jmp_train.tasks import TASK_NAMES, FileError, errors_of_file, find_task, is_task_text, load_task
-from jmp_train.tasks.registry import module_of
-from jmp_train.tasks.sources import described
+from jmp_train.tasks.sources import described, module_of
 
 pytestmark = pytest.mark.quick
 

@@ -15,7 +15,7 @@ from jmp_train.data.image_folder import center_crops, random_crops
 from jmp_train.policies.amp_modes.mode import amp_mode
 from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
-from jmp_train.runs.setups import precision_of
+from jmp_train.runs.precisions import precision_of
 from jmp_train.runs.task_batches import evaluation_batches as batches_of_test
 from jmp_train.runs.task_batches import train_batches
 from jmp_train.steps.step import train_step
@@ -23,7 +23,7 @@ from jmp_train.steps.train_state import TrainState
 from jmp_train.task import Task
 from jmp_train.tasks import load_task, vit
 from jmp_train.tasks.models import Accuracy
-from jmp_train.tasks.models.vit import VisionTransformer, attention, is_kept
+from jmp_train.tasks.models.vision_transformer import VisionTransformer, attention, is_kept
 
 pytestmark = pytest.mark.quick
 

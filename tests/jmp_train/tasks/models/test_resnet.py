@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import promoting
 
-from jmp_train.tasks.models.resnet import Block, ResNet, conv
+from jmp_train.tasks.models.convolution import Block, ResNet, conv
 
 pytestmark = pytest.mark.quick
 

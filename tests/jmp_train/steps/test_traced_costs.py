@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jmp_train as jt
-from jmp_train.steps.costs import StepCosts, step_costs
+from jmp_train.steps.traced_costs import StepCosts, step_costs
 
 pytestmark = pytest.mark.quick
 

@@ -1,0 +1,238 @@
+"""The processes of `jmp-train launch`: their output, on standard output and in logs, and their endings.
+
+Their output is read to its end, even if it cannot be written, because a process whose output is not read stops.
+"""
+
+import codecs
+import io
+import locale
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Self
+
+from jmp_train.launch.child_processes import ChildProcess
+from jmp_train.launch.output import Output, warn_of_loss
+
+LONGEST_LINE = 65536  # characters; longer lines are printed in pieces
+
+_LINE_END = re.compile(r"\r\n|\n|\r(?!\Z)")  # a \r at the end may be half of a \r\n
+_CHUNK = 65536
+
+
+class RankOutput:
+    """Prints the lines of several processes, each with the number of its process in front.
+
+    Args:
+      logdir: an existing folder for logs, where process 0 is written to `rank_0.log`, byte by byte, and so on; None
+        for no logs.
+    """
+
+    def __init__(self, logdir: Path | None) -> None:
+        self._logdir = logdir
+        self._lock = threading.Lock()  # keeps lines apart
+        own = isinstance(sys.stdout, Output)  # which reports its own failures
+        self._screen = sys.stdout if own else Output(sys.stdout, _warn_of_loss)
+
+    def copy(self, pipe: IO[bytes], rank: int) -> None:
+        """Copies the output of a process until its end.
+
+        Args:
+          pipe: the process's output.
+          rank: its number.
+        """
+        with pipe, _Log(self._logdir, rank) as log:
+            for text in _decoded(pipe, log):
+                lines = "".join(f"[{rank}] {line.rstrip()}\n" for line in text)
+                with self._lock:
+                    self._screen.write(lines)
+                    self._screen.flush()
+
+
+class _Log:
+    """A file to append to; the first failed write causes a warning."""
+
+    def __init__(self, logdir: Path | None, rank: int) -> None:
+        self._path = None if logdir is None else log_path(logdir, rank)
+        self._file: io.FileIO | None = None
+        self._warned = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, data: bytes) -> None:
+        """Writes the bytes, or as many as fit."""
+        if self._path is None:
+            return
+        try:
+            self._file = self._file or self._path.open("ab", buffering=0)
+            while data:
+                data = data[self._file.write(data) or 0 :]
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                say(f"warning: {self._path}: {error.strerror}; what does not fit is missing there")
+
+
+def log_path(logdir: Path, rank: int) -> Path:
+    """Returns the path of a process's log."""
+    return logdir / f"rank_{rank}.log"
+
+
+def say(text: str) -> None:
+    """Prints a line of the launcher's own on standard error."""
+    print(f"jmp-train: {text}", file=Output(sys.stderr), flush=True)
+
+
+def _warn_of_loss(why: Exception) -> None:
+    warn_of_loss(Output(sys.stderr), why)
+
+
+def _decoded(pipe: IO[bytes], log: _Log) -> Iterator[list[str]]:
+    """Yields the lines from a pipe, as many at a time as have arrived; the log gets the bytes."""
+    # The encoding of the processes.
+    named, _, _ = os.environ.get("PYTHONIOENCODING", "").partition(":")
+    encoding = named or locale.getpreferredencoding(False)
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    rest = ""
+    while data := os.read(pipe.fileno(), _CHUNK):
+        log.write(data)
+        *lines, rest = _LINE_END.split(rest + decoder.decode(data))
+        if len(rest) >= LONGEST_LINE:
+            lines, rest = [*lines, rest], ""
+        if lines:
+            yield lines
+    rest += decoder.decode(b"", final=True)
+    if rest:
+        yield [rest]
+
+
+_POLL_SECONDS = 0.05
+_SETTLE_SECONDS = 1.0  # after a failure, because others may fail for the same reason
+_NOTICE_SECONDS = 10.0  # after the end of the first script, before a message names the others
+
+
+@dataclass
+class Endings:
+    """The processes that have ended, with exit codes and times.
+
+    Attributes:
+      failed: the exit codes of failed processes, by their number, in the order of failure.
+      ended: the times (`time.monotonic`) at which scripts or processes ended well, by number.
+      running: the processes that had not ended at the last check.
+      late: True if the processes whose scripts had not ended were given up.
+      first_failure: time of the first failure (`time.monotonic`); None if there was none.
+    """
+
+    failed: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, float] = field(default_factory=dict)
+    running: list[int] = field(default_factory=list)
+    late: bool = False
+    first_failure: float | None = None
+
+
+def wait_for(children: Sequence[ChildProcess], messages: int, exit_timeout: float | None) -> Endings:
+    """Waits until all have ended, some have failed, or some still run too long after the first has ended.
+
+    Args:
+      children: the processes, by their number.
+      messages: a non-blocking pipe with a line per process whose script has ended.
+      exit_timeout: seconds that the others may run on after the first has ended well; None for no limit.
+    """
+    endings = Endings()
+    noticed = False
+    while True:
+        now = time.monotonic()
+        codes = [child.poll() for child in children]
+        well = [rank for rank, code in enumerate(codes) if code == 0]
+        for rank in _told(messages) + well:
+            endings.ended.setdefault(rank, now)
+        for rank, code in enumerate(codes):
+            if code:
+                endings.failed.setdefault(rank, code)
+        endings.running = [rank for rank, code in enumerate(codes) if code is None]
+        if endings.failed:
+            endings.first_failure = endings.first_failure or now
+        if not endings.running:
+            return endings
+        if endings.first_failure is not None:
+            if now >= endings.first_failure + _SETTLE_SECONDS:
+                return endings
+        elif endings.ended and _at_work(endings):
+            waited = now - min(endings.ended.values())
+            endings.late = exit_timeout is not None and waited >= exit_timeout
+            if (endings.late or waited >= _NOTICE_SECONDS) and not noticed:
+                noticed = True
+                say(_notice(endings, waited, exit_timeout))
+            if endings.late:
+                return endings
+        time.sleep(_POLL_SECONDS)
+
+
+def reason(endings: Endings, exit_timeout: float | None) -> str | None:
+    """Returns the failed processes, in order, and the ones stopped because of them, as a text; None if all is well.
+
+    Args:
+      endings: from `wait_for`.
+      exit_timeout: the argument of `wait_for`.
+    """
+    if endings.late:
+        return (
+            f"{_processes(endings.ended)} ended well, still running after the exit timeout of {exit_timeout:g} s: "
+            f"{_processes(_at_work(endings))}, now stopped; do all take the same number of steps?"
+        )
+    if not endings.failed:
+        return None
+    parts = [
+        f"process {rank} " + (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+        for rank, code in endings.failed.items()
+    ]
+    if endings.running:
+        was = "was" if len(endings.running) == 1 else "were"
+        parts.append(f"{_processes(endings.running)} still ran and {was} stopped")
+    text = ", then ".join(parts)
+    before = _ended_before_others(endings)
+    return f"{text}; the script of {_processes(before)} had ended well before that" if before else text
+
+
+def _ended_before_others(endings: Endings) -> list[int]:
+    """Returns the processes whose scripts had ended before the first failure, unless all had."""
+    failure = endings.first_failure or 0.0
+    before = [rank for rank, since in endings.ended.items() if since < failure]
+    return before if set(before) < {*endings.failed, *endings.running, *endings.ended} else []
+
+
+def _told(messages: int) -> list[int]:
+    """Returns the processes whose scripts have ended since the last check."""
+    with suppress(OSError):  # the pipe is empty
+        return [int(line) for line in os.read(messages, 65536).split()]
+    return []
+
+
+def _at_work(endings: Endings) -> list[int]:
+    return [rank for rank in endings.running if rank not in endings.ended]
+
+
+def _notice(endings: Endings, waited: float, exit_timeout: float | None) -> str:
+    text = (
+        f"{_processes(endings.ended)} ended well, still running after {waited:.3g} s: "
+        f"{_processes(_at_work(endings))}; what takes all of them cannot go on"
+    )
+    if exit_timeout is None:
+        return text
+    return f"{text}; to be stopped " + ("now" if endings.late else f"in {exit_timeout - waited:.3g} s")
+
+
+def _processes(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in sorted(ranks)]
+    return f"process{'' if len(numbers) == 1 else 'es'} {', '.join(numbers)}"
