@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.policies.optimizers.kahan import KahanState
+from jmp_train.policies.optimizers.loss_scaled import ZeroGradientsState
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState
 from jmp_train.policies.optimizers.master_weights import MasterWeightsState
 from jmp_train.policies.optimizers.skip_rules import SkipRuleState
 from jmp_train.policies.optimizers.state_dtypes import StateDtypesState
 from jmp_train.policies.optimizers.state_rules import is_quantized, state_leaves, with_blocks
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
-from jmp_train.policies.optimizers.zero_gradients import ZeroGradientsState
 from jmp_train.policies.pytrees import copy_like, find_nodes, named_leaves, path_name
 from jmp_train.policies.quantizing import dequantize, requantize
 from jmp_train.policies.types import PyTree

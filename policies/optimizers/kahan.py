@@ -15,13 +15,13 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.optimizers.params_step import next_params
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
     StoringOptimizer,
     StoringState,
     as_transformation,
     difference,
+    next_params,
     refuse_stored,
     storing_optimizer,
 )

@@ -1,12 +1,13 @@
-"""The loss scale inside the optax state: unscale, check for overflow, step or skip, adapt.
+"""The loss scale inside the optax state: unscale, check for overflow, step or skip, adapt; and a count of zeros.
 
 The wrapped optimizer works in float32 for all dtypes of gradients and parameters, so that its
 moments neither overflow nor stagnate. It gets unscaled and finite gradients: clipping, weight decay
 and schedules belong inside, and `with_loss_scale` belongs outermost.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -142,11 +143,67 @@ def with_loss_scale(
         )
         if return_params:
             return add_updates(params, new_updates, on_addition), new_state
-        return jax.tree_util.tree_map(lambda u: _or_nothing(taken, u), new_updates), new_state
+        # x + -0.0 is x for every x; 0.0 would turn a parameter of -0.0 into 0.0. Complex numbers have two signs.
+        return jax.tree_util.tree_map(lambda u: jnp.where(taken, u, -jnp.zeros_like(u)), new_updates), new_state
 
     return ParamsOptimizer(init, update)
 
 
-def _or_nothing(taken: jax.Array, update: jax.Array) -> jax.Array:
-    # x + -0.0 is x for every x; 0.0 would turn a parameter of -0.0 into 0.0. Complex numbers have two signs.
-    return jnp.where(taken, update, -jnp.zeros_like(update))
+class ZeroGradientsState(NamedTuple):
+    """State of `count_zero_gradients`.
+
+    Attributes:
+      zeros: int32 scalar, number of zero elements in the gradients of the last step taken.
+      inner_state: the wrapped optimizer's state.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> int(count_zero_gradients(optax.sgd(0.1)).init(jnp.ones(2)).zeros)
+      0
+    """
+
+    zeros: jax.Array
+    inner_state: Any
+
+
+def count_zero_gradients(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that counts the zeros in its gradients.
+
+    Inside of `with_loss_scale` these are unscaled and float32, and `train_step` reports the count among its
+    metrics as `num_zeros_in_grad`. A skipped step counts nothing and keeps the last number.
+
+    Args:
+      optimizer: any optax optimizer.
+
+    Returns:
+      An optimizer whose state is a `ZeroGradientsState`.
+
+    Raises:
+      TypeError: `optimizer` is not an optax optimizer.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> optimizer = count_zero_gradients(optax.sgd(0.1))
+      >>> params = jnp.ones(3)
+      >>> _, state = optimizer.update(jnp.array([0.0, 1.0, 0.0]), optimizer.init(params), params)
+      >>> int(state.zeros)
+      2
+
+    Reference: `log_num_zeros_in_grad` of Megatron-LM and ColossalAI.
+    """
+    inner = as_transformation(optimizer)
+
+    def init(params: Params) -> ZeroGradientsState:
+        return ZeroGradientsState(jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(
+        updates: Grads, state: Any, params: Params | None = None, **extra_args: object
+    ) -> tuple[Any, ZeroGradientsState]:
+        counts = [(g == 0).sum(dtype=jnp.int32) for g in jax.tree_util.tree_leaves(updates)]
+        zeros = functools.reduce(jnp.add, counts, jnp.int32(0))
+        new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        return new_updates, ZeroGradientsState(zeros, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)

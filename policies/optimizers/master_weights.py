@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from jmp_train.policies.optimizers.params_step import next_params
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
     StoringOptimizer,
     StoringState,
     as_transformation,
+    next_params,
     storing_optimizer,
 )
 from jmp_train.policies.pytrees import (

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train.policies.optimizers.params_step import next_params
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
     StoringOptimizer,
     StoringState,
     as_transformation,
+    next_params,
     refuse_stored,
     storing_optimizer,
 )

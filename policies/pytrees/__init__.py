@@ -1,13 +1,23 @@
 """Leaves and nodes of pytrees: dtypes, casts, paths, finiteness, reductions over a mesh."""
 
+from jmp_train.policies.pytrees.casting import at_least_float32 as at_least_float32
 from jmp_train.policies.pytrees.casting import cast_floating as cast_floating
 from jmp_train.policies.pytrees.casting import cast_leaf as cast_leaf
 from jmp_train.policies.pytrees.casting import cast_like as cast_like
 from jmp_train.policies.pytrees.casting import cast_to_full as cast_to_full
 from jmp_train.policies.pytrees.casting import cast_to_half as cast_to_half
+from jmp_train.policies.pytrees.casting import check_half as check_half
 from jmp_train.policies.pytrees.casting import copy_like as copy_like
+from jmp_train.policies.pytrees.casting import float_dtype as float_dtype
+from jmp_train.policies.pytrees.casting import half_dtype as half_dtype
 from jmp_train.policies.pytrees.casting import is_float_array as is_float_array
+from jmp_train.policies.pytrees.casting import is_half as is_half
 from jmp_train.policies.pytrees.casting import is_inexact_array as is_inexact_array
+from jmp_train.policies.pytrees.casting import is_key as is_key
+from jmp_train.policies.pytrees.casting import is_key_or_data as is_key_or_data
+from jmp_train.policies.pytrees.casting import parse_dtype as parse_dtype
+from jmp_train.policies.pytrees.casting import short_name as short_name
+from jmp_train.policies.pytrees.casting import shortened as shortened
 from jmp_train.policies.pytrees.casting import upcast_to_float32 as upcast_to_float32
 from jmp_train.policies.pytrees.collectives import Largest as Largest
 from jmp_train.policies.pytrees.collectives import mean_over_axes as mean_over_axes
@@ -16,14 +26,6 @@ from jmp_train.policies.pytrees.collectives import reduce_gradients as reduce_gr
 from jmp_train.policies.pytrees.collectives import scatter_gradients as scatter_gradients
 from jmp_train.policies.pytrees.collectives import sum_over_axes as sum_over_axes
 from jmp_train.policies.pytrees.collectives import vary_like as vary_like
-from jmp_train.policies.pytrees.dtypes import at_least_float32 as at_least_float32
-from jmp_train.policies.pytrees.dtypes import check_half as check_half
-from jmp_train.policies.pytrees.dtypes import float_dtype as float_dtype
-from jmp_train.policies.pytrees.dtypes import half_dtype as half_dtype
-from jmp_train.policies.pytrees.dtypes import is_half as is_half
-from jmp_train.policies.pytrees.dtypes import parse_dtype as parse_dtype
-from jmp_train.policies.pytrees.dtypes import short_name as short_name
-from jmp_train.policies.pytrees.dtypes import shortened as shortened
 from jmp_train.policies.pytrees.finite import LeafReport as LeafReport
 from jmp_train.policies.pytrees.finite import all_finite as all_finite
 from jmp_train.policies.pytrees.finite import boolean_scalar as boolean_scalar
@@ -58,8 +60,6 @@ from jmp_train.policies.pytrees.paths import check_regexes as check_regexes
 from jmp_train.policies.pytrees.paths import check_rules as check_rules
 from jmp_train.policies.pytrees.paths import named_leaves as named_leaves
 from jmp_train.policies.pytrees.paths import path_name as path_name
-from jmp_train.policies.pytrees.random_keys import is_key as is_key
-from jmp_train.policies.pytrees.random_keys import is_key_or_data as is_key_or_data
 from jmp_train.policies.pytrees.tree_nodes import Reached as Reached
 from jmp_train.policies.pytrees.tree_nodes import change_nodes as change_nodes
 from jmp_train.policies.pytrees.tree_nodes import check_values as check_values

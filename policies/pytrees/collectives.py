@@ -15,10 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.pytrees.casting import is_float_array, is_inexact_array, upcast_to_float32
-from jmp_train.policies.pytrees.dtypes import float_dtype, is_half
+from jmp_train.policies.pytrees.casting import (
+    float_dtype,
+    is_float_array,
+    is_half,
+    is_inexact_array,
+    is_key,
+    upcast_to_float32,
+)
 from jmp_train.policies.pytrees.overwritten import map_overwritten
-from jmp_train.policies.pytrees.random_keys import is_key
 from jmp_train.policies.types import PyTree
 
 Tree = TypeVar("Tree")

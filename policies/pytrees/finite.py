@@ -11,8 +11,8 @@ from jax import lax
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
+from jmp_train.policies.pytrees.casting import at_least_float32
 from jmp_train.policies.pytrees.collectives import check_axis_names, sum_over_axes
-from jmp_train.policies.pytrees.dtypes import at_least_float32
 from jmp_train.policies.pytrees.paths import named_leaves, path_name
 from jmp_train.policies.types import PyTree
 

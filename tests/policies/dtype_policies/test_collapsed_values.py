@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jmp_train as jt
-from jmp_train.data.batches import array_batches
+from jmp_train.data.array_loading import array_batches
 
 pytestmark = pytest.mark.quick
 

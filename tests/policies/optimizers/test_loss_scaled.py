@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.policies.optimizers.params_step import next_params
+from jmp_train.policies.optimizers.stored_parameters import next_params
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jmp_train as jt
-from jmp_train.policies.pytrees.dtypes import (
+from jmp_train.policies.pytrees.casting import (
     at_least_float32,
     check_half,
     float_dtype,
