@@ -1,4 +1,4 @@
-"""The memory that a training step needs on an A100-40GB in every AMP mode, beside what the tutorials measured.
+"""The memory that a training step needs on an A100-40GB in every AMP mode, compared with the tutorials' figures.
 
     python benchmarks/amp_memory.py [--tasks vit-b16 cifar10 mnist gpt2-small] [--modes float32 torch] [--json FILE]
 
@@ -79,7 +79,7 @@ def largest_array(step: CompiledProgram) -> tuple[str, tuple[int, ...]]:
 
 
 def main() -> None:
-    """Prints a table a task."""
+    """Prints one table per task."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", default=_plan_python(), help="with jmp_train[plan]")
     parser.add_argument("--gpu", default="A100-40GB")

@@ -1,9 +1,9 @@
-"""What `jmp_train.autocast` costs and saves, beside float32, dtypes set by hand, and torch.
+"""Measures what `jmp_train.autocast` costs and saves, compared with float32, dtypes set by hand, and torch.
 
     python benchmarks/autocast.py [--rounds 10] [--residuals-of ViT-B/16] [--json FILE]
     python benchmarks/autocast.py --tiny --rounds 1     # in a small size, to see that it runs
 
-The model is a vision transformer in flax linen, as published; the small ones beside it are an MLP
+The model is a vision transformer in flax linen, as published; the small ones are an MLP
 and the task `mnist`'s network. Four things are printed:
 
 1. The optimized HLO of loss and gradients on this backend: its instructions, fused ones included,
@@ -98,7 +98,7 @@ VITS = {
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a LayerNorm and beside a residual connection."""
+    """Attention and an MLP, each after a LayerNorm and with a residual connection."""
 
     size: VitSize
     dtype: Any = None
@@ -302,7 +302,7 @@ class JaxSteps:
         self.loss: Any = None
 
     def __call__(self) -> float:
-        """Makes some steps and returns the seconds a step took."""
+        """Makes some steps and returns the seconds per step."""
         start = time.perf_counter()
         for _ in range(self.count):
             self.params, self.loss = self.step(self.params, self.batch)
@@ -326,7 +326,7 @@ class TorchSteps:
         self.loss: Any = None
 
     def __call__(self) -> float:
-        """Makes some steps and returns the seconds a step took."""
+        """Makes some steps and returns the seconds per step."""
         start = time.perf_counter()
         for _ in range(self.count):
             self.optimizer.zero_grad(set_to_none=True)
@@ -404,7 +404,7 @@ def median_ratio(seconds: list[float], base: list[float]) -> float:
 
 
 def print_hlo(name: str, counts: dict[str, dict[str, int]]) -> None:
-    """Prints the counts, and autocast's beside those by hand."""
+    """Prints the counts, and autocast's relative to those by hand."""
     print(f"\n1. {name}, loss and gradients: the optimized HLO")
     print(f"{'':<20}{'instructions':>14}{'converts':>10}{'  autocast / by hand':<20}")
     for variant, count in counts.items():
@@ -439,7 +439,7 @@ def print_residuals(residuals: dict[str, dict[str, int]]) -> None:
 
 
 def print_steps(times: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Prints the times of a step, and autocast's beside the same library's float32."""
+    """Prints the times of a step, and autocast's relative to the same library's float32."""
     print("\n4. Time of a step, bfloat16 beside float32")
     print(f"{'':<20}{'ms/step':>14}{'last loss':>13}{'/float32':>10}")
     for name, variants in times.items():

@@ -1,10 +1,10 @@
-"""How far autocast's losses and gradients are from float64's, beside `torch.autocast` on the CPU.
+"""Measures how far autocast's losses and gradients are from float64's, compared with `torch.autocast` on the CPU.
 
     python benchmarks/autocast_parity.py [--seeds 16] [--dtypes bfloat16 float16] [--models cnn ...] [--json FILE]
 
 Ten models are written twice, in jax.numpy and in torch, with the same parameters, data and float64 reference, at
 which the two agree. A row is a model, and two numbers each a library: the distance of the examples' losses, and of
-the gradients of their mean, from float64's, as shares of these, each the root of the mean square over the seeds.
+the gradients of their mean, from float64's, as fractions of these, each the root of the mean square over the seeds.
 Last come the ratios, ours to torch's: at most 1.05 is the goal.
 
 What is left above it has two reasons. torch's CPU kernels add a layer's bias to the product before they round
@@ -71,7 +71,7 @@ def images(random: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def pairs(random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Returns two rows [example, feature] an example, which belong together."""
+    """Returns two rows [example, feature] per example, which belong together."""
     x = random.normal(size=(BATCH, WIDTH)).astype(np.float32)
     y = x + random.normal(size=(BATCH, WIDTH)).astype(np.float32)
     return {"x": x, "y": y, "labels": np.arange(BATCH)}
@@ -472,7 +472,7 @@ def in_torch(loss: Loss, p: Params, batch: Params, dtype: str | None) -> tuple[A
 
 
 def distance(tree: Any, exact: Any) -> float:
-    """Returns the L2 distance of all that a tree has, as a share of the exact one's norm."""
+    """Returns the L2 distance of two trees, as a fraction of the norm of the exact one."""
     of = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
     to = [np.asarray(x, np.float64) for x in jax.tree.leaves(exact)]
     apart = sum(np.sum((a - b) ** 2) for a, b in zip(of, to, strict=True))
@@ -509,7 +509,7 @@ def distances(model: Model, dtypes: list[str], seeds: int) -> dict[str, dict[str
 
 
 def print_table(report: dict[str, Any], dtype: str) -> None:
-    """Prints a line a model, and the greatest ratio."""
+    """Prints one line per model and the largest ratio."""
     print(f"\n{dtype}: distance from float64 of losses and gradients, and ours as a multiple")
     print(f"{'':<18}{'ours':>20}{'torch':>20}{'ratio':>16}")
     worst: list[float] = []

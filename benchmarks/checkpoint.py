@@ -1,4 +1,4 @@
-"""What saving every 50 steps costs the training of the MNIST network.
+"""Measures what saving every 50 steps costs the training of the MNIST network.
 
     python benchmarks/checkpoint.py [--every 50] [--batch-size 32] [--rounds 5] [--json FILE]
 

@@ -36,7 +36,7 @@ class Server:
         return self.dgl.ops.copy_u_sum(self.graph, x)
 
     def weighted_sum(self, x: Any, w: Any) -> Any:
-        """Returns the sum over each node's senders, a weight an edge."""
+        """Returns the weighted sum over each node's senders, with one weight per edge."""
         return self.dgl.ops.u_mul_e_sum(self.graph, x, w[:, None])
 
     def softmax(self, logits: Any) -> Any:
@@ -44,7 +44,7 @@ class Server:
         return self.dgl.ops.edge_softmax(self.graph, logits)
 
     def dot(self, x: Any) -> Any:
-        """Returns the scalar products of both ends of each edge, one a head."""
+        """Returns the scalar products of both ends of each edge, one per head."""
         return self.dgl.ops.u_dot_v(self.graph, x, x)[..., 0]
 
     def make(self, op: str, inputs: list[str], cotangent: str | None) -> None:

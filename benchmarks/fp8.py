@@ -1,4 +1,4 @@
-"""The language model of task `lm`, trained with its dense layers in 8 bits, beside bfloat16 and float32.
+"""Trains the language model of task `lm` with dense layers in 8 bits, in bfloat16 and in float32.
 
     python benchmarks/fp8.py [--ways bfloat16 Float8CurrentScaling ...] [--seeds 3] [--json FILE]
     python benchmarks/fp8.py --steps 3 --seeds 1     # to see that it runs
@@ -107,7 +107,7 @@ def tested(task: Task, policy: Any, state: jt.TrainState) -> float:
 
 
 def peak_bytes(way: str) -> int:
-    """Returns the peak memory of a step on a GPU that need not be there, and prints a line."""
+    """Returns the peak memory of a step on an absent GPU, and prints it."""
     program = compile_for_gpu(f"{__file__}:blocks", way, gpu=GPU)
     in_8_bits = program.hlo.count("__cublas$lt$matmul$f8")
     products = program.hlo.count("__cublas$lt$matmul")

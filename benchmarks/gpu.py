@@ -1,4 +1,4 @@
-"""Step time and peak memory on whatever accelerator is there, beside torch, in parts that resume.
+"""Measures step time and peak memory on the present accelerator, compared with torch, in parts that resume.
 
     make bench-gpu                       # parts that fit into 9 minutes; again, until none is left
     make bench-gpu MINUTES=120
@@ -18,7 +18,7 @@ in-place ReLU, scaled_dot_product_attention; eager and with torch.compile. No da
 `mnist` is the training step of a convolutional network. `resnet34` and `vit-b16` are those of the tasks
 `cifar10` and `vit-b16`, in float32 and in every AMP mode; modes stand where precisions do, and torch
 trains the same networks by autocast. `gat` is the step of the task `reddit`, on a synthetic graph of 114.8
-million edges, beside PyTorch Geometric's layers on as many edges as fit, and ours on these too.
+million edges, compared with PyTorch Geometric's layers on as many edges as fit, and ours on these too.
 `graph-ops` are sums, softmax, dot and attention on a power-law graph. The variants of all but `mnist` and
 `resnet34`, which may fill the device, take turns as a whole; making the graph counts among a part's minutes.
 """
@@ -77,7 +77,7 @@ class Failed(Exception):
 
 
 class Worker:
-    """A variant's process: told how many steps to make, it answers with the seconds they took.
+    """The process of a variant, which makes a given number of steps and returns their seconds.
 
     Args:
       workload: its name.
@@ -106,7 +106,7 @@ class Worker:
         )
 
     def ask(self, steps: int) -> Any:
-        """Returns the seconds that so many steps took or, for 0 steps, the facts."""
+        """Returns the seconds of a number of steps or, for 0 steps, the facts."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -210,7 +210,7 @@ def measure(workload: str, variants: list[Variant], size: float, rounds: int, de
     while groups:
         group = groups.pop(0)
         results |= measure_group(workload, group, size, folder, rounds, deadline)
-        for variant in group:  # what fitted a part only is measured beside ours on that part
+        for variant in group:  # variants that fit only a part are compared with ours on that part
             twin = Variant(OURS, variant.precision, results[variant.label].get("part", 1.0))
             if twin.part < 1 and twin.label not in results:
                 groups.insert(0, [twin])
@@ -272,7 +272,7 @@ def print_progress(label: str, result: dict[str, Any], seconds: float) -> None:
 
 
 def add_ratios(results: Results) -> None:
-    """Adds each variant's median, and its speed and memory beside the same way in float32."""
+    """Adds each variant's median, and its speed and memory relative to the same way in float32."""
     done = [result for result in results.values() if result.get("step_ms")]
     firsts = {(x["way"], x["part"]): x for x in done if x["precision"] == "float32"}
     for result in done:
@@ -407,7 +407,7 @@ def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--again", action="store_true", help="also parts that are there already")
+    parser.add_argument("--again", action="store_true", help="also runs parts that have results")
     parser.add_argument("--precisions", nargs="+", choices=ALL_PRECISIONS, default=ALL_PRECISIONS)
     parser.add_argument("--minutes", type=float, default=9.0, help="in all, for one part at least; default: 9")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")

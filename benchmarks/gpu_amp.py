@@ -85,7 +85,7 @@ def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
 
 
 def _vit_task(depth: int, side: int, rows: dict[str, np.ndarray]) -> Task:
-    """Returns the task with so many blocks, its training data these rows."""
+    """Returns the task with a number of blocks and these rows as training data."""
     classifier = vit.classifier(VisionTransformer(depth=depth), side)
     return dataclasses.replace(
         load_task("vit-b16", synthetic=True, image_size=side),

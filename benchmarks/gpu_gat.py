@@ -108,7 +108,7 @@ class GatJob:
         }
 
     def steps(self, count: int) -> float:
-        """Makes so many steps and returns the seconds until the last was done."""
+        """Makes a number of steps and returns the seconds until the last is done."""
         return self.job.steps(count)
 
     def facts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The workload `graph-ops` of `gpu.py`: operations on a power-law graph, beside PyTorch Geometric and jraph."""
+"""The workload `graph-ops` of `gpu.py`: operations on a power-law graph, compared with PyTorch Geometric and jraph."""
 
 import functools
 import importlib
@@ -76,7 +76,7 @@ class Operations:
         self.compile_seconds = time.perf_counter() - start
 
     def steps(self, count: int) -> float:
-        """Does each operation so many times and returns the seconds of all."""
+        """Runs each operation a number of times and returns the seconds of all."""
         total = 0.0
         for title, run in self.runs.items():
             result = None

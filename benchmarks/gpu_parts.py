@@ -28,7 +28,7 @@ Report = dict[str, Any]
 
 
 class Part(NamedTuple):
-    """What one part measures.
+    """The measurements of one part.
 
     Attributes:
       workload: one of `gpu.py`'s.
@@ -118,7 +118,7 @@ def write_report(file: Path | None, report: Report) -> None:
 
 
 class Goal(NamedTuple):
-    """What the figures are to show.
+    """A goal that the figures should meet.
 
     Attributes:
       name: in words.
@@ -187,7 +187,7 @@ def _ratio(slow: dict[str, Any], fast: dict[str, Any]) -> float:
 
 
 def _shares_of_pyg(parts: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields, by precision, our time an edge of the whole graph as a share of the better one of PyG's ways."""
+    """Yields, by precision, our time per edge of the whole graph as a fraction of the better one of PyG's."""
     peers = [x for name in ("gat-pyg", "gat-pyg-compile") for x in _measured(parts.get(name)).values()]
     for result in _measured(parts.get("gat")).values():
         times = [

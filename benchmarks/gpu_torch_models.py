@@ -17,7 +17,7 @@ def _conv(channels: int, features: int, size: int, stride: int = 1) -> Any:
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3 beside the identity or a projection.
+    """Two convolutions of 3 x 3, added to the identity or a projection.
 
     Args:
       channels: in.
@@ -52,7 +52,7 @@ class ResNet(nn.Module):
     Args:
       stages: blocks a stage.
       features: channels a stage; all stages but the first halve rows and columns.
-      classes: how many the head tells apart.
+      classes: number of classes.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class VisionTransformer(nn.Module):
     Args:
       image_size: the side of an image in pixels.
       depth: how many blocks there are.
-      classes: how many the head tells apart.
+      classes: number of classes.
       patch: the length of a patch's side in pixels.
       width: features of a token.
       heads: of the attention; they divide the width.

@@ -1,4 +1,4 @@
-"""What `gpu.py` measures: what a workload is, and training steps in jmp_train and in torch."""
+"""Workloads of `gpu.py`: their definition, and training steps in jmp_train and in torch."""
 
 import importlib
 import importlib.metadata
@@ -16,13 +16,13 @@ PREPARED = "data.pickle"  # in the folder that belongs to a run
 
 
 class Variant(NamedTuple):
-    """Who steps, and how.
+    """The library and the precision of a training step.
 
     Attributes:
       way: "jmp_train", "torch eager", "PyG compile" and their kin; the first word is what must be
         installed.
       precision: one of PRECISIONS or, of ours, of MODES.
-      part: the share of the workload's data that it is given.
+      part: the fraction of the workload's data that it gets.
     """
 
     way: str
@@ -31,12 +31,12 @@ class Variant(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What a table calls it."""
+        """Its name in tables."""
         return f"{self.way} {self.precision}{part_text(self.part)}"
 
 
 def part_text(part: float) -> str:
-    """Returns what a label says of a share of the data, which is a power of a half."""
+    """Returns the label of a fraction of the data, a power of one half."""
     return "" if part == 1 else f", 1/{round(1 / part)}"
 
 
@@ -49,7 +49,7 @@ class Job(Protocol):
     """A training step that is ready to be measured."""
 
     def steps(self, count: int) -> float:
-        """Makes so many steps and returns the seconds until the last was done."""
+        """Makes a number of steps and returns the seconds until the last is done."""
         ...
 
     def facts(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class JaxJob:
         self.loss = float(self.metrics["loss"])
 
     def steps(self, count: int) -> float:
-        """Makes so many steps and returns the seconds until the last was done."""
+        """Makes a number of steps and returns the seconds until the last is done."""
         import jax
 
         start = time.perf_counter()
@@ -250,7 +250,7 @@ class TorchJob:
             torch.cuda.reset_peak_memory_stats()
 
     def steps(self, count: int) -> float:
-        """Makes so many steps and returns the seconds until the last was done."""
+        """Makes a number of steps and returns the seconds until the last is done."""
         torch = self.torch
         start = time.perf_counter()
         for _ in range(count):

@@ -54,7 +54,7 @@ def with_grains_shuffle(data: GraphData, size: PaddedSize, batch_size: int) -> I
 
 
 def by_jraph(data: GraphData, size: PaddedSize, batch_size: int, batch: Callable[[Any], Any]) -> Iterator[Any]:
-    """Returns batches, in order, of graphs that are there as jraph's."""
+    """Returns batches, in order, of jraph's graphs."""
     graphs = []
     for place in range(len(data)):
         nodes, edges = (slice(*starts[place : place + 2]) for starts in (data.node_starts, data.edge_starts))

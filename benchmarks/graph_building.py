@@ -1,4 +1,4 @@
-"""CPU time of `from_edges`, beside numpy's stable sort and scipy's way from coordinates to CSR.
+"""Measures the CPU time of `from_edges`, compared with numpy's stable sort and scipy's way from coordinates to CSR.
 
     python benchmarks/graph_building.py [--nodes 232965] [--edges 20000000] [--rounds 3] [--json FILE]
 

@@ -174,13 +174,13 @@ def our_copy_sum(graph: Any, x: jax.Array) -> jax.Array:
 
 
 def our_weighted_sum(graph: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Returns the sum over each node's senders, a weight an edge."""
+    """Returns the weighted sum over each node's senders, with one weight per edge."""
     graph = graph.with_nodes(x=x).with_edges(w=w)
     return update_all(graph, fn.u_mul_e("x", "w", "m"), fn.sum("m", "y")).nodes["y"]
 
 
 def our_dot(graph: Any, x: jax.Array) -> jax.Array:
-    """Returns the scalar products of both ends of each edge, one a head."""
+    """Returns the scalar products of both ends of each edge, one per head."""
     graph = apply_edges(graph.with_nodes(x=x), fn.u_dot_v("x", "x", "y"))
     return graph.edges["y"][..., 0]
 
@@ -233,7 +233,7 @@ class JraphOps:
         return jraph.segment_sum(x[ends[0]], ends[1], **self.options)
 
     def weighted_sum(self, ends: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Returns the sum over each node's senders, a weight an edge."""
+        """Returns the weighted sum over each node's senders, with one weight per edge."""
         return jraph.segment_sum(x[ends[0]] * w[:, None], ends[1], **self.options)
 
     def softmax(self, ends: Any, logits: jax.Array) -> Any:
@@ -241,7 +241,7 @@ class JraphOps:
         return jraph.segment_softmax(logits, ends[1], **self.options)
 
     def dot(self, ends: Any, x: jax.Array) -> jax.Array:
-        """Returns the scalar products of both ends of each edge, one a head."""
+        """Returns the scalar products of both ends of each edge, one per head."""
         return (x[ends[0]] * x[ends[1]]).sum(-1)
 
     def attention(self, ends: Any, x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""DGL as a peer of `graphs.py`: a process of another Python, told what to run; see `dgl_server.py`."""
+"""Runs DGL for `graphs.py` in a process of another Python; see `dgl_server.py`."""
 
 import json
 import os

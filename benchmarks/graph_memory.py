@@ -5,7 +5,7 @@
 
 Rows are every built-in message and every reduction of it, user-defined messages, each layer that
 `jmp_train.graphs` has, and graphs as batches, padded graphs and sampled blocks are. "forward" is what the
-compiled program allocates beside its arguments and results; "gradient" the same of forward and backward, in
+compiled program allocates in addition to its arguments and results; "gradient" the same of forward and backward, in
 all floating inputs. Nothing is run. A program that stores the messages needs one unit or more; a chunk of
 edges, and some arrays as long as the nodes, take a few hundredths. On a CPU the graph has 20,000 nodes and
 520,000 edges; for a GPU, whose chunks are larger, 100,000 and 4,000,000.
@@ -168,7 +168,7 @@ def layers(graph: Any, dtype: str) -> Iterator[tuple[str, Program]]:
 
 
 def _of_edges(layer: type, edges: int, dtype: str) -> list[Shape]:
-    """Returns the shapes of what a layer must be told of the edges."""
+    """Returns the shapes of the edge data that a layer takes."""
     width = FEATURES if layer is GINEConv else EDGE_WIDTH
     known = {"edge_types": Shape((edges,), "int32"), "edge_features": Shape((edges, width), dtype)}
     wanted = inspect.signature(layer.__call__).parameters.values()
@@ -229,7 +229,7 @@ def structures(size: tuple[int, int], dtype: str) -> Iterator[tuple[str, int, Pr
 
 
 def temp_bytes(program: Program, mesh: Any) -> int:
-    """Returns what a program allocates beside arguments and results."""
+    """Returns what a program allocates in addition to arguments and results."""
     function, arguments = program
     if mesh is not None:
         return compile_here(function, arguments, mesh=mesh).temp_bytes

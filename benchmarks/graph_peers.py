@@ -137,7 +137,7 @@ class Torch:
         return self.utils.scatter(messages, self.receivers, 0, self.num_nodes).flatten(1)
 
     def csr_dot(self, x: Any) -> Any:
-        """Samples a product of matrices, one a head."""
+        """Computes the sampled product of two matrices per head."""
         zeros = self.csr(self.torch.zeros(self.case.num_edges, dtype=x.dtype))
         heads = x.transpose(0, 1).contiguous()
         products = (self.torch.sparse.sampled_addmm(zeros, head, head.t()) for head in heads)

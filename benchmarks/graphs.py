@@ -1,4 +1,4 @@
-"""CPU speed of graph operations, beside jraph and PyTorch Geometric.
+"""Measures the CPU speed of graph operations, compared with jraph and PyTorch Geometric.
 
     python benchmarks/graphs.py [--sizes 20000x500000] [--rows dot "GAT step"] [--json FILE]
     python benchmarks/graphs.py --sizes 200x3000 --seconds 1     # small, to see that it runs
@@ -226,7 +226,7 @@ def print_summary(size: str, rows: dict[str, Times]) -> None:
 
 
 def verdicts(report: dict[str, dict[str, Times]]) -> list[str]:
-    """Returns a line for each target that the sizes and rows at hand can tell of."""
+    """Returns one line per target that the measured sizes and rows cover."""
     ahead, sums, steps, halves, of_dgl, dgl_steps = [], [], [], [], [], []
     for size, rows in report.items():
         for title, times in rows.items():

@@ -1,4 +1,4 @@
-"""What `import jmp_train` costs beside importing the libraries that it builds on.
+"""Measures `import jmp_train`, compared with importing its dependencies.
 
     python benchmarks/import_time.py [--runs 15]
 

@@ -1,4 +1,4 @@
-"""Mini-batches of a large graph: how fast they are sampled and loaded, beside how fast a step takes them.
+"""Measures how fast mini-batches of a large graph are sampled and loaded, and how fast a step takes them.
 
     python benchmarks/minibatch.py [--size 50000x2000000] [--models sage gat] [--json FILE]
     python benchmarks/minibatch.py --size 500x5000 --batch-size 32 --seconds 0.1    # small, to see that it runs
@@ -7,8 +7,8 @@ The graph's degrees follow a power law. A batch is 1,024 seeds, of each of which
 of each of these; its features, 256 a node, are gathered on the host, in the dtype of the model. Models have
 two layers, hidden 256, GraphSAGE's mean or 4 heads of attention, and the step is loss, gradient and Adam.
 
-Measured in one process, in turn, medians of batches a second: loading alone (sampling, padding, gathering,
-putting on the device, by one thread that works ahead); the step alone, on a batch that is there; and both
+Measured in one process, in turn, medians of batches per second: loading alone (sampling, padding, gathering,
+putting on the device, by one thread that works ahead); the step alone, on a batch on the device; and both
 together, as training has them, the threads sharing the processors with the step. The peer is PyTorch
 Geometric's NeighborLoader with the same fanouts and features, by itself or with a worker that loads ahead, alone and
 in the same rounds, where torch_geometric and pyg_lib or torch_sparse are there.

@@ -1,4 +1,4 @@
-"""What an optimizer's state takes and costs in few bits, beside optax's own: bytes a parameter, and what is learned.
+"""Measures optimizer state in few bits, compared with optax's own: bytes per parameter and losses.
 
     python benchmarks/optimizer_state.py [--parts bytes training compile] [--cases digits cifar10 lm] [--seeds 3]
         [--json FILE]
@@ -44,7 +44,7 @@ PLANNED = {"gpt2-small": ("lm", "gpt2-small"), "vit-b16": ("vit-b16", None)}
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How parameters and moments are kept.
+    """The dtypes of parameters and moments.
 
     Attributes:
       policy: what the parameters are stored in, and computed in bfloat16.
@@ -93,7 +93,7 @@ class Case:
       task: the task.
       adam: its Adam, of a learning rate and `mu_dtype`.
       steps: of a run.
-      batch_size: examples a step.
+      batch_size: examples per step.
     """
 
     task: Task
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def bytes_of(model: str, choices: list[str], *, with_peaks: bool) -> dict[str, Any]:
-    """Prints the bytes a parameter of a model by choice."""
+    """Prints the bytes per parameter of a model for each choice."""
     name, size = PLANNED[model]
     task = load_task(name, **({"model": size} if name == "lm" else {"synthetic": True}))
     print(f"\n{model}, batch {task.batch_size}, A100-40GB; bytes a parameter, and with gradients; peak")

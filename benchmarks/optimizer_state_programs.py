@@ -1,4 +1,4 @@
-"""What moments in few bits add to a step's program, compared with plain Adam: its length, compile time and step time.
+"""Measures what moments in few bits add to a step's program: its length, compile time and step time.
 
 The model is nanoGPT with 12 blocks, whose 148 parameter arrays are narrow here, because a program's length does not
 depend on widths. `optimizer_state.py --parts compile` prints the table.

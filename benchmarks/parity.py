@@ -1,4 +1,4 @@
-"""How far training and cached inference of a language model are apart, by dtype.
+"""Measures how far training and cached inference of a language model differ, by dtype.
 
     python benchmarks/parity.py [--seeds 3] [--steps 150] [--json FILE]
     python benchmarks/parity.py --seeds 1 --steps 2     # to see that it runs

@@ -1,4 +1,4 @@
-"""What `jmp_train.plan` finds: the largest batches, what ZeRO-1 and FSDP save, and how near it is to what is measured.
+"""Prints what `jmp_train.plan` finds: largest batches, savings by ZeRO-1 and FSDP, and distances from measurements.
 
     python benchmarks/plan.py [--parts largest shardings tables measured] [--cases mnist resnet34 vit-b16 gat]
     python benchmarks/plan.py --tiny                # one small case of each part, to see that it runs
@@ -90,7 +90,7 @@ def largest(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def shardings(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Prints the bytes of parameters and optimizer state on each of eight devices, beside those on one."""
+    """Prints the bytes of parameters and optimizer state on each of eight devices, compared with one."""
     results = []
     for case in args.cases:
         if case == "gat":  # a whole graph, which is not sharded
@@ -117,7 +117,7 @@ def shardings(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def cell_of(n_bytes: int, first: int) -> str:
-    """Returns megabytes, and their share of the first row's, of which there may be none."""
+    """Returns megabytes, and their fraction of the first row's, if there is one."""
     return f"{n_bytes / 1e6:10.2f}" + (f"{n_bytes / first:8.4f}" if first > 1e6 else f"{'':8}")
 
 
@@ -145,7 +145,7 @@ def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Prints what the plan says of the GPU that is here, beside what its steps take; of a CPU what can be compared."""
+    """Prints the plan for the present GPU next to measurements; for a CPU, the figures that can be compared."""
     here = devices_here()
     gpu = next((name for name, gpu in GPUS.items() if gpu.description == here.device), None)
     print(f"\nplan and measurement on {here.device}")
@@ -171,7 +171,7 @@ def on_cpu(make: Make, policy: str, size: int) -> Measured:
 
 
 def comparison(row: jt.planning.PlanRow, found: Measured | None) -> str:
-    """Returns a line of a plan's row beside what was measured."""
+    """Returns a line with a plan's row and the measurement."""
     if found is None:
         return "does not fit"
     if found.peak_bytes is None:
@@ -204,7 +204,7 @@ def gat(policy: str, heads: str, graph_of: Callable[[int], Any], nodes: int | No
 
 
 def share_with_source(row: jt.planning.PlanRow) -> float:
-    """Returns the share of the peak in buffers that name a line, or are an argument whose path is known."""
+    """Returns the fraction of the peak in buffers that have a line or are an argument with a known path."""
     return sum(buffer.n_bytes for buffer in row.buffers if buffer.source) / row.peak_bytes
 
 

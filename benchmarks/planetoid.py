@@ -42,7 +42,7 @@ BAND = 0.7  # around the published mean, and around no difference to float32
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """What a paper reports, and how long it trains.
+    """The results of a paper, and the length of its training.
 
     Attributes:
       accuracies: of the test nodes, in percent, by data set.
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", choices=PLANETOID, help="default: those whose files are there")
     parser.add_argument("--synthetic", action="store_true", help="synthetic data, to try the program")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--epochs", type=int, help="at most so many, to try the program")
+    parser.add_argument("--epochs", type=int, help="upper limit, to try the program")
     parser.add_argument("--models", nargs="+", default=list(PAPERS), choices=list(PAPERS))
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -1,4 +1,4 @@
-"""What float32 in the last tenth of a run changes: the test loss of half-precision runs, and of the same with that end.
+"""Measures how float32 in the last tenth of a run changes the test loss of half-precision runs.
 
     python benchmarks/precision_schedule.py [--task regression] [--policies NAME ...] [--seeds 6] [--json FILE]
 
@@ -162,7 +162,7 @@ def gaps(full: Sequence[float], found: Sequence[Losses]) -> dict[str, tuple[floa
 
 
 def main() -> None:
-    """Trains, and prints a line a policy."""
+    """Trains, and prints one line per policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("regression", "digits", "lm"), default="regression")
     parser.add_argument(

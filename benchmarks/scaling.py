@@ -1,4 +1,4 @@
-"""What a step costs on 1, 2, 4 and 8 devices, by three routes and written by hand.
+"""Measures what a step costs on 1, 2, 4 and 8 devices, by three routes and written by hand.
 
     python benchmarks/scaling.py [--devices 1 2 4 8] [--rounds 100] [--steps 5] [--json FILE]
 
@@ -136,7 +136,7 @@ def time_in_turn(
     rounds: int,
     steps: int,
 ) -> dict[str, dict[str, list[float]]]:
-    """Returns wall and CPU seconds a step, [round], of some ways, and lets their states go on."""
+    """Returns wall and CPU seconds per step, [round], of some ways, and continues their states."""
     times = {"wall": {name: [] for name in names}, "cpu": {name: [] for name in names}}
     order, shuffle = list(names), random.Random(0).shuffle
     for round_index in range(-2, rounds):  # two rounds to warm up
@@ -156,7 +156,7 @@ def time_in_turn(
 
 
 def measure(devices: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Returns what each way costs on so many virtual devices, measured in a process of its own."""
+    """Returns the costs of each way on a number of virtual devices, measured in its own process."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

@@ -1,8 +1,8 @@
-"""What devices send one another to read rows of features that are sharded over them, by three programs.
+"""Measures the bytes that devices exchange to read rows of sharded features, by three programs.
 
     python benchmarks/sharded_features.py [--devices 8] [--reads 8000] [--rounds 10] [--json FILE]
 
-`shard_features` sends ids and rows by all-to-all; beside it `array[ids]` of a sharded array, whose collectives jax
+`shard_features` sends ids and rows by all-to-all; the others are `array[ids]` of a sharded array, whose collectives jax
 inserts, and all ids gathered with the rows added up by a reduce-scatter. Bytes are those of the compiled program's
 collectives, a round of `shard_features`. Virtual devices of the CPU unless there are others; times are the least of the
 rounds, in which all programs take turns.

@@ -1,8 +1,8 @@
-"""One graph convolution of bags of words, forward and backward, of all zeros beside sparse features.
+"""Measures one graph convolution of bags of words, forward and backward, with dense and sparse features.
 
     python benchmarks/sparse_features.py [--rounds 20] [--json FILE]
 
-Papers and words are drawn, as many as Citeseer's: 3,327 papers, 3,703 words, 32 words a paper. Times are the
+Papers and words are random, as many as Citeseer's: 3,327 papers, 3,703 words, 32 words per paper. Times are the
 least of the rounds, in which both kinds take turns.
 """
 

@@ -1,4 +1,4 @@
-"""What a mixed-precision step costs beside the same step written by hand.
+"""Measures what a mixed-precision step costs, compared with the same step written by hand.
 
     python benchmarks/step_overhead.py [--rounds 60] [--steps 20] [--json FILE] [--watch [--examples 32]]
 
@@ -11,7 +11,7 @@ the compiled HLO.
 
 With `--watch` it prints instead what `train_step(..., watch=...)` costs: MNIST's network and a small vision
 transformer (width 128, four blocks), with float32 parameters in mixed_float16 and mixed_bfloat16, without watches,
-with each and with both, in turn; beside each median the median of its ratio to the step without in the same round.
+with each and with both, in turn; next to each median the median of its ratio to the step without in the same round.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Contender(NamedTuple):
 
 
 class HandState(NamedTuple):
-    """What the steps by hand carry."""
+    """The state of the steps written by hand."""
 
     params: Any
     opt_state: Any
@@ -193,7 +193,7 @@ def count_instructions(compiled: Any) -> int:
 
 
 def measure(contenders: dict[str, Contender], batch: Any, rounds: int, steps: int) -> Any:
-    """Returns seconds a step, [round], of each contender; each round runs all, in turn."""
+    """Returns seconds per step, [round], of each contender; each round runs all, in turn."""
     states = {name: contender.state for name, contender in contenders.items()}
     seconds = {name: [] for name in contenders}
     names = list(contenders)
@@ -222,7 +222,7 @@ class Watched(NamedTuple):
 
 
 def watched_models(examples: int) -> dict[str, Watched]:
-    """Returns MNIST's network and a small transformer, each with a batch of so many examples."""
+    """Returns MNIST's network and a small transformer, each with a batch of the given size."""
     rng = np.random.default_rng(0)
     label = jnp.asarray(rng.integers(10, size=examples))
     mnist = load_task("mnist", synthetic=True)

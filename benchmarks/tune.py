@@ -1,4 +1,4 @@
-"""What `jmp_train.tune` costs and finds, beside a search that compiles the model anew for each trial.
+"""Measures what `jmp_train.tune` costs and finds, compared with a search that recompiles the model for each trial.
 
     python benchmarks/tune.py [--cases mnist terrain ...] [--rounds 3] [--json FILE]
     python benchmarks/tune.py --parts breaking      # models that break in half precision

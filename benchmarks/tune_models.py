@@ -1,4 +1,4 @@
-"""Models that `tune.py` tunes beside those of `rescue_models`: tasks' networks, a vision transformer, a scan."""
+"""Models for `tune.py` in addition to those of `rescue_models`: tasks' networks, a vision transformer, a scan."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ EXAMPLES = 3  # the last of which the search does not see
 
 
 class Case(NamedTuple):
-    """What is tuned.
+    """A model to tune.
 
     Attributes:
       loss_fn: takes parameters and a batch, returns the loss.

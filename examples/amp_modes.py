@@ -1,9 +1,9 @@
-"""One line of configuration switches a training script between the families of mixed precision.
+"""Switches a training script between AMP modes by one line of configuration.
 
     python examples/amp_modes.py [float32 | torch | apex-O1 | apex-O2 | apex-O3 | naive | CONFIG.toml]
 
 The dictionaries are those of the Colossal-AI tutorial; a TOML file has the same keys in a table [fp16].
-Expected: about 99 % of the test images right after fifteen epochs, in every mode.
+Expected: about 99% of the test images right after fifteen epochs, in every mode.
 """
 
 import logging
@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class CNN(nn.Module):
-    """Two convolutions with BatchNorm; there is nothing about precision in it."""
+    """Two convolutions with BatchNorm; it has no code for precision."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:

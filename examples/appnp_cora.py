@@ -1,9 +1,9 @@
-"""APPNP on citations, in float16: a network of each node alone, and ten hops that are one loop.
+"""Trains APPNP on citations in float16: a network per node, then ten hops in one loop.
 
     python examples/appnp_cora.py [--no-use-fp16] [--data-dir DIR] [--epochs 60]
 
-`--data-dir` holds Cora's files; without it the graph is made, of Cora's size. Expected: more than 80 % of Cora's test
-nodes right, and more than 90 % of the made ones.
+`--data-dir` holds Cora's files; without it, a synthetic graph has Cora's size. Expected: more than 80% of Cora's test
+nodes right, and more than 90% of the synthetic ones.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from jmp_train.graphs.datasets import synthetic_cora
 
 
 class APPNP(nnx.Module):
-    """The model of the paper; there is nothing about precision in it."""
+    """The model of the paper; it has no code for precision."""
 
     def __init__(self, width: int, classes: int, rngs: nnx.Rngs) -> None:
         self.dropout = nnx.Dropout(0.5)

@@ -1,8 +1,8 @@
-"""Trains a small CNN on handwritten digits in mixed precision: a whole script, to read in one sitting.
+"""Trains a small CNN on handwritten digits in mixed precision.
 
     python examples/digits.py [autocast_float16 | autocast_bfloat16 | mixed_float16 | float32]
 
-Expected: about 99 % of the test images right after ten epochs, in every policy.
+Expected: about 99% of the test images right after ten epochs, in every policy.
 """
 
 import sys
@@ -20,7 +20,7 @@ import jmp_train as jt
 
 
 class CNN(nn.Module):
-    """Two convolutions with BatchNorm; there is nothing about precision in it."""
+    """Two convolutions with BatchNorm; it has no code for precision."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -37,7 +37,7 @@ model = CNN()
 
 
 def loss_fn(params: Any, batch_stats: Any, batch: Any, rng: jax.Array) -> Any:
-    """Returns the loss and the next batch statistics; there is nothing about precision in it."""
+    """Returns the loss and the next batch statistics; it has no code for precision."""
     logits, updated = model.apply(
         {"params": params, "batch_stats": batch_stats},
         batch["image"],

@@ -1,11 +1,11 @@
-"""Edge classification in float16: of which kind an edge is, learned from mini-batches of edges.
+"""Edge classification in float16: predicts the kind of an edge, from mini-batches of edges.
 
     python examples/edge_classification.py [--no-use-fp16] [--epochs 8]
 
-Nodes are in groups that cannot be seen, and the groups of both ends make the kind of an edge; features tell little of
-a group, but most neighbors are of one's own. A tenth of the edges is held out. A batch has edges and the neighbors of
-their ends; no message takes an edge of the batch or its reverse. Nine of ten kinds are as said, the others are drawn.
-Expected: an accuracy above 0.8 on the edges that were held out, and one trace of the step.
+Nodes belong to hidden groups, and the groups of both ends determine the kind of an edge. Features carry little
+information about a group, but most neighbors belong to the same one. A tenth of the kinds is random. A batch has edges
+and the neighbors of their ends; messages do not use the batch's edges or their reverses. A tenth of the edges is held
+out. Expected: an accuracy above 0.8 on the held-out edges, and one trace of the step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NODES, GROUPS, PAIRS, WIDTH, KINDS = 2_000, 6, 12_000, 32, 4
 
 
 class EdgeClassifier(nnx.Module):
-    """Logits of edges, of the rows of both ends; there is nothing about precision in it."""
+    """Logits of edges, of the rows of both ends; it has no code for precision."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = graphs.SAGEConv(WIDTH, 64, activation=nnx.relu, rngs=rngs)

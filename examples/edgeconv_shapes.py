@@ -2,8 +2,8 @@
 
     python examples/edgeconv_shapes.py [--no-use-fp16] [--count 480] [--epochs 16]
 
-Clouds are points on spheres, cubes, cylinders and cones, turned and jittered. Each layer connects the points anew, to
-those whose features are nearest. Expected: about 90 % of the test clouds right, where guessing gives 25 %.
+Clouds are points on rotated spheres, cubes, cylinders and cones, with noise. Each layer connects every point to those
+with the nearest features. Expected: about 90% of the test clouds right; chance level is 25%.
 """
 
 import argparse
@@ -22,7 +22,7 @@ POINTS, BATCH = 40, 32
 
 
 def make_clouds(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns points, float32 [clouds, POINTS, 3], and which of the four shapes each cloud is of."""
+    """Returns points, float32 [clouds, POINTS, 3], and the shape of each cloud, 0 to 3."""
     random = np.random.default_rng(0)
     label = random.integers(0, 4, count)
     directions = random.normal(size=(count, POINTS, 3))
@@ -42,7 +42,7 @@ def make_clouds(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class DGCNN(nnx.Module):
-    """The model; there is nothing about precision in it."""
+    """The model, without any code for precision."""
 
     def __init__(self, classes: int, rngs: nnx.Rngs) -> None:
         network = nnx.Sequential(nnx.relu, nnx.Linear(32, 32, rngs=rngs))

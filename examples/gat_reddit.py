@@ -2,7 +2,7 @@
 
     python examples/gat_reddit.py [--no-use-fp16] [--data-dir DIR | --scale 0.002] [--epochs 100]
 
-Without Reddit's two files the graph is synthetic, of that share of Reddit's nodes. Expected: more than 95 % of
+Without Reddit's two files the graph is synthetic, with that fraction of Reddit's nodes. Expected: more than 95% of
 the synthetic test nodes right, in float16 and, with --no-use-fp16, in float32.
 """
 
@@ -22,7 +22,7 @@ from jmp_train.graphs.datasets import synthetic_reddit
 
 
 class GAT(nnx.Module):
-    """The model; there is nothing about precision in it."""
+    """The model, without any code for precision."""
 
     def __init__(self, widths: tuple[int, int, int], heads: tuple[int, int, int], seed: int) -> None:
         features, hidden, classes = widths

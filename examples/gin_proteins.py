@@ -2,9 +2,9 @@
 
     python examples/gin_proteins.py [--no-use-fp16] [--data-dir DIR | --count 1113] [--epochs 20]
 
-`--data-dir` holds a data set of TU Dortmund's, PROTEINS or another one with labels of nodes; without it the graphs are
-made, with the structure of PROTEINS. A step is compiled once for each size. Expected: more than 80 % of the made test
-graphs right, where 95 % can be.
+`--data-dir` holds PROTEINS or another data set of TU Dortmund with node labels; without it, synthetic graphs have the
+structure of PROTEINS. A step is compiled once per size. Expected: more than 80% of the synthetic test graphs right; at
+most 95% are possible.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from jmp_train.data import graph_batches
 
 
 class GIN(nnx.Module):
-    """The model; there is nothing about precision in it."""
+    """The model, without any code for precision."""
 
     def __init__(self, kinds: int, hidden: int, classes: int, rngs: nnx.Rngs) -> None:
         widths = (kinds, hidden, hidden)

@@ -1,11 +1,11 @@
-"""A graph transformer (GPS) with random-walk encodings, in float16: which skip links do circles of nodes have?
+"""A graph transformer (GPS) with random-walk encodings, in float16, predicts the skip links of circles of nodes.
 
     python examples/gps_skip_links.py [--no-use-fp16] [--encodings 16 | 0] [--epochs 60]
 
-Each graph is a circle of 41 nodes in a random order, with further edges to the node some places ahead; this number is
-one of ten classes. All nodes have four neighbors, so messages alone cannot tell the classes apart. A GPS layer adds
-messages along edges and attention between all nodes of a graph to its rows. Expected: more than 95 % of the test graphs
-right, and with `--encodings 0` a tenth of them, by chance.
+Each graph is a circle of 41 nodes in a random order, with further edges to the node a number of places ahead; this
+number is one of ten classes. All nodes have four neighbors, so messages alone cannot distinguish the classes. A GPS
+layer adds messages along edges and attention between all nodes of a graph to its rows. Expected: more than 95% of the
+test graphs right, and with `--encodings 0` a tenth of them, by chance.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class GPSLayer(nnx.Module):
 
 
 class GPS(nnx.Module):
-    """The model; there is nothing about precision in it."""
+    """The model, without any code for precision."""
 
     def __init__(self, encodings: int, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(max(encodings, 1), WIDTH, rngs=rngs)

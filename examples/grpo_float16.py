@@ -1,13 +1,13 @@
-"""Reinforcement learning of a small language model, whose sampler and trainer agree in float16, and less in bfloat16.
+"""Reinforcement learning of a small language model: sampler and trainer agree better in float16 than in bfloat16.
 
     python examples/grpo_float16.py [--seed 0] [--dtypes float32 bfloat16 float16]
 
-A GPT learns to add: "7+5=" is to be followed by "12". After a few supervised steps it is trained by GRPO (Shao and
-others, "DeepSeekMath", arXiv:2402.03300): it samples a group of answers to each sum with a cache of keys and values, an
-answer's reward is the share of its digits that are right, its advantage is how far that is above the mean of its group,
-and the importance ratio of trainer to sampler is clipped. That ratio should be 1, but the two are other programs and
-round otherwise: `mismatch` is the mean of |log p_train - log p_infer| over the sampled digits. Parameters stay in
-float32; the model computes in the named dtype, and float16 has a dynamic loss scale.
+A GPT learns to add: it completes "7+5=" by "12". After a few supervised steps, GRPO (Shao and others, "DeepSeekMath",
+arXiv:2402.03300) trains it. The sampler draws a group of answers to each sum with a cache of keys and values. An
+answer's reward is the fraction of correct digits, and its advantage is the distance to the mean of its group. The
+importance ratio of trainer to sampler is clipped. It should be 1, but the two programs round differently: `mismatch` is
+the mean of |log p_train - log p_infer| over the sampled digits. Parameters stay in float32; the model computes in the
+named dtype, and float16 has a dynamic loss scale.
 
 Expected, in a minute or two: the reward rises from about 0.5 to 0.7 in every dtype; the mismatch is about 1e-7 in
 float32 and 2e-3 in bfloat16, and float16's is less than a quarter of that, as in "Defeating the Training-Inference
@@ -41,12 +41,12 @@ def sums(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def model(params: Any, dtype: Any) -> GPT:
-    """Returns the model, which computes in a dtype; cached keys and values are in that too."""
+    """Returns the model, which computes in a dtype and caches keys and values in it."""
     return nnx.merge(GRAPHDEF, jax.tree.map(lambda x: x.astype(dtype), params))
 
 
 def log_probs(params: Any, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Returns what training says of the answers' digits, float32 [texts, 2]."""
+    """Returns the trainer's log-probabilities of the answers' digits, float32 [texts, 2]."""
     logits = model(params, dtype)(tokens[:, :-1])[:, PROMPT - 1 :]
     return jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), tokens[:, PROMPT:, None], -1)[..., 0]
 
@@ -63,7 +63,7 @@ def sampled(params: Any, sums: jax.Array, rng: jax.Array, dtype: Any) -> dict[st
 
 
 def train(dtype: Any, seed: int, warm_up: int, steps: int) -> dict[str, Any]:
-    """Trains in a dtype, prints how it goes, and returns a row of the table."""
+    """Trains in a dtype, prints the progress, and returns a row of the table."""
 
     def supervised_loss(params: Any, tokens: jax.Array) -> jax.Array:
         return -log_probs(params, tokens, dtype).mean()

@@ -1,10 +1,10 @@
-"""Link prediction in float16: which pairs of a graph's nodes are connected, learned from mini-batches of edges.
+"""Link prediction in float16: predicts which nodes are connected, from mini-batches of edges.
 
     python examples/link_prediction.py [--no-use-fp16] [--epochs 8]
 
-Nodes belong to communities, most edges stay within one, and features tell little of it. A tenth of the edges is held
-out. A batch has edges, negatives that are drawn anew for each step, and the neighbors of all these; no message takes an
-edge of the batch or its reverse. Expected: an AUC above 0.9 on the edges that were held out.
+Nodes belong to communities, most edges stay within one, and features carry little information about it. A tenth of the
+edges is held out. A batch has edges, new random negatives, and the neighbors of all these; messages do not use the
+batch's edges or their reverses. Expected: an AUC above 0.9 on the held-out edges.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NODES, COMMUNITIES, PAIRS, WIDTH, NEGATIVES = 2_000, 20, 16_000, 32, 4
 
 
 class Encoder(nnx.Module):
-    """Rows of nodes, whose products are the logits of links; there is nothing about precision in it."""
+    """Rows of nodes, whose products are the logits of links; it has no code for precision."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = graphs.SAGEConv(WIDTH, 64, activation=nnx.relu, rngs=rngs)
@@ -52,7 +52,7 @@ def drawn_graph(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(use_fp16: bool, epochs: int) -> None:
-    """Trains on most edges, and prints AUC and mean reciprocal rank of those that were held out."""
+    """Trains on most edges, and prints AUC and mean reciprocal rank of the others."""
     random = np.random.default_rng(0)
     pairs, features = drawn_graph(random)
     held_out, known = np.split(pairs, [pairs.shape[1] // 10], axis=1)

@@ -2,8 +2,8 @@
 
     python examples/message_passing.py
 
-What is stored is float16, what is added is float32. Expected: both agree but for the last digits of
-float16. A hub gets the nearest float16 to 13,161 ones, 13160, where adding in float16 ends at 2048.
+Arrays are stored in float16, and sums are computed in float32. Expected: both ways agree except for the last digits of
+float16. The sum of 13,161 ones is 13160, the nearest float16; adding in float16 ends at 2048.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 
     python examples/mnist_amp.py DATA_DIR [EPOCHS]
 
-The float32 version differs in the three lines marked AMP; above two stands what they are there.
-Expected: about 99 % of the test images right, in both.
+The float32 version differs in the three lines marked AMP; comments above two of them show its lines.
+Expected: about 99% of the test images right, in both.
 """
 
 import sys
@@ -25,7 +25,7 @@ BLOCKS = ((32, 3, 1, 1), (64, 3, 1, 1), (64, 2, 2, 0), (128, 3, 1, 1), (128, 3, 
 
 
 class CNN(nn.Module):
-    """The model; there is nothing about precision in it."""
+    """The model, without any code for precision."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:

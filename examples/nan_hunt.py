@@ -1,13 +1,13 @@
-"""Finds out why a small transformer learns nothing in float16, and mends it with what the report proposes.
+"""Finds out why a small transformer learns nothing in float16, and fixes it by the rules that the report proposes.
 
     python examples/nan_hunt.py
 
-The network is as published ones are: RMSNorm, squared ReLU, embeddings times the square root of the width. Activations
-beyond 256 are nothing special to it, but their squares are more than float16 holds: the norm divides by infinity, and
-nothing is left of the layer. No step fails, nothing is NaN, and nothing is learned.
+The network has parts of published ones: RMSNorm, squared ReLU, embeddings times the square root of the width.
+Activations exceed 256, so their squares overflow in float16: the norm divides by infinity, and the layer returns zeros.
+No step fails, no value is NaN, but the model does not learn.
 
 Expected: in mixed_float16 the loss stays at that of guessing, log(32) = 3.47; `jt.diagnose` names the line with the
-squares; with its rule, which stands in the policy and not in the network, the loss falls below 0.1 as in float32.
+squares; with its rule in the policy, the loss falls below 0.1 as in float32.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns features [batch, length, width] of such."""
+        """Returns features [batch, length, width] of features of this shape."""
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
         x = x + nn.MultiHeadDotProductAttention(HEADS, deterministic=True)(RMSNorm()(x), mask=mask)
         h = nn.relu(nn.Dense(4 * WIDTH, kernel_init=nn.initializers.normal(0.5))(RMSNorm()(x)))
@@ -73,7 +73,7 @@ def sequences(count: int) -> np.ndarray:
 
 
 def train(policy: jt.Policy | str, steps: int = 150) -> tuple[jt.steps.TrainStep, jt.TrainState, float]:
-    """Trains in a policy and prints how it went; returns the step, the last state and the last loss."""
+    """Trains in a policy and prints the result; returns the step, the last state and the last loss."""
     tx = jt.with_loss_scale(optax.adam(1e-3), jt.torch_loss_scale())
     step = jt.train_step(jt.stateless(loss_fn), tx, policy=policy)
     batch = sequences(32)

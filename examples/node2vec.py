@@ -2,8 +2,8 @@
 
     python examples/node2vec.py [--no-use-fp16] [--graph karate | cora] [--data-dir DIR] [--epochs 60]
 
-Nodes that are near each other on walks get rows with large products, others small ones. Labels are not used for the
-rows; a logistic regression then predicts the classes from the rows of a few labeled nodes. Without Planetoid's files,
+Nodes that are near each other on walks get rows with large products, others small ones. Training the rows uses no
+labels; a logistic regression then predicts the classes from the rows of a few labeled nodes. Without Planetoid's files,
 Cora is synthetic. Expected: at least 0.9 of the other members of the karate club right, and far more of the papers than
 the seventh that chance gives.
 """

@@ -1,10 +1,10 @@
-"""How a network came about, told by PNA from its edges alone, in float16.
+"""PNA predicts from its edges how a network was generated, in float16.
 
     python examples/pna_networks.py [--no-use-fp16] [--count 480] [--epochs 12]
 
-Networks of 16 to 32 nodes are rings of which a fifth of the edges was rewired, random, or grown by preferential
-attachment, with as many edges each, and nodes have no features: degrees and what they scale have to do. Expected: more
-than 90 % of the test networks right, where guessing gives 33 %.
+Networks of 16 to 32 nodes are rings with a fifth of the edges rewired, random, or grown by preferential attachment. All
+have the same number of edges, and nodes have no features. Expected: more than 90% of the test networks right; chance
+level is 33%.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BATCH, MOST = 32, 32
 
 
 def make_network(kind: int, random: np.random.Generator) -> graphs.Graph:
-    """Returns a network of two edges a node, each in both directions: 0 a ring, 1 random, 2 grown."""
+    """Returns a network of two edges per node, each in both directions: 0 a ring, 1 random, 2 grown."""
     count = int(random.integers(16, MOST + 1))
     own = np.repeat(np.arange(count), 2)
     others = random.integers(0, count, 2 * count)
@@ -50,7 +50,7 @@ def make_batches(networks: Sequence[graphs.Graph], label: np.ndarray) -> list[di
 
 
 class PNA(nnx.Module):
-    """The model; there is nothing about precision in it."""
+    """The model, without any code for precision."""
 
     def __init__(self, delta: float, classes: int, rngs: nnx.Rngs) -> None:
         widths = (1, 16, 16)

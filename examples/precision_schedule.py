@@ -1,11 +1,11 @@
-"""Trains in float16 and ends in float32: a precision schedule, with checkpoints on either side of the switch.
+"""Trains in float16, then in float32, by a precision schedule; checkpoints resume before and after the switch.
 
     python examples/precision_schedule.py [DIR [STEPS]]
 
-Saves in DIR, "checkpoints" by default, goes on from what is there, and stops early after STEPS steps. However often it
-is stopped, in the float16 phase or in the float32 phase, the parameters in the end are the same, to the last bit.
+The script saves in DIR, "checkpoints" by default, resumes from the last checkpoint there, and stops early after STEPS
+steps. The final parameters are bitwise the same, however often it is stopped.
 
-Expected: about 97 % of the test images right after 400 steps.
+Expected: about 97% of the test images right after 400 steps.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SCHEDULE = jt.PolicySchedule({0.0: "autocast_float16", 0.9: "float32"})
 
 
 class MLP(nnx.Module):
-    """Two layers; there is nothing about precision in it."""
+    """Two layers; it has no code for precision."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden, self.out = nnx.Linear(64, 128, rngs=rngs), nnx.Linear(128, 10, rngs=rngs)

@@ -4,7 +4,7 @@
     python examples/resnet34_cifar10.py --synthetic --epochs 1 --config CONFIG.toml
 
 DIR holds the binary version's files, of cifar-10-binary.tar.gz. A configuration has the tutorial's keys in a
-table [fp16]. What is about precision stands in the lines under "AMP"; the rest is the float32 script.
+table [fp16]. The lines under "AMP" set the precision; the rest is the float32 script.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3 beside the identity, or beside a projection where the shape changes."""
+    """Two convolutions of 3 x 3, added to the identity or, if the shape changes, to a projection."""
 
     features: int
     stride: int
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class ResNet34(nn.Module):
-    """torchvision's network with a stem for small images; there is nothing about precision in it."""
+    """torchvision's network with a stem for small images; it has no code for precision."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:

@@ -1,12 +1,11 @@
-"""Entity classification by a relational GCN (RGCN), in float16: what an edge says depends on its type.
+"""Entity classification by a relational GCN (RGCN), in float16, where the meaning of an edge depends on its type.
 
     python examples/rgcn_entities.py [--no-use-fp16] [--entities 2000] [--epochs 40]
 
-The data are made, and small: a relation of type r leads from an entity of class c to one of class c + r, modulo the
-number of classes, but for four tenths of the edges, which are drawn. Half of the entities say their class, the others
-have to be classified by their relations to those: without the types, all classes look alike. Each relation has a
-reverse of a type of its own, as in the paper. Expected: more than 85 % of the test entities right, where a fifth is
-chance.
+The data are synthetic: a relation of type r leads from an entity of class c to one of class c + r, modulo the number of
+classes; four tenths of the edges are random. The class of half of the entities is an input. The others are classified
+by their relations to these: without the types, all classes look alike. Each relation has a reverse with its own type,
+as in the paper. Expected: more than 85% of the test entities right; chance level is 20%.
 
 Reference: Schlichtkrull et al., Modeling Relational Data with Graph Convolutional Networks,
 https://arxiv.org/abs/1703.06103
@@ -25,11 +24,11 @@ import jmp_train as jt
 from jmp_train import graphs
 
 CLASSES = RELATIONS = 5
-DRAWN = 0.4  # the share of the edges that say nothing
+DRAWN = 0.4  # the fraction of the edges that carry no information
 
 
 class RGCN(nnx.Module):
-    """The model; there is nothing about precision in it."""
+    """The model, without any code for precision."""
 
     def __init__(self, hidden: int, rngs: nnx.Rngs) -> None:
         options: dict[str, Any] = {"regularizer": "basis", "num_bases": 5, "rngs": rngs}
@@ -43,7 +42,7 @@ class RGCN(nnx.Module):
 
 
 def made_entities(count: int) -> tuple[graphs.Graph, np.ndarray, np.ndarray]:
-    """Returns a graph of entities with "hint", their class or zeros; their classes; and which ones are hidden."""
+    """Returns a graph of entities with "hint", their class or zeros; their classes; and a mask of the hidden ones."""
     random = np.random.default_rng(0)
     labels = random.integers(0, CLASSES, count)
     senders, receivers = random.integers(0, count, (2, 6 * count))

@@ -1,10 +1,10 @@
-"""GraphSAGE on a graph that stays in the host's memory: sampled mini-batches in float16, exact inference.
+"""Trains GraphSAGE in float16 on sampled mini-batches of a graph in host memory, with exact inference.
 
     python examples/sage_minibatch.py [--no-use-fp16] [--data-dir DIR | --scale 0.02] [--epochs 5]
 
-The device holds a mini-batch at a time, whatever the size of the graph: neighbors are drawn, and their
-features gathered, by a thread that works ahead of the training step. Without Reddit's two files the graph is
-synthetic, of that share of Reddit's nodes. Expected: more than 90 % of the synthetic test nodes right.
+The device holds one mini-batch at a time, whatever the size of the graph: a thread draws neighbors and gathers their
+features ahead of the training step. Without Reddit's two files the graph is
+synthetic, with that fraction of Reddit's nodes. Expected: more than 90% of the synthetic test nodes right.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from jmp_train.graphs.datasets import synthetic_reddit
 
 
 class SAGE(nnx.Module):
-    """The model; there is nothing about precision in it."""
+    """The model, without any code for precision."""
 
     def __init__(self, in_features: int, hidden: int, classes: int, rngs: nnx.Rngs) -> None:
         self.first = graphs.SAGEConv(in_features, hidden, activation=nnx.relu, rngs=rngs)

@@ -3,7 +3,7 @@
     python examples/saint_reddit.py [--no-use-fp16] [--data-dir DIR | --synthetic --scale 0.02] [--epochs 10]
 
 Each batch is the subgraph of the nodes of some random walks. Factors of edges and of losses, measured once, make its
-sums unbiased estimates of the whole graph's. Expected: more than 90 % of the synthetic test nodes right.
+sums unbiased estimates of the whole graph's. Expected: more than 90% of the synthetic test nodes right.
 """
 
 import argparse

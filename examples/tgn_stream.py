@@ -5,8 +5,8 @@
 Users choose items of one of many topics, and change their topic from time to time, so who is connected next follows
 from recent events. Each event updates the memory of its two nodes by a GRU; a batch is scored with the memory from
 earlier batches, and with the mean of the latest items before its time, and only then is it learned. Expected on a
-million events: an AUC of 0.93 on the last tenth of the stream, and of 0.80 with `--no-memory`, where each node has only
-a learned row.
+million events: an AUC of 0.93 on the last tenth of the stream, and of 0.80 with `--no-memory`, where a node has only a
+learned row.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def drawn_stream(count: int, random: np.random.Generator) -> tuple[np.ndarray, n
 
 
 class TGN(nnx.Module):
-    """Rows of nodes, whose products are the logits of events; there is nothing about precision in it."""
+    """Rows of nodes, whose products are the logits of events; it has no code for precision."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.rows = nnx.Embed(NODES, WIDTH, rngs=rngs)

@@ -3,7 +3,7 @@
     python examples/vit_imagenet.py --data-dir DIR --mode torch       # DIR/train/CLASS/*.jpg, DIR/val/CLASS/*.jpg
     python examples/vit_imagenet.py --synthetic --image-size 64 --mode apex-O2
 
-Without the lines marked AMP it trains in float32. On a CPU take --synthetic, small images and few of them.
+Without the lines marked AMP, it trains in float32. On a CPU, use --synthetic with a few small images.
 """
 
 import argparse
@@ -37,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class ViT(nn.Module):
-    """ViT-B/16 with dropout 0.1; there is nothing about precision in it, but that softmax is in float32."""
+    """ViT-B/16 with dropout 0.1; softmax is in float32."""
 
     classes: int
 
@@ -57,7 +57,7 @@ class ViT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two dense layers, each behind a norm and added to what came."""
+    """Attention and two dense layers, each after a norm and added to its input."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 def attention(query_key_value: jax.Array, heads: int) -> jax.Array:
-    """Returns what each token gathers from all of its image [batch, tokens, width]; softmax is in float32."""
+    """Returns the attention of all tokens of an image [batch, tokens, width]; softmax is in float32."""
     batch, tokens, width = query_key_value.shape
     parts = query_key_value.reshape(batch, tokens, 3, heads, width // (3 * heads))
     query, key, value = parts[:, :, 0], parts[:, :, 1], parts[:, :, 2]
@@ -95,7 +95,7 @@ def synthetic_images(count: int, size: int, seed: int) -> Any:
 
 
 def read(args: argparse.Namespace) -> tuple[Any, Any, Callable[..., Any], Callable[..., Any]]:
-    """Returns training and test data, and what makes batches of it: with seeds for training, without for evaluation."""
+    """Returns training and test data, and a function that makes batches: with seeds for training, without for evaluation."""
     size = args.image_size
     if args.synthetic:
         train, test = synthetic_images(1024, size, seed=0), synthetic_images(128, size, seed=1)

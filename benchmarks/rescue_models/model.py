@@ -1,4 +1,4 @@
-"""What a model is, and how it is trained."""
+"""Defines a model and its training."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -37,12 +37,12 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What trainings of a model end with, one number for each seed.
+    """The final results of a model's training runs, one number per seed.
 
     Attributes:
       before: mean losses of all batches with the first parameters, in float32.
       losses: the same with the last parameters.
-      skipped: shares of the last quarter of the steps that were skipped.
+      skipped: fractions of skipped steps in the last quarter of the run.
     """
 
     before: np.ndarray

@@ -4,7 +4,7 @@
     jmp-train launch -n 2 -- examples/data_parallel/basic.py          # two, with a GPU or a CPU device each
     srun -N 4 --gpus-per-node 1 python examples/data_parallel/basic.py  # any number, started by Slurm
 
-Nothing in the loop knows how many there are: the same losses are printed by all three, but for rounding.
+The loop does not depend on the number of devices: all three print the same losses, except for rounding.
 Expected: a loss of about 0.02 after 10 epochs.
 """
 
@@ -24,7 +24,7 @@ BATCH_SIZE = 64  # of all devices together
 
 
 class ToyModel(nn.Module):
-    """Two dense layers; the model knows neither devices nor dtypes."""
+    """Two dense layers, without code for devices or dtypes."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -33,7 +33,7 @@ class ToyModel(nn.Module):
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
-    """Returns the mean square error, of what the devices see one by one."""
+    """Returns the mean square error of a device's part of the batch."""
     predicted: Any = ToyModel().apply({"params": params}, batch["x"])
     return optax.squared_error(predicted.astype(jnp.float32), batch["y"].astype(jnp.float32)).mean()
 
@@ -46,7 +46,7 @@ def make_data(seed: int) -> dict[str, np.ndarray]:
 
 
 def main(seed: int = 0, epochs: int = 10) -> None:
-    """Trains, and prints a line an epoch."""
+    """Trains, and prints one line per epoch."""
     jt.distributed.initialize()
     mesh = Mesh(np.array(jax.devices()), ("data",))
 

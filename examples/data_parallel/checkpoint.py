@@ -1,10 +1,10 @@
-"""Training that survives the death of a process, and goes on with another number of devices.
+"""Training that resumes after a process is killed, also on another number of devices.
 
     jmp-train launch -n 2 --restarts 3 -- examples/data_parallel/checkpoint.py --directory out/run
     python examples/data_parallel/checkpoint.py --directory out/run --steps 600
 
-Process 0 writes, in the background; all start from what it reads. Kill a process of the first command, with
-`kill -9`: all are restarted, and the last line is the same as without, to the last bit of the parameters.
+Process 0 writes in the background, and distributes what it reads. Kill a process of the first command by `kill -9`: all
+are restarted, and the last line is the same as in an unbroken run, to the last bit of the parameters.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from jmp_train.data import array_batches
 
 
 def fingerprint(tree: Any) -> str:
-    """Returns some letters that differ if any bit of the tree does."""
+    """Returns a short digest of all bits of the tree."""
     arrays = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(tree)]
     return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()[:16]
 
 
 def main() -> None:
-    """Trains from the last checkpoint on, and prints a line whenever it saves."""
+    """Trains from the last checkpoint, and prints one line per checkpoint."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", required=True, help="where checkpoints are")
     parser.add_argument("--steps", type=int, default=300)

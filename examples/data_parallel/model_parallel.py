@@ -1,11 +1,11 @@
-"""PyTorch's "Combining DDP with model parallelism" in JAX and in float16: one model on two devices, many times over.
+"""PyTorch's "Combining DDP with model parallelism" in JAX and in float16: one model on two devices, several times.
 
     jmp-train launch -n 2 -- examples/data_parallel/model_parallel.py           # one model, its layers apart
     jmp-train launch -n 4 -- examples/data_parallel/model_parallel.py tensor    # two, each layer sharded in two
     JAX_NUM_CPU_DEVICES=8 NPROC=32 python examples/data_parallel/model_parallel.py   # four, in one process
 
-Layers are on different devices ("layers"), or all devices have a part of each ("tensor"). Step and optimizer are those
-of one device; an overflow on any of them is skipped by all. Expected: a loss below 0.1 after 10 epochs, in both.
+Layers are on different devices ("layers"), or each is sharded over both ("tensor"). Step and optimizer are those of one
+device; all devices skip a step that overflows on one. Expected: a loss below 0.1 after 10 epochs, in both.
 """
 
 import sys
@@ -25,7 +25,7 @@ BATCH_SIZE = 64  # of all devices together
 
 
 def dense(params: Any, x: jax.Array) -> jax.Array:
-    """A dense layer, whose product is added up in float32 where its input is sharded over devices."""
+    """A dense layer, whose product is added in float32 if its input is sharded over devices."""
     kernel, bias = params["kernel"], params["bias"]
     return jt.policies.float32_dot_general(x, kernel, (((1,), (0,)), ((), ()))) + bias
 
@@ -80,7 +80,7 @@ def make_data(seed: int) -> dict[str, np.ndarray]:
 
 
 def main(form: str = "layers", seed: int = 0, epochs: int = 10) -> None:
-    """Trains, and prints a line an epoch."""
+    """Trains, and prints one line per epoch."""
     jt.distributed.initialize()
     if jax.device_count() % 2:
         sys.exit(f"a model takes two devices, there are {jax.device_count()}; see the examples")

@@ -1,11 +1,11 @@
-"""A pipeline of two stages with micro-batches, many times over, in float16.
+"""Several pipelines of two stages with micro-batches, in float16.
 
     jmp-train launch -n 2 -- examples/data_parallel/pipeline.py
     JAX_NUM_CPU_DEVICES=8 NPROC=32 python examples/data_parallel/pipeline.py
 
-Each device along "pipe" has half of the blocks; micro-batches follow each other through them, and `jax.checkpoint`
-keeps only what goes into a stage. Embedding and head are small and everywhere.
-Expected: 95 % of the test images right after 10 epochs.
+Each device along "pipe" has half of the blocks. Micro-batches pass through them in sequence, and `jax.checkpoint`
+stores only the inputs of a stage. Embedding and head are replicated.
+Expected: 95% of the test images right after 10 epochs.
 """
 
 import sys
@@ -51,10 +51,10 @@ def stage(params: Any, x: jax.Array, rng: Any) -> jax.Array:
 
 
 def main(seed: int = 0) -> None:
-    """Trains, and prints a line an epoch."""
+    """Trains, and prints one line per epoch."""
     jt.distributed.initialize()
     if jax.device_count() % STAGES:
-        sys.exit(f"{STAGES} stages take as many devices, there are {jax.device_count()}")
+        sys.exit(f"{STAGES} stages need as many devices; there are {jax.device_count()}")
     mesh = Mesh(np.array(jax.devices()).reshape(-1, STAGES), ("data", "pipe"))
     run_blocks = jt.pipeline(jax.checkpoint(stage), mesh, "pipe", micro_batches=4)
 

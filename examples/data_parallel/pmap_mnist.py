@@ -1,10 +1,10 @@
-"""A CNN on MNIST by `pmap`, in float16: each process brings what its own devices get.
+"""A CNN on MNIST by `pmap`, in float16: each process loads the batches of its own devices.
 
     python examples/data_parallel/pmap_mnist.py --data-dir DIR
     jmp-train launch -n 2 -- examples/data_parallel/pmap_mnist.py --data-dir DIR
 
-Without --data-dir it trains on synthetic images. BatchNorm takes its statistics over all devices, so that
-their number changes nothing. Expected: about 97 % of MNIST's test images right after two epochs.
+Without --data-dir it trains on synthetic images. BatchNorm computes statistics over all devices, so that
+results do not depend on their number. Expected: about 97% of MNIST's test images right after two epochs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from jmp_train.data import array_batches, read_mnist
 
 
 class CNN(nn.Module):
-    """Three convolutions and a dense layer; `axis_name` is there in training, on the devices."""
+    """Three convolutions and a dense layer; `axis_name` is set in training on several devices."""
 
     axis_name: str | None = None
 

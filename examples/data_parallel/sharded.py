@@ -1,10 +1,10 @@
-"""Optimizer state, and parameters, in parts on the devices that share a batch: ZeRO-1 and FSDP, in any AMP mode.
+"""Shards optimizer state and parameters over the devices of a batch, by ZeRO-1 or FSDP, in any AMP mode.
 
     jmp-train launch -n 2 -- examples/data_parallel/sharded.py zero1 apex-O2
     JAX_NUM_CPU_DEVICES=8 NPROC=32 python examples/data_parallel/sharded.py fsdp torch
 
-What differs from plain data parallelism is the line with `shardings`. Expected: digits are told apart in 95 % of the
-test images, and each of N devices stores 1/N of the moments and master weights, with fsdp of the parameters too.
+Only the line with `shardings` differs from plain data parallelism. Expected: 95% of the test images right; each of N
+devices stores 1/N of the moments and master weights, with fsdp also of the parameters.
 """
 
 import dataclasses
@@ -54,12 +54,12 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 
 
 def bytes_on_a_device(tree: Any) -> int:
-    """Returns how many bytes of the arrays the first device of this process has."""
+    """Returns the number of bytes of the arrays on the first device of this process."""
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 def main(form: str = "fsdp", mode: str = "apex-O2", seed: int = 0) -> None:
-    """Trains, and prints a line an epoch."""
+    """Trains, and prints one line per epoch."""
     jt.distributed.initialize()
     mesh = Mesh(np.array(jax.devices()), ("data",))
     images, labels = load_digits(return_X_y=True)

@@ -1,10 +1,10 @@
-"""Processes of unequal speed: wait for the slow one, or give up after a time.
+"""Processes of unequal speed wait for the slow one, or give up after a time.
 
     jmp-train launch -n 2 -- examples/data_parallel/skewed.py --delay 20
     jmp-train launch -n 2 -- examples/data_parallel/skewed.py --delay 20 --timeout 5
 
-The last process is late to the tenth step. By default the others wait in the reduction of the gradients,
-and the result is the same as ever. With a time-out they raise an error there, `Timed out waiting 5000ms`,
+The last process is late for the tenth step. By default, the others wait in the reduction of the gradients,
+and the result is the same. With a time-out, they raise an error there, `Timed out waiting 5000ms`,
 and the launcher stops them all.
 """
 

@@ -1,4 +1,4 @@
-"""GraphSAGE on a loader of sampled neighbors: scikit-learn's digits, each connected to those most like it.
+"""GraphSAGE on a loader of sampled neighbors: scikit-learn's digits, each connected to the most similar ones.
 
 jmp-train compare examples/tasks/sampled_graph.py:task --policies float32 mixed_float16 --out out/sampled
 """
@@ -30,7 +30,7 @@ class Options:
 
 
 def task(options: Options) -> jt.Task:
-    """Returns the job: each device and micro-batch has a mini-batch of its own."""
+    """Returns the job: each device and micro-batch has its own mini-batch."""
     x, y = load_digits(return_X_y=True)
     features, labels, adjacency = (x / 16).astype(np.float32), y, kneighbors_graph(x, options.neighbors).tocoo()
     train, test = train_test_split(np.arange(len(x)), test_size=0.25, random_state=0)
