@@ -95,7 +95,7 @@ def synthetic_images(count: int, size: int, seed: int) -> Any:
 
 
 def read(args: argparse.Namespace) -> tuple[Any, Any, Callable[..., Any], Callable[..., Any]]:
-    """Returns training and test data, and a function that makes batches: with seeds for training, without for evaluation."""
+    """Returns training and test data, and a function that makes batches: with seeds for training only."""
     size = args.image_size
     if args.synthetic:
         train, test = synthetic_images(1024, size, seed=0), synthetic_images(128, size, seed=1)
