@@ -17,12 +17,18 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
+from jmp_train.policies.autocasting.decisions import Step, literals_fit
 from jmp_train.policies.autocasting.fp8 import fp8_dot
-from jmp_train.policies.autocasting.jitted_primitives import bind, cast, float32_product
-from jmp_train.policies.autocasting.operand_dtypes import literals_fit
-from jmp_train.policies.autocasting.primitive_kinds import ARITHMETIC, COMPUTED, PRODUCTS, TRANSCENDENTAL
+from jmp_train.policies.autocasting.primitives import (
+    ARITHMETIC,
+    COMPUTED,
+    PRODUCTS,
+    TRANSCENDENTAL,
+    bind,
+    cast,
+    float32_product,
+)
 from jmp_train.policies.autocasting.region import Region
-from jmp_train.policies.autocasting.steps import Step
 from jmp_train.policies.autocasting.values import (
     FLOAT32,
     HALVES,

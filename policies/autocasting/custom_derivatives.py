@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from jmp_train.policies.autocasting.binding import as_traced
 from jmp_train.policies.autocasting.interpreter import inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.literal_bounds import fits
-from jmp_train.policies.autocasting.primitive_kinds import PRODUCTS
+from jmp_train.policies.autocasting.primitives import PRODUCTS
 from jmp_train.policies.autocasting.region import Decision, Region
 from jmp_train.policies.autocasting.values import Value, chosen, eligible, on_device, replaced, traced_dtype, values_of
 

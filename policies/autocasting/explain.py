@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting.flat_calls import FlatCall
-from jmp_train.policies.autocasting.missing_keys import none_key_explained
 from jmp_train.policies.autocasting.operations import (
     OperationReport,
     OperationsReport,
@@ -19,7 +17,8 @@ from jmp_train.policies.autocasting.operations import (
 )
 from jmp_train.policies.autocasting.region import Decision, Region
 from jmp_train.policies.autocasting.source_lines import source_of
-from jmp_train.policies.autocasting.transform import autocast, float32_aval, mark_of, run_region
+from jmp_train.policies.autocasting.traced_calls import FlatCall, float32_aval, none_key_explained
+from jmp_train.policies.autocasting.transform import autocast, mark_of, run_region
 from jmp_train.policies.autocasting.unmet_rules import unmet_entries, unmet_lines
 from jmp_train.policies.autocasting.values import chosen, replaced
 

@@ -16,10 +16,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting.custom_derivatives import custom_jvp, custom_vjp
-from jmp_train.policies.autocasting.fp8 import fp8_dot
+from jmp_train.policies.autocasting.fp8 import Contract, fp8_dot
 from jmp_train.policies.autocasting.interpreter import inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.opaque import OpaqueCall
-from jmp_train.policies.autocasting.product_gradients import Contract
 from jmp_train.policies.autocasting.region import Handler, Region
 from jmp_train.policies.autocasting.values import (
     FLOAT32,

@@ -1,8 +1,8 @@
 """Runs a traced function with each operation in the precision that a table of rules gives it.
 
-The function is traced with float32 in place of half inputs, so that literals are not rounded. `steps` first makes the
-decisions that depend on the program only. Then the equations run one by one on the actual values: `operand_dtypes`
-settles the dtypes of the operands, and `binding` binds the primitive to them. Values computed only from literals are
+The function is traced with float32 in place of half inputs, so that literals are not rounded. `decisions` first
+makes those that depend on the program only. Then the equations run one by one on the actual values: `settle` chooses
+the dtypes of the operands, and `binding` binds the primitive to them. Values computed only from literals are
 weak: they take the dtype of the other operand, as Python numbers do.
 """
 
@@ -18,11 +18,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import user_context
 
 from jmp_train.policies.autocasting.binding import bound, saved
-from jmp_train.policies.autocasting.operand_dtypes import is_entered, settle
-from jmp_train.policies.autocasting.primitive_kinds import ARITHMETIC
+from jmp_train.policies.autocasting.decisions import Step, is_entered, settle, steps_of
+from jmp_train.policies.autocasting.primitives import ARITHMETIC
 from jmp_train.policies.autocasting.region import Region
 from jmp_train.policies.autocasting.source_lines import source_of
-from jmp_train.policies.autocasting.steps import Step, steps_of
 from jmp_train.policies.autocasting.values import (
     Value,
     argument,

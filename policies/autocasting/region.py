@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, Recipe
-from jmp_train.policies.autocasting.primitive_kinds import CALLS, PRODUCTS
+from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS
 from jmp_train.policies.autocasting.rules import AutocastRules, Rule
 from jmp_train.policies.autocasting.source_lines import address_of
 from jmp_train.policies.autocasting.values import Value, argument

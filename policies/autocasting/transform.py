@@ -1,8 +1,9 @@
-"""Per-operation precision as a function transformation, like PyTorch's `torch.autocast`."""
+"""Per-operation precision as a function transformation, like PyTorch's `torch.autocast`, and rules on trial."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -10,24 +11,22 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.cpu_convolutions import all_equations, warn_of_convolutions
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScaling, Recipe, fp8_scales, given_scales
 from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.interpreter import interpret
-from jmp_train.policies.autocasting.missing_keys import none_key_explained
-from jmp_train.policies.autocasting.python_values import python_values_explained
+from jmp_train.policies.autocasting.product_warnings import all_equations, warn_of_convolutions, warn_of_unreached
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import TORCH_CUDA, AutocastRules, Rule
-from jmp_train.policies.autocasting.rules_trial import tried_rules
+from jmp_train.policies.autocasting.traced_calls import none_key_explained, run_traced
 from jmp_train.policies.autocasting.unmet_rules import warn_of_unmet
-from jmp_train.policies.autocasting.unreached_products import warn_of_unreached
-from jmp_train.policies.autocasting.values import FLOAT32, argument, chosen, eligible, replaced
-from jmp_train.policies.pytrees import Carried, check_half, is_array, is_nnx, states_at_home
+from jmp_train.policies.autocasting.values import argument
+from jmp_train.policies.pytrees import check_half
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-_ARRAY = object()  # marks an array among results that may be of any type
+# A part of jit's cache keys, so that functions traced without the rules on trial are traced again.
+_trial = jax.make_user_context(None)
 
 
 def autocast(
@@ -190,45 +189,48 @@ def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kw
         return run_traced(run, fn, args, kwargs)
 
 
-def run_traced(
-    run: Callable[[ClosedJaxpr, list[Any]], list[Any]],
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Returns `fn(*args, **kwargs)`, traced in float32 and then run by another function.
+@dataclasses.dataclass(frozen=True, eq=False)
+class RulesTrial:
+    """Rules on trial, and the half types of the regions that used them.
+
+    Attributes:
+      rules: the rules by which regions and half-precision policies run.
+      taken: the half types of the regions and policies that used them.
+    """
+
+    rules: AutocastRules
+    taken: list[Any] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def trying(rules: AutocastRules) -> Iterator[RulesTrial]:
+    """Traces the functions called within this context by the given rules.
 
     Args:
-      run: runs the traced program on arrays.
-      fn: a pure function.
-      args: its arguments.
-      kwargs: its keyword arguments.
+      rules: they replace the rules of each outermost region.
     """
-    args, kwargs = states_at_home((args, kwargs))
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
-    are_arrays = [is_array(leaf) for leaf in leaves]
-    carried = Carried((args, kwargs), fn)
-    arrays = [*chosen(leaves, are_arrays), *carried.arrays]
-    own = len(arrays) - len(carried.arrays)
-    structure: list[Any] = []
-
-    def flat(*arrays: object) -> list[Any]:
-        args, kwargs = jax.tree.unflatten(tree, replaced(leaves, are_arrays, arrays[:own]))
-        with carried.at_home(arrays[own:]), python_values_explained():
-            returned = fn(*args, **kwargs)
-            changed = carried.changed(returned)
-        results, out_tree = jax.tree.flatten(returned, is_leaf=is_nnx)
-        structure[:] = [out_tree, [_ARRAY if is_array(x) else x for x in results]]
-        return [*filter(is_array, results), *changed]
-
-    jaxpr = jax.make_jaxpr(flat)(*(float32_aval(jax.typeof(array)) for array in arrays))
-    computed = map(jnp.asarray, run(jaxpr, arrays))
-    out_tree, results = structure
-    results = [next(computed) if x is _ARRAY else x for x in results]
-    carried.write(computed)
-    return jax.tree.unflatten(out_tree, results)
+    trial = RulesTrial(rules)
+    with _trial(trial):
+        yield trial
 
 
-def float32_aval(aval: Any) -> Any:
-    """Returns the type of an array with float32 in place of half, so that literals are not rounded."""
-    return aval.update(dtype=FLOAT32) if eligible(aval.dtype) and aval.dtype != FLOAT32 else aval
+def is_trying() -> bool:
+    """Returns whether rules are on trial that no enclosing region has used."""
+    return _trial.value is not None
+
+
+@contextlib.contextmanager
+def tried_rules(rules: AutocastRules, half: Any) -> Iterator[AutocastRules]:
+    """Yields the rules of a region: those on trial, or its own. Regions within it use their own.
+
+    Args:
+      rules: the rules of the region.
+      half: its half type.
+    """
+    trial = _trial.value
+    if trial is None:
+        yield rules
+        return
+    trial.taken.append(half)
+    with _trial(None):
+        yield trial.rules

@@ -12,9 +12,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.integers import Integers, integers_in_result, operand
-from jmp_train.policies.autocasting.jitted_primitives import cast
 from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, Bounds, literal_bounds, result_bounds
-from jmp_train.policies.autocasting.primitive_kinds import LAYOUT, PLACEMENT, PRODUCTS
+from jmp_train.policies.autocasting.primitives import LAYOUT, PLACEMENT, PRODUCTS, cast
 
 _WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
 HALVES, FLOAT32 = _WIDTHS[:2], _WIDTHS[2]

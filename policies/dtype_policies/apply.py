@@ -1,14 +1,30 @@
-"""`apply_policy`: casts a function's arguments and result, and checks its products once."""
+"""Runs a function under a policy (`apply_policy`), or reports its operations and their precision (`explain_policy`)."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
-from jmp_train.policies.autocasting import none_key_explained
-from jmp_train.policies.dtype_policies.arguments import cast_arguments
+from jmp_train.policies.autocasting import (
+    PRODUCTS,
+    FlatCall,
+    OperationReport,
+    OperationsReport,
+    decided,
+    elements_of,
+    half_share,
+    mark_of,
+    none_key_explained,
+    run_region,
+    source_of,
+    table,
+    unmet_entries,
+    unmet_lines,
+)
 from jmp_train.policies.dtype_policies.half_products import FirstTrace, mixed_dtypes_explained
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
-from jmp_train.policies.dtype_policies.policy import Policy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
+from jmp_train.policies.dtype_policies.policy_trace import TracedOperation, cast_arguments, operations_under
 from jmp_train.policies.pytrees import cast_results, unbound
 
 Args = ParamSpec("Args")
@@ -64,3 +80,107 @@ def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy | str) 
         return cast_results(result, policy.default.cast_to_output)
 
     return with_policy
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyReport(OperationsReport):
+    """The report of `explain_policy`, which prints as a table.
+
+    Attributes:
+      operations: the operations in the order in which they run.
+      unmet: the entries of an `AutocastPolicy`'s rules that match no operation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+      >>> report = explain_policy(lambda w, x: jnp.tanh(x @ w), "mixed_float16", x, x)
+      >>> len(report.rows()), report.half_flops_share, report.half_products_share
+      (2, 1.0, 1.0)
+    """
+
+    unmet: tuple[str, ...] = ()
+
+    @property
+    def half_products_share(self) -> float:
+        """The fraction of the flops of matrix products and convolutions in half precision, from 0 to 1."""
+        return half_share([row for row in self.operations if row.operation in PRODUCTS])
+
+    def __str__(self) -> str:
+        shares = (
+            f"{self.half_flops_share:.1%} of the flops in half precision, "
+            f"{self.half_products_share:.1%} of those of products"
+        )
+        return "\n".join([*table(self.operations), shares, *unmet_lines(self.unmet)])
+
+
+def explain_policy(
+    fn: Callable[..., Any], policy: Policy | PathPolicy | str, *args: object, **kwargs: object
+) -> PolicyReport:
+    """Returns a report of the precision of each operation of a function under a policy; nothing is computed.
+
+    Args:
+      fn: a function for `apply_policy`, such as a loss or a linen module's `apply`.
+      policy: the policy, or its name. Under a `policy_by_path` the first of `args` holds the
+        parameters.
+      *args: its arguments; `jax.ShapeDtypeStruct` works in place of arrays.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A report, which prints as a table. The column "decided by" has the rule of an `AutocastPolicy`; under other
+      policies, the reason why an operation does not run in half precision.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+      >>> fn = lambda w, x: x.astype(jnp.float32) @ w.astype(jnp.float32)
+      >>> row = explain_policy(fn, "mixed_float16", x, x).operations[-1]
+      >>> row.operation, row.dtypes_in, row.reason.split(" at ")[0]
+      ('dot_general', ('float32', 'float32'), 'cast from float16 to float32')
+      >>> explain_policy(fn, "autocast_float16", x, x).operations[-1].dtypes_in
+      ('float16', 'float16')
+    """
+    policy = named_policy(policy)
+    fn, module = unbound(fn)
+    args = (*module, *args)
+    with mixed_dtypes_explained(policy), none_key_explained(fn, args, kwargs):
+        if isinstance(policy.default, AutocastPolicy):
+            return _under_autocast(fn, policy, args, kwargs)
+        return PolicyReport(tuple(map(_row, operations_under(fn, policy, args, kwargs))))
+
+
+def _under_autocast(
+    fn: Callable[..., Any],
+    policy: Policy | PathPolicy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> PolicyReport:
+    mark = mark_of(policy.default.transform(fn))
+    if mark is None or mark.region is None:
+        raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
+
+    def run(region: Any, *args: object, **kwargs: object) -> Any:
+        with cast_arguments(policy, args, kwargs) as call:
+            return run_region(region, mark.plain, *call)
+
+    programs: list[Any] = []
+    region = dataclasses.replace(mark.region, programs=programs)
+    return PolicyReport(decided(region, run, FlatCall(args, kwargs)), unmet_entries(region.rules, programs))
+
+
+def _row(operation: TracedOperation) -> OperationReport:
+    equation, origin = operation.equation, operation.origin
+    return OperationReport(
+        operation=equation.primitive.name,
+        path=operation.path,
+        source=source_of(operation.equations),
+        dtypes_in=_dtypes(equation.invars),
+        dtypes_out=_dtypes(equation.outvars),
+        rule="keep",
+        reason="" if origin is None else str(origin),
+        flops=operation.flops,
+        elements=operation.repeats * elements_of(equation),
+    )
+
+
+def _dtypes(atoms: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(str(atom.aval.dtype) for atom in atoms if hasattr(atom.aval, "dtype"))

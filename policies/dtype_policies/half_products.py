@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jmp_train.policies.autocasting import (
     TOLERATED_SHARE,
     Float32ProductsWarning,
@@ -19,12 +17,12 @@ from jmp_train.policies.autocasting import (
     user_line_of,
     warn_of_convolutions,
 )
-from jmp_train.policies.dtype_policies.collapsed_values import warn_of_collapse
-from jmp_train.policies.dtype_policies.float32_origins import TracedOperation
-from jmp_train.policies.dtype_policies.narrowed_values import check_narrowed
+from jmp_train.policies.dtype_policies.collapsed_values import check_narrowed, warn_of_collapse
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.dtype_policies.policy_trace import (
+    TracedOperation,
+    compute_dtypes,
     computes_in_float16,
     computes_in_half,
     operations_under,
@@ -193,9 +191,7 @@ def _reason(product: TracedOperation, line: str) -> str:
 
 
 def _half_name(policy: Policy | PathPolicy) -> str:
-    rules = [rule for _, rule in policy.rules] if isinstance(policy, PathPolicy) else []
-    dtypes = [np.dtype(p.compute_dtype) for p in (policy.default, *rules)]
-    return next(dtype.name for dtype in dtypes if dtype.itemsize == 2)
+    return next(dtype.name for dtype in compute_dtypes(policy) if dtype.itemsize == 2)
 
 
 def _text(policy: Policy | PathPolicy) -> str:

@@ -19,17 +19,16 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.binding import as_traced
 from jmp_train.policies.autocasting.custom_derivatives import multiplies
+from jmp_train.policies.autocasting.decisions import Step, integers_fit, literals_fit, settle, steps_of
 from jmp_train.policies.autocasting.emulating.rounding import Bit, both, either, rounded, rounded_operation
 from jmp_train.policies.autocasting.higher_order import ENTERED, scan_counts
 from jmp_train.policies.autocasting.literal_bounds import result_bounds
 from jmp_train.policies.autocasting.opaque import OpaqueCall
-from jmp_train.policies.autocasting.operand_dtypes import integers_fit, literals_fit, settle
-from jmp_train.policies.autocasting.primitive_kinds import ARITHMETIC, PLACEMENT, TRANSCENDENTAL
+from jmp_train.policies.autocasting.primitives import ARITHMETIC, PLACEMENT, TRANSCENDENTAL
 from jmp_train.policies.autocasting.region import Region, join
 from jmp_train.policies.autocasting.rules import MOSTLY_HALF, AutocastRules
 from jmp_train.policies.autocasting.source_lines import address_of
-from jmp_train.policies.autocasting.steps import Step, steps_of
-from jmp_train.policies.autocasting.transform import run_traced
+from jmp_train.policies.autocasting.traced_calls import run_traced
 from jmp_train.policies.autocasting.values import (
     FLOAT32,
     HALVES,

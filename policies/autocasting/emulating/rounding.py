@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.primitive_kinds import LAYOUT, names
+from jmp_train.policies.autocasting.primitives import LAYOUT, names
 from jmp_train.policies.autocasting.values import FLOAT32, chosen, replaced
 
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jmp_train as jt
-from jmp_train.policies.autocasting.cpu_convolutions import FUSION_FLAG, is_faulty
+from jmp_train.policies.autocasting.product_warnings import FUSION_FLAG, is_faulty
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 

@@ -1,0 +1,224 @@
+"""Warns of products and convolutions that autocast leaves in float32, or that jaxlib computes wrong on CPUs.
+
+Products stay in float32 if autocast does not enter their program. XLA:CPU of jaxlib 0.11 and 0.12 passes chains of
+convolutions to YNNPACK as one fusion. In bfloat16, some of these fusions never write their results, and the compiled
+code reads uninitialized memory; a flag avoids the fault.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.typing import DTypeLike
+
+from jmp_train.policies.autocasting.operations import flops_of, held_jaxprs, is_float32
+from jmp_train.policies.autocasting.primitives import PRODUCTS
+from jmp_train.policies.autocasting.region import DECIDED, Decision
+from jmp_train.policies.autocasting.source_lines import user_line_of
+from jmp_train.policies.autocasting.values import traced_dtype
+from jmp_train.policies.user_warnings import warn_user
+
+FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
+_FIRST, _FIRST_UNKNOWN = (0, 11), (0, 13)
+TOLERATED_SHARE = 0.1
+_LINES = 3
+_NOT_ENTERED = ("is not entered", "is not known", "its body is typed")  # how the reasons of decisions end
+_EXACT = frozenset(("custom_linear_solve",))  # every table runs solvers in float32
+_WHY = {
+    "pallas_call": "a Pallas kernel, which computes in the dtypes that it was written for",
+    "custom_vjp_call": "a custom_vjp that autocast cannot enter",
+    "custom_vmap_call": "a custom_vmap, which autocast does not enter",
+    "cond": "a platform_dependent, which autocast does not enter",
+}
+
+
+class CpuConvolutionWarning(UserWarning):
+    """This jaxlib may compute bfloat16 convolutions wrong on a CPU.
+
+    `train_step`, `scaled_value_and_grad`, `apply_policy` and `autocast` warn when they trace one.
+    `XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=`, set before jax starts, turns off the faulty fusion and this
+    warning.
+
+    Example:
+      >>> import warnings
+      >>> import jmp_train as jt
+      >>> warnings.filterwarnings("error", category=jt.policies.CpuConvolutionWarning)
+    """
+
+
+def is_faulty(jaxlib: tuple[int, ...], xla_flags: str) -> bool:
+    """Returns whether a jaxlib has the fault and no flag turns it off.
+
+    Args:
+      jaxlib: the version, such as (0, 12, 0).
+      xla_flags: the value of the environment variable `XLA_FLAGS`.
+
+    Example:
+      >>> is_faulty((0, 12, 0), ""), is_faulty((0, 12, 0), FUSION_FLAG), is_faulty((0, 10, 2), "")
+      (True, False, False)
+    """
+    return _FIRST <= jaxlib < _FIRST_UNKNOWN and FUSION_FLAG not in xla_flags
+
+
+def is_at_risk() -> bool:
+    """Returns whether the program that is being traced runs on CPUs, with a jaxlib that has the fault."""
+    faulty = is_faulty(_jaxlib(), os.environ.get("XLA_FLAGS", ""))
+    return faulty and jax.default_backend() == "cpu"  # starts the devices if tracing has not
+
+
+def warn_of_convolutions(equations: Iterable[Any], dtype: DTypeLike | None = None) -> None:
+    """Warns of bfloat16 convolutions on CPUs if this jaxlib has the fault.
+
+    Args:
+      equations: the equations of a program, nested ones included.
+      dtype: the dtype of the convolutions; None for the traced one.
+    """
+    if dtype not in (None, jnp.bfloat16) or not is_at_risk():
+        return
+    dtypes = (
+        dtype or traced_dtype(atom)
+        for equation in equations
+        if equation.primitive.name == "conv_general_dilated"
+        for atom in equation.invars
+    )
+    if jnp.bfloat16 in dtypes:
+        warn_user(
+            f"jaxlib {version('jaxlib')} leaves results of some bfloat16 convolutions unwritten on CPUs: "
+            f"set XLA_FLAGS={FUSION_FLAG} in the environment before jax starts",
+            CpuConvolutionWarning,
+        )
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yields the equations of an open jaxpr and of the programs within it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in held_jaxprs(equation):
+            yield from all_equations(inner)
+
+
+@functools.cache
+def _jaxlib() -> tuple[int, ...]:
+    return tuple(int(part) for part in version("jaxlib").split(".")[:3] if part.isdecimal())
+
+
+class Float32ProductsWarning(UserWarning):
+    """A half policy, or autocast, leaves more than a tenth of the flops of products in float32.
+
+    `train_step`, `scaled_value_and_grad`, `apply_policy` and `autocast` warn when they are first traced;
+    `explain_policy` and `explain_autocast` show all operations. If the product should stay in float32, use one of the
+    following: a rule of `policy_by_path` for the parameter, `autocast_as("float32")` around the product, or
+    `precision=HIGHEST` as its argument. Or filter the warning. Autocast does not warn of products that its rules make
+    float32.
+
+    Example:
+      >>> import warnings
+      >>> import jmp_train as jt
+      >>> warnings.filterwarnings("ignore", category=jt.policies.Float32ProductsWarning)
+    """
+
+
+class Unreached(NamedTuple):
+    """A float32 product within a program that autocast does not enter.
+
+    Attributes:
+      equations: the equations around it, the outermost first, and its own.
+      path: the path of modules and scopes.
+      flops: the floating-point operations in all iterations of the loops around it.
+      why: the reason why autocast does not reach it.
+    """
+
+    equations: tuple[Any, ...]
+    path: str
+    flops: int
+    why: str
+
+
+def warn_of_unreached(decisions: Sequence[Decision], half: DTypeLike) -> None:
+    """Warns if more than a tenth of the flops of products are in programs that autocast does not enter.
+
+    Args:
+      decisions: the decisions on all equations of a function.
+      half: the half type.
+    """
+    found = [product for decision in decisions for product in _unreached(decision)]
+    hidden = sum(product.flops for product in found)
+    seen = (d.repeats * flops_of(d.equation) for d in decisions if d.equation.primitive.name in PRODUCTS)
+    if hidden and (share := hidden / (hidden + sum(seen))) > TOLERATED_SHARE:
+        text = share_text(share, f"autocast to {half}", [_line(product) for product in found])
+        warn_user(
+            f'{text}\njt.apply_policy(fn, "mixed_{half}") around the function that is not entered casts its arguments. '
+            "explain_autocast shows all operations.",
+            Float32ProductsWarning,
+        )
+
+
+def share_text(share: float, under: str, lines: Sequence[str]) -> str:
+    """Returns the text of a warning of float32 products: their fraction of the flops and the first lines.
+
+    Args:
+      share: the fraction, from 0 to 1.
+      under: the name of the policy or transformation that leaves them in float32.
+      lines: one line per product.
+    """
+    lines = list(dict.fromkeys(lines))
+    more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+    shown = "\n  ".join([*lines[:_LINES], *more])
+    return f"{share:.0%} of the flops of products stay in float32 under {under}:\n  {shown}"
+
+
+def product_text(equation: JaxprEqn, path: str, line: str) -> str:
+    """Returns a description of a product: its line, primitive, operands and path.
+
+    Args:
+      equation: the equation of the product.
+      path: the path of modules and scopes.
+      line: the user's source line.
+    """
+    shapes = " and ".join(atom.aval.str_short() for atom in equation.invars[:2])
+    return f"{line}: {equation.primitive.name} of {shapes}" + (f" in {path}" if path else "")
+
+
+def is_exact(equation: Any) -> bool:
+    """Returns whether a product requests the highest precision itself, not through jax's configuration."""
+    precision = equation.params.get("precision")
+    if jax.config.jax_default_matmul_precision is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return False
+    return lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,))
+
+
+def _unreached(decision: Decision) -> Iterator[Unreached]:
+    name = decision.equation.primitive.name
+    if decision.rule == "keep" and decision.reason.endswith(_NOT_ENTERED) and name not in _EXACT:
+        why = _WHY.get(name, f"{name}, which autocast does not enter")
+        callers = (*decision.callers, decision.equation)
+        for equations, repeats in _products(decision.equation, callers, decision.repeats):
+            yield Unreached(equations, decision.path, repeats * flops_of(equations[-1]), why)
+
+
+def _products(holder: Any, callers: tuple[Any, ...], repeats: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yields the float32 products in the programs of an equation, and the number of times that each runs."""
+    params = holder.params
+    grid = getattr(params.get("grid_mapping"), "grid", ())
+    repeats *= params.get("length", 1) * math.prod(size for size in grid if isinstance(size, int))
+    held = jax.tree.leaves(list(params.values()))
+    for jaxpr in (x for x in held if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)):
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if equation.primitive.name not in PRODUCTS:
+                yield from _products(equation, (*callers, equation), repeats)
+            elif not (is_exact(equation) or DECIDED in str(equation.source_info.name_stack)) and any(
+                map(is_float32, equation.invars)
+            ):
+                yield (*callers, equation), repeats
+
+
+def _line(product: Unreached) -> str:
+    return f"{product_text(product.equations[-1], product.path, user_line_of(product.equations))}, in {product.why}"
