@@ -13,13 +13,19 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO, TYPE_CHECKING
 
-from jmp_train.cli.arguments import path
-from jmp_train.cli.dataclass_options import as_arguments
 from jmp_train.cli.errors import CALL_IS_WRONG, TRACEBACK, Failure, WrongCall, checking_the_call
-from jmp_train.cli.jobs import OF_RUNS, OF_TASK, read_task_options
-from jmp_train.cli.options import RunOptions, option
+from jmp_train.cli.jobs import (
+    OF_RUNS,
+    OF_TASK,
+    few_bits_taken,
+    read_few_bits,
+    read_rules,
+    read_task_options,
+    takes_rules,
+)
+from jmp_train.cli.option_values import path
+from jmp_train.cli.options import RunOptions, as_arguments, option
 from jmp_train.cli.outputs import checked_outputs, exit_code, list_written
-from jmp_train.cli.precision_options import few_bits_taken, read_few_bits, read_rules, takes_rules
 from jmp_train.extras import extra_packages
 from jmp_train.launch import ChildProcess, signals_as_exceptions
 from jmp_train.runs import Event, FewBits, Run, check_unused, event_from_json

@@ -8,9 +8,9 @@ from typing import Any
 
 from jmp_train.capsules import capsule_step, load_capsule
 from jmp_train.checkpoints import CheckpointStore
-from jmp_train.cli.arguments import count, path, positive
 from jmp_train.cli.errors import PROBLEMS_FOUND, WrongCall, checking_the_call
 from jmp_train.cli.jobs import load_job
+from jmp_train.cli.option_values import count, path, positive
 from jmp_train.cli.options import DEFAULT_POLICY, option
 from jmp_train.cli.outputs import checked_outputs, show
 from jmp_train.launch import Output

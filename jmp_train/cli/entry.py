@@ -17,28 +17,28 @@ from typing import Any
 import jax
 
 from jmp_train import __version__
-from jmp_train.cli.arguments import Parser, count, few, path, positive, precision_name, schedule_of_precisions
 from jmp_train.cli.compare import DEFAULT_POLICIES, CompareOptions, compare_command
-from jmp_train.cli.dataclass_options import add_options, flag
 from jmp_train.cli.diagnose import DiagnoseOptions, diagnose_command
 from jmp_train.cli.errors import INTERRUPTED, WrongCall, checking_the_call, is_of_interrupt, report_error
 from jmp_train.cli.jobs import OF_RUNS, OF_TASK
+from jmp_train.cli.option_values import Parser, count, few, path, positive, precision_name, schedule_of_precisions
 from jmp_train.cli.options import (
     DEFAULT_POLICY,
     BatchOptions,
     PlannedOptions,
     RunOptions,
     SetupOptions,
+    add_options,
+    flag,
     option,
-    provide_cpu_devices,
-    turn_ynn_fusion_off,
 )
 from jmp_train.cli.outputs import make_writable
 from jmp_train.cli.plan import PLANNED_POLICIES, PlanOptions, plan_command
 from jmp_train.cli.train import TrainOptions, train_command
 from jmp_train.cli.tune import TuneOptions, tune_command
 from jmp_train.command_start import interrupts_raised
-from jmp_train.launch import check_launch, lasting_output, launch
+from jmp_train.launch import check_launch, lasting_output, launch, threads_for
+from jmp_train.policies.autocasting import FUSION_FLAG
 from jmp_train.runs import MODE_CHOICES, SCHEDULE_FORM
 from jmp_train.tasks import TASK_FORMS, TASK_NAMES, find_task, is_task_text
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - of any kind, because the user gets one line
-        return INTERRUPTED if is_of_interrupt(error) else report_error(error, arguments)
+        return INTERRUPTED if is_of_interrupt(error) else report_error(error)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -208,6 +208,24 @@ def _start_jax(arguments: Sequence[str]) -> None:
     found = re.search(r"(?<!\S)--devices[ =](\d{1,4})(?!\S)", " ".join(arguments))
     with contextlib.suppress(argparse.ArgumentTypeError):  # the parser reports it
         provide_cpu_devices(few(found[1]) if found else 1)
+
+
+def turn_ynn_fusion_off() -> None:
+    """Disables a fusion in XLA that leaves bfloat16 results unwritten on CPUs (jaxlib 0.11, 0.12)."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if FUSION_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {FUSION_FLAG}".strip()
+
+
+def provide_cpu_devices(count: int) -> None:
+    """Splits a CPU into this many devices, before jax starts; accelerators stay as they are."""
+    if count == 1:
+        return
+    given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if given < count:
+        with contextlib.suppress(RuntimeError):  # jax has started, and its devices are fixed
+            jax.config.update("jax_num_cpu_devices", count)
+    os.environ.setdefault("NPROC", str(threads_for(count)))
 
 
 def _no_command(args: argparse.Namespace) -> int:

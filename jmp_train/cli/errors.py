@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from jmp_train.extras import remedy
 from jmp_train.tasks import FileError
@@ -23,7 +23,7 @@ EXIT_CODES = (
     f"An error is one line; {TRACEBACK}=1 in the environment shows where it was raised."
 )
 
-_LONGEST = 200  # characters of an argument in an error; most paths are shorter
+_HALF_LINE = 300  # characters of a line before and after the part that is left out
 
 
 class Failure(Exception):
@@ -51,16 +51,11 @@ def checking_the_call() -> Iterator[None]:
         raise WrongCall(_first_line(error) if isinstance(error, TypeError) else _text(error)) from error
 
 
-def report_error(error: Exception, arguments: Sequence[str]) -> int:
-    """Prints an error and returns the exit code.
-
-    Args:
-      error: the error of a command.
-      arguments: the arguments of the call; the line shortens long ones.
-    """
+def report_error(error: Exception) -> int:
+    """Prints an error and returns the exit code."""
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
-    print(f"jmp-train: error: {one_line(_text(error), arguments)}", file=sys.stderr)
+    print(f"jmp-train: error: {one_line(_text(error))}", file=sys.stderr)
     return CALL_IS_WRONG if isinstance(error, WrongCall) else RUN_FAILED
 
 
@@ -75,31 +70,22 @@ def is_of_interrupt(error: Exception) -> bool:
     return cause is not None
 
 
-def one_line(text: str, arguments: Sequence[str] = ()) -> str:
-    r"""Returns a text without control characters, and with long arguments shortened.
+def one_line(text: str) -> str:
+    r"""Returns a text without control characters, and without the middle of very long lines.
 
     Args:
       text: the text; lines below the first are kept if they are indented by two spaces, as in lists of files.
-      arguments: arguments to shorten in the text.
 
     Example:
       >>> one_line("file is\n\x1b[31mno folder")
       'file is\\n\\x1b[31mno folder'
-      >>> len(one_line(5000 * "x" + " is not a folder", [5000 * "x"]))
-      216
     """
-    given = [part for text in arguments for part in (text, text.partition("=")[2])]
-    for argument in sorted(given, key=len, reverse=True):
-        # In plain form and as in repr.
-        for form in (argument, repr(argument)[1:-1]):
-            short = form if len(argument) <= _LONGEST else f"{form[: _LONGEST - 1]}…"
-            if short != form or not form.isprintable():
-                text = text.replace(form, _escaped(short))
     return "\n  ".join(_escaped(line) for line in text.split("\n  "))
 
 
-def _escaped(text: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+def _escaped(line: str) -> str:
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    return line if len(line) <= 2 * _HALF_LINE else f"{line[:_HALF_LINE]}…{line[-_HALF_LINE:]}"
 
 
 def _text(error: Exception) -> str:

@@ -14,9 +14,9 @@ import jax
 
 from jmp_train.capsules import SkipRecorder
 from jmp_train.checkpoints import CheckpointStore
-from jmp_train.cli.arguments import path, positive
 from jmp_train.cli.errors import WrongCall, checking_the_call
 from jmp_train.cli.jobs import load_job
+from jmp_train.cli.option_values import path, positive
 from jmp_train.cli.options import DEFAULT_POLICY, option
 from jmp_train.cli.outputs import checked_outputs, exit_code
 from jmp_train.distributed import is_main_process

@@ -9,10 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from jmp_train.cli.arguments import above_zero, count, path, positive
 from jmp_train.cli.diagnose import saved_state
 from jmp_train.cli.errors import PROBLEMS_FOUND, WrongCall, checking_the_call
 from jmp_train.cli.jobs import load_job
+from jmp_train.cli.option_values import above_zero, count, path, positive
 from jmp_train.cli.options import option
 from jmp_train.cli.outputs import checked_outputs, show
 from jmp_train.runs import make_setup, run_optimizer

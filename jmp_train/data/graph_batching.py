@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_train.data.batches import check_order
+from jmp_train.data.array_loading import check_order
 from jmp_train.data.device_batches import on_devices, stacked_count
 from jmp_train.extras import extra_packages
 from jmp_train.graphs.datasets import GraphData, PaddedSize, first_that_holds, padded_batch, padded_sizes

@@ -6,71 +6,21 @@ the parameter is. ZeRO-1 shards these arrays over more axes, and FSDP the parame
 
 import dataclasses
 import math
-import re
-from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
-from jmp_train.parallel.flax_metadata import specs_of_metadata
 from jmp_train.parallel.mesh_axes import automatic, axis_size, dimension_over
-from jmp_train.policies import Params, PyTree
-from jmp_train.policies.pytrees import check_regexes, check_rules, named_leaves, path_name
+from jmp_train.parallel.param_specs import broadcast_specs, checked_spec, checked_specs, is_spec
+from jmp_train.policies import PyTree
+from jmp_train.policies.pytrees import path_name
 from jmp_train.policies.quantizing import BlockQuantized
 from jmp_train.steps import TrainState
 
 P = PartitionSpec
 MIN_SIZE = 2**12  # elements; fewer are not worth a message
-
-
-def specs_by_path(params: Params, rules: Mapping[str, PartitionSpec | tuple[Any, ...]]) -> Any:
-    """Returns a `PartitionSpec` for each parameter, from the first rule whose regular expression matches its path.
-
-    Args:
-      params: pytree of arrays, or of their shapes.
-      rules: maps regular expressions, searched for in paths such as "layers/0/kernel", to specs, or tuples of
-        spec entries. Parameters that match no rule are replicated on every device.
-
-    Returns:
-      A tree like `params`.
-
-    Raises:
-      TypeError: `rules` is not a mapping, a key not a string, or a value not a spec.
-      ValueError: a rule is not a regular expression, matches no parameter, or has more entries than the parameter has
-        dimensions.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jax.sharding import PartitionSpec as P
-      >>> params = {"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}, "norm": jnp.ones(4)}
-      >>> specs = specs_by_path(params, {"up/kernel": P(None, "model"), "up/bias": P("model")})
-      >>> tuple(specs["up"]["kernel"])
-      (None, 'model')
-
-    Reference: the partitioning rules of t5x.
-    """
-    check_regexes(rules)
-    specs = {regex: _as_spec(regex, spec) for regex, spec in rules.items()}
-    paths = [path for path, _ in named_leaves(params)]
-    check_rules(rules, paths, "specs_by_path: {} found no parameter")
-
-    def spec_of(path: KeyPath, x: jax.Array) -> PartitionSpec:
-        name = path_name(path)
-        spec = next((spec for regex, spec in specs.items() if re.search(regex, name)), P())
-        _check_rank(f"params {name!r}", x, spec)
-        return spec
-
-    return jax.tree_util.tree_map_with_path(spec_of, params)
-
-
-def _as_spec(regex: str, spec: object) -> PartitionSpec:
-    entries = tuple(spec) if isinstance(spec, tuple | PartitionSpec) else (spec, 0)
-    flat = [x for entry in entries for x in (entry if isinstance(entry, tuple) else (entry,))]
-    if not all(x is None or x is P.UNCONSTRAINED or isinstance(x, str) for x in flat):
-        raise TypeError(f"rule {regex!r} must have a PartitionSpec, or a tuple of mesh axes and None, got {spec!r}")
-    return P(*entries)
 
 
 def state_shardings(state: TrainState, mesh: Mesh, *, params: PyTree = None) -> TrainState:
@@ -202,13 +152,13 @@ def full_shardings(state: TrainState, shardings: object, mesh: Mesh) -> TrainSta
       ValueError: a part of the tree belongs to another state, or a sharding does not fit its array; the message names
         it.
     """
-    specs = _broadcast(shardings, state, "shardings must have a sharding for each array of the state")
+    specs = broadcast_specs(shardings, state, "shardings must have a sharding for each array of the state")
 
     def named(path: KeyPath, spec: PartitionSpec, x: jax.Array) -> NamedSharding:
-        spec = _checked_spec(f"shardings {path_name(path)!r}", x, spec, mesh)
+        spec = checked_spec(f"shardings {path_name(path)!r}", x, spec, mesh)
         return NamedSharding(automatic(mesh), spec)
 
-    return jax.tree_util.tree_map_with_path(named, specs, state, is_leaf=_is_spec)
+    return jax.tree_util.tree_map_with_path(named, specs, state, is_leaf=is_spec)
 
 
 def gradient_dimensions(state: TrainState, shardings: TrainState, axis: str) -> Any:
@@ -265,8 +215,8 @@ def _placed(
 ) -> TrainState:
     if not isinstance(state, TrainState):
         raise TypeError(f"state must be a TrainState, got {type(state).__name__}")
-    specs = _checked_specs(state.params, params, mesh)
-    by_owner = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec))
+    specs = checked_specs(state.params, params, mesh)
+    by_owner = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec))
     owners = _owners(state)
     mesh = automatic(mesh)
 
@@ -318,50 +268,3 @@ def _spec_of_scales(x: BlockQuantized, spec: PartitionSpec, mesh: Mesh) -> Parti
 
 def _is_quantized(x: object) -> TypeGuard[BlockQuantized]:
     return isinstance(x, BlockQuantized)
-
-
-def _checked_specs(params: Params, specs: object, mesh: Mesh) -> Any:
-    if specs is None:
-        specs = specs_of_metadata(params)
-    specs = _broadcast(specs, params, "params must have a PartitionSpec for each parameter of the state")
-    return jax.tree_util.tree_map_with_path(
-        lambda path, spec, x: _checked_spec(f"params {path_name(path)!r}", x, spec, mesh),
-        specs,
-        params,
-        is_leaf=_is_spec,
-    )
-
-
-def _broadcast(prefix: object, tree: PyTree, message: str) -> Any:
-    """Returns a prefix tree broadcast to the structure of another tree."""
-    try:
-        return jax.tree.broadcast(prefix, tree, is_leaf=_is_spec)
-    except ValueError as error:
-        came, wanted = jax.tree.structure(prefix, is_leaf=_is_spec), jax.tree.structure(tree)
-        raise ValueError(f"{message}:\n  {wanted}\ngot:\n  {came}") from error
-
-
-def _checked_spec(what: str, x: jax.Array, spec: object, mesh: Mesh) -> PartitionSpec:
-    """Returns a spec, or the spec of a sharding, if it fits an array; otherwise raises ValueError."""
-    if isinstance(spec, NamedSharding):
-        spec = spec.spec
-    if not _is_spec(spec):
-        raise ValueError(f"{what} must be a PartitionSpec, got {spec!r}")
-    _check_rank(what, x, spec)
-    for size, entry in zip(x.shape, spec, strict=False):
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        count = math.prod(axis_size(mesh, axis) for axis in axes)
-        if size % count:
-            raise ValueError(
-                f"{what} of shape {x.shape} cannot be sharded by {spec}: {size} must be a multiple of {count} devices"
-            )
-    return spec
-
-
-def _check_rank(what: str, x: jax.Array, spec: PartitionSpec) -> None:
-    if len(spec) > len(x.shape):
-        raise ValueError(f"{what} of shape {x.shape} has fewer dimensions than {spec}")
-
-
-def _is_spec(x: object) -> TypeGuard[PartitionSpec]:
-    return isinstance(x, PartitionSpec)

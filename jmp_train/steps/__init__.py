@@ -2,7 +2,6 @@
 
 from jmp_train.steps.batch_parts import check_divides as check_divides
 from jmp_train.steps.batch_parts import check_no_graph as check_no_graph
-from jmp_train.steps.batch_parts import hint_of_split as hint_of_split
 from jmp_train.steps.batch_parts import in_parts as in_parts
 from jmp_train.steps.batch_parts import unstacked as unstacked
 from jmp_train.steps.batch_parts import warn_of_split as warn_of_split
@@ -23,14 +22,14 @@ from jmp_train.steps.gradient_functions import accumulated as accumulated
 from jmp_train.steps.gradient_functions import over_axes as over_axes
 from jmp_train.steps.gradients import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.steps.gradients import unwatched_value_and_grad as unwatched_value_and_grad
-from jmp_train.steps.loss_functions import NO_KEY as NO_KEY
-from jmp_train.steps.loss_functions import loss_gradients as loss_gradients
-from jmp_train.steps.loss_functions import stateless as stateless
 from jmp_train.steps.metrics import WATCHES as WATCHES
 from jmp_train.steps.metrics import step_metrics as step_metrics
 from jmp_train.steps.nnx_gradients import nnx_value_and_grad as nnx_value_and_grad
 from jmp_train.steps.step import TrainStep as TrainStep
 from jmp_train.steps.step import train_step as train_step
+from jmp_train.steps.step_losses import NO_KEY as NO_KEY
+from jmp_train.steps.step_losses import loss_gradients as loss_gradients
+from jmp_train.steps.step_losses import stateless as stateless
 from jmp_train.steps.traced_costs import StepCosts as StepCosts
 from jmp_train.steps.traced_costs import step_costs as step_costs
 from jmp_train.steps.train_state import TrainState as TrainState

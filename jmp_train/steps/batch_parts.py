@@ -1,9 +1,7 @@
 """Splits batches into equal parts along their first axis: micro-batches, or parts of devices."""
 
-import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -49,22 +47,6 @@ def check_has_examples(batch: Batch) -> None:
         raise ValueError(f"the batch has no examples: {path or '(root)'!r} has shape {shape}")
 
 
-@contextlib.contextmanager
-def hint_of_split(batch: Batch, count: int) -> Iterator[None]:
-    """Adds a note to an error if the batch looks as if it was already split over the devices.
-
-    Args:
-      batch: the batch as the user passed it.
-      count: number of devices.
-    """
-    try:
-        yield
-    except Exception as error:
-        if may_be_split(batch, count):
-            error.add_note(_split_text(batch, count))
-        raise
-
-
 def warn_of_split(batch: Batch, count: int) -> None:
     """Warns if a batch looks as if it was already split over the devices: each would take its part as one example.
 
@@ -74,27 +56,18 @@ def warn_of_split(batch: Batch, count: int) -> None:
       batch: arrays [examples, ...] that divide, as passed to the function that calls this one.
       count: number of devices.
     """
-    ranks = {jnp.ndim(x) for x in jax.tree.leaves(batch)}
-    if len(ranks) > 1 and may_be_split(batch, count):
-        warnings.warn(_split_text(batch, count), stacklevel=3)
-
-
-def may_be_split(batch: Batch, count: int) -> bool:
-    """Returns whether all arrays of a batch have the shape [count, several, ...]."""
-    shapes = {jnp.shape(x)[:2] for x in jax.tree.leaves(batch)}
-    if count == 1 or len(shapes) != 1 or find_nodes(batch, _stacks()):
-        return False
-    (shape,) = shapes
-    return len(shape) == 2 and shape[0] == count and shape[1] > 1
-
-
-def _split_text(batch: Batch, count: int) -> str:
-    size = jnp.shape(jax.tree.leaves(batch)[0])[1]
-    return (
-        f"all arrays of the batch are [{count}, {size}, ...], as if split over the {count} devices already: here a "
-        "batch is whole, and split along its first axis. If it was split, "
-        "jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch) makes it whole"
-    )
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
+    firsts = {shape[:2] for shape in shapes}
+    if count == 1 or len(set(map(len, shapes))) == 1 or len(firsts) != 1 or find_nodes(batch, _stacks()):
+        return
+    ((rows, size),) = firsts
+    if rows == count and size > 1:
+        warnings.warn(
+            f"all arrays of the batch are [{count}, {size}, ...], as if split over the {count} devices already: "
+            "here a batch is whole, and split along its first axis. If it was split, "
+            "jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch) makes it whole",
+            stacklevel=3,
+        )
 
 
 def in_parts(batch: Batch, count: int) -> Any:

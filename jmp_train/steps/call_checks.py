@@ -4,7 +4,7 @@ Each check is a function of a `Call` in the list `CHECKS`. Add new checks there.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ import numpy as np
 import optax
 
 from jmp_train.policies import OptState, Params
-from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy
 from jmp_train.policies.loss_scaling import PerLossScale, is_loss_scale
 from jmp_train.policies.optimizers import (
     KahanState,
@@ -37,29 +36,8 @@ from jmp_train.policies.pytrees import (
 from jmp_train.steps.train_state import TrainState
 from jmp_train.types import Batch
 
-
-class Checked(Protocol):
-    """The attributes of a `TrainStep` that the checks read."""
-
-    @property
-    def policy(self) -> Policy | PathPolicy | None:
-        """The policy."""
-        ...
-
-    @property
-    def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """The outermost optimizer."""
-        ...
-
-    @property
-    def all_axes(self) -> tuple[str, ...]:
-        """The mesh axes whose devices take or skip the step together."""
-        ...
-
-    @property
-    def first_trace(self) -> FirstTrace:
-        """Remembers the warnings that were given."""
-        ...
+if TYPE_CHECKING:
+    from jmp_train.steps.step import TrainStep
 
 
 class Call(NamedTuple):
@@ -71,12 +49,12 @@ class Call(NamedTuple):
       batch: its second argument.
     """
 
-    step: Checked
+    step: "TrainStep"
     state: TrainState
     batch: Batch
 
 
-def check_call(step: Checked, state: TrainState, batch: Batch) -> None:
+def check_call(step: "TrainStep", state: TrainState, batch: Batch) -> None:
     """Raises or warns if a step would compute something else than its user expects.
 
     Args:

@@ -1,6 +1,7 @@
 """Delayed scaling of fp8 products, by transforms of gradient functions that keep an `Fp8State` as model state."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,10 +86,8 @@ def with_next_scales(gradients: GradientFunction, recipe: DelayedScaling | None)
     if recipe is None:
         return gradients
 
-    def with_state(
-        loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
-    ) -> StepGradients:
-        result = gradients(loss_scale, params, model_state, batch, rng)
+    def with_state(*call: Any) -> StepGradients:
+        result = gradients(*call)
         state = result.model_state
         return result._replace(model_state=after_step(state, recipe)) if isinstance(state, Fp8State) else result
 

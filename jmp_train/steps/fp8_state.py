@@ -10,8 +10,8 @@ from jmp_train.policies.optimizers import loss_scale_of
 from jmp_train.steps.call_checks import check_is_train_state
 from jmp_train.steps.fp8_scaling import delayed_scaling, own_state, product_extents
 from jmp_train.steps.gradient_functions import accumulated
-from jmp_train.steps.loss_functions import loss_gradients
 from jmp_train.steps.step import TrainStep
+from jmp_train.steps.step_losses import loss_gradients
 from jmp_train.steps.train_state import TrainState
 from jmp_train.types import Batch
 

@@ -206,10 +206,8 @@ def averaged(gradients: GradientFunction, axis_names: Sequence[str], reduce_dtyp
     if not axis_names:
         return gradients
 
-    def over_devices(
-        loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
-    ) -> StepGradients:
-        loss, model_state, aux, grads = gradients(loss_scale, params, model_state, batch, rng)
+    def over_devices(*call: Any) -> StepGradients:
+        loss, model_state, aux, grads = gradients(*call)
         grads = reduce_gradients(grads, axis_names, reduce_dtype)
         return StepGradients(*mean_over_axes((loss, model_state, aux), axis_names), grads)
 

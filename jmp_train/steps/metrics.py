@@ -1,8 +1,8 @@
 """The metrics of a train step, with fractions of lost updates and underflowing gradients per group of parameters."""
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from jax.tree_util import GetAttrKey, KeyPath
 from jax.typing import ArrayLike
 
 from jmp_train.policies import Params
-from jmp_train.policies.dtype_policies import PathPolicy, Policy
 from jmp_train.policies.loss_scaling import PerLossScale
 from jmp_train.policies.optimizers import (
     Addition,
@@ -28,48 +27,22 @@ from jmp_train.steps.update import Update
 from jmp_train.steps.watch_counts import Count, count_lost_updates, count_underflows, half_type_of
 from jmp_train.types import Metrics
 
+if TYPE_CHECKING:
+    from jmp_train.steps.step import TrainStep
+
 WATCHES = ("lost_updates", "underflow")
 _MOST_GROUPS = 8
 _ROOT, _OTHERS = "params", "others"
 
 
-class Watching(Protocol):
-    """The attributes of a `TrainStep` that the watches read."""
-
-    @property
-    def watch(self) -> tuple[str, ...]:
-        """The names of the watches."""
-        ...
-
-    @property
-    def loss_fn(self) -> Callable[..., Any]:
-        """The loss function."""
-        ...
-
-    @property
-    def policy(self) -> Policy | PathPolicy | None:
-        """The policy."""
-        ...
-
-    @property
-    def accumulate_steps(self) -> int:
-        """The number of micro-batches."""
-        ...
-
-    @property
-    def model_axis_names(self) -> tuple[str, ...]:
-        """Mesh axes over which the parameters are split."""
-        ...
-
-
-def checked_watches(watch: object) -> tuple[str, ...]:
+def checked_watches(watch: Sequence[str]) -> tuple[str, ...]:
     """Returns the names of watches as a tuple without repetitions.
 
     Args:
       watch: the argument of `train_step`.
 
     Raises:
-      TypeError: `watch` is a string or not iterable.
+      TypeError: `watch` is a string.
       ValueError: a name is unknown.
 
     Example:
@@ -78,8 +51,6 @@ def checked_watches(watch: object) -> tuple[str, ...]:
     """
     if isinstance(watch, str):
         raise TypeError(f"watch={watch!r} must be a tuple of names: watch=({watch!r},)")
-    if not isinstance(watch, Sequence):
-        raise TypeError(f"watch={watch!r} must be a tuple of names, of {', '.join(map(repr, WATCHES))}")
     for name in watch:
         if name not in WATCHES:
             raise ValueError(f"watch: {name!r} is unknown; choose from {', '.join(map(repr, WATCHES))}")
@@ -118,7 +89,7 @@ def _without_value(path: KeyPath) -> KeyPath:
 
 
 def watch_metrics(
-    step: Watching, state: TrainState, grads: Any, additions: Sequence[Addition], taken: jax.Array
+    step: "TrainStep", state: TrainState, grads: Any, additions: Sequence[Addition], taken: jax.Array
 ) -> Metrics:
     """Returns the metric "watch" of a step; nothing if `watch` is empty.
 
@@ -163,7 +134,7 @@ def _share(count: Count) -> jax.Array:
     return count.lost / jnp.maximum(count.whole, 1)  # 0 if nothing counts
 
 
-def step_metrics(step: Watching, state: TrainState, result: StepGradients, update: Update) -> Metrics:
+def step_metrics(step: "TrainStep", state: TrainState, result: StepGradients, update: Update) -> Metrics:
     """Returns the metrics of a step; `train_step` lists them.
 
     Args:

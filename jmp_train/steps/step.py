@@ -21,8 +21,8 @@ from jmp_train.steps.gradient_functions import (
     averaged,
     on_device,
 )
-from jmp_train.steps.loss_functions import explained, loss_gradients
 from jmp_train.steps.metrics import checked_watches, step_metrics
+from jmp_train.steps.step_losses import explained, loss_gradients
 from jmp_train.steps.train_state import TrainState
 from jmp_train.steps.update import apply_gradients, evaluation
 from jmp_train.types import Batch, Metrics
@@ -208,8 +208,20 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step."""
         check_call(self, state, batch)
+        return self.updated(state, batch, self.gradients, evaluates=not self.all_axes)
+
+    def updated(
+        self, state: TrainState, batch: Batch, gradients: GradientFunction, *, evaluates: bool
+    ) -> tuple[TrainState, Metrics]:
+        """Returns the next state and the metrics, given the gradient function of the whole batch.
+
+        Args:
+          state: the state.
+          batch: the batch.
+          gradients: the gradient function.
+          evaluates: True to let optimizers evaluate the loss again, as line searches do.
+        """
         next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        gradients = self.gradients
         result = gradients(loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng)
         update = apply_gradients(
             self.optimizer,
@@ -217,7 +229,7 @@ class TrainStep:
             result,
             next_rng,
             axis_names=self.all_axes,
-            evaluate=None if self.all_axes else evaluation(gradients, state, batch, step_rng),
+            evaluate=evaluation(gradients, state, batch, step_rng) if evaluates else None,
             with_additions="lost_updates" in self.watch,
         )
         return update.state, step_metrics(self, state, result, update)

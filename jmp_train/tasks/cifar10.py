@@ -16,7 +16,7 @@ from jax import lax
 from jmp_train.data import CIFAR10_CLASSES, CIFAR10_FILES, CIFAR10_SIZE, read_cifar10
 from jmp_train.task import Arrays, Task
 from jmp_train.tasks.models import Accuracy, ResNet, image_classifier
-from jmp_train.tasks.options import ShardedFileOptions
+from jmp_train.tasks.task_options import ShardedFileOptions
 
 LEARNING_RATE = 0.1
 WARM_UP = 390  # steps: an epoch of 50,000 images in batches of 128

@@ -18,9 +18,18 @@ from jmp_train.graphs.datasets import PLANETOID_ADDRESS, NodeData, read_planetoi
 from jmp_train.graphs.structure import Graph, from_edges, sparse_features
 from jmp_train.graphs.transforms import add_self_loop, normalize_rows
 from jmp_train.task import Task
-from jmp_train.tasks.models import GAT, GCN, SAGE, WEIGHT_DECAY, Accuracy, adam_with_l2, node_classifier, node_examples
-from jmp_train.tasks.options import FileOptions
-from jmp_train.tasks.partitioned import over_devices
+from jmp_train.tasks.models import (
+    GAT,
+    GCN,
+    SAGE,
+    WEIGHT_DECAY,
+    Accuracy,
+    adam_with_l2,
+    node_classifier,
+    node_examples,
+    over_devices,
+)
+from jmp_train.tasks.task_options import FileOptions
 
 
 @dataclasses.dataclass(frozen=True)

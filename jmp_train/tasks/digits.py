@@ -14,7 +14,7 @@ import optax
 from jmp_train.extras import extra_packages
 from jmp_train.task import Task
 from jmp_train.tasks.models import Accuracy, image_classifier
-from jmp_train.tasks.options import ShardedOptions
+from jmp_train.tasks.task_options import ShardedOptions
 
 CLASSES = 10
 

@@ -20,7 +20,7 @@ from flax import nnx
 from jmp_train.data import read_bytes
 from jmp_train.task import Arrays, Examples, Task
 from jmp_train.tasks.models import GPT, Accuracy, GPTConfig
-from jmp_train.tasks.options import with_warm_up
+from jmp_train.tasks.task_options import with_warm_up
 from jmp_train.types import ModelState
 
 BETAS, WEIGHT_DECAY, LARGEST_NORM = (0.9, 0.95), 0.1, 1.0

@@ -16,7 +16,7 @@ import optax
 from jmp_train.data import MNIST_FILES, read_mnist
 from jmp_train.task import Arrays, Task
 from jmp_train.tasks.models import Accuracy, Conv, batch_norm, image_classifier, torch_uniform
-from jmp_train.tasks.options import ShardedFileOptions
+from jmp_train.tasks.task_options import ShardedFileOptions
 
 # (channels in, channels out, kernel, stride, padding)
 BLOCKS = (

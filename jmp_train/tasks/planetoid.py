@@ -10,7 +10,7 @@ from typing import Literal
 from jmp_train.graphs.datasets import PLANETOID
 from jmp_train.task import Task
 from jmp_train.tasks.cora import make_task, read_papers
-from jmp_train.tasks.options import FileOptions
+from jmp_train.tasks.task_options import FileOptions
 
 
 @dataclasses.dataclass(frozen=True)

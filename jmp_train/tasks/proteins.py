@@ -29,7 +29,7 @@ from jmp_train.graphs.structure import stack
 from jmp_train.policies.amp_modes import batch_norm_paths
 from jmp_train.task import Arrays, Task
 from jmp_train.tasks.models import GIN, Accuracy, graph_classifier
-from jmp_train.tasks.options import ShardedFileOptions
+from jmp_train.tasks.task_options import ShardedFileOptions
 
 HIDDEN, LAYERS = 32, 3
 MOST_DEGREES = 64

@@ -26,9 +26,8 @@ from jmp_train.graphs.datasets import (
 from jmp_train.graphs.sampling import HostEdges, host_edges
 from jmp_train.graphs.structure import Graph, from_edges
 from jmp_train.task import Task
-from jmp_train.tasks.models import GAT, Accuracy, adam_with_l2, node_classifier, node_examples
-from jmp_train.tasks.options import FileOptions
-from jmp_train.tasks.partitioned import over_devices
+from jmp_train.tasks.models import GAT, Accuracy, adam_with_l2, node_classifier, node_examples, over_devices
+from jmp_train.tasks.task_options import FileOptions
 
 HIDDEN = 256
 LEARNING_RATE = 1e-3

@@ -17,7 +17,7 @@ import optax
 from jmp_train.data import center_crops, random_crops, read_image_folder
 from jmp_train.task import Arrays, Task
 from jmp_train.tasks.models import Accuracy, ImageClassifier, VisionTransformer, image_classifier
-from jmp_train.tasks.options import FileOptions, with_warm_up
+from jmp_train.tasks.task_options import FileOptions, with_warm_up
 
 LEARNING_RATE, WEIGHT_DECAY, LARGEST_NORM = 1e-2, 0.1, 1.0
 EPOCHS, WARM_UP_SHARE = 300, 6

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import INNER_REGION, OperationReport, mark_of
 from jmp_train.steps import TrainStep
-from jmp_train.tuning.programs import check_alike
-from jmp_train.tuning.subjects import Example
 from jmp_train.tuning.tolerance import Reference
+from jmp_train.tuning.tuned_functions import Example
+from jmp_train.tuning.tuning_programs import check_alike
 
 _MOST_NAMES = 8
 

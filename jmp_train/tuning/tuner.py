@@ -22,17 +22,14 @@ from jmp_train.policies.autocasting import (
 from jmp_train.policies.dtype_policies import AutocastPolicy, FirstTrace
 from jmp_train.policies.pytrees import check_half
 from jmp_train.tuning.checks import check_finite, checked, why_no_choice
-from jmp_train.tuning.entries import entries_of
-from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
-from jmp_train.tuning.loss_scales import scales_of, with_loss_scale_at
-from jmp_train.tuning.programs import Programs
-from jmp_train.tuning.scores import OVERFLOWING, best_scale, lost_of, no_scores
-from jmp_train.tuning.search import needed, smallest_list
-from jmp_train.tuning.subjects import Example, Subject, steps_taken, subject_of
+from jmp_train.tuning.choice_trials import BudgetSpent, Trial, Trials, front_of, needed, smallest_list
+from jmp_train.tuning.scores import OVERFLOWING, best_scale, lost_of, no_scores, scales_of, with_loss_scale_at
 from jmp_train.tuning.tolerance import Criterion, Errors, Tolerance, as_numbers, tolerance_of
-from jmp_train.tuning.trials import BudgetSpent, Trial, Trials, front_of
+from jmp_train.tuning.tuned_entries import Float32Entry, FrontPoint, Verification
+from jmp_train.tuning.tuned_functions import Example, Subject, steps_taken, subject_of
 from jmp_train.tuning.tuned_rules import TunedRules
-from jmp_train.tuning.units import Unit, find_units
+from jmp_train.tuning.tuning_programs import Programs
+from jmp_train.tuning.units import Unit, entries_of, find_units
 
 _DEFAULT_BUDGET = 1000
 _MOST_REPAIRS = 16  # more added units are not tried one by one, since each trial compiles

@@ -1,14 +1,15 @@
 """Units of tuning: operations with their addresses, and the flags that choose their precision at run time."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 
 from jmp_train.policies.autocasting import PRODUCTS, AutocastRules, elements_of, flops_of
 from jmp_train.policies.autocasting.emulating import Bit, both, emulated_autocast
-from jmp_train.tuning.subjects import Example, Subject, Transform
+from jmp_train.tuning.tuned_functions import Example, Subject, Transform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,3 +112,56 @@ def flags_from(array: jax.Array, numbers: dict[str, int]) -> Callable[..., Bit]:
         return bit
 
     return flag
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An entry of the rules.
+
+    Attributes:
+      expressions: for `AutocastRules.operations`.
+      units: numbers of the units that it matches.
+    """
+
+    expressions: tuple[str, ...]
+    units: frozenset[int]
+
+
+def entries_of(chosen: Collection[int], units: Sequence[Unit]) -> list[Entry]:
+    """Returns entries that match only the chosen units, in their order.
+
+    Args:
+      chosen: numbers of units.
+      units: all units.
+    """
+    found: dict[tuple[str, ...], set[int]] = {}
+    for number in sorted(chosen):
+        expressions = tuple(dict.fromkeys(_expression(x, chosen, units) for x in units[number].addresses))
+        found.setdefault(expressions, set()).add(number)
+    return [Entry(expressions, frozenset(numbers)) for expressions, numbers in found.items()]
+
+
+def _expression(address: str, chosen: Collection[int], units: Sequence[Unit]) -> str:
+    """Returns the shortest expression that matches an address, and no unit that was not chosen."""
+    head, _, lines = address.partition("@")
+    path = head.rpartition(":")[0]
+    inner, _, outer = lines.partition(" from ")
+    operation = f"^{re.escape(path)}:{re.escape(primitive_of(address))}@"
+    at_line = f"{operation}.*{_file(inner)}"
+    of_caller = f"{at_line} from .*{_file(outer)}$" if outer else f"{at_line}$"
+    shorter = [operation] if path else []
+    shorter += [f"{at_line}( from |$)", of_caller]
+    for expression in shorter:
+        if re.search(expression, address) and _reached(expression, units) <= set(chosen):
+            return expression.replace("( from |$)", "$") if not outer else expression
+    return f"^{re.escape(address)}$"
+
+
+def _file(line: str) -> str:
+    """Returns an expression for a line that also matches on other machines: folder, file and line number."""
+    return re.escape("/".join(line.replace("\\", "/").split("/")[-2:]))
+
+
+def _reached(expression: str, units: Sequence[Unit]) -> set[int]:
+    search = re.compile(expression).search
+    return {number for number, unit in enumerate(units) if any(map(search, unit.addresses))}

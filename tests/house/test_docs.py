@@ -40,7 +40,7 @@ PUBLIC |= {
     for name in names
 }
 # A logger, and what stability.md names as not offered.
-NOT_OFFERED = ("jmp_train.amp", "jmp_train.parallel.steps")
+NOT_OFFERED = ("jmp_train.amp", "jmp_train.parallel.parallel_steps")
 GUIDES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 MIGRATION = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "migration").glob("*.md"))]

@@ -13,7 +13,7 @@ import pytest
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.data.batches import array_batches
+from jmp_train.data.array_loading import array_batches
 from jmp_train.data.graph_loading import neighbor_batches
 from jmp_train.data.image_folder import center_crops
 from jmp_train.reports import print_table, write_report

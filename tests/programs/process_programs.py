@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.data.batches import array_batches
+from jmp_train.data.array_loading import array_batches
 
 BATCH, STEPS = 64, 20
 

@@ -1,126 +1,20 @@
-"""The models of the graph tasks, layers of `jmp_train.graphs` with activations between them; loss and optimizer.
+"""The models of the graph tasks, layers of `jmp_train.graphs` with activations between them.
 
 They set no dtype: features and parameters determine it, so a policy decides. A model applies dropout
 only if it has a rate and its call gets random streams, `rngs=`.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 from flax import nnx
 
-from jmp_train.graphs.datasets import NodeData
-from jmp_train.graphs.layers import GATConv, GraphConv, SAGEConv
-from jmp_train.graphs.structure import Graph, GraphPart, SparseFeatures
-from jmp_train.policies import Params
-from jmp_train.policies.pytrees import path_name
-from jmp_train.steps import LossFn
-from jmp_train.task import Arrays
-from jmp_train.types import ModelState
+from jmp_train.graphs.layers import GATConv, GINConv, GraphConv, SAGEConv
+from jmp_train.graphs.readout import BatchNorm, mean_nodes
+from jmp_train.graphs.structure import Graph, GraphPart, SparseFeatures, node_mask
 
-WEIGHT_DECAY = 5e-4
-
-Init = Callable[[jax.Array], tuple[Any, Any]]
-Predict = Callable[..., jax.Array]
 Features = jax.Array | SparseFeatures
-
-
-def node_classifier(make: Callable[[jax.Array], nnx.Module]) -> tuple[Init, Predict, LossFn]:
-    """Returns the functions of a task for a model that classifies nodes: `init`, `predict` and `loss_fn`.
-
-    A batch has a "graph", the "features" of all its nodes, and "node", the nodes to classify. Or it has a
-    device's part of a graph, the features of its own rows, and their labels, -1 for rows that are not
-    classified; then there are logits of all own rows.
-
-    Args:
-      make: returns the model for a key; its call takes `(graph, features, rngs=None)`.
-    """
-
-    @functools.cache  # called later, because it starts the device
-    def structure() -> Any:
-        return nnx.split(nnx.eval_shape(make, jax.random.key(0)), nnx.Param, ...)
-
-    def init(key: jax.Array) -> tuple[Any, None]:
-        return nnx.state(make(key), nnx.Param), None
-
-    def predict(
-        params: Params, model_state: ModelState, batch: Mapping[str, Any], rng: jax.Array | None = None
-    ) -> jax.Array:
-        del model_state
-        # The layers' own random streams stay shapes, because nothing draws from them.
-        graphdef, _, streams = structure()
-        model = nnx.merge(graphdef, params, streams)
-        rngs = None if rng is None else nnx.Rngs(dropout=rng)
-        logits = model(batch["graph"], batch["features"], rngs=rngs)
-        return logits if isinstance(batch["graph"], GraphPart) else logits[batch["node"]]
-
-    return init, predict, cross_entropy(predict)
-
-
-def cross_entropy(predict: Predict) -> LossFn:
-    """Returns a loss function: the mean cross-entropy of a batch's labels, or of all devices' labels of a split graph.
-
-    Args:
-      predict: `predict(params, model_state, batch, rng) -> logits [batch, classes]`; the key is for dropout,
-        if there is any.
-    """
-
-    def loss_fn(
-        params: Params, model_state: ModelState, batch: Mapping[str, Any], rng: jax.Array | None
-    ) -> tuple[jax.Array, Any]:
-        logits, labels = predict(params, model_state, batch, rng).astype(jnp.float32), batch["label"]
-        graph = batch.get("graph")
-        if not isinstance(graph, GraphPart):
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), (model_state, None)
-        has_label = labels >= 0
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
-        count = jax.lax.pmean(has_label.sum().astype(jnp.float32), graph.axis_name)  # the mean over the devices
-        return jnp.where(has_label, losses, 0).sum() / count, (model_state, None)
-
-    return loss_fn
-
-
-def adam_with_l2(
-    learning_rate: optax.ScalarOrSchedule, decayed: str | None = None, weight_decay: float = WEIGHT_DECAY
-) -> optax.GradientTransformation:
-    """Returns torch's Adam with `weight_decay`, which is added to the gradient, not to the step.
-
-    It equals Adam on the loss plus half of `weight_decay` times the parameters' squares.
-
-    Args:
-      learning_rate: a number or a schedule.
-      decayed: the path of the only parameter that decays; None for all.
-      weight_decay: the factor.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> optimizer, weights = adam_with_l2(0.5), jnp.array([3.0, -1.0])
-      >>> with jax.numpy_dtype_promotion("standard"):  # optax's own code promotes
-      ...     updates, _ = optimizer.update(jnp.zeros(2), optimizer.init(weights), weights)
-      >>> updates.round(3).tolist()  # the decay went through Adam, which makes all the same size
-      [-0.5, 0.5]
-    """
-
-    def is_decayed(params: Params) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) == decayed, params)
-
-    mask = None if decayed is None else is_decayed
-    return optax.chain(optax.add_decayed_weights(weight_decay, mask), optax.adam(learning_rate))
-
-
-def node_examples(data: NodeData, nodes: np.ndarray) -> Arrays:
-    """Returns a batch of some nodes, without the entries that all batches share.
-
-    Args:
-      data: has the labels.
-      nodes: int32 [batch].
-    """
-    return {"node": nodes, "label": data.labels[nodes]}
 
 
 class GCN(nnx.Module):
@@ -244,3 +138,62 @@ class SAGE(nnx.Module):
         for layer in (self.first, self.second):
             features = layer(graph, features, deterministic=rngs is None, rngs=rngs)
         return features
+
+
+class GIN(nnx.Module):
+    """Layers of GIN: each has an MLP of two products, a batch norm over real nodes and a ReLU.
+
+    Args:
+      in_features: the width of a node's features.
+      hidden: the width of the layers.
+      classes: number of logits per graph.
+      layers: number of layers.
+      dropout: the dropout rate of each layer's contribution to the logits.
+      axis_name: the mesh axis over which batch norms are synchronized; None on one device.
+      rngs: flax's streams.
+
+    Reference: Xu et al., How Powerful are Graph Neural Networks?, https://arxiv.org/abs/1810.00826.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden: int,
+        classes: int,
+        *,
+        layers: int = 4,
+        dropout: float = 0.5,
+        axis_name: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        widths = [in_features, *[hidden] * layers]
+        self.dropout = nnx.Dropout(dropout)
+        self.convolutions = nnx.List(
+            [
+                GINConv(
+                    nnx.Sequential(
+                        nnx.Linear(width, hidden, rngs=rngs), nnx.relu, nnx.Linear(hidden, hidden, rngs=rngs)
+                    ),
+                    learn_eps=True,
+                )
+                for width in widths[:-1]
+            ]
+        )
+        self.norms = nnx.List([BatchNorm(hidden, momentum=0.9, axis_name=axis_name, rngs=rngs) for _ in widths[1:]])
+        self.voters = nnx.List([nnx.Linear(width, classes, rngs=rngs) for width in widths])
+
+    def __call__(self, graph: Graph, *, train: bool = False, rngs: nnx.Rngs | None = None) -> jax.Array:
+        """Returns logits [graphs, classes] of a batch whose nodes have features "h".
+
+        Args:
+          graph: the batch.
+          train: True if batch norms use the batch's statistics, and update the running ones.
+          rngs: streams for dropout; None for no dropout.
+        """
+        h, mask = graph.nodes["h"], node_mask(graph)
+        logits = self.voters[0](mean_nodes(graph, h))
+        for convolution, norm, voter in zip(self.convolutions, self.norms, self.voters[1:], strict=True):
+            h = nnx.relu(norm(convolution(graph, h), use_running_average=not train, mask=mask))
+            pooled = self.dropout(mean_nodes(graph, h), deterministic=rngs is None, rngs=rngs)
+            logits = logits + voter(pooled)
+        return logits

@@ -50,7 +50,7 @@ def test_a_line_of_a_package_is_followed_by_the_users() -> None:
     assert source_of([Frame(USER, 9, "main")]) == f"{USER}:9 (main)"
     assert source_of([Frame(OURS, 8, "")]) == f"{OURS}:8"
     assert source_of([]) == ""
-    model = f"{Path(jmp_train.__file__).parent}/tasks/models/vit.py"
+    model = f"{Path(jmp_train.__file__).parent}/tasks/models/vision_transformer.py"
     assert source_of([Frame(OURS, 8, ""), Frame(model, 3, ""), Frame(USER, 9, "")]) == f"{OURS}:8 from {model}:3"
 
 

@@ -17,7 +17,7 @@ from jmp_train.cli import compare as compare_command
 from jmp_train.cli import entry as cli
 from jmp_train.cli.entry import main
 from jmp_train.cli.errors import Failure
-from jmp_train.cli.options import provide_cpu_devices, turn_ynn_fusion_off
+from jmp_train.cli.entry import provide_cpu_devices, turn_ynn_fusion_off
 from jmp_train.runs.events import Compiled, Epoch, Planned, Run, event_from_json
 
 pytestmark = pytest.mark.quick

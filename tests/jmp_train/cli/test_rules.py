@@ -17,7 +17,7 @@ import jmp_train.runs
 from jmp_train.cli import compare as compare_command
 from jmp_train.cli import train as train_module
 from jmp_train.cli.entry import main
-from jmp_train.cli.precision_options import read_rules
+from jmp_train.cli.jobs import read_rules
 from jmp_train.runs.events import Run
 
 pytestmark = pytest.mark.quick

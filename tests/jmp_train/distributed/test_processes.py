@@ -16,7 +16,7 @@ import pytest
 from process_programs import BATCH, STEPS, digits, make_step
 
 import jmp_train as jt
-from jmp_train.data.batches import array_batches
+from jmp_train.data.array_loading import array_batches
 
 pytestmark = pytest.mark.quick
 

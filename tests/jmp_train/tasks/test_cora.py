@@ -16,7 +16,7 @@ from helpers import relaxed
 import jmp_train as jt
 from jmp_train.cli.entry import main
 from jmp_train.graphs.datasets.graph_data import NodeData
-from jmp_train.graphs.datasets.synthetic_papers import synthetic_cora
+from jmp_train.graphs.datasets.synthetic_graphs import synthetic_cora
 from jmp_train.graphs.structure.graph import from_edges
 from jmp_train.policies.pytrees.paths import named_leaves
 from jmp_train.runs import RunSettings

@@ -18,13 +18,13 @@ from jmp_train.cli import compare as compare_command
 from jmp_train.cli import entry as cli
 from jmp_train.cli.entry import main
 from jmp_train.graphs.datasets.graph_data import NodeData
-from jmp_train.graphs.datasets.synthetic_posts import synthetic_reddit
+from jmp_train.graphs.datasets.synthetic_graphs import synthetic_reddit
 from jmp_train.policies.optimizers.loss_scaled import with_loss_scale
 from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
 from jmp_train.task import Task
 from jmp_train.tasks import load_task
-from jmp_train.tasks.models.graph_models import adam_with_l2
+from jmp_train.tasks.models.graph_classifiers import adam_with_l2
 from jmp_train.tasks.reddit import make_graph
 
 pytestmark = pytest.mark.quick

@@ -10,7 +10,7 @@ import optax
 import pytest
 from helpers import promoting, relaxed, write_image_folder
 
-from jmp_train.data.batches import example_seeds
+from jmp_train.data.array_loading import example_seeds
 from jmp_train.data.image_folder import center_crops, random_crops
 from jmp_train.policies.amp_modes.mode import amp_mode
 from jmp_train.runs import RunSettings

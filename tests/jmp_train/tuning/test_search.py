@@ -4,7 +4,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jmp_train.tuning.search import needed, smallest_list
+from jmp_train.tuning.choice_trials import needed, smallest_list
 
 pytestmark = pytest.mark.quick
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from jmp_train.tuning.choice_trials import Trials
 from jmp_train.tuning.tolerance import Errors, Tolerance
-from jmp_train.tuning.trials import Trials
 
 pytestmark = pytest.mark.quick
 

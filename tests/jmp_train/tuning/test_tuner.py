@@ -15,7 +15,7 @@ from flax.training import train_state
 from helpers import promoting, relaxed
 
 import jmp_train as jt
-from jmp_train.tuning.subjects import steps_taken
+from jmp_train.tuning.tuned_functions import steps_taken
 
 pytestmark = pytest.mark.quick
 

@@ -16,7 +16,8 @@ from helpers import relaxed
 
 import jmp_train as jt
 from jmp_train.tasks.models import image_classifier
-from jmp_train.tasks.models.graph_models import GAT, node_classifier
+from jmp_train.tasks.models.graph_classifiers import node_classifier
+from jmp_train.tasks.models.graph_models import GAT
 
 BATCH, WIDTH, LENGTH, VOCABULARY = 8, 16, 6, 12
 

@@ -18,7 +18,8 @@ from planting import Case, Fault, Way, mean_square, values
 import jmp_train as jt
 from jmp_train.graphs import fn
 from jmp_train.tasks.models import image_classifier
-from jmp_train.tasks.models.graph_models import GCN, node_classifier
+from jmp_train.tasks.models.graph_classifiers import node_classifier
+from jmp_train.tasks.models.graph_models import GCN
 
 WIDTH, LENGTH = 8, 8
 BF16 = "bfloat16"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_train.data.batches import array_batches, example_seeds
+from jmp_train.data.array_loading import array_batches, example_seeds
 from jmp_train.runs.task_batches import evaluation_batches as batches_of_test
 from jmp_train.runs.task_batches import train_batches
 from jmp_train.task import Arrays, Task

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_train.parallel.compute_dtypes import all_gather_dtypes
+from jmp_train.parallel.sharded_gradients import all_gather_dtypes
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 

@@ -394,9 +394,8 @@ def test_what_was_split_or_replicated_for_pmap_is_named(form: str) -> None:
     with pytest.warns(UserWarning, match=text) as warned:
         run(broadcasting, state, split)
     assert warned[0].filename == __file__
-    with pytest.raises(TypeError, match="reshape") as raised, pytest.warns(UserWarning, match=text):
+    with pytest.raises(TypeError, match="reshape"), pytest.warns(UserWarning, match=text):
         run(failing, state, split)
-    assert any(re.match(text, note) for note in raised.value.__notes__)
 
 
 @pytest.mark.quick_cases(1)

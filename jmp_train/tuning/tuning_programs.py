@@ -13,8 +13,8 @@ from jmp_train.policies.autocasting import AutocastRules, autocast
 from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
 from jmp_train.policies.pytrees import Carried, is_array, path_name
 from jmp_train.tuning.scores import no_scores, scores_of
-from jmp_train.tuning.subjects import Example, Subject, as_it_is
 from jmp_train.tuning.tolerance import Criterion, Errors, Outcome, Reference, Tolerance, errors_of
+from jmp_train.tuning.tuned_functions import Example, Subject, as_it_is
 from jmp_train.tuning.units import Unit, flagged, flags_from, index_of
 
 

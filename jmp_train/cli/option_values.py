@@ -1,4 +1,4 @@
-"""Command-line arguments: parsers of their values, and the check that none is given twice."""
+"""The parser of command lines, which refuses options given twice, and readers of the values of options."""
 
 import argparse
 import contextlib

@@ -13,47 +13,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
-from jmp_train.parallel.compute_dtypes import all_gather_dtypes
-from jmp_train.parallel.device_state import check_same_state, has_integers
-from jmp_train.parallel.flax_metadata import with_inert_boxes
 from jmp_train.parallel.mesh_axes import (
     automatic,
     axis_size,
-    dimension_over,
+    check_same_state,
+    has_integers,
     on_automatic_axes,
     on_same_devices,
     over,
     placed,
-    without_axis,
 )
-from jmp_train.parallel.shardings import full_shardings, gradient_dimensions
-from jmp_train.policies import Params, PyTree
-from jmp_train.policies.loss_scaling import LossScales, PerLossScale
-from jmp_train.policies.optimizers import loss_scale_of
-from jmp_train.policies.pytrees import has_tracers, is_inexact, mean_over_axes, scatter_gradients
+from jmp_train.parallel.param_specs import with_inert_boxes
+from jmp_train.parallel.sharded_gradients import dimensions_of_gradients, gradients_over_devices, with_whole_params
+from jmp_train.parallel.shardings import full_shardings
+from jmp_train.policies import PyTree
+from jmp_train.policies.pytrees import has_tracers
 from jmp_train.steps import (
-    GradientFunction,
-    StepGradients,
     TrainState,
     TrainStep,
-    apply_gradients,
     check_call,
     check_divides,
     check_is_train_state,
     check_not_replicated,
     delayed_scaling,
-    hint_of_split,
     in_parts,
-    step_metrics,
     warn_of_split,
     with_next_scales,
 )
-from jmp_train.types import Batch, Metrics, ModelState
+from jmp_train.types import Batch, Metrics
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
@@ -181,7 +171,7 @@ def pmap_step(
         parts = in_parts(batch, mesh.size)
         if not has_tracers((state, parts)):
             state, parts = placed((state, parts), (everywhere, apart))
-        with over(mesh), hint_of_split(batch, mesh.size):
+        with over(mesh):
             return run(state, parts)
 
     return on_all
@@ -253,19 +243,16 @@ def sharded_step(
         check_call(step, state, batch)
         state, batch = on_automatic_axes((state, batch), mesh)
         check_same_state(parallel, mesh, state, batch)
-        next_rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        gradients = _sharded_gradients(
+        gradients = gradients_over_devices(
             with_inert_boxes(parallel, state.params, axis),
             automatic(mesh),
             axis,
-            _grad_dimensions(state, shardings, axis),
+            dimensions_of_gradients(state, shardings, axis),
         )
         if shardings is not None:
-            gradients = _with_whole_params(gradients, shardings.params, axis)
+            gradients = with_whole_params(gradients, shardings.params, axis)
         gradients = with_next_scales(gradients, delayed_scaling(step.policy))
-        result = gradients(loss_scale_of(state.opt_state), state.params, state.model_state, batch, step_rng)
-        update = apply_gradients(step.optimizer, state, result, next_rng, with_additions="lost_updates" in step.watch)
-        new, metrics = update.state, step_metrics(step, state, result, update)
+        new, metrics = step.updated(state, batch, gradients, evaluates=False)
         return (new if shardings is None else lax.with_sharding_constraint(new, shardings)), metrics
 
     def put(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
@@ -300,92 +287,10 @@ def _on_mesh(
         if not has_tracers((state, batch)):
             step.first_trace.look_at_values({"batch": batch}, step.policy)
             state, batch = put(state, batch)
-        with over(mesh), hint_of_split(batch, count):
+        with over(mesh):
             return run(state, batch)
 
     return on_all
-
-
-def _grad_dimensions(state: TrainState, shardings: TrainState | None, axis: str) -> Any:
-    """Returns the dimension along which each parameter's gradient is sharded over the batch axis; -1 for whole ones."""
-    if shardings is None:
-        dimensions = jax.tree.map(lambda x: -1, state.params)
-    else:
-        dimensions = gradient_dimensions(state, shardings, axis)
-    losses = loss_scale_of(state.opt_state)
-    return (dimensions,) * len(losses.loss_scales) if isinstance(losses, PerLossScale) else dimensions
-
-
-def _sharded_gradients(parallel: TrainStep, mesh: Mesh, axis: str, dimensions: PyTree) -> GradientFunction:
-    """Returns the gradient function over the devices along an axis; each device gets its part of the gradients."""
-    local = parallel.local_gradients
-
-    def of_device(
-        loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
-    ) -> tuple[StepGradients, Any]:
-        *unreduced, grads = local(loss_scale, params, model_state, batch, rng)
-        grads = scatter_gradients(grads, dimensions, axis, parallel.reduce_dtype)
-        loss, model_state, aux = mean_over_axes(unreduced, (axis,))
-        averaged = jax.tree.map(lambda x: x if is_inexact(x) else None, aux)
-        rows = jax.tree.map(lambda x: None if is_inexact(x) else jnp.asarray(x)[None], aux)
-        return StepGradients(loss, model_state, averaged, grads), rows
-
-    specs = jax.tree.map(lambda dim: P(*(None,) * dim, axis) if dim >= 0 else P(), dimensions)
-    over_devices = jax.shard_map(
-        of_device,
-        mesh=mesh,
-        in_specs=(P(), P(), P(), P(axis), P()),
-        out_specs=(StepGradients._make((P(), P(), P(), specs)), P(axis)),
-        axis_names={axis},
-        check_vma=False,
-    )
-
-    def gradients(
-        loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
-    ) -> StepGradients:
-        result, rows = over_devices(loss_scale, params, model_state, batch, rng)
-        aux = jax.tree.map(
-            lambda mean, row: row if mean is None else mean, result.aux, rows, is_leaf=lambda x: x is None
-        )
-        return result._replace(aux=aux)
-
-    return gradients
-
-
-def _with_whole_params(run: Callable[..., Any], shardings: PyTree, axis: str) -> Any:
-    """Returns a function that gathers parameters which may be sharded over an axis, and passes them to `run`.
-
-    Parameters that all uses cast to a lower-precision dtype are gathered in that dtype. XLA does not do so by itself.
-    An `all_gather` within the `shard_map` does not either: in jaxlib 0.10, scattering into its result is wrong if
-    another dimension is sharded too.
-    """
-    is_sharded = jax.tree.map(lambda sharding: dimension_over(axis, sharding) >= 0, shardings)
-    if not any(jax.tree.leaves(is_sharded)):
-        return run
-
-    def gather(x: jax.Array, dtype: DTypeLike, sharding: NamedSharding) -> Any:
-        entries = (without_axis(axis, entry) for entry in sharding.spec)
-        whole = NamedSharding(sharding.mesh, P(*entries))
-        # Sharded as before; otherwise it would be gathered before it is cast.
-        low_precision = lax.with_sharding_constraint(x.astype(dtype), sharding)
-        return lax.with_sharding_constraint(low_precision, whole).astype(x.dtype)
-
-    def with_whole(loss_scale: LossScales, params: Params, *rest: object) -> Any:
-        program, shapes = jax.make_jaxpr(run, return_shape=True)(loss_scale, params, *rest)
-        first, (leaves, structure) = len(jax.tree.leaves(loss_scale)), jax.tree.flatten(params)
-        inputs = program.jaxpr.invars[first : first + len(leaves)]
-        dtypes = jax.tree.unflatten(structure, all_gather_dtypes(program.jaxpr, inputs))
-        params = jax.tree.map(
-            lambda x, dtype, sharding, apply: gather(x, dtype, sharding) if apply else x,
-            params,
-            dtypes,
-            shardings,
-            is_sharded,
-        )
-        results = jaxpr_as_fun(program)(*jax.tree.leaves((loss_scale, params, *rest)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return with_whole
 
 
 def _checked_step(step: object) -> TrainStep:

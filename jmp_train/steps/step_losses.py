@@ -177,11 +177,10 @@ def explained(gradients: GradientFunction, axis_names: Sequence[str]) -> Gradien
       axis_names: mesh axes of the step.
     """
 
-    def run(
-        loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
-    ) -> StepGradients:
+    def run(*call: Any) -> StepGradients:
+        *_, rng = call
         with names_of_axes(axis_names), missing_key_explained(lambda: NO_KEY if rng is None else None):
-            return gradients(loss_scale, params, model_state, batch, rng)
+            return gradients(*call)
 
     return run
 
