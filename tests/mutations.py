@@ -181,10 +181,10 @@ MUTATIONS = (
     ),
     Mutation(
         "loader-shuffle",
-        "jmp_train/data/batches.py",
+        "jmp_train/data/array_loading.py",
         ".repeat(epochs)\n",
         ".repeat(epochs, reseed_each_epoch=False)\n",
-        "tests/jmp_train/data/test_batches.py",
+        "tests/jmp_train/data/test_array_loading.py",
     ),
     Mutation(
         "report",

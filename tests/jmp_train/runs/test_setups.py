@@ -13,7 +13,7 @@ from helpers import first_examples, promoting, promoting_task
 from jax.sharding import Mesh
 
 import jmp_train as jt
-from jmp_train.parallel.steps import data_parallel
+from jmp_train.parallel.parallel_steps import data_parallel
 from jmp_train.policies.pytrees.paths import named_leaves
 from jmp_train.runs import RulesFile, RunSettings
 from jmp_train.runs.loop import train
