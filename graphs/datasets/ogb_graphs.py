@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jmp_train.graphs.datasets.checked_tables import (
+from jmp_train.graphs.datasets.data_files import (
     LARGEST_EXACT,
     MOST_CLASSES,
     Table,
@@ -17,7 +17,7 @@ from jmp_train.graphs.datasets.checked_tables import (
     warn_of_rounding,
 )
 from jmp_train.graphs.datasets.graph_data import GraphData
-from jmp_train.graphs.datasets.ogb_folders import (
+from jmp_train.graphs.datasets.ogb import (
     find_split,
     find_table,
     find_tables,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jmp_train.graphs.datasets.checked_tables import Table, check_rows, read_features, read_ids, read_table
+from jmp_train.graphs.datasets.data_files import Table, check_rows, read_features, read_ids, read_table
 from jmp_train.graphs.datasets.graph_data import LinkData, Links
-from jmp_train.graphs.datasets.ogb_folders import (
+from jmp_train.graphs.datasets.ogb import (
     find_split,
     find_table,
     find_tables,

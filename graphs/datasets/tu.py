@@ -5,18 +5,19 @@ from pathlib import Path
 
 import numpy as np
 
-from jmp_train.graphs.datasets.checked_tables import (
+from jmp_train.graphs.datasets.data_files import (
     MOST_CLASSES,
     Table,
     check_columns,
     check_finite,
     check_rows,
+    find_file,
+    find_files,
     read_features,
     read_ids,
     read_table,
     warn_of_rounding,
 )
-from jmp_train.graphs.datasets.data_files import find_file, find_files
 from jmp_train.graphs.datasets.graph_data import GraphData
 
 TU_ADDRESS = "https://chrsmrrs.github.io/datasets"

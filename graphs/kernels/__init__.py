@@ -2,6 +2,7 @@
 
 from jmp_train.graphs.kernels.attention import GAT as GAT
 from jmp_train.graphs.kernels.attention import GATV2 as GATV2
+from jmp_train.graphs.kernels.attention_weights import edge_dropout as edge_dropout
 from jmp_train.graphs.kernels.block_maps import BlockReduction as BlockReduction
 from jmp_train.graphs.kernels.block_maps import Messages as Messages
 from jmp_train.graphs.kernels.block_maps import reduce_blocks as reduce_blocks
@@ -9,7 +10,6 @@ from jmp_train.graphs.kernels.chunks import run_chunked as run_chunked
 from jmp_train.graphs.kernels.dot_product import DOT_ATTENTION as DOT_ATTENTION
 from jmp_train.graphs.kernels.dot_product import DotInputs as DotInputs
 from jmp_train.graphs.kernels.dot_product import DotResult as DotResult
-from jmp_train.graphs.kernels.dropout import edge_dropout as edge_dropout
 from jmp_train.graphs.kernels.edge_functions import Reduced as Reduced
 from jmp_train.graphs.kernels.edge_functions import Terms as Terms
 from jmp_train.graphs.kernels.edge_functions import reduce_edges as reduce_edges
@@ -40,7 +40,7 @@ from jmp_train.graphs.kernels.moments import chunked_moments as chunked_moments
 from jmp_train.graphs.kernels.moments import chunked_softmax_sum as chunked_softmax_sum
 from jmp_train.graphs.kernels.moments import chunked_sum as chunked_sum
 from jmp_train.graphs.kernels.moments import weighted_sender as weighted_sender
+from jmp_train.graphs.kernels.native_calls import Scales as Scales
 from jmp_train.graphs.kernels.native_calls import native_kernels as native_kernels
-from jmp_train.graphs.kernels.scales import Scales as Scales
 from jmp_train.graphs.kernels.spmm_sddmm import edge_dot as edge_dot
 from jmp_train.graphs.kernels.spmm_sddmm import weighted_sum as weighted_sum

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jmp_train.graphs.kernels.attention_weights import EdgeDropout, dropout_and_weight, times
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, largest, of_edges, run_chunked
-from jmp_train.graphs.kernels.dropout import EdgeDropout, dropout_and_weight, times
 from jmp_train.graphs.kernels.implementations import EdgeOperation
 from jmp_train.graphs.kernels.spmm_sddmm import edge_rows
 from jmp_train.graphs.structure import (

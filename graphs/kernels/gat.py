@@ -14,10 +14,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jmp_train.graphs.kernels.attention_weights import (
+    EdgeDropout,
+    SoftmaxSum,
+    dropout_and_weight,
+    gradient_of_edge_weight,
+    softmax_sum,
+    times,
+)
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, sum_of_rows
-from jmp_train.graphs.kernels.dropout import EdgeDropout, dropout_and_weight, times
 from jmp_train.graphs.kernels.native_calls import native_gat, native_gat_gradient, on_cpus, takes
-from jmp_train.graphs.kernels.softmax import SoftmaxSum, gradient_of_edge_weight, softmax_sum
 from jmp_train.graphs.structure import CSR, CSRAndCSC, upcast
 
 

@@ -13,9 +13,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jmp_train.graphs.kernels.attention_weights import (
+    EdgeDropout,
+    dropout_and_weight,
+    gradient_of_edge_weight,
+    softmax_sum,
+    times,
+)
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, sum_of_rows
-from jmp_train.graphs.kernels.dropout import EdgeDropout, dropout_and_weight, times
-from jmp_train.graphs.kernels.softmax import gradient_of_edge_weight, softmax_sum
 from jmp_train.graphs.structure import BLOCK, CSRAndCSC, upcast
 
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, of_edges, upcast_at
-from jmp_train.graphs.kernels.native_calls import native_dot, native_sum, on_cpus, takes
-from jmp_train.graphs.kernels.scales import Scales
+from jmp_train.graphs.kernels.native_calls import Scales, native_dot, native_sum, on_cpus, takes
 from jmp_train.graphs.structure import CSR, CSRAndCSC, accumulation_dtype, common_dtype
 
 

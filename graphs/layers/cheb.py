@@ -9,12 +9,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats, SparseRows
-from jmp_train.graphs.layers.dense import Activation, activated, with_bias
-from jmp_train.graphs.layers.endpoint_features import end_rows
-from jmp_train.graphs.layers.initializers import uniform_between
-from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_optional, in_dtype, promoted
-from jmp_train.graphs.layers.polynomials import checked_terms, is_narrowing, product_of_all, products_apart
-from jmp_train.graphs.layers.propagation import Hop, as_whole_graph, make_hop
+from jmp_train.graphs.layers.dense import Activation, activated, uniform_between, with_bias
+from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_optional, end_rows, in_dtype, promoted
+from jmp_train.graphs.layers.propagation import (
+    Hop,
+    as_whole_graph,
+    checked_terms,
+    is_narrowing,
+    make_hop,
+    product_of_all,
+    products_apart,
+)
 from jmp_train.graphs.structure import Graph, graph_storage, rows_like, upcast
 
 _Pair = tuple[jax.Array, jax.Array]

@@ -1,8 +1,12 @@
-"""Dense operations on node features: products with weights, biases and activations, stored in half precision."""
+"""Dense operations on node features, stored in half precision, and the initializers that flax does not have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
 
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.structure import SparseFeatures, graph_storage, upcast
@@ -53,3 +57,24 @@ def activated(features: jax.Array, *functions: Activation | None) -> jax.Array:
         if function is not None:
             features = function(features)
     return graph_storage(features)
+
+
+def uniform_between(bound: float) -> nnx.Initializer:
+    """Returns an initializer that draws uniformly between -bound and bound, as in torch's layers."""
+
+    def init(key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, *_: Any) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
+
+
+def uniform_param(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param[jax.Array]:
+    """Returns a parameter as in `torch.nn.Linear`, uniform between -1 and 1 over the square root of `fan_in`.
+
+    Args:
+      rngs: flax's random streams; "params" is used.
+      shape: shape of a weight or a bias.
+      fan_in: number of inputs of the layer.
+      dtype: dtype of the parameter.
+    """
+    return nnx.Param(uniform_between(max(fan_in, 1) ** -0.5)(rngs.params(), shape, dtype))

@@ -7,8 +7,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import CHUNKED_ELEMENTS, BlockReduction, Messages, reduce_blocks
+from jmp_train.graphs.layers.dense import uniform_param
 from jmp_train.graphs.layers.edgeconv import AGGREGATORS, Apply, checked_halves, messages_of, of_ends
-from jmp_train.graphs.layers.initializers import uniform_param
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, checked_word, in_dtype, promoted
 from jmp_train.graphs.structure import CSR, as_count, graph_storage, in_float32, upcast
 from jmp_train.policies.autocasting import autocast_as

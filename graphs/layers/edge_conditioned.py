@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import EndFeatures, Floats
 from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, NetworkMatrices, OfEdges
 from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense
-from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_features,
     as_edge_weight,
@@ -21,7 +20,9 @@ from jmp_train.graphs.layers.layer_inputs import (
     as_graph,
     as_optional,
     checked_word,
+    end_rows,
     in_dtype,
+    promoted_with,
 )
 from jmp_train.graphs.structure import Block, Graph, inverse_degrees
 

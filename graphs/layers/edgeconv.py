@@ -11,10 +11,16 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import EndFeatures, Floats
 from jmp_train.graphs.kernels import REDUCTIONS, BlockReduction, EdgeOperation, Messages, reduce_blocks
 from jmp_train.graphs.layers.aggregation import aggregate
-from jmp_train.graphs.layers.dense import activated
-from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
-from jmp_train.graphs.layers.initializers import uniform_param
-from jmp_train.graphs.layers.layer_inputs import as_floats, as_graph, as_optional, checked_word, in_dtype
+from jmp_train.graphs.layers.dense import activated, uniform_param
+from jmp_train.graphs.layers.layer_inputs import (
+    as_floats,
+    as_graph,
+    as_optional,
+    checked_word,
+    end_rows,
+    in_dtype,
+    promoted_with,
+)
 from jmp_train.graphs.structure import (
     Adjacency,
     Block,

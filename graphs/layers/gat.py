@@ -11,13 +11,14 @@ from jmp_train.graphs.layers.attention import gat_attention
 from jmp_train.graphs.layers.attention_layer import AttentionLayer, checked_residual, glorot_param
 from jmp_train.graphs.layers.dense import Activation, activated, add_bias, product
 from jmp_train.graphs.layers.dropout import check_dropout, split_key
-from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
 from jmp_train.graphs.layers.layer_inputs import (
     as_floats,
     as_graph,
     as_optional,
     check_in_degrees,
+    end_rows,
     in_dtype,
+    promoted_with,
 )
 from jmp_train.graphs.structure import Block, Graph, upcast
 from jmp_train.policies.autocasting import autocast_as

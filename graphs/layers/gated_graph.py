@@ -11,9 +11,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats, Ids
 from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, MixedMatrices, OfEdges
 from jmp_train.graphs.layers.aggregation import aggregate
-from jmp_train.graphs.layers.dense import dense
-from jmp_train.graphs.layers.gru import gru_shapes, gru_state
-from jmp_train.graphs.layers.initializers import uniform_between
+from jmp_train.graphs.layers.dense import dense, uniform_between
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_types,
     as_edge_weight,
@@ -23,6 +21,7 @@ from jmp_train.graphs.layers.layer_inputs import (
     in_dtype,
     promoted,
 )
+from jmp_train.graphs.layers.recurrent import gru_shapes, gru_state
 from jmp_train.graphs.structure import Block, Graph, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 

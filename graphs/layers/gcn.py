@@ -11,13 +11,13 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import EndFeatures, Floats
 from jmp_train.graphs.layers.aggregation import aggregate, degree_scale
 from jmp_train.graphs.layers.dense import Activation, activated, product, with_bias
-from jmp_train.graphs.layers.endpoint_features import end_rows
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_weight,
     as_graph,
     as_optional,
     check_in_degrees,
     checked_word,
+    end_rows,
     in_dtype,
     promoted,
 )

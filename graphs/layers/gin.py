@@ -12,12 +12,13 @@ from jmp_train.graphs.array_types import EndFeatures, Floats
 from jmp_train.graphs.fn import Reduction
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.layers.dense import Activation, activated
-from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_weight,
     as_graph,
     checked_word,
+    end_rows,
     in_dtype,
+    promoted_with,
 )
 from jmp_train.graphs.structure import Adjacency, Block, Graph
 

@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import EndFeatures, Floats
 from jmp_train.graphs.kernels import EdgeOperation, Inputs, chunked_sum
 from jmp_train.graphs.layers.dense import Activation, activated
-from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
-from jmp_train.graphs.layers.layer_inputs import as_floats, as_graph, in_dtype
+from jmp_train.graphs.layers.layer_inputs import as_floats, as_graph, end_rows, in_dtype, promoted_with
 from jmp_train.graphs.structure import Adjacency, Block, Graph, accumulation_dtype, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 

@@ -12,9 +12,15 @@ from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import DOT_ATTENTION, DotInputs, edge_dropout
 from jmp_train.graphs.layers.dense import activated, dense
 from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
-from jmp_train.graphs.layers.hetero import parameter_names
+from jmp_train.graphs.layers.hetero import (
+    Blocks,
+    block_of,
+    checked_typed_edges,
+    num_rows,
+    of_edge_types,
+    parameter_names,
+)
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, in_dtype, promoted
-from jmp_train.graphs.layers.typed_edges import Blocks, block_of, checked_typed_edges, num_rows, of_edge_types
 from jmp_train.graphs.structure import EdgeType, HeteroGraph, finite_or_zero, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.layers.initializers import uniform_param
+from jmp_train.graphs.layers.dense import uniform_param
 from jmp_train.graphs.layers.layer_inputs import as_floats, checked_word, in_dtype, promoted
 from jmp_train.graphs.structure import graph_storage, in_float32, upcast
 

@@ -11,10 +11,16 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import EndFeatures, Floats
 from jmp_train.graphs.fn import Reduce, copy_u, u_add_e
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense
-from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
-from jmp_train.graphs.layers.initializers import uniform_param
-from jmp_train.graphs.layers.layer_inputs import as_floats, as_graph, as_optional, checked_word, in_dtype
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense, uniform_param
+from jmp_train.graphs.layers.layer_inputs import (
+    as_floats,
+    as_graph,
+    as_optional,
+    checked_word,
+    end_rows,
+    in_dtype,
+    promoted_with,
+)
 from jmp_train.graphs.messages import update_all
 from jmp_train.graphs.structure import Adjacency, Block, Graph, accumulation_dtype, graph_storage, rows_like, upcast
 from jmp_train.policies.autocasting import autocast_as

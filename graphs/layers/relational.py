@@ -9,10 +9,8 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import EndFeatures, Floats, Ids
 from jmp_train.graphs.kernels import MAPPED_SUM, DiagonalBlocks, MappedInputs, MixedMatrices, OfEdges
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense, uniform_between
 from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout, drop
-from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
-from jmp_train.graphs.layers.initializers import uniform_between
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_types,
     as_edge_weight,
@@ -20,7 +18,9 @@ from jmp_train.graphs.layers.layer_inputs import (
     as_graph,
     as_optional,
     checked_word,
+    end_rows,
     in_dtype,
+    promoted_with,
 )
 from jmp_train.graphs.structure import Block, Graph
 from jmp_train.policies.pytrees import has_tracers

@@ -11,19 +11,20 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import EndFeatures, Floats
 from jmp_train.graphs.layers.aggregation import aggregate
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense, product
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense, product, uniform_between
 from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
-from jmp_train.graphs.layers.endpoint_features import EndRows, end_rows, promoted_with
-from jmp_train.graphs.layers.initializers import uniform_between
 from jmp_train.graphs.layers.layer_inputs import (
+    EndRows,
     as_edge_weight,
     as_floats,
     as_graph,
     as_optional,
     checked_word,
+    end_rows,
     in_dtype,
+    promoted_with,
 )
-from jmp_train.graphs.layers.lstm import lstm_aggregate, lstm_shapes
+from jmp_train.graphs.layers.recurrent import lstm_aggregate, lstm_shapes
 from jmp_train.graphs.structure import Adjacency, Block, Graph, SparseFeatures, rows_like
 
 AGGREGATORS = ("mean", "gcn", "pool", "lstm")

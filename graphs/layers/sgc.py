@@ -8,18 +8,17 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats, SparseRows
 from jmp_train.graphs.layers.dense import product, with_bias
-from jmp_train.graphs.layers.endpoint_features import end_rows
 from jmp_train.graphs.layers.gcn import NORMS
 from jmp_train.graphs.layers.layer_inputs import (
     as_floats,
     as_optional,
     check_in_degrees,
     checked_word,
+    end_rows,
     in_dtype,
     promoted,
 )
-from jmp_train.graphs.layers.polynomials import is_narrowing
-from jmp_train.graphs.layers.propagation import as_whole_graph, propagate
+from jmp_train.graphs.layers.propagation import as_whole_graph, is_narrowing, propagate
 from jmp_train.graphs.structure import Graph
 
 

@@ -8,17 +8,24 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats, SparseRows
 from jmp_train.graphs.layers.dense import Activation, activated, with_bias
-from jmp_train.graphs.layers.endpoint_features import end_rows
 from jmp_train.graphs.layers.gcn import NORMS
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_weight,
     as_optional,
     checked_word,
+    end_rows,
     in_dtype,
     promoted,
 )
-from jmp_train.graphs.layers.polynomials import checked_terms, is_narrowing, product_of_all, products_apart
-from jmp_train.graphs.layers.propagation import Hop, as_whole_graph, make_hop
+from jmp_train.graphs.layers.propagation import (
+    Hop,
+    as_whole_graph,
+    checked_terms,
+    is_narrowing,
+    make_hop,
+    product_of_all,
+    products_apart,
+)
 from jmp_train.graphs.structure import Graph, graph_storage, upcast
 
 

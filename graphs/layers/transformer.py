@@ -10,13 +10,14 @@ from jmp_train.graphs.array_types import EndFeatures, Floats
 from jmp_train.graphs.kernels import DOT_ATTENTION, DotInputs, DotResult, edge_dropout
 from jmp_train.graphs.layers.dense import Activation, activated, dense
 from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
-from jmp_train.graphs.layers.endpoint_features import end_rows, promoted_with
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_features,
     as_floats,
     as_graph,
     as_optional,
+    end_rows,
     in_dtype,
+    promoted_with,
 )
 from jmp_train.graphs.structure import Block, Graph, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as

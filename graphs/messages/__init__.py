@@ -21,10 +21,10 @@ from jmp_train.graphs.messages.segment import segment_min as segment_min
 from jmp_train.graphs.messages.segment import segment_normalize as segment_normalize
 from jmp_train.graphs.messages.segment import segment_softmax as segment_softmax
 from jmp_train.graphs.messages.segment import segment_sum as segment_sum
-from jmp_train.graphs.messages.segment_places import segment_argmax as segment_argmax
-from jmp_train.graphs.messages.segment_places import segment_argmin as segment_argmin
-from jmp_train.graphs.messages.segment_places import segment_cumsum as segment_cumsum
 from jmp_train.graphs.messages.segment_statistics import Moments as Moments
+from jmp_train.graphs.messages.segment_statistics import segment_argmax as segment_argmax
+from jmp_train.graphs.messages.segment_statistics import segment_argmin as segment_argmin
+from jmp_train.graphs.messages.segment_statistics import segment_cumsum as segment_cumsum
 from jmp_train.graphs.messages.segment_statistics import segment_moments as segment_moments
 from jmp_train.graphs.messages.segment_statistics import segment_softmax_sum as segment_softmax_sum
 from jmp_train.graphs.messages.segment_statistics import segment_std as segment_std

@@ -13,8 +13,14 @@ from jmp_train.graphs.messages.frames import (
 from jmp_train.graphs.messages.multi_update import update_over_types
 from jmp_train.graphs.messages.segment import gather
 from jmp_train.graphs.messages.send_receive import Reduction, receive, send
-from jmp_train.graphs.messages.user_functions import EdgeFunction, NodeFunction, call_node_function
-from jmp_train.graphs.messages.writing import placed, with_edge_features, with_node_features
+from jmp_train.graphs.messages.user_functions import (
+    EdgeFunction,
+    NodeFunction,
+    call_node_function,
+    placed,
+    with_edge_features,
+    with_node_features,
+)
 from jmp_train.graphs.structure import EdgeType, HeteroGraph, OurGraph, accepts_jraph
 
 

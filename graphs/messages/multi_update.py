@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jmp_train.graphs.fn import Message, Reduce
 from jmp_train.graphs.messages.frames import frame_of
 from jmp_train.graphs.messages.send_receive import Reduction, receive
-from jmp_train.graphs.messages.user_functions import EdgeFunction, NodeFunction, call_node_function
-from jmp_train.graphs.messages.writing import with_node_features
+from jmp_train.graphs.messages.user_functions import EdgeFunction, NodeFunction, call_node_function, with_node_features
 from jmp_train.graphs.structure import (
     EdgeType,
     HeteroGraph,

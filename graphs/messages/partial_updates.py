@@ -18,8 +18,13 @@ from jmp_train.graphs.messages.frames import (
     where_edges,
 )
 from jmp_train.graphs.messages.send_receive import Reduction, receive
-from jmp_train.graphs.messages.user_functions import EdgeFunction, NodeFunction, call_node_function
-from jmp_train.graphs.messages.writing import merged, with_node_features
+from jmp_train.graphs.messages.user_functions import (
+    EdgeFunction,
+    NodeFunction,
+    call_node_function,
+    merged,
+    with_node_features,
+)
 from jmp_train.graphs.structure import AnyGraph, EdgeType, OurGraph, accepts_jraph
 
 

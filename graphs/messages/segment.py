@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jmp_train.graphs.messages.segment_arguments import checked_ids, checked_rows
-from jmp_train.graphs.structure import as_inexact, incidence_of, upcast, upcast_integers
+from jmp_train.graphs.structure import Incidence, as_count, as_inexact, incidence_of, upcast, upcast_integers
 
 
 def segment_sum(
@@ -240,3 +239,39 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
         raise ValueError("data must have rows, got a scalar")
     rows = incidence_of(indices.ravel(), data.shape[0], is_sorted=indices_are_sorted)
     return rows.read(upcast(data)).astype(data.dtype).reshape(*indices.shape, *data.shape[1:])
+
+
+def checked_rows(
+    data: ArrayLike, segment_ids: ArrayLike, num_segments: int, is_sorted: bool
+) -> tuple[jax.Array, Incidence]:
+    """Returns the rows and the segments of a segment operation, checked; see `segment_sum`."""
+    if data is None:
+        raise TypeError("data must be an array, got None")
+    data, ids = jnp.asarray(data), checked_ids_of_rows("segment_ids", segment_ids)
+    count = as_count("num_segments", num_segments)
+    if data.ndim == 0 or data.shape[0] != ids.shape[0]:
+        raise ValueError(
+            f"data and segment_ids must have the same number of rows, got shapes {data.shape} and {ids.shape}"
+        )
+    return data, incidence_of(ids, count, is_sorted=is_sorted)
+
+
+def checked_ids_of_rows(name: str, ids: ArrayLike) -> jax.Array:
+    """Returns ids as int32 or int64 [rows], checked; see `checked_ids`."""
+    ids = checked_ids(name, ids)
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must have one axis, got shape {ids.shape}")
+    return ids
+
+
+def checked_ids(name: str, ids: ArrayLike) -> jax.Array:
+    """Returns ids as int32 or int64, checked.
+
+    Args:
+      name: of the argument, for messages.
+      ids: what should be integers.
+    """
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {ids.dtype}")
+    return ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)

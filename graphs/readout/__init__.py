@@ -4,13 +4,13 @@ from jmp_train.graphs.readout.dense_batches import from_dense_adj as from_dense_
 from jmp_train.graphs.readout.dense_batches import from_dense_batch as from_dense_batch
 from jmp_train.graphs.readout.dense_batches import to_dense_adj as to_dense_adj
 from jmp_train.graphs.readout.dense_batches import to_dense_batch as to_dense_batch
+from jmp_train.graphs.readout.graph_features import Part as Part
 from jmp_train.graphs.readout.graph_features import broadcast_edges as broadcast_edges
 from jmp_train.graphs.readout.graph_features import broadcast_nodes as broadcast_nodes
 from jmp_train.graphs.readout.graph_features import edge_cumsum as edge_cumsum
+from jmp_train.graphs.readout.graph_features import rows_of as rows_of
 from jmp_train.graphs.readout.graph_features import softmax_edges as softmax_edges
 from jmp_train.graphs.readout.graph_features import softmax_nodes as softmax_nodes
-from jmp_train.graphs.readout.graph_ids import Part as Part
-from jmp_train.graphs.readout.graph_ids import rows_of as rows_of
 from jmp_train.graphs.readout.norms import BatchNorm as BatchNorm
 from jmp_train.graphs.readout.norms import GraphNorm as GraphNorm
 from jmp_train.graphs.readout.norms import graph_norm as graph_norm

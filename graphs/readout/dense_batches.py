@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.readout.graph_ids import AnyBatch, batch_of, checked_rows, graph_segments, rows_of
+from jmp_train.graphs.readout.graph_features import AnyBatch, batch_of, checked_rows, graph_segments, rows_of
 from jmp_train.graphs.structure import (
     DEFAULT_FORMATS,
     Graph,

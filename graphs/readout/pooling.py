@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.readout.graph_ids import AnyBatch, batch_of, graph_segments, rows_of
+from jmp_train.graphs.readout.graph_features import AnyBatch, batch_of, graph_segments, rows_of
 from jmp_train.graphs.readout.topk import sort_pooling
 from jmp_train.graphs.structure import Incidence, as_count, common_dtype, in_float32, upcast
 

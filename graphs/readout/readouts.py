@@ -13,7 +13,7 @@ import jax
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.fn import Reduction
 from jmp_train.graphs.kernels import REDUCTIONS
-from jmp_train.graphs.readout.graph_ids import AnyBatch, Part, batch_of, graph_segments, rows_of
+from jmp_train.graphs.readout.graph_features import AnyBatch, Part, batch_of, graph_segments, rows_of
 from jmp_train.graphs.structure import Adjacency, common_dtype, in_float32, upcast
 
 _NAMES: tuple[Reduction, ...] = ("sum", "mean", "max", "min", "var", "std")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.readout.graph_ids import AnyBatch, Part, batch_of, graph_segments, rows_of
+from jmp_train.graphs.readout.graph_features import AnyBatch, Part, batch_of, graph_segments, rows_of
 from jmp_train.graphs.structure import Incidence, as_count, in_float32, upcast
 
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.graphs.structure.counts import check_int32
-from jmp_train.graphs.structure.edge_order import EdgeOrder
-from jmp_train.graphs.structure.host_ids import ascends, counting_sort, filled
+from jmp_train.graphs.structure.edge_order import EdgeOrder, ascends, counting_sort, filled
 from jmp_train.graphs.structure.incidence import BLOCK, FurtherBlocks, Incidence
 
 

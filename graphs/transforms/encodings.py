@@ -1,13 +1,15 @@
-"""Encodings of nodes and of pairs of nodes, from a graph's structure; on the host, in float64."""
+"""Features of nodes: normalized rows, and encodings from a graph's structure; on the host."""
 
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import jraph
 import numpy as np
 
 from jmp_train.graphs.structure import Graph, as_count, from_jraph
 from jmp_train.graphs.transforms.edge_lists import edges_on_host, owning_graphs
+from jmp_train.policies.pytrees import has_tracers
 
 DENSE_NODES = 512  # up to which all eigenvectors of a component are computed
 SAME = 1e-6  # relative difference up to which two entries have the same magnitude
@@ -199,3 +201,48 @@ def shortest_path_distances(graph: AnyBatch, max_distance: int, max_nodes: int |
             distances = dijkstra(whole[end - size : end, end - size : end], unweighted=True, limit=limit)
             found[place, :size, :size] = np.where(np.isfinite(distances), distances, -1)
     return found
+
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
+
+
+def normalize_rows(features: Array) -> Array:
+    """Returns each row divided by the sum of its magnitudes, as is usual for Planetoid's words; on the host.
+
+    For nonnegative features that is the row's sum. If signs differ, a sum may be close to 0,
+    and dividing by it would make rows huge or change their signs. Magnitudes add up to 0 only in rows of
+    zeros, which stay zeros. (PyTorch Geometric subtracts the smallest of all features first, and leaves rows
+    unchanged that add up to less than 1.)
+
+    Args:
+      features: floating [nodes, width], an array of NumPy or jax.
+
+    Returns:
+      [nodes, width] in the features' dtype, of NumPy or jax likewise. Half precision is computed in
+      float32 and rounded once; sums are float64.
+
+    Raises:
+      TypeError: features are not an array, not floating, or traced.
+      ValueError: features have another rank than 2.
+
+    Example:
+      >>> import numpy as np
+      >>> normalize_rows(np.array([[1, 3], [0, 0], [-1, 1]], np.float16)).tolist()
+      [[0.25, 0.75], [0.0, 0.0], [-0.5, 0.5]]
+    """
+    if not isinstance(features, np.ndarray | jax.Array):
+        raise TypeError(f"features must be an array, got {type(features).__name__}")
+    if has_tracers(features):
+        raise TypeError("features is traced: rows are normalized outside of jit")
+    if not jnp.issubdtype(features.dtype, jnp.floating):
+        raise TypeError(f"features must be floating, got {features.dtype}")
+    if features.ndim != 2:
+        raise ValueError(f"features must have shape [nodes, width], got shape {features.shape}")
+    rows = np.asarray(features)
+    rows = rows.astype(np.promote_types(rows.dtype, np.float32), copy=False)
+    sums = np.abs(rows).sum(axis=1, keepdims=True, dtype=np.float64)
+    sums[sums == 0] = 1
+    with np.errstate(invalid="ignore"):  # inf / inf
+        results = np.divide(rows, sums, out=np.empty_like(rows), casting="same_kind")
+    results = results.astype(features.dtype, copy=False)
+    return cast(Array, results if isinstance(features, np.ndarray) else jnp.asarray(results))

@@ -9,8 +9,7 @@ import numpy as np
 
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure import DEFAULT_FORMATS, EdgeType, HeteroGraph, formats_made, hetero_from_edges
-from jmp_train.graphs.transforms.chosen_ids import ID, as_they_come, chosen_ids, mask_of
-from jmp_train.graphs.transforms.edge_lists import ends_on_host
+from jmp_train.graphs.transforms.edge_lists import ID, as_they_come, chosen_ids, ends_on_host, mask_of
 from jmp_train.policies.pytrees import has_tracers
 
 Ends = Mapping[EdgeType, tuple[np.ndarray, np.ndarray]]

@@ -10,8 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.structure import EdgeType, Graph, HeteroGraph, from_edges, hetero_from_edges
-from jmp_train.graphs.transforms.chosen_ids import ID
-from jmp_train.graphs.transforms.edge_lists import check_keeps_edges, edges_on_host, ends_on_host, formats_of
+from jmp_train.graphs.transforms.edge_lists import ID, check_keeps_edges, edges_on_host, ends_on_host, formats_of
 from jmp_train.policies.pytrees import has_tracers
 
 TYPE = "_TYPE"  # the feature with the type of a node or an edge, like DGL's NTYPE and ETYPE

@@ -14,12 +14,15 @@ import numpy as np
 
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure import AnyGraph, EdgeType, Graph, HeteroGraph, accepts_jraph, as_count, from_jraph
-from jmp_train.graphs.transforms.chosen_ids import ID, as_they_come, chosen_ids, mask_of
 from jmp_train.graphs.transforms.edge_lists import (
+    ID,
     EdgeList,
+    as_they_come,
     check_keeps_edges,
+    chosen_ids,
     edges_on_host,
     formats_of,
+    mask_of,
     owning_graphs,
     with_parts,
 )

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train import graphs
 from jmp_train.graphs import fn
-from jmp_train.graphs.kernels import native_build
+from jmp_train.graphs.kernels import native_calls
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
@@ -30,7 +30,7 @@ def fixture_native(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], 
     """Returns what runs a function with the native kernels, under jit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JMP_TRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        native_build.register_kernels()
+        native_calls.register_kernels()
 
     def run(function: Any) -> Any:
         with graphs.native_kernels():
@@ -189,7 +189,7 @@ def test_a_function_under_jit_is_traced_anew_within_and_outside(native: Any) -> 
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_graphs_whose_index_leaves_were_edited_are_refused_or_computed(native: Any) -> None:
-    cache = native_build.built_library().parent
+    cache = native_calls.built_library().parent
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parents[2] / "edited_graphs.py"), "5", "120"],
         capture_output=True,
@@ -234,8 +234,8 @@ def test_without_a_compiler_the_error_says_so(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("JMP_TRAIN_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(RuntimeError, match=r"is not a program: native kernels need a C\+\+ compiler"):
-        native_build.built_library()
+        native_calls.built_library()
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(RuntimeError, match="native kernels cannot be compiled: false -O3"):
-        native_build.built_library()
+        native_calls.built_library()
     assert not list(tmp_path.iterdir())

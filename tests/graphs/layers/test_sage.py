@@ -9,7 +9,7 @@ from graph_helpers import HALVES
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.graphs.layers.lstm import lstm_aggregate
+from jmp_train.graphs.layers.recurrent import lstm_aggregate
 
 pytestmark = pytest.mark.quick
 

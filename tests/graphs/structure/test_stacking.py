@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.data.batches import array_batches
+from jmp_train.data.array_loading import array_batches
 from jmp_train.graphs import fn
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]

@@ -1,0 +1,184 @@
+"""Weights of attention in chunks: softmax, edge weights, and dropout masks that are recomputed from a key."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
+from jax.typing import DTypeLike
+
+from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, largest, of_edges
+from jmp_train.graphs.kernels.spmm_sddmm import edge_rows
+from jmp_train.graphs.structure import CSR, accumulation_dtype, finite_or_zero, reciprocal
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EdgeDropout:
+    """Which edges are dropped, those of each head apart.
+
+    Attributes:
+      words: uint32 [heads, 2], a key of Threefry for each head.
+      rate: the share of the edges that are dropped.
+    """
+
+    words: jax.Array
+    rate: float = dataclasses.field(metadata={"static": True})
+
+    def of_edges(self, first: jax.Array, second: jax.Array | None = None) -> jax.Array:
+        """Returns 0 or 1 / (1 - rate) for each edge and head [..., heads].
+
+        Args:
+          first: int [...], by which edges are told apart.
+          second: the same, if that needs two values.
+        """
+        second = jnp.zeros_like(first) if second is None else second
+        counts = jnp.stack([first, second]).astype(jnp.uint32)
+        draw = jax.vmap(lambda words: threefry_2x32((words[0], words[1]), counts)[0], out_axes=-1)
+        is_kept = draw(self.words) >= jnp.uint32(int(self.rate * 2**32))
+        return jnp.where(is_kept, jnp.float32(1 / (1 - self.rate)), jnp.float32(0))
+
+    def of_chunk(self, neighbors: CSR, chunk: Chunk, *, nodes_are_receivers: bool) -> jax.Array:
+        """Returns 0 or 1 / (1 - rate) for each edge [blocks, width, heads].
+
+        Edges are told apart by their places or, where they have none, by their two ends: then edges
+        between the same two nodes are dropped together.
+
+        Args:
+          neighbors: the edges.
+          chunk: a chunk of them.
+          nodes_are_receivers: whether they enter the nodes that they are sorted by.
+        """
+        if neighbors.edges is not None:
+            return self.of_edges(at(neighbors.edges, chunk.positions))
+        nodes = jnp.broadcast_to(chunk.nodes[:, None], chunk.others.shape)
+        ends = (chunk.others, nodes) if nodes_are_receivers else (nodes, chunk.others)
+        return self.of_edges(*ends)
+
+
+def edge_dropout(rate: float, key: jax.Array | None, heads: int) -> EdgeDropout | None:
+    """Returns which edges are dropped; None where none are.
+
+    Args:
+      rate: the share of them.
+      key: of any of jax's generators.
+      heads: how many heads there are.
+    """
+    if not rate or key is None:
+        return None
+    return EdgeDropout(jax.random.bits(key, (heads, 2), jnp.uint32), rate)
+
+
+def dropout_and_weight(
+    neighbors: CSR,
+    chunk: Chunk,
+    dropout: EdgeDropout | None,
+    edge_weight: jax.Array | None,
+    *,
+    nodes_are_receivers: bool,
+) -> jax.Array | None:
+    """Returns what a chunk's weights are multiplied by [blocks, width, heads or 1]; None for 1.
+
+    Args:
+      neighbors: the edges.
+      chunk: a chunk of them.
+      dropout: which are dropped.
+      edge_weight: floating [edges].
+      nodes_are_receivers: see `EdgeDropout.of_chunk`.
+    """
+    factor = None
+    if dropout is not None:
+        factor = dropout.of_chunk(neighbors, chunk, nodes_are_receivers=nodes_are_receivers)
+    if edge_weight is None:
+        return factor
+    return times(edge_rows(neighbors, chunk, edge_weight)[..., None], factor)
+
+
+def times(data: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """Returns data times a factor in its dtype; None for 1."""
+    return data if factor is None else data * factor.astype(data.dtype)
+
+
+class SoftmaxSum(NamedTuple):
+    """A sum weighted by a softmax, and what the gradient needs to compute the softmax again.
+
+    Attributes:
+      total: the sums [nodes, heads, width], in the features' dtype.
+      largest: the largest logit, at least float32 [nodes, heads].
+      inverse: 1 over the sum of the powers of the differences to it, of the same shape and dtype.
+    """
+
+    total: jax.Array
+    largest: jax.Array
+    inverse: jax.Array
+
+
+def softmax_sum(
+    neighbors: CSR,
+    dropout: EdgeDropout | None,
+    edge_weight: jax.Array | None,
+    features: jax.Array,
+    logits: Callable[[Chunk], jax.Array],
+    elements_per_block: int,
+) -> SoftmaxSum:
+    """Returns the senders' features, weighted by a softmax over each node's edges.
+
+    Args:
+      neighbors: the edges, by the nodes that they enter.
+      dropout: which weights are dropped.
+      edge_weight: floating [edges], which multiplies the weights.
+      features: floating [senders, heads, width].
+      logits: makes those of a chunk, upcast [blocks, width, heads].
+      elements_per_block: see `add_up`.
+    """
+    _, heads, width = features.shape
+    dtype = accumulation_dtype(features.dtype)
+    of_head = jax.ShapeDtypeStruct((heads,), dtype)
+
+    def highest(chunk: Chunk) -> jax.Array:
+        return jnp.where(chunk.is_edge[..., None], logits(chunk), -jnp.inf).max(1).astype(dtype)
+
+    most = finite_or_zero(largest(neighbors, highest, of_head, elements_per_block))
+
+    def parts(chunk: Chunk) -> list[jax.Array]:
+        terms = chunk.where_edge(jnp.exp(logits(chunk) - chunk.of_nodes(most)).astype(dtype))
+        factor = dropout_and_weight(neighbors, chunk, dropout, edge_weight, nodes_are_receivers=True)
+        return [chunk.sum_of_others(features, times(terms, factor)), terms.sum(1)]
+
+    like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
+    total, sizes = add_up(neighbors, parts, like, elements_per_block, most)
+    inverse = reciprocal(sizes)
+    return SoftmaxSum((total * inverse[..., None]).astype(features.dtype), most, inverse)
+
+
+def gradient_of_edge_weight(
+    neighbors: CSR,
+    dropout: EdgeDropout | None,
+    edge_weight: jax.Array | None,
+    weights_and_products: Callable[[Chunk], tuple[jax.Array, jax.Array]],
+    dtype: DTypeLike,
+    elements_per_block: int,
+) -> jax.Array | None:
+    """Returns the gradient of the edge weights in their dtype, or None where there are none.
+
+    Args:
+      neighbors: see `softmax_sum`.
+      dropout: see `softmax_sum`.
+      edge_weight: see `softmax_sum`.
+      weights_and_products: makes a chunk's softmax, and the products of the gradient and the senders' features,
+        both upcast [blocks, width, heads].
+      dtype: of these.
+      elements_per_block: see `add_up`.
+    """
+    if edge_weight is None:
+        return None
+
+    def of_each(chunk: Chunk) -> jax.Array:
+        weights, products = weights_and_products(chunk)
+        factor = dropout_and_weight(neighbors, chunk, dropout, None, nodes_are_receivers=True)
+        return (times(weights, factor) * products).sum(-1)
+
+    of_one = jax.ShapeDtypeStruct((), dtype)
+    return of_edges(neighbors, of_each, of_one, elements_per_block).astype(edge_weight.dtype)
