@@ -114,6 +114,11 @@ class Costs:
         return max(self.compute_seconds, self.communication_seconds)
 
     @property
+    def products_seconds(self) -> float:
+        """The bound for matrix products and convolutions alone, at the peak rates of their dtypes."""
+        return sum(kernel.times * kernel.seconds_of_products for kernel in self.kernels)
+
+    @property
     def seconds_without_cache(self) -> float:
         """The same with all bytes of kernels; see `compute_seconds_without_cache`."""
         return max(self.compute_seconds_without_cache, self.communication_seconds)

@@ -1,23 +1,29 @@
 """The search for a placement: which way to share a step over the given devices is the fastest by its bound, and fits.
 
-Three rounds are compiled. First each sharding of each mesh; then, of those that do not fit, micro-batches and
-rematerialization; then both, of those that still do not fit. What is not compiled has a reason.
+The replicated state is compiled first, then the other shardings and meshes, unless the first fits and takes no longer
+than its products alone, which no sharding reduces. Of those that do not fit, micro-batches and rematerialization
+follow; then both, of those that still do not fit. What is not compiled has a reason.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jmp_train.aot import TPU, Device
 from jmp_train.planning.placements import checked_placements, placements_of_slice
 from jmp_train.planning.remedies import changes
-from jmp_train.planning.rows import PlanRow, gigabytes
+from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds
 from jmp_train.planning.targets import Target
 from jmp_train.planning.variants import DATA, FSDP, REPLICATED, ZERO1, Placement, several
+from jmp_train.policies.autocasting import held_jaxprs
+from jmp_train.steps import TrainStep
 
 MOST_COMPILED = 40
 _LENGTHS = (2, 4, 8, 16)  # of the axis that rules shard over
 _CHANGES = ("2 micro-batches", "4 micro-batches", "rematerialization")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 CompileAll = Callable[[Sequence[Target]], list[PlanRow]]
 
@@ -102,8 +108,17 @@ def searched(
             first.append(target)
         else:
             cuts.append(_cut(target, reason))
+    whole = compiled([target for target in first if _is_replicated(target)])
+    at_bound = {_devices(target): row for target, row in whole if row.fits and _is_bound_by_products(target, row)}
+    others = []
+    for target in (target for target in first if not _is_replicated(target)):
+        if (row := at_bound.get(_devices(target))) is None:
+            others.append(target)
+        else:
+            least = milliseconds(row.costs.products_seconds)
+            cuts.append(_cut(target, f"{row.placement} takes {least}, the time of its products alone"))
     misfits = []
-    for target, row in compiled(first):
+    for target, row in [*whole, *compiled(others)]:
         if row.fits:
             cuts += [_cut(changed, "fits without, and with less arithmetic") for _, changed in _changed(target)]
         else:
@@ -124,6 +139,36 @@ def _too_large(target: Target, usable: int) -> str | None:
     if least > usable:
         return f"the state alone takes {gigabytes(least)} of {gigabytes(usable)}"
     return None
+
+
+def _is_replicated(target: Target) -> bool:
+    """Returns whether each device computes its part of the batch with all of the state."""
+    placed = target.placement
+    return placed.shardings == REPLICATED and placed.batch_parts == placed.devices
+
+
+def _devices(target: Target) -> tuple[Any, ...]:
+    """Returns what placements of the same step on the same devices have in common."""
+    return id(target.kind), id(target.variant), target.placement.devices, target.placement.hosts
+
+
+def _is_bound_by_products(target: Target, row: PlanRow) -> bool:
+    """Returns whether no sharding of a replicated step can be faster by its bound.
+
+    Shardings split the same products. Only an optimizer with products of its own repeats them on each device.
+    """
+    step, state = target.variant.step, target.variant.state
+    if row.step_seconds_bound > row.costs.products_seconds or not isinstance(step, TrainStep):
+        return False
+    update = jax.make_jaxpr(step.optimizer.update)(state.params, state.opt_state, state.params)
+    return not _has_products(update.jaxpr)
+
+
+def _has_products(jaxpr: Any) -> bool:
+    return any(
+        equation.primitive.name in _PRODUCTS or any(map(_has_products, held_jaxprs(equation)))
+        for equation in jaxpr.eqns
+    )
 
 
 def _changed(target: Target) -> Iterator[tuple[str, Target]]:

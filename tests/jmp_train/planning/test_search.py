@@ -83,10 +83,12 @@ def test_what_fits_is_not_changed_and_what_is_too_large_is_not_compiled() -> Non
         return [made_up(target) for target in wanted]
 
     rows, cuts = searched(targets, lambda target: USABLE if target.placement.devices > 1 else USABLE // 2, compile_all)
-    assert batches[0] == [(8, "float32"), (4, "float32")]
-    changed = ["2 micro-batches", "4 micro-batches", "rematerialization"]
-    assert batches[1] == [(4, f"float32, {name}") for name in changed], "of the one that does not fit"
-    assert batches[2] == [], "one of these does"
+    whole, sharded, changed, twice_changed = batches
+    assert whole == [], "the replicated state is too large, or cannot be divided"
+    assert sharded == [(8, "float32"), (4, "float32")]
+    names = ["2 micro-batches", "4 micro-batches", "rematerialization"]
+    assert changed == [(4, f"float32, {name}") for name in names], "of the one that does not fit"
+    assert twice_changed == [], "one of these does"
     assert [row.fits for row in rows] == [True] * 4 + [False]
     reasons = [(cut.placement, cut.reason) for cut in cuts]
     assert ("1 device", "the state alone takes 0.025 GB of 0.013 GB") in reasons
@@ -95,6 +97,67 @@ def test_what_fits_is_not_changed_and_what_is_too_large_is_not_compiled() -> Non
 
 
 PLACED = [(1, "replicated"), (3, "replicated"), (8, "fsdp"), (4, "fsdp")]
+
+
+def names_of(targets: Any) -> list[str]:
+    return [str(target.placement) for target in targets]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bound_by_products", "compiled"),
+    [
+        (OPTIMIZER, True, ["8 devices, replicated", "4 devices, replicated", "4 devices, fsdp"]),
+        (OPTIMIZER, False, ["8 devices, replicated", "4 devices, replicated", "8 devices, fsdp", "4 devices, fsdp"]),
+        (  # whose products each device repeats, unless they are sharded
+            relaxed(optax.contrib.muon(1e-3)),
+            True,
+            ["8 devices, replicated", "4 devices, replicated", "8 devices, fsdp", "4 devices, fsdp"],
+        ),
+    ],
+    ids=["adam", "bound by memory", "muon"],
+)
+def test_no_sharding_is_tried_where_products_alone_take_as_long(
+    optimizer: Any, bound_by_products: bool, compiled: list[str]
+) -> None:
+    """On eight devices the replicated state fits; on four it does not, so sharding may help."""
+    state = jax.eval_shape(lambda: jt.TrainState.create({"layers": [jnp.zeros((WIDTH, WIDTH))] * 2}, optimizer))
+    (variant,) = variants_of(jt.train_step(jt.stateless(loss_fn), optimizer), state, BATCH, None, None)
+    placed = [Placement(n, how) for n in (8, 4) for how in ("replicated", "fsdp")]
+    asked = []
+
+    def compile_all(wanted: Any) -> list[Any]:
+        asked.extend(target for target in wanted if "," not in target.variant.policy)
+        return [row_of(target) for target in wanted]
+
+    def row_of(target: Target) -> Any:
+        row = planned_row(placement=target.placement, kinds={"parameters": 8 - target.placement.devices})
+        products = row.costs.products_seconds
+        costs = dataclasses.replace(row.costs, compute_seconds=products * (1 if bound_by_products else 2))
+        return dataclasses.replace(row, costs=dataclasses.replace(costs, communication_seconds=0), usable_bytes=3)
+
+    targets = every_target([GPUS["A100-40GB"]], [variant], lambda _: placed)
+    _, cuts = searched(targets, lambda _: 10**12, compile_all)
+    assert names_of(asked) == compiled
+    reasons = {cut.placement: cut.reason for cut in cuts if "products alone" in cut.reason}
+    assert set(reasons) == {"8 devices, replicated", *names_of(targets)} - {"8 devices, replicated", *compiled}
+    assert all(reason.startswith("8 devices, replicated takes ") for reason in reasons.values())
+
+
+@pytest.mark.full
+def test_no_sharding_is_faster_than_products_alone(tpu_compiler: None) -> None:
+    """What the search leaves out on a slice that the replicated state fits is no faster in the full table."""
+    width, rows = 2048, 32768
+    state = jax.eval_shape(lambda: jt.TrainState.create({"layers": [jnp.zeros((width, width))] * 3}, OPTIMIZER))
+    batch = {"x": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
+    options: dict[str, Any] = {"tpus": "v5e:2x2", "policies": "mixed_bfloat16", "jobs": 2}
+    found = jt.plan(STEP, state, batch, find_placement=True, **options)
+    assert [str(row.placement) for row in found.rows] == ["4 devices, replicated"]
+    products = found.rows[0].costs.products_seconds
+    assert products == pytest.approx((3 * 3 - 1) * 2 * rows / 4 * width**2 / 197e12)
+    full = jt.plan(STEP, state, batch, shardings=["zero1", "fsdp"], find_largest=False, remedies=False, **options)
+    cut = [cut.placement for cut in found.cuts if "products alone" in cut.reason]
+    assert cut == [str(row.placement) for row in full.rows]
+    assert min(row.step_seconds_bound for row in full.rows) >= found.rows[0].step_seconds_bound == products
 
 
 def test_a_plan_knows_the_fastest_and_the_smallest() -> None:
