@@ -60,6 +60,7 @@ from jmp_train.policies.autocasting.source_lines import address_of as address_of
 from jmp_train.policies.autocasting.source_lines import lines_of as lines_of
 from jmp_train.policies.autocasting.source_lines import source_of as source_of
 from jmp_train.policies.autocasting.source_lines import user_line_of as user_line_of
+from jmp_train.policies.autocasting.source_lines import warn_user as warn_user
 from jmp_train.policies.autocasting.traced_calls import FlatCall as FlatCall
 from jmp_train.policies.autocasting.traced_calls import argument_names as argument_names
 from jmp_train.policies.autocasting.traced_calls import missing_key_explained as missing_key_explained

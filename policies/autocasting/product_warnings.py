@@ -22,9 +22,8 @@ from jax.typing import DTypeLike
 from jmp_train.policies.autocasting.operations import flops_of, held_jaxprs, is_float32
 from jmp_train.policies.autocasting.primitives import PRODUCTS
 from jmp_train.policies.autocasting.region import DECIDED, Decision
-from jmp_train.policies.autocasting.source_lines import user_line_of
+from jmp_train.policies.autocasting.source_lines import user_line_of, warn_user
 from jmp_train.policies.autocasting.values import traced_dtype
-from jmp_train.policies.user_warnings import warn_user
 
 FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 _FIRST, _FIRST_UNKNOWN = (0, 11), (0, 13)

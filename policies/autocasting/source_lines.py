@@ -1,15 +1,18 @@
-"""Finds the source line of an equation of a traced program, and the address by which rules match it."""
+"""Finds the user's source line: of an equation, with the address by which rules match it, and for warnings."""
 
 import os
+import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
-_OURS = os.path.dirname(os.path.dirname(__file__))  # the folder of this package
+_OURS = os.path.dirname(os.path.dirname(__file__))  # the folder of this floor, within that of jmp_train
 _JAX = os.path.dirname(jax.__file__)
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_NOT_WARNED = (os.path.dirname(_OURS), _JAX, sysconfig.get_path("stdlib"), "<frozen")
 
 
 def source_of(equations: Sequence[Any]) -> str:
@@ -69,3 +72,20 @@ def address_of(equations: Sequence[Any], path: str) -> str:
     """
     inner, outer = source_of(equations), user_line_of(equations)
     return f"{path}:{equations[-1].primitive.name}@{inner}" + (f" from {outer}" if outer != inner else "")
+
+
+def warn_user(text: str, category: type[Warning]) -> None:
+    """Warns at the innermost line outside of installed packages; if there is none, outside of jax and this one.
+
+    Args:
+      text: of the warning.
+      category: its class.
+    """
+    files = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    outside = [i for i, file in enumerate(files) if not file.startswith(_NOT_WARNED)]
+    users = [i for i in outside if not files[i].startswith(_LIBRARIES)]
+    warnings.warn(text, category, stacklevel=2 + next(iter(users or outside), 0))

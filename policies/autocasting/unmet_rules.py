@@ -11,8 +11,7 @@ from jmp_train.policies.autocasting.known_names import is_function_of_jax, neare
 from jmp_train.policies.autocasting.operations import held_jaxprs
 from jmp_train.policies.autocasting.region import join, tables_of
 from jmp_train.policies.autocasting.rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
-from jmp_train.policies.autocasting.source_lines import address_of
-from jmp_train.policies.user_warnings import warn_user
+from jmp_train.policies.autocasting.source_lines import address_of, warn_user
 
 _SHOWN = 3
 _SHIPPED = frozenset(name for rules in (TORCH_CUDA, TORCH_CPU, APEX_O1) for name, _ in rules.functions)

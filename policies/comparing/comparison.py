@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jmp_train.policies.autocasting import none_key_explained
-from jmp_train.policies.comparing.differences import differences_of
-from jmp_train.policies.comparing.log_probs import tokens_of
+from jmp_train.policies.comparing.log_probs import differences_of, tokens_of
 from jmp_train.policies.comparing.operations import operations_of
 from jmp_train.policies.comparing.report import ParityReport
 from jmp_train.policies.pytrees import check_values

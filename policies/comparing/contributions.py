@@ -1,4 +1,4 @@
-"""Measures the part of a difference that each operation causes, by giving it the values of the other program.
+"""Names the operations that cause a difference, by giving them the values of the other program.
 
 Operations are tried in the order in which they run. Each one gets the values of its counterpart and keeps them, so the
 reduction at a later operation is its own part and not that of its operands. Operations that are only written
@@ -28,6 +28,9 @@ _CLOSE = 0.7  # largest misfit of arrays that have only their shape in common
 _LEAST = 0.2  # of the difference: operations with a smaller part are not named
 _LEADING = 0.5  # of the largest part: the first operation with at least this much is named
 
+Numbers = tuple[int | None, int | None]
+"""Of an operation of training and one of inference."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -55,11 +58,7 @@ def program_of(
 ) -> Program:
     """Returns a program with the values of its operations, after running it.
 
-    Args:
-      rerun: the program.
-      recorded: its operations.
-      origins: the numbers of the operations that computed the results.
-      differing: the numbers of those whose rows are not among those of the other program.
+    The arguments are attributes of `Program`.
     """
     numbers = {key_of(op.callers, op.equation): number for number, op in enumerate(recorded)}
     kept: dict[int, list[np.ndarray]] = {}
@@ -120,16 +119,13 @@ def contributions(own: Program, other: Program, apart: Callable[[list[Any]], flo
                 break
         if swaps is not None:
             share = (before - best) / start
-            found |= {n: Contribution(share, _operation(chosen.get(n))) for n in group}
+            numbers = {n: c.number for n, c in chosen.items() if c.number >= 0}  # without arguments
+            found |= {n: Contribution(share, numbers.get(n)) for n in group}
             if not _CHANCE * before < best < before / _WORSE:
                 kept, before = swaps, best
         if before <= _LEFT * start or tried >= _MOST_TRIALS:
             break
     return found
-
-
-def _operation(found: Counterpart | None) -> int | None:
-    return None if found is None or found.number < 0 else found.number
 
 
 def leading(found: dict[int, Contribution]) -> int | None:
@@ -144,7 +140,6 @@ class _Counterparts:
 
     def __init__(self, own: Program, other: Program) -> None:
         self._own, self._numbers = own, list(other.values)
-        self._all = list(other.values.values())
         self._varying = [number for number, values in other.values.items() if not is_uniform(values.array)]
         self._other = other
         self._same_code = _same_code(other.recorded)
@@ -238,11 +233,7 @@ def _swaps(own: Program, other: Program, choice: dict[int, Counterpart]) -> Iter
 
 
 def _swap(theirs: np.ndarray) -> Swap:
-    """Returns a function that puts in another operation's values, and masks the other places if it masks any.
-
-    Args:
-      theirs: with the own axes.
-    """
+    """Returns a function that puts in another operation's values, and masks the other places if it masks any."""
     lowest = float(np.nan_to_num(theirs).min()) if theirs.dtype.kind == "f" else 0.0
     fill = lowest if lowest <= -FILL else None
 
@@ -259,3 +250,49 @@ def _swap(theirs: np.ndarray) -> Swap:
 
 def _is_plain(x: Any) -> bool:
     return isinstance(x, jnp.ndarray) and x.size > 0 and x.dtype.kind in "fiub"
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """The operations where two functions diverge.
+
+    Attributes:
+      numbers: the numbers of the operations; None for a function without such an operation.
+      contributions: the contributions in training and in inference, by number of the tried operation.
+    """
+
+    numbers: Numbers
+    contributions: tuple[dict[int, float], dict[int, float]]
+
+
+def named_of(train: Program, infer: Program, matched: Numbers, apart: Callable[[list[Any], list[Any]], float]) -> Named:
+    """Returns the operations where two functions diverge.
+
+    Args:
+      train: the program of training.
+      infer: the program of inference.
+      matched: the first operations with rows that the other lacks, which are named if no operation contributes.
+      apart: returns the difference between results of training and of inference.
+    """
+    of_infer = contributions(infer, train, lambda results: apart(train.results, results))
+    of_train = contributions(train, infer, lambda results: apart(results, infer.results))
+    numbers = _numbers(of_train, of_infer, matched)
+    shares = [{number: c.share for number, c in found.items()} for found in (of_train, of_infer)]
+    first, second = numbers
+    if first is not None and second in of_infer and of_infer[second].counterpart == first:
+        shares[0][first] = shares[1][second]  # the same trial, seen from the other side
+    return Named(numbers, (shares[0], shares[1]))
+
+
+def _numbers(of_train: dict[int, Contribution], of_infer: dict[int, Contribution], matched: Numbers) -> Numbers:
+    """Returns the first contributing operation of inference, and its counterpart or an earlier one in training.
+
+    If inference leaves an operation out, only training has one.
+    """
+    train, infer = leading(of_train), leading(of_infer)
+    if infer is None:
+        return (matched[0] if train is None else train), matched[1]
+    counterpart = of_infer[infer].counterpart
+    if train is None or (counterpart is not None and counterpart < train):
+        train = matched[0] if counterpart is None else counterpart
+    return train, infer

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 EQUAL = 2e-5  # relative: the difference of a whole result between orders of float32 sums
-FILL = 9e3  # larger numbers stand for "not seen", see `fingerprints`
+FILL = 9e3  # larger numbers stand for "not seen": common fills are -1e4, float16's -65504 and 0.7 times that
 _FEW, _MANY = 256, 8192  # elements to compare, of all operations and of the best ones
 _MOST_WAYS = 48  # of matching axes
 _REFINED, _SAME = 10, 3  # counterparts to compare closely, and more with the same primitive
@@ -53,7 +53,7 @@ class Counterpart:
 
     @property
     def is_equal(self) -> bool:
-        """Returns whether the values differ only by rounding."""
+        """True if the values differ only by rounding."""
         return self.apart <= EQUAL
 
     def arranged(self, theirs: np.ndarray, rank: int) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Computes fingerprints of arrays: a few numbers per row, to find equal rows in arrays of any layout.
+"""Computes fingerprints of arrays, a few numbers per row, and finds rows of one program among those of another.
 
 A row lies along the last axis. Its fingerprint consists of its products with four fixed random vectors and its norm.
-Numbers that stand for "not seen" (infinities, and numbers beyond `_FILL`) count as zero, so masking or padding a row at
+Numbers that stand for "not seen" (infinities, and numbers beyond `FILL`) count as zero, so masking or padding a row at
 its end does not change its fingerprint.
 
 Reference: random projections preserve distances (Johnson and Lindenstrauss, 1984).
@@ -9,19 +9,23 @@ Reference: random projections preserve distances (Johnson and Lindenstrauss, 198
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_train.policies.comparing.counterparts import FILL
 from jmp_train.policies.diagnosing import Pair
 from jmp_train.policies.pytrees import is_key
 
-LEAST_NUMBERS = 8
-"""How many there have to be to be told from others, which may be alike by chance."""
+LEAST_NUMBERS = 8  # fewer may be alike by chance
 _COUNT = 4
 COLUMNS = 2 * _COUNT + 1
-_FILL = 9e3  # common fills are -1e4, float16's -65504, 0.7 times that, and larger ones
+# Relative to a row's norm, the same float32 sums in another order differ by less, and different mathematics by more.
+SAME = 1e-4
+_MOST_QUERIES = 256  # rows to search for, per operation
+_MOST_NEIGHBORS = 1024  # rows of the other program to compare one row with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Prints:
 
     @property
     def tables(self) -> list[np.ndarray]:
-        """Returns all tables in which to search for rows of another function."""
+        """All tables in which to search for rows of another function."""
         return [table for table in (self.rows, self.elements, self.seen) if table is not None]
 
 
@@ -79,7 +83,7 @@ def _table(shadow: np.ndarray, actual: np.ndarray) -> np.ndarray:
 def _rows(x: Any) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rows of an array with zeros for numbers that are not seen, and the mask of seen numbers."""
     rows = np.asarray(x).astype(np.float32).reshape(-1, x.shape[-1] if x.ndim else 1)
-    is_seen = np.abs(rows) < _FILL if jnp.issubdtype(x.dtype, jnp.floating) else np.ones(rows.shape, bool)
+    is_seen = np.abs(rows) < FILL if jnp.issubdtype(x.dtype, jnp.floating) else np.ones(rows.shape, bool)
     return np.where(is_seen, rows, np.float32(0)), is_seen
 
 
@@ -110,3 +114,101 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.norm)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The differences of an operation's rows from those of another program.
+
+    Attributes:
+      unknown: the fraction of rows whose shadow the other program does not have.
+      apart: the mean difference of the shadows from those of the same rows there, relative to a row's norm.
+      difference: the mean difference from the same row of the other program, likewise; NaN if no row is known.
+      error: the mean difference from the own shadow, likewise.
+      only_seen: True if the rows are known and only the mask of their seen numbers is not.
+      in_column: for rows of one number each, True if one operation there has all of them; None if unknown.
+    """
+
+    unknown: float
+    apart: float
+    difference: float
+    error: float
+    only_seen: bool = False
+    in_column: bool | None = None
+
+
+def is_column_of(column: np.ndarray, others: Sequence[np.ndarray]) -> bool | None:
+    """Returns whether another column has all numbers of a column; None if too few to rule out chance.
+
+    Args:
+      column: numbers.
+      others: columns of sorted numbers, one per operation.
+    """
+    column = np.unique(column)
+    if len(column) < LEAST_NUMBERS:
+        return None
+    column = column[:: -(-len(column) // _MOST_QUERIES)]
+    return any(_has_all(other, column) for other in others if len(other) >= LEAST_NUMBERS)
+
+
+def _has_all(other: np.ndarray, column: np.ndarray) -> bool:
+    places = np.searchsorted(other, column)
+    below, above = other[np.maximum(places - 1, 0)], other[np.minimum(places, len(other) - 1)]
+    return bool((np.minimum(np.abs(below - column), np.abs(above - column)) <= SAME * np.abs(column)).all())
+
+
+class KnownRows:
+    """The rows of all operations of a program.
+
+    Args:
+      tables: the fingerprints of the operations, from `fingerprint`.
+    """
+
+    def __init__(self, tables: Sequence[np.ndarray]) -> None:
+        together = np.unique(np.concatenate([np.zeros((0, COLUMNS), np.float32), *tables]), axis=0)
+        self._rows = Rows(together[np.argsort(together[:, 0], kind="stable")])
+
+    def found(self, table: np.ndarray) -> Found:
+        """Returns the differences between rows of the other program and these.
+
+        Args:
+          table: fingerprints, from `fingerprint`; more than 256 rows are sampled.
+        """
+        rows = Rows(table[:: -(-len(table) // _MOST_QUERIES)])
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            apart, difference = self._differences(rows)
+            known = np.isfinite(difference)
+            error = _distance(rows.shadow, rows.actual) / rows.norm
+        error = np.where(rows.norm > 0, error, 0)
+        return Found(
+            unknown=float(1 - known.mean()),
+            apart=float(apart[known].mean()) if known.any() else 0.0,
+            difference=float(difference[known].mean()) if known.any() else float("nan"),
+            error=float(error.mean()),
+        )
+
+    def _differences(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Returns, per row, the differences of its shadow and itself from the nearest row with the same shadow.
+
+        The differences are infinite if there is no such row. A row of zeros carries no information and counts as known.
+        """
+        reach = SAME * rows.norm
+        keys = self._rows.shadow[:, 0]
+        first = np.searchsorted(keys, rows.shadow[:, 0] - reach)
+        last = np.minimum(np.searchsorted(keys, rows.shadow[:, 0] + reach, side="right"), first + _MOST_NEIGHBORS)
+        apart, difference = (np.where(rows.norm > 0, np.inf, 0.0) for _ in range(2))
+        active = np.flatnonzero((first < last) & (rows.norm > 0))
+        while active.size:
+            near, norm = first[active], rows.norm[active]
+            shadows = _distance(self._rows.shadow[near], rows.shadow[active]) / norm
+            own = _distance(self._rows.actual[near], rows.actual[active]) / norm
+            apart[active] = np.minimum(apart[active], np.where(shadows <= SAME, shadows, np.inf))
+            difference[active] = np.minimum(difference[active], np.where(shadows <= SAME, own, np.inf))
+            first[active] += 1
+            active = active[(first[active] < last[active]) & (difference[active] + apart[active] > 0)]
+        return apart, difference
+
+
+def _distance(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Returns the root mean square of each row's differences, which approximates the norm of the difference."""
+    return np.sqrt(np.square(first.astype(np.float64) - second).mean(axis=1))

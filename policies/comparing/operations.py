@@ -17,12 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import FlatCall
-from jmp_train.policies.comparing.contributions import Program, program_of
-from jmp_train.policies.comparing.differences import differences_of
-from jmp_train.policies.comparing.fingerprints import Prints, fingerprint
-from jmp_train.policies.comparing.log_probs import Tokens, tokens_of
-from jmp_train.policies.comparing.matching import SAME, Found, KnownRows, is_column_of
-from jmp_train.policies.comparing.naming import Named, named_of
+from jmp_train.policies.comparing.contributions import Named, Program, named_of, program_of
+from jmp_train.policies.comparing.fingerprints import SAME, Found, KnownRows, Prints, fingerprint, is_column_of
+from jmp_train.policies.comparing.log_probs import Tokens, differences_of, tokens_of
 from jmp_train.policies.comparing.parted import FirstDifference, Kind, OperationParity, Operations
 from jmp_train.policies.comparing.rerunning import Rerun
 from jmp_train.policies.diagnosing import Pair, Recorded, is_low, record
@@ -80,7 +77,8 @@ def operations_of(
     rows = [
         [_row(op, f) for op, f in zip(side.recorded, own, strict=True)] for side, own in zip(sides, found, strict=True)
     ]
-    kind = "rounding" if _agree(_tokens(sides, _shadow, where)) else "value"
+    shadows = _tokens(sides, lambda pair: pair.actual if pair.shadow is None else pair.shadow, where)
+    kind = "rounding" if _agree(shadows) else "value"
     mean = differences_of(_tokens(sides, lambda pair: pair.actual, where)).mean
     matched = _first(sides, found, kind)
     named = Named(matched, ({}, {}))
@@ -142,10 +140,6 @@ def _side(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Side:
     results = jax.tree.unflatten(structures[-1], pairs)
     prints = [[one for run in op.kept for one in run if one is not None] for op in recorded]
     return _Side(recorded, prints, results, program, leaves, frozenset().union(*origins))
-
-
-def _shadow(pair: Pair) -> Any:
-    return pair.actual if pair.shadow is None else pair.shadow
 
 
 def _found(known: KnownRows, columns: Sequence[np.ndarray], op: Recorded, prints: Sequence[Prints]) -> Found | None:
@@ -239,12 +233,10 @@ def _is_other(found: Found | None, kind: Kind, limit: float) -> bool:
 
 def _rounding(sides: Sequence[_Side]) -> float:
     """Returns the least difference that is not due to few elements, for the lowest dtype."""
-    dtypes = {v.aval.dtype for side in sides for op in side.recorded for v in op.equation.outvars if _is_low(v)}
-    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0) / _PART_OF_ROUNDING or _NOISE
-
-
-def _is_low(variable: Any) -> bool:
-    return is_low(getattr(variable.aval, "dtype", None))
+    variables = [variable for side in sides for op in side.recorded for variable in op.equation.outvars]
+    dtypes = {getattr(variable.aval, "dtype", None) for variable in variables}
+    epsilons = (float(jnp.finfo(dtype).eps) for dtype in dtypes if is_low(dtype))
+    return max(epsilons, default=0.0) / _PART_OF_ROUNDING or _NOISE
 
 
 def _agree(tokens: Tokens) -> bool:

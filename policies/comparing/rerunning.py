@@ -79,11 +79,11 @@ class Rerun:
         if results is not None:
             return results
         if id(op) not in self._operations:  # its body keeps it
-            self._operations[id(op)] = _compiled(Part([op], frozenset()))
+            self._operations[id(op)] = compiled(_of_operation(Part([op], frozenset())), None, frozenset())
         results = self._operations[id(op)](inputs)
-        return (
-            [self._replaced(key_of((*around, *op.callers), op.equation), results[0])] if len(results) == 1 else results
-        )
+        if len(results) == 1:
+            results = [self._replaced(key_of((*around, *op.callers), op.equation), results[0])]
+        return results
 
     def _replaced(self, key: Key, result: Any) -> Any:
         if self._seen is not None:
@@ -94,10 +94,6 @@ class Rerun:
         return result
 
 
-def _compiled(part: Part) -> Callable[[list[Any]], list[Any]]:
-    return compiled(_of_operation(part), None, frozenset())
-
-
 @functools.lru_cache(maxsize=4096)
 def _of_operation(part: Part) -> Callable[[list[Any]], list[Any]]:
     """Returns an operation as a function of its float32 operands."""
@@ -106,15 +102,12 @@ def _of_operation(part: Part) -> Callable[[list[Any]], list[Any]]:
     def run(inputs: list[Any]) -> list[Any]:
         results = in_float32(equation, inputs)
         if results is None:
-            own = [_cast(x, getattr(v.aval, "dtype", None)) for x, v in zip(inputs, equation.invars, strict=True)]
-            results = bound(equation, own)
+            dtypes = [getattr(variable.aval, "dtype", None) for variable in equation.invars]
+            pairs = zip(inputs, dtypes, strict=True)
+            results = bound(equation, [lax.convert_element_type(x, d) if is_low(d) else x for x, d in pairs])
         return [_widened(x) for x in results]
 
     return run
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    return lax.convert_element_type(x, dtype) if is_low(dtype) else x
 
 
 def _widened(x: Any) -> Any:

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jmp_train.policies.autocasting import warn_user
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.pytrees import is_float_array, named_leaves
 from jmp_train.policies.types import PyTree
-from jmp_train.policies.user_warnings import warn_user
 
 _ROWS, _NUMBERS, _COLUMNS = 4096, 65536, 256  # largest sample of a leaf
 _LOST = 0.25  # rounding error as a fraction of a leaf's standard deviation

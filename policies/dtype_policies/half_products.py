@@ -16,6 +16,7 @@ from jmp_train.policies.autocasting import (
     share_text,
     user_line_of,
     warn_of_convolutions,
+    warn_user,
 )
 from jmp_train.policies.dtype_policies.collapsed_values import check_narrowed, warn_of_collapse
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
@@ -29,7 +30,6 @@ from jmp_train.policies.dtype_policies.policy_trace import (
 )
 from jmp_train.policies.pytrees import has_tracers
 from jmp_train.policies.types import PyTree
-from jmp_train.policies.user_warnings import warn_user
 
 
 class MissingLossScaleWarning(UserWarning):

@@ -6,6 +6,7 @@ from jmp_train.policies.loss_scaling.argument_checks import check_flag as check_
 from jmp_train.policies.loss_scaling.argument_checks import check_range as check_range
 from jmp_train.policies.loss_scaling.argument_checks import check_scale as check_scale
 from jmp_train.policies.loss_scaling.argument_checks import is_integer as is_integer
+from jmp_train.policies.loss_scaling.argument_checks import is_loss_scale as is_loss_scale
 from jmp_train.policies.loss_scaling.loss_functions import AUTOCASTS_BY_AMP as AUTOCASTS_BY_AMP
 from jmp_train.policies.loss_scaling.loss_functions import CASTS_BY_AMP as CASTS_BY_AMP
 from jmp_train.policies.loss_scaling.loss_functions import check_is_stateless as check_is_stateless
@@ -21,7 +22,6 @@ from jmp_train.policies.loss_scaling.loss_scale import NoOpLossScale as NoOpLoss
 from jmp_train.policies.loss_scaling.loss_scale import StaticLossScale as StaticLossScale
 from jmp_train.policies.loss_scaling.loss_scale import scale_tree as scale_tree
 from jmp_train.policies.loss_scaling.loss_scale import unscale_tree as unscale_tree
-from jmp_train.policies.loss_scaling.loss_scale_checks import is_loss_scale as is_loss_scale
 from jmp_train.policies.loss_scaling.per_loss_scale import LossScales as LossScales
 from jmp_train.policies.loss_scaling.per_loss_scale import PerLossScale as PerLossScale
 from jmp_train.policies.loss_scaling.per_loss_scale import check_loss_scales as check_loss_scales

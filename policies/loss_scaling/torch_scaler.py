@@ -21,6 +21,7 @@ from jmp_train.policies.loss_scaling.argument_checks import (
     check_backoff,
     check_count,
     check_growth,
+    check_loss_scale,
     check_scale,
     is_integer,
 )
@@ -32,7 +33,6 @@ from jmp_train.policies.loss_scaling.loss_scale import (
     NoOpLossScale,
     StaticLossScale,
 )
-from jmp_train.policies.loss_scaling.loss_scale_checks import check_loss_scale
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 

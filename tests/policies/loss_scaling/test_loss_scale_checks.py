@@ -18,7 +18,7 @@ from helpers import assert_bitwise_equal, poison_gradient
 from jax.sharding import Mesh
 
 import jmp_train as jt
-from jmp_train.policies.loss_scaling.loss_scale_checks import is_loss_scale
+from jmp_train.policies.loss_scaling.argument_checks import is_loss_scale
 
 pytestmark = pytest.mark.quick
 
