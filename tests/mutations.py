@@ -71,7 +71,7 @@ def _shortened(text: str) -> str:
 MUTATIONS = (
     Mutation(
         "scale-rules",
-        "policies/loss_scaling/loss_scale.py",
+        "policies/loss_scaling/dynamic_loss_scale.py",
         "full = counter >= last - 1",
         "full = counter > last - 1",
         "tests/policies/loss_scaling/test_presets.py",

@@ -1,6 +1,6 @@
 """The charts of a comparison: the distribution of the differences, and the difference of each operation."""
 
-from jmp_train.policies.comparing.differences import EDGES, Differences
+from jmp_train.policies.comparing.log_probs import EDGES, Differences
 from jmp_train.policies.comparing.parted import Operations
 from jmp_train.policies.documents import Axis, Box, Chart, Label, Mark, Path, Style
 

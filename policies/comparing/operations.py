@@ -234,8 +234,8 @@ def _is_other(found: Found | None, kind: Kind, limit: float) -> bool:
 def _rounding(sides: Sequence[_Side]) -> float:
     """Returns the least difference that is not due to few elements, for the lowest dtype."""
     variables = [variable for side in sides for op in side.recorded for variable in op.equation.outvars]
-    dtypes = {getattr(variable.aval, "dtype", None) for variable in variables}
-    epsilons = (float(jnp.finfo(dtype).eps) for dtype in dtypes if is_low(dtype))
+    low = {x.aval.dtype for x in variables if is_low(getattr(x.aval, "dtype", None))}
+    epsilons = (float(jnp.finfo(dtype).eps) for dtype in low)
     return max(epsilons, default=0.0) / _PART_OF_ROUNDING or _NOISE
 
 

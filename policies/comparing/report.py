@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jmp_train.policies.comparing.charts import distribution_chart, operations_chart
-from jmp_train.policies.comparing.differences import Differences, TokenDifference
+from jmp_train.policies.comparing.log_probs import Differences, TokenDifference
 from jmp_train.policies.comparing.parted import FirstDifference, OperationParity, Operations
 from jmp_train.policies.diagnosing import place_of
 from jmp_train.policies.documents import (

@@ -102,7 +102,7 @@ def _of_operation(part: Part) -> Callable[[list[Any]], list[Any]]:
     def run(inputs: list[Any]) -> list[Any]:
         results = in_float32(equation, inputs)
         if results is None:
-            dtypes = [getattr(variable.aval, "dtype", None) for variable in equation.invars]
+            dtypes: list[Any] = [getattr(variable.aval, "dtype", None) for variable in equation.invars]
             pairs = zip(inputs, dtypes, strict=True)
             results = bound(equation, [lax.convert_element_type(x, d) if is_low(d) else x for x, d in pairs])
         return [_widened(x) for x in results]

@@ -7,6 +7,7 @@ from jmp_train.policies.loss_scaling.argument_checks import check_range as check
 from jmp_train.policies.loss_scaling.argument_checks import check_scale as check_scale
 from jmp_train.policies.loss_scaling.argument_checks import is_integer as is_integer
 from jmp_train.policies.loss_scaling.argument_checks import is_loss_scale as is_loss_scale
+from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_train.policies.loss_scaling.loss_functions import AUTOCASTS_BY_AMP as AUTOCASTS_BY_AMP
 from jmp_train.policies.loss_scaling.loss_functions import CASTS_BY_AMP as CASTS_BY_AMP
 from jmp_train.policies.loss_scaling.loss_functions import check_is_stateless as check_is_stateless
@@ -16,7 +17,6 @@ from jmp_train.policies.loss_scaling.loss_functions import only_losses as only_l
 from jmp_train.policies.loss_scaling.loss_functions import refuse_pair as refuse_pair
 from jmp_train.policies.loss_scaling.loss_functions import refuse_second_cast as refuse_second_cast
 from jmp_train.policies.loss_scaling.loss_functions import unpack_loss as unpack_loss
-from jmp_train.policies.loss_scaling.loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_train.policies.loss_scaling.loss_scale import LossScale as LossScale
 from jmp_train.policies.loss_scaling.loss_scale import NoOpLossScale as NoOpLossScale
 from jmp_train.policies.loss_scaling.loss_scale import StaticLossScale as StaticLossScale

@@ -18,10 +18,10 @@ from jmp_train.policies.loss_scaling.argument_checks import (
     check_scale,
     is_integer,
 )
+from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale
 from jmp_train.policies.loss_scaling.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
-    DynamicLossScale,
     NoOpLossScale,
     StaticLossScale,
 )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jmp_train.policies.loss_scaling.emulated_float64 import float64_product
+from jmp_train.policies.loss_scaling.dynamic_loss_scale import float64_product
 
 pytestmark = pytest.mark.quick
 
