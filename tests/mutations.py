@@ -189,8 +189,8 @@ MUTATIONS = (
     Mutation(
         "report",
         "jmp_train/reports/charts.py",
-        "Style(series_color(number), run.policy, ",
-        "Style(series_color(number), runs[-1 - number].policy, ",
+        "curve(styles[run.policy], points)",
+        "curve(styles[runs[0].policy], points)",
         "tests/jmp_train/reports/test_charts.py",
     ),
     Mutation(  # a comparison of which one run has failed ends as if all were well

@@ -1,8 +1,7 @@
-"""The fold of a single row of a plan."""
+"""The details of a single row of a plan: its fold on the page, and the tables of it that are printed, too."""
 
 from collections.abc import Iterable, Sequence
 
-from jmp_train.aot import Buffer
 from jmp_train.planning.kernels import costliest_first
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds
 from jmp_train.policies.documents import Section, Table, Text, counted, with_unit
@@ -19,7 +18,14 @@ def details(number: int, row: PlanRow) -> Section:
     """
     fits = "fits" if row.fits else "does not fit"
     said = f"{gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)} with batch {row.batch_size}, {fits}"
-    sections = [*map(Text, row.notes), _remedies(row), _buffers(row), _batches(row), _communication(row), _kernels(row)]
+    sections = [
+        *map(Text, row.notes),
+        Section("What could help", [remedies_table(row, "With the same batch.")]),
+        Section("Largest buffers at the peak", [buffers_table(row, _BUFFERS, _buffers_note(row))]),
+        _batches(row),
+        _communication(row),
+        _kernels(row),
+    ]
     title = f"{row.device}, {row.policy}, {row.placement}: {said}"
     return Section(title, sections, f"row-{number}", "" if row.fits else "misfit", is_folded=True)
 
@@ -29,31 +35,33 @@ def _section(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], te
     return Section(title, [Table(heads, list(rows), texts=range(len(heads) - texts, len(heads)), note=note)])
 
 
-def _buffers(row: PlanRow) -> Section:
-    heads = ("memory", "share", "kind", "operation", "dtype", "shape", "module", "source")
-    note = [f"Filling of tiles takes {_size(row.tile_bytes)} of the memory at the peak."] if row.tile_bytes else []
+def buffers_table(row: PlanRow, count: int, note: str = "") -> Table:
+    """Returns the largest buffers at the peak: what they are, and what line makes them."""
+    cells = [
+        (
+            _size(b.n_bytes), f"{b.n_bytes / max(row.peak_bytes, 1):.1%}", b.kind, b.operation, b.dtype,
+            "x".join(map(str, b.shape)), f"{b.module} {b.source}".strip(),
+        )
+        for b in row.buffers[:count]
+    ]  # fmt: skip
+    return Table(("bytes", "share", "kind", "operation", "dtype", "shape", "from"), cells, texts=range(2, 7), note=note)
+
+
+def _buffers_note(row: PlanRow) -> str:
+    tiles = f"Filling of tiles takes {_size(row.tile_bytes)} of the memory at the peak." if row.tile_bytes else ""
     rest = row.buffers[_BUFFERS:]
-    further = f"{len(rest)} more {'has' if len(rest) == 1 else 'have'} {_size(sum(b.n_bytes for b in rest))}."
-    cells = (_buffer(buffer, row.peak_bytes) for buffer in row.buffers[:_BUFFERS])
-    note += [further] if rest else []
-    return _section("Largest buffers at the peak", heads, cells, 6, " ".join(note))
+    size = _size(sum(buffer.n_bytes for buffer in rest))
+    further = f"{len(rest)} more {'has' if len(rest) == 1 else 'have'} {size}." if rest else ""
+    return f"{tiles} {further}".strip()
 
 
-def _buffer(buffer: Buffer, peak: int) -> tuple[str, ...]:
-    share = f"{buffer.n_bytes / max(peak, 1):.1%}"
-    shape = ",".join(map(str, buffer.shape))
-    return (
-        _size(buffer.n_bytes), share, buffer.kind, buffer.operation, buffer.dtype, shape, buffer.module, buffer.source,
-    )  # fmt: skip
-
-
-def _remedies(row: PlanRow) -> Section:
-    cells = (
+def remedies_table(row: PlanRow, note: str = "") -> Table:
+    """Returns what could help, each with its memory and least time."""
+    cells = [
         (gigabytes(r.peak_bytes), "yes" if r.fits else "no", milliseconds(r.step_seconds_bound), r.name, r.code)
         for r in row.remedies
-    )
-    heads = ("memory", "fits", "least time", "change", "code")
-    return _section("What could help", heads, cells, 2, "With the same batch.")
+    ]
+    return Table(("memory", "fits", "least time", "change", "code"), cells, texts=range(3, 5), note=note)
 
 
 def _batches(row: PlanRow) -> Section | None:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jmp_train.planning.allowances import Allowances
-from jmp_train.planning.charts import batch_chart, has_marks_beyond, memory_chart
-from jmp_train.planning.details import details
-from jmp_train.planning.roofline import roofline_chart
+from jmp_train.planning.charts import batch_chart, memory_chart, roofline_chart
+from jmp_train.planning.details import buffers_table, details, remedies_table
 from jmp_train.planning.rows import PlanRow, device_head, device_kinds, gigabytes, milliseconds, table_cells
 from jmp_train.planning.search import Cut
-from jmp_train.policies.documents import Cell, Section, Table, Text, counted, page, text
+from jmp_train.policies.documents import Cell, Section, Table, Text, counted, page, series_styles, text
 
 _UNLIMITED = 10_000  # characters of a line
+_CUTS = ("device", "policy", "placement", "not compiled because")
 _TEXT_COLUMNS = {"GPU", "TPU", "device", "policy", "placement"}
 _MEMORY = (
     "Memory is what each {} allocates for a step: the arguments (parameters, optimizer state, batch), results that "
@@ -33,8 +33,6 @@ _TIMES_OF = {
     "GPU": "each kernel at the GPU's peak rate or peak bandwidth, the L2 cache as useful as it can be",
     "TPU": "all products at the TPU's peak rate, or all bytes at the peak bandwidth of its memory",
 }
-_MARKS = "A solid mark is at what a step can have of the device's memory, a dashed one at all of it."
-_BATCHES = "Examples of a step, over all devices. Where a step does not grow, there is no bar."
 _ROOFLINE = (
     "A large point is a step at its bound; the line below it reaches down to where it is if no byte stays in the "
     "L2 cache, which is why the point itself can be above the slanted roof. Small points are the costliest kernels "
@@ -89,20 +87,20 @@ class Plan:
         """
         heads, *cells = table_cells(self.rows)
         texts = [number for number, head in enumerate(heads) if head in _TEXT_COLUMNS]
-        lines = enumerate(zip(self.rows, cells, strict=True), 1)
         table = [
-            [_cell(head, cell, f"#row-{number}", row) for head, cell in zip(heads, line, strict=True)]
-            for number, (row, line) in lines
+            (Cell(device, "" if row.fits else "misfit", f"#row-{number}"), *rest)
+            for number, (row, (device, *rest)) in enumerate(zip(self.rows, cells, strict=True), 1)
         ]
+        cuts = [(cut.device, cut.policy, cut.placement, cut.reason) for cut in self.cuts]
         return page(
             title,
             [
-                Text(summary(self.rows), "summary"),
+                Text(self._summary, "summary"),
                 Table(heads, table, "rows", texts),
-                _memory(self.rows) if self.rows else None,
-                _batches(self.rows),
+                Section("Memory at the peak", [memory_chart(self.rows)]),
+                Section("Largest batch that fits", [batch_chart(self.rows)]),
                 _rooflines(self.rows),
-                _cuts(self.cuts),
+                Section("What was not compiled", [Table(_CUTS, cuts, texts=range(4))], is_folded=True),
                 Section("Row by row", [details(number, row) for number, row in enumerate(self.rows, 1)]),
             ],
             [_memory_note(self.rows, self.allowances), _times_note(self.rows)],
@@ -114,7 +112,22 @@ class Plan:
         Args:
           count: how many.
         """
-        return text([block for row in self.rows for block in _buffers(row, count)], _UNLIMITED)
+        titles = [Text(f"{_title(row)}, of {gigabytes(row.peak_bytes)}:") for row in self.rows]
+        tables = [buffers_table(row, count) for row in self.rows]
+        return text([block for pair in zip(titles, tables, strict=True) for block in pair], _UNLIMITED)
+
+    @property
+    def _summary(self) -> str:
+        """How many rows fit, which of them has the largest batch, and which the least time of an example."""
+        fitting = sum(row.fits for row in self.rows)
+        said = [f"{fitting} of {len(self.rows)} fit{'s' * (len(self.rows) == 1)}"]
+        largest = max(self.rows, key=lambda row: row.largest_batch or 0, default=None)
+        if largest and largest.largest_batch:
+            said.append(f"the largest batch is {largest.largest_batch}, {_where(largest)}")
+        if fitting > 1 and self.fastest:
+            time = f"{milliseconds(self.fastest.step_seconds_bound)} a step of batch {self.fastest.batch_size}"
+            said.append(f"the least time of those that fit is {time}, {_where(self.fastest)}")
+        return "; ".join(said) + "."
 
     def _found(self) -> list[Text]:
         """Returns what a search has found, nothing for other plans."""
@@ -131,14 +144,12 @@ class Plan:
     def __str__(self) -> str:
         heads, *cells = table_cells(self.rows)
         notes = dict.fromkeys(f"{row.device}, {row.policy}: {note}" for row in self.rows for note in row.notes)
-        blocks = [Table(heads, cells), *map(_help, self.rows), *map(Text, notes), *self._found()]
+        helps = [
+            Section(f"{_title(row)}, {gigabytes(row.peak_bytes)}; what could help:", [remedies_table(row)])
+            for row in self.rows
+        ]
+        blocks = [Table(heads, cells), *helps, *map(Text, notes), *self._found()]
         return text([*blocks, Text(_said(self.rows, self.allowances))], _UNLIMITED)
-
-
-def _cuts(cuts: Sequence[Cut]) -> Section | None:
-    cells = [(cut.device, cut.policy, cut.placement, cut.reason) for cut in cuts]
-    heads = ("device", "policy", "placement", "not compiled because")
-    return Section("What was not compiled", [Table(heads, cells, texts=range(4))], is_folded=True) if cells else None
 
 
 def _said(rows: Sequence[PlanRow], allowances: Allowances) -> str:
@@ -151,78 +162,20 @@ def _said(rows: Sequence[PlanRow], allowances: Allowances) -> str:
     return f"memory: what a {head} allocates for a step, {of}; least time: a roofline"
 
 
-def _help(row: PlanRow) -> Section:
-    lines = [
-        f"{gigabytes(r.peak_bytes):>9}  {'fits' if r.fits else 'does not fit'}, at least "
-        f"{milliseconds(r.step_seconds_bound)}  {r.name}: {r.code}"
-        for r in row.remedies
-    ]
-    return Section(f"{_title(row)}, {gigabytes(row.peak_bytes)}; what could help:", [Text(line) for line in lines])
-
-
-def _buffers(row: PlanRow, count: int) -> tuple[Text, Table]:
-    cells = [
-        (
-            gigabytes(b.n_bytes), b.kind, b.operation, b.dtype, "x".join(map(str, b.shape)),
-            f"{b.module} {b.source}".strip(),
-        )
-        for b in row.buffers[:count]
-    ]  # fmt: skip
-    heads = ("bytes", "kind", "operation", "dtype", "shape", "from")
-    return Text(f"{_title(row)}, of {gigabytes(row.peak_bytes)}:"), Table(heads, cells)
-
-
 def _title(row: PlanRow) -> str:
     return f"{row.device}, {row.policy}, {row.placement}, batch {row.batch_size}"
 
 
-def summary(rows: Sequence[PlanRow]) -> str:
-    """Returns a line: how many rows fit, which of them has the largest batch, and which the least time an example.
-
-    Args:
-      rows: of a plan.
-    """
-    fitting = [row for row in rows if row.fits]
-    said = [f"{len(fitting)} of {len(rows)} fit{'s' * (len(rows) == 1)}"]
-    searched = [row for row in rows if row.largest_batch]
-    if searched:
-        largest = max(searched, key=lambda row: row.largest_batch or 0)
-        said.append(f"the largest batch is {largest.largest_batch}, {_where(largest, rows)}")
-    if len(fitting) > 1:
-        fastest = min(fitting, key=lambda row: row.step_seconds_bound / max(row.batch_size, 1))
-        time = f"{milliseconds(fastest.step_seconds_bound)} a step of batch {fastest.batch_size}"
-        said.append(f"the least time of those that fit is {time}, {_where(fastest, rows)}")
-    return "; ".join(said) + "."
-
-
-def _where(row: PlanRow, rows: Sequence[PlanRow]) -> str:
-    where = f"{row.policy} on {row.device}"
-    return f"{where}, {row.placement}" if any(other.placement.devices > 1 for other in rows) else where
-
-
-def _cell(head: str, said: str, link: str, row: PlanRow) -> str | Cell:
-    if head in ("GPU", "TPU", "device"):
-        return Cell(said, link=link)
-    return Cell(said, look="misfit") if head == "fits" and not row.fits else said
-
-
-def _memory(rows: Sequence[PlanRow]) -> Section:
-    beyond = " Marks that are further right than the picture are left out." if has_marks_beyond(rows) else ""
-    return Section("Memory at the peak", [memory_chart(rows), Text(_MARKS + beyond, look="soft")])
-
-
-def _batches(rows: Sequence[PlanRow]) -> Section | None:
-    chart = batch_chart(rows)
-    return Section("Largest batch that fits", [chart, Text(_BATCHES, look="soft")]) if chart else None
+def _where(row: PlanRow) -> str:
+    return f"{row.policy} on {row.device}, {row.placement}"
 
 
 def _rooflines(rows: Sequence[PlanRow]) -> Section | None:
-    policies = [row.policy for row in rows]
-    sections = []
-    for number, kind in enumerate(dict.fromkeys(row.kind for row in rows), 1):
-        chart = roofline_chart(kind, [row for row in rows if row.kind == kind], policies, f"roofline-{number}")
-        sections += [Section(kind.name, [chart])] if chart else []
-    return Section("Roofline", [*sections, Text(_ROOFLINE, look="soft")]) if sections else None
+    styles = series_styles(row.policy for row in rows)
+    kinds = dict.fromkeys(row.kind for row in rows)
+    charts = {kind.name: roofline_chart(kind, [row for row in rows if row.kind == kind], styles) for kind in kinds}
+    drawn = [Section(name, [chart]) for name, chart in charts.items() if chart]
+    return Section("Roofline", [*drawn, Text(_ROOFLINE, look="soft")]) if drawn else None
 
 
 def _memory_note(rows: Sequence[PlanRow], allowances: Allowances) -> str:

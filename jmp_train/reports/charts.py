@@ -1,46 +1,58 @@
-"""Charts of a comparison: losses, loss scales, costs and times. A run has the same color in all charts."""
+"""Charts of a comparison: losses, loss scales, costs and times, as marks and as PNG. Each run has its own color."""
 
+import io
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from jmp_train.policies.documents import (
-    Axis,
-    Chart,
-    Dot,
-    Label,
-    Mark,
-    Path,
-    Row,
-    Style,
-    bar_chart,
-    log_axis,
-    round_ticks,
-    series_color,
-    with_unit,
-)
+from jmp_train.extras import extra_packages
+from jmp_train.policies import documents as doc
 from jmp_train.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _DASHES = ("", "10 3", "3 2", "10 3 3 3")  # so that overlapping curves can be told apart
 _POINTS = 60  # maximum per loss curve
 _SIZE, _MARGINS = (440, 240), (48, 12, 10, 42)
+_INCHES, _COLUMNS, _DPI = (15.0, 7.5), 3, 120
+_FONT = 11  # pixels, as in SVG
 
 
-def panels(runs: Sequence[Run]) -> list[Chart]:
+def run_styles(runs: Sequence[Run]) -> dict[str, doc.Style]:
+    """Returns the style of each run by its policy."""
+    return doc.series_styles((run.policy for run in runs), _DASHES)
+
+
+def panels(runs: Sequence[Run]) -> list[doc.Chart]:
     """Returns the six charts of a comparison."""
-    return [losses(runs), loss_scales(runs), seconds(runs), half_flops(runs), saved(runs), state(runs)]
+    costs = [run.costs for run in runs]
+    saved = [cost.residual_bytes for cost in costs]
+    return [
+        losses(runs),
+        loss_scales(runs),
+        _bars(
+            "Seconds an epoch, and to compile",
+            runs,
+            [[_seconds(run.epoch_seconds), _seconds(run.compile_seconds, " to compile")] for run in runs],
+        ),
+        _bars("Flops in half precision", runs, [[(x.half_flops_share, f"{x.half_flops_share:.1%}")] for x in costs], 1),
+        _bars("Saved for the backward pass", runs, [[(0, "none") if size is None else _size(size)] for size in saved]),
+        _bars("Parameters, and the whole state", runs, [_state(run) for run in runs]),
+    ]
 
 
-def losses(runs: Sequence[Run]) -> Chart:
+def losses(runs: Sequence[Run]) -> doc.Chart:
     """Returns a chart of training losses, averaged over windows to reduce noise, and of the starts of phases."""
-    curves = {f"run{number}": _means(run) for number, run in enumerate(runs)}
-    y = log_axis([loss for curve in curves.values() for _, loss in curve if loss > 0] or [1.0])
-    marks: list[Mark] = [Path(name, [curve]) for name, curve in curves.items() if curve]
-    styles = _styles(runs)
-    for number, run in enumerate(runs):
-        for phase in run.phases[1:]:
-            styles[f"phase{number}"] = Style(series_color(number), width=1, dash="2 2")
-            marks.append(Path(f"phase{number}", [[(phase.start, y.low), (phase.start, y.high)]]))
-    return _curves("losses", "Training loss", runs, y, styles, marks)
+    curves = [_means(run) for run in runs]
+    y = doc.log_axis([loss for points in curves for _, loss in points if loss > 0] or [1.0])
+    styles = run_styles(runs)
+    marks = [doc.curve(styles[run.policy], points) for run, points in zip(runs, curves, strict=True)]
+    for run in runs:
+        style = replace(styles[run.policy], legend="", width=1, dash="2 2")
+        marks += [doc.Path(style, [[(phase.start, y.low), (phase.start, y.high)]]) for phase in run.phases[1:]]
+    return _over_steps("Training loss", runs, y, marks)
 
 
 def _means(run: Run) -> list[tuple[float, float]]:
@@ -50,23 +62,25 @@ def _means(run: Run) -> list[tuple[float, float]]:
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in windows]
 
 
-def loss_scales(runs: Sequence[Run]) -> Chart:
+def loss_scales(runs: Sequence[Run]) -> doc.Chart:
     """Returns a chart of each loss scale that is not always 1, with a cross at each skip."""
-    marks: list[Mark] = []
-    drawn, scales = [], []
-    for number, run in enumerate(runs):
+    title = "Loss scale (a cross is a skipped step)"
+    marks: list[doc.Mark] = []
+    scales: list[float] = []
+    for run in runs:
         if all(step.loss_scale == 1 for step in run.steps) and not run.skipped:
             continue
-        drawn.append(run)
         scales += [step.loss_scale for step in run.steps if step.loss_scale > 0]
-        marks.append(Path(f"run{number}", [_history(run)]))
-        marks += [Dot(f"run{number}", step.step, step.loss_scale, is_cross=True) for step in run.skipped]
-    y = log_axis(scales or [1.0], lambda scale: f"2^{math.log2(scale):g}", base=2)
+        style = run_styles(runs)[run.policy]
+        marks.append(doc.Path(style, [_history(run)]))
+        marks += [doc.Dot(style, step.step, step.loss_scale, is_cross=True) for step in run.skipped]
     if not marks:
-        y = Axis(y.low, y.high)
-        marks = [Label("no run has a loss scale", _last_step(runs) / 2, 1.0, "middle")]
-    styles = {name: style for name, style in _styles(runs).items() if style.legend in [run.policy for run in drawn]}
-    return _curves("loss_scales", "Loss scale (a cross is a skipped step)", runs, y, styles, marks)
+        return _over_steps(
+            title, runs, doc.Axis(0, 1), [doc.Label("no run has a loss scale", _last(runs) / 2, 0.5, "middle")]
+        )
+    return _over_steps(
+        title, runs, doc.log_axis(scales or [1.0], lambda scale: f"2^{math.log2(scale):g}", base=2), marks
+    )
 
 
 def _history(run: Run) -> list[tuple[float, float]]:
@@ -78,76 +92,100 @@ def _history(run: Run) -> list[tuple[float, float]]:
     return [*points, (run.steps[-1].step, points[-1][1])]
 
 
-def seconds(runs: Sequence[Run]) -> Chart:
-    """Returns a chart of the median epoch's time and the compile time."""
-    rows = [
-        [
-            (run.epoch_seconds, f"{run.epoch_seconds:.3g} s"),
-            (run.compile_seconds, f"{run.compile_seconds:.3g} s to compile"),
-        ]
-        for run in runs
-    ]
-    return _bars("seconds", "Seconds an epoch, and to compile", runs, rows)
-
-
-def half_flops(runs: Sequence[Run]) -> Chart:
-    """Returns a chart of the fraction of a step's flops that runs in half precision."""
-    rows = [[(run.costs.half_flops_share, f"{run.costs.half_flops_share:.1%}")] for run in runs]
-    return _bars("half_flops", "Flops in half precision", runs, rows, most=1)
-
-
-def saved(runs: Sequence[Run]) -> Chart:
-    """Returns a chart of the bytes that a step stores for its backward pass."""
-    sizes = [run.costs.residual_bytes for run in runs]
-    rows = [[(0, "none") if size is None else (size, with_unit(size, "B"))] for size in sizes]
-    return _bars("saved", "Saved for the backward pass", runs, rows)
-
-
-def state(runs: Sequence[Run]) -> Chart:
-    """Returns a chart of the bytes of parameters and whole state, and of a device's peak if it reports one."""
-    rows = []
-    for run in runs:
-        sizes = {"": run.costs.params_bytes, " in all": run.costs.state_bytes}
-        if run.memory_of == "device":
-            sizes[" peak"] = round(run.memory_mb * 1e6)
-        rows.append([(size, with_unit(size, "B") + text) for text, size in sizes.items()])
-    return _bars("state", "Parameters, and the whole state", runs, rows)
-
-
-def _styles(runs: Sequence[Run]) -> dict[str, Style]:
-    return {
-        f"run{number}": Style(series_color(number), run.policy, dash=_DASHES[number % len(_DASHES)])
-        for number, run in enumerate(runs)
-    }
-
-
-def _last_step(runs: Sequence[Run]) -> int:
+def _last(runs: Sequence[Run]) -> int:
     return max((step.step for run in runs for step in run.steps[-1:]), default=1)
 
 
-def _curves(
-    name: str, title: str, runs: Sequence[Run], y: Axis, styles: dict[str, Style], marks: Sequence[Mark]
-) -> Chart:
-    last = _last_step(runs)
-    x = Axis(0, last, [(step, f"{step:g}") for step in round_ticks(last, 5)], "step", has_grid=False)
-    return Chart(name, title, x, y, styles, marks, title, _SIZE, _MARGINS)
+def _over_steps(title: str, runs: Sequence[Run], y: doc.Axis, marks: Sequence[doc.Mark]) -> doc.Chart:
+    x = doc.linear_axis(0, _last(runs), "{:g}".format, title="step", has_grid=False, least_step=1)
+    return doc.Chart(title, x, y, marks, _SIZE, _MARGINS)
 
 
-def _bars(
-    name: str, title: str, runs: Sequence[Run], rows: Sequence[Sequence[tuple[float, str]]], most: float = 0
-) -> Chart:
+def _seconds(seconds: float, text: str = "") -> tuple[float, str]:
+    return seconds, f"{seconds:.3g} s{text}"
+
+
+def _size(size: float, text: str = "") -> tuple[float, str]:
+    return size, doc.with_unit(size, "B") + text
+
+
+def _state(run: Run) -> list[tuple[float, str]]:
+    """Returns the bytes of parameters and whole state, and of a device's peak if it reports one."""
+    bars = [_size(run.costs.params_bytes), _size(run.costs.state_bytes, " in all")]
+    return bars + [_size(round(run.memory_mb * 1e6), " peak")] * (run.memory_of == "device")
+
+
+def _bars(title: str, runs: Sequence[Run], rows: Sequence[Sequence[tuple[float, str]]], most: float = 0) -> doc.Chart:
     """Returns a bar chart in which the bars of each run are below each other, the later ones paler."""
-    styles = {
-        f"run{number} bar{place}": Style(series_color(number), opacity=(1.0, 0.45, 0.2)[place])
-        for number, bars in enumerate(rows)
-        for place in range(len(bars))
-    }
-    drawn = [
-        Row("" if place else run.policy, [(f"run{number} bar{place}", value, "")], text)
-        for number, (run, bars) in enumerate(zip(runs, rows, strict=True))
-        for place, (value, text) in enumerate(bars)
-    ]
-    axis = Axis(0, most or max((value for bars in rows for value, _ in bars), default=0) or 1)
+    styles = run_styles(runs)
+    drawn = []
+    for run, bars in zip(runs, rows, strict=True):
+        for place, (value, text) in enumerate(bars):
+            style = replace(styles[run.policy], legend="", opacity=(1.0, 0.45, 0.2)[place])
+            drawn.append(doc.Row("" if place else run.policy, [doc.Piece(style, value)], text))
+    axis = doc.Axis(0, most or max((value for bars in rows for value, _ in bars), default=0) or 1)
     sides = min(12 + 6.2 * max((len(run.policy) for run in runs), default=0), 180), 115
     pitch = min(max(_SIZE[1] / max(len(drawn), 1), 18), 40)
-    return bar_chart(name, title, {"": drawn}, axis, styles, title=title, width=_SIZE[0], sides=sides, pitch=pitch)
+    return doc.bar_chart(title, {"": drawn}, axis, width=_SIZE[0], sides=sides, pitch=pitch)
+
+
+def png(charts: Sequence[doc.Chart], title: str, footnote: str) -> bytes:
+    """Returns charts in a grid as one PNG of 1800 x 900 pixels.
+
+    Args:
+      charts: the charts.
+      title: text above the charts.
+      footnote: text below the charts, or an empty string.
+    """
+    with extra_packages():
+        from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_INCHES)
+    figure.suptitle(title)
+    figure.text(0.5, 0.01, footnote, ha="center", fontsize="small", color=_light("soft"))
+    figure.subplots_adjust(0.02, 0.05, 0.98, 0.92, 0.04, 0.04)
+    grid = figure.subplots(-(-len(charts) // _COLUMNS), _COLUMNS, squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for axes, chart in zip(grid.flat, charts, strict=False):
+        _draw(axes, chart)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=_DPI)
+    return file.getvalue()
+
+
+def _draw(axes: "Axes", chart: doc.Chart) -> None:
+    marks, height = doc.placed(chart)
+    width = chart.size[0]
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    axes.set_aspect("equal", anchor="N")
+    room = axes.get_position()
+    points = 72 * min(room.width * _INCHES[0] / width, room.height * _INCHES[1] / height)  # per pixel
+    for mark in marks:
+        _draw_mark(axes, mark, points)
+
+
+def _draw_mark(axes: "Axes", mark: doc.Mark, points: float) -> None:
+    match mark:
+        case doc.Label(said, x, y, anchor, _, color, is_heading):
+            align = {"start": "left", "middle": "center", "end": "right"}[anchor]
+            size = _FONT * points * (1.2 if is_heading else 1)
+            axes.text(x, y, said, ha=align, va="baseline", size=size, color=_light(color), parse_math=False)
+        case doc.Path(style, runs):
+            dash = tuple(float(length) / style.width for length in style.dash.split())
+            look = {
+                "color": _light(style.color),
+                "lw": style.width * points,
+                "ls": (0, dash) if dash else "-",
+            }
+            for run in runs:
+                axes.plot(*zip(*run, strict=True), **look)
+        case doc.Box(style, left, right, bottom, top):
+            corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
+            axes.fill(*zip(*corners, strict=True), color=_light(style.color), lw=0, alpha=style.opacity)
+        case doc.Dot(style, x, y, radius):
+            axes.plot([x], [y], "o", color=_light(style.color), ms=2 * radius * points, alpha=style.opacity)
+
+
+def _light(color: doc.Color) -> str:
+    return doc.light_and_dark(color)[0]

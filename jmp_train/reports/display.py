@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Self
 
@@ -12,7 +11,7 @@ from jmp_train.extras import extra_packages
 from jmp_train.policies.documents import Table, with_unit
 from jmp_train.reports.notes import metrics_note
 from jmp_train.reports.tables import cost_table, process_memory, runs_table, speed_table, watch_table
-from jmp_train.reports.terminal import Sheet, console_on, is_screen, width_of, wrapped
+from jmp_train.reports.terminal import console_on, is_screen, sheet, width_of, wrapped
 from jmp_train.runs import Compiled, Epoch, Event, Note, Phase, Planned, Progress, Run
 
 if TYPE_CHECKING:
@@ -30,21 +29,17 @@ def print_table(runs: Sequence[Run]) -> None:
     of processes.
     """
     console = console_on(sys.stdout)
-    console.print(Sheet(runs_table(runs)))
-    costs = cost_table(runs)
-    if len(runs) > 1:
-        costs = replace(costs, note=f"1.00x: {runs[0].policy}; {costs.note}")
-    console.print(Sheet(costs))
-    if (watched := watch_table(runs)).rows:
-        console.print(Sheet(watched))
+    for table in (runs_table(runs), cost_table(runs), watch_table(runs)):
+        if table.rows:
+            console.print(sheet(table, console.width))
     if footnote := process_memory(runs):
         console.print(footnote, style="dim", highlight=False, markup=False)
 
 
 def print_speed_table(runs: Sequence[Run]) -> None:
     """Prints speed and device memory of the runs, compared with the first one."""
-    note = f"1.00x: {runs[0].policy}" if len(runs) > 1 else ""
-    console_on(sys.stdout).print(Sheet(replace(speed_table(runs), note=note)))
+    console = console_on(sys.stdout)
+    console.print(sheet(speed_table(runs), console.width))
 
 
 def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
@@ -68,10 +63,12 @@ def _counts_shown(first: str, later: str, stream: IO[str]) -> Iterator[Callable[
         yield None
         return
     with extra_packages():
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich import progress
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console_on(stream), transient=True) as bars:
+    text = progress.TextColumn("{task.description}", markup=False)
+    with progress.Progress(
+        progress.SpinnerColumn(), text, progress.TimeElapsedColumn(), console=console_on(stream), transient=True
+    ) as bars:
         bar = bars.add_task(first, total=None)
         yield lambda count, said: bars.update(bar, description=later.format(count, said))
 
@@ -129,27 +126,15 @@ class LiveDisplay(LineDisplay):
 
     def __init__(self, stream: IO[str], policies: Sequence[str]) -> None:
         with extra_packages():
+            from rich import progress
             from rich.live import Live
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
 
         super().__init__(stream)
         self._rows = {policy: dict.fromkeys(_CELLS, "") | {"now": "waiting"} for policy in policies}
         self._training = dict.fromkeys(policies, "training")  # and the phase, if there are several
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("steps"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
+        clocks = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+        counts = progress.BarColumn(), progress.MofNCompleteColumn(), "steps"
+        self._bars = progress.Progress("{task.description}", *counts, *clocks)
         self._tasks = {policy: self._bars.add_task(policy, start=False, total=None) for policy in policies}
         self._console = console_on(stream)
         self._live = Live(get_renderable=self._render, console=self._console, transient=True)
@@ -211,5 +196,5 @@ class LiveDisplay(LineDisplay):
         has_bars = max(map(len, self._rows)) + counts + _BESIDE_NAME_AND_COUNT <= self._console.width
         heads = [name for name in _CELLS if name != "step" or not has_bars]
         rows = [(policy, *(row[head] for head in heads)) for policy, row in self._rows.items()]
-        table = Sheet(Table(("policy", *heads), rows, texts=(0, 1)))
+        table = sheet(Table(("policy", *heads), rows, texts=(0, 1)), self._console.width)
         return Group(self._bars, table) if has_bars else Group(table)

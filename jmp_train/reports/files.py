@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from jmp_train.planning import Plan
     from jmp_train.tuning import TunedRules
 
-_REPORTED = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
+_OF_RUN = (
+    "policy", "rules", "phases", "device", "metrics", "higher_is_better", "compile_seconds", "memory_of",
+    "iterations_per_second", "samples_per_second", "costs", "watch",
+)  # fmt: skip
+_OPTIONAL = ("rules", "phases", "watch")  # left out if a run has none
+_OF_EPOCH = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
 
 Written = tuple[list[Path], list[str]]
 """The written files, and one line per file that could not be written, with path and reason."""
@@ -35,9 +40,8 @@ def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequ
       runs: at least one; the others are compared with the first.
       failures: (policy, reason) of each failed run.
     """
-    from jmp_train.reports.charts import panels
+    from jmp_train.reports.charts import panels, png
     from jmp_train.reports.page import page
-    from jmp_train.reports.png import png
 
     title = f"{task} on {' and '.join(dict.fromkeys(run.device for run in runs))}"
     return _write_all(
@@ -57,22 +61,12 @@ def report(task: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _run_report(run: Run) -> dict[str, Any]:
+    found = {name: getattr(run, name) for name in _OF_RUN}
     epochs = [event_to_json(epoch) for epoch in run.epochs]
     return {
-        "policy": run.policy,
-        **({"rules": run.rules} if run.rules else {}),
-        **({"phases": run.phases} if run.phases else {}),
-        "device": run.device,
-        "metrics": run.metrics,
-        "higher_is_better": run.higher_is_better,
+        **{name: value for name, value in found.items() if value or name not in _OPTIONAL},
         **metrics_of_0_1(run),
-        "compile_seconds": run.compile_seconds,
-        "memory_of": run.memory_of,
-        "iterations_per_second": run.iterations_per_second,
-        "samples_per_second": run.samples_per_second,
-        "costs": run.costs,
-        **({"watch": run.watch} if run.watch else {}),
-        "epochs": [{name: epoch[name] for name in _REPORTED} for epoch in epochs],
+        "epochs": [{name: epoch[name] for name in _OF_EPOCH} for epoch in epochs],
     }
 
 
@@ -123,11 +117,9 @@ def _write_all(writers: Mapping[Path | None, Callable[[Path], object]]) -> Writt
         try:
             write(path)
             written.append(path)
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror or error}")
-        except (RuntimeError, ValueError) as error:
-            # Matplotlib's, such as a missing font or TeX; a model's path that UTF-8 cannot encode.
-            problems.append(f"{path}: {error}")
+        # Of matplotlib, such as a missing font or TeX; of a model's path that UTF-8 cannot encode.
+        except (OSError, RuntimeError, ValueError) as error:
+            problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     return written, problems
 
 

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from jmp_train.policies.documents import Table, with_unit
+from jmp_train.policies.documents import Cell, Table, with_unit
+from jmp_train.reports.charts import run_styles
 from jmp_train.runs import NONFINITE, Run
 from jmp_train.steps import WATCHES
 
@@ -18,14 +19,17 @@ _WATCH_NOTE = (
 Column = tuple[str, Sequence[str]]
 
 
-def runs_table(runs: Sequence[Run]) -> Table:
-    """Returns the table of metrics, times, and the last loss and loss scale of each run."""
-    names = shown_metrics(runs)
-    measured = [(metric_title(name), [metric_text(run, name) for run in runs]) for name in names]
+def runs_table(runs: Sequence[Run], *, has_ranges: bool = False) -> Table:
+    """Returns the table of metrics, times, and the last loss and loss scale of each run.
+
+    Args:
+      runs: the runs.
+      has_ranges: True for the range of an epoch's seconds next to the median.
+    """
+    measured = [(metric_title(name), [metric_text(run, name) for run in runs]) for name in shown_metrics(runs)]
     is_measured = "loss" in dict(measured)
     columns: list[Column] = [
-        ("policy", [run.policy for run in runs]),
-        ("s/epoch", [f"{run.epoch_seconds:.2f}" for run in runs]),
+        ("s/epoch", [seconds_text(run) if has_ranges else f"{run.epoch_seconds:.2f}" for run in runs]),
         ("compile", [f"{run.compile_seconds:.1f} s" for run in runs]),
         *measured,
         ("train loss" if is_measured else "loss", [f"{run.epochs[-1].loss:.4f}" for run in runs]),
@@ -34,24 +38,23 @@ def runs_table(runs: Sequence[Run]) -> Table:
     ]
     if reports_memory(runs):
         columns.append(("memory", [f"{run.memory_mb:.0f} MB" for run in runs]))
-    return _table(columns)
+    return _table(runs, columns, "runs")
 
 
 def cost_table(runs: Sequence[Run]) -> Table:
     """Returns the table of a step's costs on any device, with ratios to the first run."""
     costs = [run.costs for run in runs]
     columns: list[Column] = [
-        ("policy", [run.policy for run in runs]),
         ("flops in half", [f"{cost.half_flops_share:.1%}" for cost in costs]),
         *_sizes("saved", [cost.residual_bytes for cost in costs]),
         ("parameters", [with_unit(cost.params_bytes, "B") for cost in costs]),
         *_sizes("state", [cost.state_bytes for cost in costs]),
     ]
-    note = _COST_NOTE
+    notes = [*_first(runs), _COST_NOTE]
     if any(cost.exchanged_bytes for cost in costs):
         columns += _sizes("halo", [cost.exchanged_bytes for cost in costs])
-        note += "; halo: what a device sends of its nodes in a step"
-    return _table(columns, "costs", note)
+        notes.append("halo: what a device sends of its nodes in a step")
+    return _table(runs, columns, "costs", "; ".join(notes))
 
 
 def _sizes(title: str, sizes: Sequence[int | None]) -> list[Column]:
@@ -63,7 +66,11 @@ def _sizes(title: str, sizes: Sequence[int | None]) -> list[Column]:
 
 def watch_table(runs: Sequence[Run]) -> Table:
     """Returns the table of the worst group of parameters of each run with `watch`."""
-    rows = [(run.policy, *(_worst(run.watch.get(name, {})) for name in WATCHES)) for run in runs if run.watch]
+    rows = [
+        (name, *(_worst(run.watch.get(watch, {})) for watch in WATCHES))
+        for run, name in zip(runs, _names(runs), strict=True)
+        if run.watch
+    ]
     return Table(("policy", "lost updates", "underflow"), rows, "watches", note=_WATCH_NOTE)
 
 
@@ -83,11 +90,9 @@ def speed_table(runs: Sequence[Run]) -> Table:
     """
     first, several = runs[0], len(runs) > 1
     speeds = [run.iterations_per_second for run in runs]
-    samples = ["" if run.samples_per_second is None else _rate(run.samples_per_second) for run in runs]
     columns: list[Column] = [
-        ("run", [run.policy for run in runs]),
         ("iterations/s", [_rate(speed) for speed in speeds]),
-        ("samples/s", samples),
+        ("samples/s", ["" if run.samples_per_second is None else _rate(run.samples_per_second) for run in runs]),
     ]
     if not reports_memory(runs):  # a CPU, whose times differ much
         columns.append(("s/epoch", [seconds_text(run) for run in runs]))
@@ -95,12 +100,23 @@ def speed_table(runs: Sequence[Run]) -> Table:
     if reports_memory(runs):
         columns.append(("memory", [f"{run.memory_mb:.0f} MB" for run in runs]))
         columns += [("memory ratio", [ratio(run.memory_mb, first.memory_mb) for run in runs])] * several
-    return _table(columns, "speed")
+    return _table(runs, columns, "speed", "".join(_first(runs)), "run")
 
 
-def _table(columns: Sequence[Column], name: str = "", note: str = "") -> Table:
-    heads, cells = zip(*columns, strict=True)
+def _table(runs: Sequence[Run], columns: Sequence[Column], name: str, note: str = "", head: str = "policy") -> Table:
+    """Returns a table with a row per run, which begins with the policy's name in the color of the charts."""
+    heads, cells = zip((head, _names(runs)), *columns, strict=True)
     return Table(heads, list(zip(*cells, strict=True)), name, note=note)
+
+
+def _names(runs: Sequence[Run]) -> list[Cell]:
+    styles = run_styles(runs)
+    return [Cell(run.policy, color=styles[run.policy].color) for run in runs]
+
+
+def _first(runs: Sequence[Run]) -> list[str]:
+    """Returns what ratios are compared with; nothing for a single run."""
+    return [f"1.00x: {runs[0].policy}"] if len(runs) > 1 else []
 
 
 def seconds_text(run: Run) -> str:
@@ -150,11 +166,6 @@ def _rate(number: float) -> str:
 def shown_metrics(runs: Sequence[Run]) -> list[str]:
     """Returns the names of the metrics in tables, the headline first."""
     return [name for name in dict.fromkeys(name for run in runs for name in run.metrics) if name != NONFINITE]
-
-
-def metric_cells(run: Run, names: Sequence[str]) -> list[str]:
-    """Returns the named metrics of a run as table cells."""
-    return [metric_text(run, name) for name in names]
 
 
 def metric_text(run: Run, name: str) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING
 
@@ -9,10 +10,10 @@ from jmp_train.extras import extra_packages
 from jmp_train.policies.documents import Table
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import Console, RenderableType
 
 _UNLIMITED = 10_000  # for files and pipes, which have no width
-_INDENT = "  "
+_INDENT, _NO_BREAK = "  ", "\xa0"
 
 
 def console_on(stream: IO[str]) -> "Console":
@@ -24,13 +25,8 @@ def console_on(stream: IO[str]) -> "Console":
     with extra_packages():
         from rich.console import Console
 
-    plain = bool(os.environ.get("NO_COLOR"))
-    return Console(
-        file=stream,
-        no_color=plain,
-        color_system=None if plain else "auto",
-        width=width_of(stream),
-    )
+    colors = None if os.environ.get("NO_COLOR") else "auto"
+    return Console(file=stream, color_system=colors, width=width_of(stream))
 
 
 def is_screen(stream: IO[str]) -> bool:
@@ -70,61 +66,39 @@ def wrapped(text: str, width: int) -> str:
     """
     if len(text) <= width:
         return text
-    lines = [""]
-    for gap, field in re.findall("( *)((?:[^ ]| (?! ))+)", text.strip()):
-        parts = [field] if len(field) <= width - len(_INDENT) else field.split(" ")
-        for part in parts:
-            gap = gap if part is parts[0] else " "
-            if not lines[-1]:
-                lines[-1] = part
-            elif len(lines[-1] + gap + part) <= width:
-                lines[-1] += gap + part
-            else:
-                lines.append(_INDENT + part)
-    return "\n".join(lines)
+
+    def joined(field: re.Match[str]) -> str:
+        return field[0].replace(" ", _NO_BREAK) if len(field[0]) <= width - len(_INDENT) else field[0]
+
+    fields = re.sub(r"[^ ]+(?: [^ ]+)+", joined, text)
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(fields).replace(_NO_BREAK, " ")
 
 
-class Sheet:
-    """A table for rich to print; if it is too wide, each row is its first cell and lines of the other cells.
+def sheet(table: Table, width: int) -> "RenderableType":
+    """Returns a table for rich to print; if it is too wide, each row is its first cell and lines of the other cells."""
+    with extra_packages():
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
 
-    Args:
-      table: the table.
-    """
+    rows = table.plain_rows
+    if 1 + sum(1 + max(map(len, column)) for column in zip(table.heads, *rows, strict=True)) > width:
+        return Text("\n".join(_lines(table, width)))
+    drawn = RichTable(box=box.SIMPLE_HEAD, padding=0, caption=table.note or None)
+    for number, title in enumerate(table.heads):
+        drawn.add_column(title, justify="left" if number in table.texts else "right", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
-        self.rows = table.plain_rows
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[RenderableType]":
-        """Yields a table or, if it does not fit, lines."""
-        columns = zip(self.table.heads, *self.rows, strict=True)
-        needed = 1 + sum(1 + max(map(len, column)) for column in columns)
-        if needed <= options.max_width:
-            yield self._table()
-        else:
-            yield from self._lines(options.max_width)
-
-    def _table(self) -> "RenderableType":
-        with extra_packages():
-            from rich import box
-            from rich.table import Table as RichTable
-
-        table = RichTable(box=box.SIMPLE_HEAD, padding=0, caption=self.table.note or None)
-        for number, title in enumerate(self.table.heads):
-            table.add_column(title, justify="left" if number in self.table.texts else "right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def _lines(self, width: int) -> "Iterator[RenderableType]":
-        with extra_packages():
-            from rich.text import Text
-
-        for name, *cells in self.rows:
-            pairs = zip(self.table.heads[1:], cells, strict=True)
-            fields = [f"{title} {cell}" for title, cell in pairs if cell]
-            yield Text(name)
-            for line in wrapped("  ".join(fields), width - len(_INDENT)).splitlines():
-                yield Text(_INDENT + line.strip())
-        if self.table.note:
-            yield Text(self.table.note)
+def _lines(table: Table, width: int) -> Iterator[str]:
+    for name, *cells in table.plain_rows:
+        pairs = zip(table.heads[1:], cells, strict=True)
+        fields = [f"{title} {cell}" for title, cell in pairs if cell]
+        yield name
+        for line in wrapped("  ".join(fields), width - len(_INDENT)).splitlines():
+            yield _INDENT + line.strip()
+    if table.note:
+        yield table.note

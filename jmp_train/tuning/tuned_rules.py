@@ -5,12 +5,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jmp_train.policies import documents as doc
 from jmp_train.policies.autocasting import AutocastRules, rules_code
-from jmp_train.policies.documents import Block, Code, Section, Table, Text, as_json, counted, fragment, page
-from jmp_train.tuning.charts import front_chart, loss_chart
-from jmp_train.tuning.evidence import Float32Entry, FrontPoint, Verification
 from jmp_train.tuning.tolerance import Tolerance
+from jmp_train.tuning.tuned_entries import Float32Entry, FrontPoint, Verification
 
+_LEAST_SHARE = 0.5  # in half precision: points below, such as all in float32, would compress the rest
 _ERRORS = (
     "Errors are |half - float32| / |float32|, of gradients as norms. Sums, solvers, and what is computed of float32 "
     "numbers only are float32 in any case."
@@ -71,8 +71,8 @@ class TunedRules:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, with the rules as code."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return as_json({name: value for name, value in fields.items() if name != "rules"} | {"code": self.code()})
+        fields = {name: value for name, value in vars(self).items() if name != "rules"}
+        return doc.as_json(fields | {"code": self.code()})
 
     def to_html(self, title: str = "Tuned rules") -> str:
         """Returns an HTML page that needs no network: entries, rules as code, and charts.
@@ -88,29 +88,27 @@ class TunedRules:
           >>> file.write_text(tuned.to_html("a norm"), encoding="utf-8") > 1000
           True
         """
+        made = f"Compiling took {self.compile_seconds:.1f} s. The loss scale of the trials was {self.loss_scale:g}."
+        return doc.page(title, self._blocks, [f"{_tolerated(self.tolerance)} {made} {_ERRORS}"])
+
+    def _repr_html_(self) -> str:
+        return doc.fragment(self._blocks)
+
+    @property
+    def _blocks(self) -> list[doc.Block]:
         use = f'policy = dataclasses.replace(jt.get_policy("autocast_{self.dtype}"), rules=rules)'
         shares = {"flops": self.half_flops, "elements of results": self.half_elements}
         rows = [(name, f"{ours:.1%}", f"{torchs:.1%}") for name, (torchs, ours) in shares.items()]
-        none = Text("No operation has to, beside sums and solvers.")
+        none = doc.Text("No operation has to, beside sums and solvers.")
         front = front_chart(self.front, self.chosen, self.tolerance.gradient)
-        made = f"Compiling took {self.compile_seconds:.1f} s. The loss scale of the trials was {self.loss_scale:g}."
-        return page(
-            title,
-            [
-                Text(self._summary, "summary"),
-                Table(("in half precision", "by these rules", "by torch's table"), rows, "shares"),
-                Section("What stays in float32", [_entry(entry) for entry in self.entries] or [none]),
-                Section("The rules", [Code(f"{self.code()}\n{use}", "rules")]),
-                Section("What was tried", [front]),
-                Section("Under autocast itself", _verified(self.verification, self._note)),
-            ],
-            [f"{_tolerated(self.tolerance)} {made} {_ERRORS}"],
-        )
-
-    def _repr_html_(self) -> str:
-        rows = [(" ".join(e.primitives), e.path, e.place, e.code, e.why) for e in self.entries]
-        table = Table(("in float32", "module", "where", "code", "why"), rows, texts=range(5))
-        return fragment([Text(self._summary), table, Text(self.verification.verdict), Text(self._note)])
+        return [
+            doc.Text(self._summary, "summary"),
+            doc.Table(("in half precision", "by these rules", "by torch's table"), rows, "shares"),
+            doc.Section("What stays in float32", [_entry(entry) for entry in self.entries] or [none]),
+            doc.Section("The rules", [doc.Code(f"{self.code()}\n{use}", "rules")]),
+            doc.Section("What was tried", [front]),
+            doc.Section("Under autocast itself", _verified(self.verification, self._note)),
+        ]
 
     @property
     def _summary(self) -> str:
@@ -146,21 +144,21 @@ class TunedRules:
         return "\n".join(filter(None, lines))
 
 
-def _entry(entry: Float32Entry) -> Section:
+def _entry(entry: Float32Entry) -> doc.Section:
     where = f"{entry.place} {entry.path}".strip()
-    place = Text(f"{where}, {counted(entry.operations, 'operation')}", look="soft")
-    return Section(" ".join(entry.primitives), [place, Code(entry.code), Text(entry.why)])
+    place = doc.Text(f"{where}, {doc.counted(entry.operations, 'operation')}", look="soft")
+    return doc.Section(" ".join(entry.primitives), [place, doc.Code(entry.code), doc.Text(entry.why)])
 
 
-def _verified(verification: Verification, note: str) -> Sequence[Block | None]:
+def _verified(verification: Verification, note: str) -> Sequence[doc.Block | None]:
     look, held_out = "" if verification.passed else "failed", verification.held_out or "none"
-    verdict = Text(f"{verification.verdict}, on all examples, {held_out} of them held out.", "verdict", look)
+    verdict = doc.Text(f"{verification.verdict}, on all examples, {held_out} of them held out.", "verdict", look)
     chart = loss_chart(verification.float32_losses, verification.tuned_losses)
     said = ""
     if chart is not None:
         last = f"{verification.tuned_losses[-1]:.4g}, in float32 {verification.float32_losses[-1]:.4g}"
         said = f"The loss of step {len(verification.tuned_losses)} is {last}."
-    return [verdict, Text(f"{note}." if note else "", "note"), chart, Text(said)]
+    return [verdict, doc.Text(f"{note}." if note else "", "note"), chart, doc.Text(said)]
 
 
 def _tolerated(tolerance: Tolerance) -> str:
@@ -170,3 +168,58 @@ def _tolerated(tolerance: Tolerance) -> str:
         f"Tolerated were errors of {tolerance.loss:.2g} in the loss, {tolerance.gradient:.2g} in the gradient, "
         f"{tolerance.leaf:.2g} in that of a single parameter, and a cosine of {tolerance.cosine:.2g}."
     )
+
+
+def front_chart(front: Sequence[FrontPoint], chosen: FrontPoint | None, tolerance: float) -> doc.Chart | None:
+    """Returns a chart of gradient error (logarithmic) over the fraction of flops in half precision.
+
+    Args:
+      front: the Pareto front. Points mostly in float32 are omitted. Without any gradient error, the result is None.
+      chosen: the choice of tuning.
+      tolerance: tolerance of the gradient's error, drawn as a line; infinite for no line.
+    """
+    front = [p for p in front if p.half_flops >= _LEAST_SHARE and p.gradient_error < math.inf]
+    points = [*front, *([] if chosen is None else [chosen])]
+    errors = [p.gradient_error for p in points if 0 < p.gradient_error < math.inf]
+    if not errors:
+        return None
+    least = min(0.9, math.floor(10 * min(p.half_flops for p in points)) / 10)
+    ordered = sorted(front, key=lambda p: p.half_flops)
+    marks: list[doc.Mark] = [doc.curve(doc.Style("first"), [(p.half_flops, p.gradient_error) for p in ordered])]
+    tried = doc.Style("first", "tried, the best of their share")
+    marks += [doc.Dot(tried, p.half_flops, p.gradient_error, title=_point(p)) for p in ordered]
+    if tolerance < math.inf:
+        errors.append(tolerance)
+        line = [(least, tolerance), (1.0, tolerance)]
+        marks.append(doc.Path(doc.Style("bad", "tolerance", dash="6 4"), [line], f"{tolerance:.2g}"))
+    if chosen is not None:
+        said = f"chosen: {_point(chosen)}"
+        marks.append(doc.Dot(doc.Style("second", "chosen"), chosen.half_flops, chosen.gradient_error, 7, said))
+    x = doc.linear_axis(least, 1.0, "{:.1%}".format, title="share of the flops in half precision", has_grid=False)
+    title = "Gradient error and share of the flops in half precision"
+    return doc.Chart(title, x, doc.log_axis(errors, "{:.0e}".format), marks)
+
+
+def _point(point: FrontPoint) -> str:
+    share = f"{point.half_flops:.1%} of the flops in half precision"
+    operations = doc.counted(point.float32_operations, "operation")
+    return f"{share}, gradient off by {point.gradient_error:.2g}, {operations} in float32"
+
+
+def loss_chart(float32: Sequence[float], tuned: Sequence[float]) -> doc.Chart | None:
+    """Returns a chart of the losses of the same steps in float32 and with the rules; None without losses.
+
+    Args:
+      float32: losses in float32.
+      tuned: losses with the rules, a thinner line. Curves have gaps at losses that are not finite.
+    """
+    finite = [loss for loss in (*float32, *tuned) if math.isfinite(loss)]
+    if not finite:
+        return None
+    x = doc.linear_axis(1, max(len(float32), len(tuned), 2), title="step", has_grid=False, least_step=1)
+    marks = [
+        doc.curve(doc.Style("first", "loss in float32", 5), enumerate(float32, 1)),
+        doc.curve(doc.Style("second", "loss by the rules"), enumerate(tuned, 1)),
+    ]
+    y = doc.linear_axis(min(finite), max(finite))
+    return doc.Chart("Losses of the same steps in float32 and by the rules", x, y, marks)

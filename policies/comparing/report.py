@@ -4,29 +4,17 @@ import dataclasses
 import json
 import math
 import os
-from pathlib import Path
+import pathlib
 from typing import Any
 
-from jmp_train.policies.comparing.charts import distribution_chart, operations_chart
-from jmp_train.policies.comparing.log_probs import Differences, TokenDifference
+from jmp_train.policies import documents as doc
+from jmp_train.policies.comparing.log_probs import EDGES, Differences, TokenDifference
 from jmp_train.policies.comparing.parted import FirstDifference, OperationParity, Operations
 from jmp_train.policies.diagnosing import place_of
-from jmp_train.policies.documents import (
-    Block,
-    Chart,
-    Code,
-    Section,
-    Table,
-    Text,
-    as_json,
-    counted,
-    page,
-    svg_file,
-    text,
-)
 
 _SHOWN = 3  # worst tokens in the text
 _EXPLAINED = 0.25  # of the mean: if operations run one by one differ by less, the compiler causes the rest
+_DIFFERENCES = doc.log_axis([1e-8, 1.0], "{:.0e}".format)  # the chart draws others at its edge
 
 _HEADS = (
     "#", "operation", "module", "code", "result", "runs", "off from training", "off from float32",
@@ -68,7 +56,7 @@ class ParityReport(Differences):
         """Returns the report as a dictionary of JSON values; numbers that are not finite are None."""
         bands = [{"low": low, "high": high, "share": share} for (low, high), share in self.bands.items()]
         quantiles = [{"share": share, "difference": x} for share, x in self.quantiles.items()]
-        return as_json(dataclasses.asdict(self) | {"bands": bands, "quantiles": quantiles})
+        return doc.as_json(dataclasses.asdict(self) | {"bands": bands, "quantiles": quantiles})
 
     def to_json(self) -> str:
         """Returns the report as JSON; numbers that are not finite are null."""
@@ -82,13 +70,15 @@ class ParityReport(Differences):
         """
         worst = [(*_token(token), f"{token.train - token.infer:.2g}") for token in self.worst]
         rows = [_row(*item) for item in enumerate(self.operations.infer if self.operations else (), 1)]
-        return page(
+        return doc.page(
             title,
             [
-                Code(str(self), "summary"),
-                *self._charts,
-                Section("The worst tokens", [Table(("token", "train", "infer", "difference"), worst, "worst")]),
-                Section("Operations of inference", [Table(_HEADS, rows, "operations-of-inference", texts=range(5))]),
+                doc.Code(str(self), "summary"),
+                *(doc.Section(chart.title, [chart]) for chart in self._charts),
+                doc.Section("The worst tokens", [doc.Table(("token", "train", "infer", "difference"), worst, "worst")]),
+                doc.Section(
+                    "Operations of inference", [doc.Table(_HEADS, rows, "operations-of-inference", texts=range(5))]
+                ),
             ],
             [_FOOTER] if self.operations else [],
         )
@@ -100,17 +90,17 @@ class ParityReport(Differences):
           path: the path of the file, which is overwritten.
         """
         label = "Distribution of differences, and of operations"
-        Path(path).write_text(svg_file(self._charts, label), encoding="utf-8")
+        pathlib.Path(path).write_text(doc.svg_file(self._charts, label), encoding="utf-8")
 
     @property
-    def _charts(self) -> list[Chart]:
+    def _charts(self) -> list[doc.Chart]:
         return [distribution_chart(self), *([operations_chart(self.operations)] if self.operations else [])]
 
     def __str__(self) -> str:
         shares = [f"from {low:g} to {high:g} for {share:.2%}" for (low, high), share in self.bands.items()]
         shares[0] += " of the tokens"
         numbers = f"median {self.median:.2g}, 99% up to {self.quantiles[0.99]:.2g}, maximum {self.maximum:.2g}"
-        tokens = counted(self.n_tokens, "token")
+        tokens = doc.counted(self.n_tokens, "token")
         lines = [
             f"{tokens}: |log p_train - log p_infer| is {self.mean:.2g} on average, {numbers}",
             f"p_train / p_infer is {', '.join(shares)}; KL divergence (k3) {self.kl:.2g}",
@@ -123,9 +113,9 @@ class ParityReport(Differences):
                 "averages, outside of all ranges"
             )
         lines += ["worst: {} train {}, infer {}".format(*_token(token)) for token in self.worst[:_SHOWN]]
-        return text([*map(Text, lines), *self._operation_blocks()])
+        return doc.text([*map(doc.Text, lines), *self._operation_blocks()])
 
-    def _operation_blocks(self) -> list[Block]:
+    def _operation_blocks(self) -> list[doc.Block]:
         if self.operations is None:
             return []
         compiler = (
@@ -135,10 +125,49 @@ class ParityReport(Differences):
         is_compilers = self.mean > 1e-6 and self.operations.mean < _EXPLAINED * self.mean
         first = self.operations.first
         if first is None:
-            return [Text(f"no operation differs beyond float32's rounding{f'; {compiler}' if is_compilers else ''}")]
+            return [
+                doc.Text(f"no operation differs beyond float32's rounding{f'; {compiler}' if is_compilers else ''}")
+            ]
         kinds = {"value": "other values, even in float32", "rounding": "rounding, while float32 agrees"}
         sides = [_operation("train", first.train), _operation("infer", first.infer)]
-        return [Section(f"first difference: {kinds[first.kind]}", sides), Text(compiler if is_compilers else "")]
+        return [
+            doc.Section(f"first difference: {kinds[first.kind]}", sides),
+            doc.Text(compiler if is_compilers else ""),
+        ]
+
+
+def distribution_chart(differences: Differences) -> doc.Chart:
+    """Returns a bar chart of |log p_train - log p_infer|, with bars half a power of ten wide."""
+    counts = differences.histogram
+    edges = ["0", *(f"{edge:.1e}" for edge in EDGES), "more"]
+    marks: list[doc.Mark] = []
+    for i, count in enumerate(counts):
+        if count:
+            marks.append(
+                doc.Box(doc.Style("first"), i + 0.02, i + 0.98, 0, count, f"{edges[i]} to {edges[i + 1]}: {count}")
+            )
+            marks.append(doc.Label(str(count), i + 0.5, count, "middle", (0, -4)))
+    ticks = [(i + 1, f"{edge:.0e}") for i, edge in enumerate(EDGES) if i % 2 == 0]
+    x, y = doc.Axis(0, len(counts), ticks, has_grid=False), doc.Axis(0, max(*counts, 1), [(0, "")])
+    title = f"|log p_train - log p_infer| of {doc.counted(differences.n_tokens, 'token')}"
+    return doc.Chart(title, x, y, marks, (1000, 232), (60, 10, 14, 35))
+
+
+def operations_chart(operations: Operations) -> doc.Chart:
+    """Returns a chart of the differences of the operations of inference from those of training and from float32."""
+    rows = operations.infer
+    marks: list[doc.Mark] = [
+        doc.dashes(doc.Style("second", "off from float32"), [row.error for row in rows]),
+        doc.dashes(doc.Style("first", "off from those of training"), [row.difference for row in rows]),
+    ]
+    first = operations.first and operations.first.infer
+    if first:
+        place = rows.index(first) + 0.5
+        anchor = "end" if place > len(rows) / 2 else "start"
+        marks.append(doc.Path(doc.Style("bad", width=1.5), [[(place, _DIFFERENCES.low), (place, _DIFFERENCES.high)]]))
+        marks.append(doc.Label(f"first difference: {first.primitive}", place, _DIFFERENCES.low, anchor, (0, 16)))
+    title = "How far the operations of inference are from those of training"
+    return doc.Chart(title, doc.Axis(0, max(len(rows), 1)), _DIFFERENCES, marks, (1000, 232), (60, 10, 12, 35))
 
 
 def _token(token: TokenDifference) -> tuple[str, str, str]:
@@ -146,7 +175,7 @@ def _token(token: TokenDifference) -> tuple[str, str, str]:
     return place, f"{token.train:.6g}", f"{token.infer:.6g}"
 
 
-def _operation(name: str, operation: OperationParity | None) -> Section | None:
+def _operation(name: str, operation: OperationParity | None) -> doc.Section | None:
     if operation is None:
         return None
     shape = ",".join(map(str, operation.shape))
@@ -161,7 +190,7 @@ def _operation(name: str, operation: OperationParity | None) -> Section | None:
         if not operation.unknown and not operation.difference:
             evidence = f"its rows are those of {other}, at other places or for other tokens"
         evidence += f"; with the values of {other}, {operation.contribution:.0%} of the difference goes away"
-    return Section(head, [Code(operation.code), Text(evidence)])
+    return doc.Section(head, [doc.Code(operation.code), doc.Text(evidence)])
 
 
 def _row(number: int, row: OperationParity) -> tuple[str, ...]:

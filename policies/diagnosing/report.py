@@ -1,16 +1,17 @@
-"""`NumericsReport`: what `diagnose` returns, as text, as a table in notebooks, as JSON."""
+"""`NumericsReport`: the result of `diagnose`, with its text, its page, its chart and its JSON."""
 
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
+from jmp_train.policies import documents as doc
 from jmp_train.policies.autocasting import AutocastRules, rules_code
-from jmp_train.policies.diagnosing.chart import errors_chart
 from jmp_train.policies.diagnosing.places import place_of
 from jmp_train.policies.diagnosing.problems import Problem, where_is
 from jmp_train.policies.diagnosing.remedies import merged_rules
 from jmp_train.policies.diagnosing.rows import OperationNumerics
-from jmp_train.policies.documents import Code, Section, Table, Text, as_json, counted, fragment, page, text
 
 _LARGEST = "The largest error of an operation alone comes first; # is the order in which they run."
 _ERRORS = (
@@ -22,6 +23,9 @@ _HEADS = (
     "#", "operation", "pass", "module", "code", "dtypes", "shape", "runs", "local error", "inherited error",
     "largest", "smallest", "overflow", "become 0", "subnormal", "NaN", "infinite", "lost terms",
 )  # fmt: skip
+_AXIS = doc.log_axis([1e-8, 10.0], "{:.0e}".format)  # errors beyond these are drawn at the edge
+_SHADES = {"backward": doc.Style("shade"), "update": doc.Style("tint")}
+_MARKS = {"problem": doc.Style("bad", is_hollow=True), "note": doc.Style(is_hollow=True)}
 _HOW_TO_APPLY = (
     "rules.replace(...) is of AutocastRules, and report.rules has all of these, for "
     "AutocastPolicy(..., rules=report.rules)"
@@ -60,14 +64,7 @@ class NumericsReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all of it as JSON has it: numbers that are not finite are None."""
-        found = {
-            "problems": [problem.as_dict() for problem in self.problems],
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-            "collapsed": self.collapsed,
-            "steps": self.steps,
-            "explanation": self.explanation,
-        }
-        return as_json(found)
+        return doc.as_json(vars(self) | {"problems": [problem.as_dict() for problem in self.problems]})
 
     def to_json(self) -> str:
         """Returns all of it as JSON; numbers that are not finite are null."""
@@ -90,18 +87,18 @@ class NumericsReport:
         code = rules_code(merged_rules([problem.remedy for problem in self._harmful], AutocastRules()))
         use = 'policy = dataclasses.replace(jt.get_policy("autocast_float16"), rules=rules)'
         ordered = sorted(enumerate(self.rows, 1), key=lambda item: -item[1].local_error)
-        operations = Table(_HEADS, [_row(number, row) for number, row in ordered], "operations", texts=range(7))
-        return page(
+        operations = doc.Table(_HEADS, [_row(number, row) for number, row in ordered], "operations", texts=range(7))
+        return doc.page(
             title,
             [
-                Text(f"{self._summary}. {self.explanation}".strip(), "summary"),
-                *(Text(f"Argument {path}: {said}.") for path, said in self.collapsed.items()),
+                *self._head,
+                *(doc.Text(f"Argument {path}: {said}.") for path, said in self.collapsed.items()),
                 errors_chart(self.rows, self.problems),
-                Section("Problems", [_problem(*item) for item in enumerate(self.problems, 1)], "problems"),
-                Section("Rules that mend the problems", [Code(f"{code}\n{use}" if code else "", "rules")]),
-                Section("Operations", [Text(_LARGEST, look="soft"), operations]),
+                doc.Section("Problems", self._numbered, "problems"),
+                doc.Section("Rules that mend the problems", [doc.Code(f"{code}\n{use}" if code else "", "rules")]),
+                doc.Section("Operations", [doc.Text(_LARGEST, look="soft"), operations]),
             ],
-            [f"{_ERRORS}{'one run' if self.steps == 1 else f'{self.steps} runs'}."],
+            [f"{_ERRORS}{doc.counted(self.steps, 'run')}."],
         )
 
     @property
@@ -109,46 +106,33 @@ class NumericsReport:
         return [problem for problem in self.problems if problem.severity == "problem"]
 
     @property
-    def _summary(self) -> str:
+    def _head(self) -> list[doc.Block]:
         half = sum(row.dtype.startswith(("float16", "bfloat16", "float8")) for row in self.rows)
-        harmful = counted(len(self._harmful), "problem") if self._harmful else "no problems"
-        return f"{harmful} in {counted(len(self.rows), 'operation')}, {half} of them in half precision"
+        harmful = doc.counted(len(self._harmful), "problem") if self._harmful else "no problems"
+        operations = doc.counted(len(self.rows), "operation")
+        return [doc.Text(f"{harmful} in {operations}, {half} of them in half precision"), doc.Text(self.explanation)]
+
+    @property
+    def _numbered(self) -> list[doc.Section]:
+        """The problems with the numbers of their marks in the chart, and with rules to be copied."""
+        return [_section(problem, number) for number, problem in enumerate(self.problems, 1)]
 
     def __str__(self) -> str:
         has_rules = any(problem.remedy.action == "rules" for problem in self._harmful)
-        how = Text(_HOW_TO_APPLY if has_rules else "")
-        return text([Text(self._summary), Text(self.explanation), *map(_printed, self.problems), how])
+        return doc.text([*self._head, *map(_section, self.problems), doc.Text(_HOW_TO_APPLY if has_rules else "")])
 
     def _repr_html_(self) -> str:
-        heads = ("", "what", "pass", "where", "code", "evidence", "what mends it")
-        rows = [
-            (p.severity, p.kind, p.direction, _where(p), p.code, p.evidence, f"{p.remedy} {p.trial}".strip())
-            for p in self.problems
-        ]
-        return fragment([Text(self._summary), Text(self.explanation), Table(heads, rows, texts=range(7))])
+        return doc.fragment([*self._head, errors_chart(self.rows, self.problems), *self._numbered])
 
 
-def _printed(problem: Problem) -> Section:
+def _section(problem: Problem, number: int = 0) -> doc.Section:
+    """Returns what is known of a problem; with a number, the rules for it to be copied, too."""
     where = where_is(problem) + (f" ({problem.path})" if problem.path else "")
-    head = f"{problem.severity}: {problem.kind}, {problem.direction} pass, {where}"
-    return Section(head, [Code(problem.code), *map(Text, (problem.evidence, f"-> {problem.remedy}", problem.trial))])
-
-
-def _where(problem: Problem) -> str:
-    return f"{where_is(problem)} {problem.path}".strip()
-
-
-def _problem(number: int, problem: Problem) -> Section:
-    blocks = [
-        Text(_where(problem), look="soft"),
-        Code(problem.code),
-        Text(problem.evidence),
-        Text(f"What mends it: {problem.remedy.text}"),
-        Code(rules_code(problem.remedy.rules)),
-        Text(problem.trial.capitalize()),
-    ]
-    title = f"{number}. {problem.severity}: {problem.kind}, {problem.direction} pass"
-    return Section(title, blocks, f"problem-{number}", problem.severity)
+    title = f"{f'{number}. ' * bool(number)}{problem.severity}: {problem.kind}, {problem.direction} pass, {where}"
+    said = (problem.evidence, f"-> {problem.remedy}", problem.trial)
+    rules = doc.Code(rules_code(problem.remedy.rules)) if number else None
+    blocks = [doc.Code(problem.code), *map(doc.Text, said), rules]
+    return doc.Section(title, blocks, f"problem-{number}", problem.severity)
 
 
 def _row(number: int, row: OperationNumerics) -> tuple[str, ...]:
@@ -162,3 +146,70 @@ def _row(number: int, row: OperationNumerics) -> tuple[str, ...]:
         *(f"{x:.2g}" if x else "" for x in errors),
         *(f"{share:.2%}" if share else "" for share in shares),
     )
+
+
+def errors_chart(rows: Sequence[OperationNumerics], problems: Sequence[Problem]) -> doc.Chart | None:
+    """Returns a dash per operation for its inherited error, another for its local one, and marks for problems.
+
+    Errors of zero are left out. Operations whose results are NaN or infinite have a red dash at the top.
+
+    Args:
+      rows: in the order in which they run; without any there is no chart.
+      problems: which are marked by their numbers, from 1.
+    """
+    if not rows:
+        return None
+    marks = [
+        *_passes(rows),
+        doc.dashes(doc.Style("first", "inherited error"), [row.inherited_error for row in rows]),
+        doc.dashes(doc.Style("second", "local error"), [row.local_error for row in rows]),
+        doc.dashes(
+            doc.Style("bad", "NaN or infinite", width=6), [_AXIS.high * bool(row.nan or row.infinite) for row in rows]
+        ),
+        *_marks(rows, problems),
+    ]
+    title = "Local and inherited error of each operation, in the order in which they run"
+    return doc.Chart(title, doc.Axis(0, len(rows)), _AXIS, marks, (1000, 312), (42, 10, 22, 40))
+
+
+def _passes(rows: Sequence[OperationNumerics]) -> Iterator[doc.Mark]:
+    """Yields a shade behind the operations of each pass, and its name below the longest part of it."""
+    longest: dict[str, tuple[int, int]] = {}
+    start = 0
+    for direction, group in groupby(row.direction for row in rows):
+        count = len(list(group))
+        if direction in _SHADES:
+            yield doc.Box(_SHADES[direction], start, start + count, _AXIS.low, _AXIS.high)
+        longest[direction] = max(longest.get(direction, (0, 0)), (count, start))
+        start += count
+    for direction, (_, first) in longest.items():
+        yield doc.Label(direction, first, _AXIS.low, shift=(4, 15))
+
+
+def _marks(rows: Sequence[OperationNumerics], problems: Sequence[Problem]) -> Iterator[doc.Mark]:
+    """Yields a mark for each problem, with a link to its section."""
+    for number, problem in enumerate(problems, 1):
+        place = row_of_problem(rows, problem)
+        if place is None:
+            continue
+        row = rows[place]
+        error = max(row.local_error, row.inherited_error)
+        y = _AXIS.high if row.nan or row.infinite or not error > 0 else error
+        said = f"{problem.kind}: {problem.evidence}"
+        yield doc.Dot(_MARKS[problem.severity], place + 0.5, y, 8, said, str(number), f"#problem-{number}")
+
+
+def row_of_problem(rows: Sequence[OperationNumerics], problem: Problem) -> int | None:
+    """Returns the number of the likeliest row of a problem's line; None if no row is of this line.
+
+    Args:
+      rows: of the diagnosis.
+      problem: one of its problems.
+    """
+
+    def likeness(i: int) -> tuple[bool, bool, bool]:
+        row = rows[i]
+        return row.primitive == problem.primitive, row.path == problem.path, row.direction == problem.direction
+
+    there = [i for i, row in enumerate(rows) if (row.file, row.line) == (problem.file, problem.line)]
+    return max(there, key=likeness, default=None)

@@ -1,10 +1,13 @@
-"""Charts as plain data: two axes, named styles, and marks in the units of the axes."""
+"""Charts as plain data: two axes, and marks in the units of the axes; lines, dashes and bars made of them."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from jmp_train.policies.documents.axes import Axis
 
 Color = str | tuple[str, str]
-"""A name of `PALETTE`, or the color in light and in dark surroundings."""
+"""A name of `PALETTE`, or a color for light and one for dark surroundings."""
 
 PALETTE: Mapping[str, tuple[str, str]] = {
     "ink": ("#202124", "#e8eaed"),
@@ -21,31 +24,13 @@ PALETTE: Mapping[str, tuple[str, str]] = {
 # Paul Tol's "bright" scheme: the color-blind can tell these apart, on white and on black.
 _BRIGHT = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """The scale of one direction.
-
-    Attributes:
-      low: the value at the left or at the bottom.
-      high: the value at the right or at the top.
-      ticks: values with their labels.
-      title: below the labels; only the horizontal axis shows one.
-      is_log: whether the scale is logarithmic. Values outside of such an axis, as 0 is, are drawn at its end.
-      has_grid: whether a line crosses the chart at each tick.
-    """
-
-    low: float
-    high: float
-    ticks: Sequence[tuple[float, str]] = ()
-    title: str = ""
-    is_log: bool = False
-    has_grid: bool = True
+_HEADING = 22  # pixels of the heading of a group of bars
+_CHARACTER = 6.2  # mean width in pixels
 
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """The look of all marks that name this style.
+    """The look of marks.
 
     Attributes:
       color: of lines, dots and boxes.
@@ -53,7 +38,7 @@ class Style:
       width: of lines.
       dash: lengths of dashes and gaps, as in SVG; a solid line if empty.
       opacity: 0 to 1.
-      is_hollow: whether dots have the color of the paper inside.
+      is_hollow: True if dots have the color of the paper inside.
     """
 
     color: Color = "soft"
@@ -64,24 +49,23 @@ class Style:
     is_hollow: bool = False
 
 
-# Of all marks: `style` is a name of `Chart.styles`, `title` what a browser shows where the mouse is.
+# The `title` of a mark is what a browser shows where the mouse is.
 
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """Lines through points; `width` if it is not the style's."""
+    """Lines through points; those of one point are not drawn."""
 
-    style: str
+    style: Style
     runs: Sequence[Sequence[tuple[float, float]]]
     title: str = ""
-    width: float = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Box:
     """A rectangle, such as a bar."""
 
-    style: str
+    style: Style
     left: float
     right: float
     bottom: float
@@ -93,10 +77,10 @@ class Box:
 class Dot:
     """A circle or a cross with a radius in pixels; `link` is where a click leads.
 
-    One with text inside gives way downwards to others that were drawn before.
+    A dot with text is moved down if it would cover an earlier one.
     """
 
-    style: str
+    style: Style
     x: float
     y: float
     radius: float = 4
@@ -115,7 +99,8 @@ class Label:
     y: float
     anchor: str = "start"
     shift: tuple[float, float] = (0, 0)
-    style: str = ""
+    color: Color = "soft"
+    is_heading: bool = False
 
 
 Mark = Path | Box | Dot | Label
@@ -126,41 +111,150 @@ class Chart:
     """One chart.
 
     Attributes:
-      name: its id.
-      label: what it shows, for those who cannot see it.
+      title: what it shows.
       x: the horizontal axis.
       y: the vertical axis.
-      styles: by name, which is also the class of the marks in SVG.
       marks: later ones are drawn above earlier ones.
-      title: above the chart.
       size: width and height in pixels, without title and legend.
       margins: pixels left, right, above and below the axes.
+      note: text below it on a page.
     """
 
-    name: str
-    label: str
+    title: str
     x: Axis
     y: Axis
-    styles: Mapping[str, Style]
     marks: Sequence[Mark]
-    title: str = ""
     size: tuple[float, float] = (1000, 282)
     margins: tuple[float, float, float, float] = (60, 25, 12, 45)
+    note: str = ""
+
+    @property
+    def legend(self) -> list[Style]:
+        """The styles with a legend, in the order of the marks."""
+        styles = dict.fromkeys(mark.style for mark in self.marks if not isinstance(mark, Label))
+        return [style for style in styles if style.legend]
 
 
-def series_color(number: int) -> tuple[str, str]:
-    """Returns the color of the series with this number, from 0."""
-    color = _BRIGHT[number % len(_BRIGHT)]
-    return color, color
+def light_and_dark(color: Color) -> tuple[str, str]:
+    """Returns the color in light and in dark surroundings."""
+    return PALETTE[color] if isinstance(color, str) else color
 
 
-def series_styles(names: Iterable[str]) -> tuple[dict[str, str], dict[str, Style]]:
-    """Returns the style name of each different name, and these styles with the names as legends.
+def series_styles(names: Iterable[str], dashes: Sequence[str] = ("",)) -> dict[str, Style]:
+    """Returns a style for each different name, with the name as its legend; the dashes take turns.
 
     Example:
-      >>> series_styles(["float32", "mixed_float16", "float32"])[0]
-      {'float32': 'series0', 'mixed_float16': 'series1'}
+      >>> [style.color[0] for style in series_styles(["float32", "mixed_float16", "float32"]).values()]
+      ['#4477aa', '#ee6677']
     """
-    series = {name: f"series{number}" for number, name in enumerate(dict.fromkeys(names))}
-    styles = {key: Style(series_color(i), legend=name) for i, (name, key) in enumerate(series.items())}
-    return series, styles
+    styles = {}
+    for number, name in enumerate(dict.fromkeys(names)):
+        color = _BRIGHT[number % len(_BRIGHT)]
+        styles[name] = Style((color, color), name, dash=dashes[number % len(dashes)])
+    return styles
+
+
+def curve(style: Style, points: Iterable[tuple[float, float]]) -> Path:
+    """Returns a line through points, with gaps where a value is not finite.
+
+    Example:
+      >>> curve(Style(), [(1, 2.0), (2, 1.5), (3, math.nan), (4, 1.0)]).runs
+      [[(1, 2.0), (2, 1.5)], [(4, 1.0)]]
+    """
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in points:
+        if math.isfinite(y):
+            runs[-1].append((x, y))
+        else:
+            runs.append([])
+    return Path(style, runs)
+
+
+def dashes(style: Style, values: Iterable[float]) -> Path:
+    """Returns a dash per value, from its number to the next one; values that are not positive have none."""
+    return Path(style, [[(i, value), (i + 1, value)] for i, value in enumerate(values) if value > 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a bar with its length, or a mark across it with its place."""
+
+    style: Style
+    value: float
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A bar.
+
+    Attributes:
+      label: to the left of the bar, cut if it is long. A bar without one touches the bar above it.
+      pieces: from left to right.
+      text: to the right of the bar.
+      color: of the text.
+      marks: across the bar; those beyond the end of the axis are left out.
+    """
+
+    label: str
+    pieces: Sequence[Piece]
+    text: str = ""
+    color: Color = "soft"
+    marks: Sequence[Piece] = ()
+
+
+def bar_chart(
+    title: str,
+    groups: Mapping[str, Sequence[Row]],
+    axis: Axis,
+    *,
+    note: str = "",
+    width: float = 1000,
+    sides: tuple[float, float] = (230, 140),
+    pitch: float = 22,
+    texts_at_edge: bool = False,
+) -> Chart:
+    """Returns a chart with a horizontal bar for each row.
+
+    Args:
+      title: what it shows.
+      groups: rows by the heading above them, which may be empty.
+      axis: the axis of the lengths.
+      note: text below it on a page.
+      width: width of the chart in pixels.
+      sides: pixels for labels to the left, and for texts to the right.
+      pitch: pixels from row to row; a bar takes two thirds of them.
+      texts_at_edge: True if texts end at the right edge of the chart, and not next to their bars.
+    """
+    edge = axis.low - sides[0] * (axis.high - axis.low) / (width - sum(sides))
+    longest, baseline = int((sides[0] - 8) / _CHARACTER), 0.32 * pitch + 4
+    marks: list[Mark] = []
+    top = 0.0
+    for heading, rows in groups.items():
+        if heading:
+            marks.append(Label(heading, edge, top, shift=(0, 14), color="ink", is_heading=True))
+            top += _HEADING
+        for row in rows:
+            top -= 0 if row.label else 0.36 * pitch
+            short = row.label if len(row.label) <= longest else f"{row.label[: longest - 1]}…"
+            end = axis.low + sum(piece.value for piece in row.pieces)
+            x, anchor, shift = (axis.high, "end", sides[1]) if texts_at_edge else (end, "start", 6)
+            marks += [
+                *_bar(row, axis, top, top + 0.64 * pitch),
+                Label(short, axis.low, top, "end", (-8, baseline)),
+                Label(row.text, x, top, anchor, (shift, baseline), row.color),
+            ]
+            top += pitch
+    below = 24 if axis.ticks else 4
+    downwards = Axis(max(top, 1), 0)  # pixels
+    return Chart(title, axis, downwards, marks, (width, top + 6 + below), (*sides, 6, below), note)
+
+
+def _bar(row: Row, axis: Axis, top: float, bottom: float) -> Iterator[Mark]:
+    start = axis.low
+    for piece in row.pieces:
+        yield Box(piece.style, start, start + piece.value, bottom, top, piece.title)
+        start += piece.value
+    for mark in row.marks:
+        if mark.value <= axis.high:
+            yield Path(mark.style, [[(mark.value, top - 3), (mark.value, bottom + 3)]], mark.title)

@@ -1,10 +1,10 @@
-"""The blocks of a document as plain data: texts, code, tables, lists, charts, and sections of them."""
+"""The blocks of a document as plain data: texts, code, tables, charts, and sections of them."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
 from typing import TypeAlias, Union
 
-from jmp_train.policies.documents.charts import Chart
+from jmp_train.policies.documents.charts import Chart, Color
 
 # Of all blocks: `name` is the id, `look` the class, such as "soft" or "failed". Without content they are left out.
 
@@ -33,7 +33,7 @@ class Cell:
     text: str
     look: str = ""
     link: str = ""
-    color: str = ""
+    color: Color = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +58,6 @@ class Table:
     def plain_rows(self) -> list[list[str]]:
         """The texts of the cells."""
         return [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in self.rows]
-
-
-@dataclasses.dataclass(frozen=True)
-class Items:
-    """A list."""
-
-    texts: Sequence[Text]
-    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +86,7 @@ class Section:
     is_folded: bool = False
 
 
-Block: TypeAlias = Union[Text, Code, Table, Items, Panels, Section, Chart]  # noqa: UP007 - a name that follows
+Block: TypeAlias = Union[Text, Code, Table, Panels, Section, Chart]  # noqa: UP007 - a name that follows
 
 
 def shown(blocks: Sequence[Block | None]) -> list[Block]:
@@ -109,13 +101,11 @@ def shown(blocks: Sequence[Block | None]) -> list[Block]:
 
 def _has_content(block: Block) -> bool:
     match block:
-        case Text(text) | Code(text):
-            return bool(text)
-        case Table(_, rows):
-            return bool(rows)
-        case Items(texts):
-            return bool(texts)
-        case Section(_, blocks):
-            return bool(shown(blocks))
+        case Text() | Code():
+            return bool(block.text)
+        case Table():
+            return bool(block.rows)
+        case Section():
+            return bool(shown(block.blocks))
         case _:
             return True

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_train.policies.documents.elements import Block, Code, Items, Section, Table, Text, shown
+from jmp_train.policies.documents.elements import Block, Code, Section, Table, Text, shown
 
 
 def text(blocks: Sequence[Block | None], width: int = 100, indent: str = "") -> str:
@@ -36,8 +36,6 @@ def _lines(block: Block, width: int, indent: str) -> list[str]:
             return [indent + line for line in aligned([heads, *block.plain_rows])]
         case Section(title, blocks):
             return [*_lines(Text(title), width, indent), *text(blocks, width, f"{indent}  ").splitlines()]
-        case Items(texts):
-            return [line for said in texts for line in _lines(said, width, f"{indent}  ")]
         case _:
             return []
 

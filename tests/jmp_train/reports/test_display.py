@@ -1,12 +1,14 @@
 import io
 import os
 import re
+import select
 import sys
 
 import pytest
 from helpers import make_run
 
 from jmp_train.launch.output import Output
+from jmp_train.reports import compilations_shown, trials_shown
 from jmp_train.reports.display import LineDisplay, LiveDisplay, display_on
 from jmp_train.runs.events import Compiled, Phase, Planned, Progress
 
@@ -118,10 +120,34 @@ def test_a_terminal_that_lacks_the_characters_and_then_goes_away(
             for event in EVENTS:
                 display.show("mixed_float16", event)
             display._live.refresh()
-            text = plain(os.read(user, 65536).decode("ascii"))
+            text = ""
+            while "/100 steps" not in text and select.select([user], [], [], 5)[0]:
+                text += plain(os.read(user, 65536).decode("ascii"))
             os.close(user)
             display.show("mixed_float16", RUN.epochs[1])
             display.fail("mixed_float16", "why")
         assert isinstance(stream.lost, OSError)
     assert "mixed_float16   epoch 1/2  loss" in text
     assert re.search(r"mixed_float16 -+ +0/100 steps|mixed_float16 [- ]+50/100 steps", text)
+
+
+def test_a_terminal_shows_the_progress_of_a_search_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for shown, said in (
+        (compilations_shown, "3 compiled, next V100-16GB, [bold]float32"),
+        (trials_shown, "trial 3: V100-16GB, [bold]float32 (Ctrl-C takes it)"),
+    ):
+        stream = Terminal()
+        with shown(stream) as progress:
+            assert progress is not None
+            progress(0, "nothing yet")
+            progress(3, "V100-16GB, [bold]float32")
+        assert said in plain(stream.getvalue())
+        assert stream.getvalue().endswith("\x1b[2K")  # the line is cleared
+
+
+def test_what_is_no_terminal_gets_no_progress() -> None:
+    stream = io.StringIO()
+    with trials_shown(stream) as progress:
+        assert progress is None
+    assert stream.getvalue() == ""

@@ -1,6 +1,7 @@
 """Charts: marks are where their values are, in SVG as in pixels, on linear and logarithmic axes."""
 
 import itertools
+import math
 from xml.etree import ElementTree
 
 import pytest
@@ -13,9 +14,13 @@ from jmp_train.policies.documents import (
     Label,
     Mark,
     Path,
+    Piece,
     Row,
     Style,
     bar_chart,
+    curve,
+    dashes,
+    linear_axis,
     log_axis,
     placed,
     series_styles,
@@ -26,34 +31,35 @@ from jmp_train.policies.documents import (
 pytestmark = pytest.mark.quick
 
 LINEAR, LOG = Axis(0, 10, [(0, "0"), (10, "10")]), Axis(1e-3, 1e3, [(1, "1")], is_log=True)
-STYLES = {"a": Style("first", "first of all"), "b c": Style(("#000000", "#ffffff"), dash="2 1", opacity=0.5)}
+FIRST, OTHER = Style("first", "first of all"), Style(("#000000", "#ffffff"), dash="2 1")
 
 
-def chart(*marks: Mark, legend: str = "first of all") -> Chart:
+def chart(*marks: Mark) -> Chart:
     """Returns a chart of 100 x 200 pixels between its axes, from (10, 20) on."""
-    styles = {**STYLES, "a": Style("first", legend)}
-    return Chart("c", "a chart", LINEAR, LOG, styles, marks, size=(120, 240), margins=(10, 10, 20, 20))
+    return Chart("a chart", LINEAR, LOG, marks, (120, 240), (10, 10, 20, 20))
 
 
 def marks_of(made: Chart, kind: type[Mark]) -> list[Mark]:
-    """Returns the marks of a chart in pixels, without grid, labels and legend."""
-    return [m for m in placed(made, has_legend=False)[0] if isinstance(m, kind) and m.style in made.styles]
+    """Returns the marks of a chart in pixels, without grid and labels of the axes."""
+    marks, height = placed(made, is_whole=False)
+    assert height == made.size[1]
+    return [m for m in marks[-len(made.marks) :] if isinstance(m, kind)]
 
 
 def test_values_become_pixels_and_what_a_logarithmic_axis_lacks_is_at_its_end() -> None:
-    (path,) = marks_of(chart(Path("a", [[(0, 1), (5, 0), (10, 1e9)]])), Path)
+    (path,) = marks_of(chart(Path(FIRST, [[(0, 1), (5, 0), (10, 1e9)]])), Path)
     assert isinstance(path, Path)
     assert path.runs == [[(10, 120), (60, 220), (110, 20)]]
-    (box,) = marks_of(chart(Box("a", 2, 4, 1e-3, 1)), Box)
-    assert box == Box("a", 30, 50, 220, 120)
-    (label,) = marks_of(chart(Label("here", 5, 1, shift=(3, 4), style="a")), Label)
-    assert label == Label("here", 63, 124, style="a")
+    (box,) = marks_of(chart(Box(FIRST, 2, 4, 1e-3, 1)), Box)
+    assert box == Box(FIRST, 30, 50, 220, 120)
+    (label,) = marks_of(chart(Label("here", 5, 1, shift=(3, 4))), Label)
+    assert label == Label("here", 63, 124)
 
 
 def test_dots_with_text_do_not_cover_each_other_and_others_stay() -> None:
-    dots = [Dot("a", 5, 1e3, 8, text=str(i)) for i in range(9)] + [Dot("a", 5, 1e3)] * 2
+    dots = [Dot(FIRST, 5, 1e3, 8, text=str(i)) for i in range(9)] + [Dot(FIRST, 5, 1e3)] * 2
     *numbered, one, other = marks_of(chart(*dots), Dot)
-    assert one == other == Dot("a", 60, 20)
+    assert one == other == Dot(FIRST, 60, 20)
     for (i, a), (j, b) in itertools.combinations(enumerate(numbered), 2):
         assert isinstance(a, Dot)
         assert isinstance(b, Dot)
@@ -62,57 +68,67 @@ def test_dots_with_text_do_not_cover_each_other_and_others_stay() -> None:
 
 
 def test_a_cross_is_two_lines() -> None:
-    (path,) = marks_of(chart(Dot("a", 5, 1, is_cross=True)), Path)
+    (path,) = marks_of(chart(Dot(FIRST, 5, 1, is_cross=True)), Path)
     assert isinstance(path, Path)
     assert path.runs == [[(56, 116), (64, 124)], [(56, 124), (64, 116)]]
 
 
-def test_the_shortest_dash_is_seen() -> None:
-    (path,) = marks_of(chart(Path("a", [[(5, 1), (5.001, 1)], [(5, 1), (7, 1)]])), Path)
+def test_the_shortest_dash_is_seen_and_a_single_point_is_not() -> None:
+    (path,) = marks_of(chart(Path(FIRST, [[(5, 1), (5.001, 1)], [(5, 1), (7, 1)], [(6, 1)]])), Path)
     assert isinstance(path, Path)
     assert path.runs == [[(60, 120), (61.5, 120)], [(60, 120), (80, 120)]]
 
 
-def test_a_legend_takes_rows_from_the_top_and_wraps() -> None:
-    plain, height = placed(chart(Path("a", [[(0, 1), (1, 1)]])), has_legend=False)
-    marks, taller = placed(chart(Path("a", [[(0, 1), (1, 1)]])))
-    assert (height, taller) == (240, 258)
-    keys = [mark for mark in marks if isinstance(mark, Path) and mark.width == 4]
-    assert [key.style for key in keys] == ["a"]
-    assert len(marks) == len(plain) + 2
-    _, styles = series_styles([f"policy {i}" for i in range(5)])
-    many = Chart("c", "", LINEAR, LOG, styles, [], size=(300, 240))
-    assert placed(many)[1] == 240 + 3 * 18  # two fit side by side
+def test_curves_have_gaps_and_dashes_are_of_positive_values() -> None:
+    points = [(1, 3.0), (2, math.nan), (3, 1.0), (4, 0.5), (5, math.inf)]
+    assert curve(FIRST, points).runs == [[(1, 3.0)], [(3, 1.0), (4, 0.5)], []]
+    assert dashes(FIRST, [0.0, 2.0, math.nan, math.inf]).runs == [[(1, 2.0), (2, 2.0)], [(3, math.inf), (4, math.inf)]]
 
 
-def test_svg_is_well_formed_with_a_class_a_color_and_a_title_per_mark() -> None:
-    made = svg(chart(Path("b c", [[(0, 1), (10, 1)]], "a < b"), Dot("a", 1, 1, title="here", text="1", link="#x")))
+def test_title_and_legend_take_rows_from_the_top_and_the_legend_wraps() -> None:
+    lines = [Path(style, [[(0, 1), (1, 1)]]) for style in (FIRST, OTHER, FIRST)]
+    marks, height = placed(chart(*lines))
+    assert height == 240 + 2 * 18
+    keys = [mark for mark in marks if isinstance(mark, Path) and mark.style.width == 4]
+    assert [key.style.legend for key in keys] == ["first of all"]
+    headings = [mark.text for mark in marks if isinstance(mark, Label) and mark.is_heading]
+    assert headings == ["a chart"]
+    styles = series_styles([f"policy {i}" for i in range(5)], ("", "3 2"))
+    assert [style.dash for style in styles.values()] == ["", "3 2", "", "3 2", ""]
+    assert len({style.color for style in styles.values()}) == 5
+    many = Chart("c", LINEAR, LOG, [Path(style, [[(0, 1), (1, 1)]]) for style in styles.values()], (300, 240))
+    assert placed(many)[1] == 240 + 4 * 18  # two fit side by side
+
+
+def test_svg_is_well_formed_with_a_color_and_a_title_per_mark() -> None:
+    made = svg(chart(Path(OTHER, [[(0, 1), (10, 1)]], "a < b"), Dot(FIRST, 1, 1, title="here", text="1", link="#x")))
     root = ElementTree.fromstring(made)
-    (path,) = [part for part in root.iter("path") if part.get("class") == "b c"]
-    assert (path.get("d"), path.findtext("title")) == ("M10 138H110", "a < b")
+    assert root.get("aria-label") == "a chart"
+    (path,) = [part for part in root.iter("path") if part.findtext("title")]
+    assert path.findtext("title") == "a < b"
+    assert path.get("d") == "M10 156L110 156"
+    style = "fill: none; stroke: light-dark(#000000, #ffffff); stroke-width: 2; stroke-dasharray: 2 1"
+    assert path.get("style") == style
     (link,) = root.iter("a")
     assert (link.get("href"), link.findtext("circle/title"), link.findtext("text")) == ("#x", "here", "1")
-    rules = root.findtext("style", "")
-    assert "#c .b.c { color: light-dark(#000000, #ffffff); stroke-dasharray: 2 1; opacity: 0.5; }" in rules
 
 
 def test_a_file_has_charts_below_each_other_in_light_colors() -> None:
-    made = svg_file([chart(legend=""), chart(legend="")], "two <charts>")
+    made = svg_file([chart(), chart(Label("here", 5, 1))], "two <charts>")
     root = ElementTree.fromstring(made)
-    assert (root.get("height"), root.get("aria-label")) == ("480", "two <charts>")
+    assert (root.get("height"), root.get("aria-label")) == ("516", "two <charts>")
     space = "{http://www.w3.org/2000/svg}"
-    assert [part.get("y") for part in root.iter(f"{space}svg")] == [None, "0", "240"]
+    assert [part.get("y") for part in root.iter(f"{space}svg")] == [None, "0", "258"]
     assert "light-dark" not in made
-    assert "$" not in made
 
 
 def test_bars_begin_where_the_last_one_ends_and_texts_are_next_to_them() -> None:
     rows = [
-        Row("first", [("a", 2, ""), ("b", 3, "")], "5"),
-        Row("second", [("b", 10, "")], "10", marks=[("a", 11, "")]),
+        Row("first", [Piece(FIRST, 2), Piece(OTHER, 3)], "5"),
+        Row("second", [Piece(OTHER, 10)], "10", marks=[Piece(FIRST, 11)]),
     ]
-    made = bar_chart("bars", "", {"group": rows}, LINEAR, STYLES, width=600, sides=(100, 100))
-    marks, height = placed(made, has_legend=False)
+    made = bar_chart("bars", {"group": rows}, LINEAR, width=600, sides=(100, 100))
+    marks, height = placed(made, is_whole=False)
     assert height == 22 + 2 * 22 + 6 + 24
     boxes = [mark for mark in marks if isinstance(mark, Box)]
     assert [(box.left, box.right) for box in boxes] == [(100, 180), (180, 300), (100, 500)]
@@ -121,7 +137,7 @@ def test_bars_begin_where_the_last_one_ends_and_texts_are_next_to_them() -> None
     assert labels["5"] == (306, "start")
     assert labels["second"] == (92, "end")
     assert labels["group"] == (0, "start")
-    assert not [mark for mark in marks if isinstance(mark, Path) and mark.style == "a"]  # beyond the axis
+    assert not [mark for mark in marks if isinstance(mark, Path) and mark.style == FIRST]  # beyond the axis
 
 
 @pytest.mark.parametrize("low", [1e-30, 0.031, 1.0, 7.0, 65504.0, 1e30])
@@ -135,3 +151,18 @@ def test_a_logarithmic_axis_is_around_its_values_and_has_ticks(low: float, facto
     assert max(low / axis.low, axis.high / (low * factor)) <= 5.0001
     assert 2 <= len(axis.ticks) <= 9
     assert all(axis.low <= value <= axis.high for value, _ in axis.ticks)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 16.9), (-0.31, 0.02), (1.0, 330.0), (0.9, 1.0), (3.0, 3.0)])
+@pytest.mark.parametrize("least_step", [0.0, 1.0])
+def test_a_linear_axis_has_few_round_ticks_inside(low: float, high: float, least_step: float) -> None:
+    axis = linear_axis(low, high, "{:.12g}".format, least_step=least_step)
+    assert axis.low <= low <= high <= axis.high
+    assert axis.low < axis.high
+    ticks = [value for value, _ in axis.ticks]
+    assert len(ticks) <= 7
+    assert all(axis.low - 1e-9 <= tick <= axis.high + 1e-9 for tick in ticks)
+    assert all(len(label.lstrip("-0.").rstrip("0")) <= 3 for _, label in axis.ticks)
+    steps = [b - a for a, b in itertools.pairwise(ticks)]
+    assert all(step == pytest.approx(steps[0]) and step >= least_step for step in steps)
+    assert least_step or len(ticks) >= 3

@@ -1,6 +1,5 @@
 """Documents as HTML and as text: all of a document is there, escaped, and empty blocks leave nothing behind."""
 
-import dataclasses
 import html.parser
 import pathlib
 import re
@@ -13,7 +12,6 @@ from jmp_train.policies.documents import (
     Cell,
     Chart,
     Code,
-    Items,
     Panels,
     Path,
     Section,
@@ -29,15 +27,14 @@ pytestmark = pytest.mark.quick
 
 ODD = "<&\">'"
 LINE = Chart(
-    "line", f"a line {ODD}", Axis(0, 1), Axis(0, 1), {"up": Style("first", f"up {ODD}")},
-    [Path("up", [[(0, 0), (1, 1)]], f"tip {ODD}")], title=f"line {ODD}",
+    f"line {ODD}", Axis(0, 1), Axis(0, 1), [Path(Style("first", f"up {ODD}"), [[(0, 0), (1, 1)]], f"tip {ODD}")],
+    note=f"below {ODD}",
 )  # fmt: skip
 BLOCKS = [
     Text(f"text {ODD}", "said", "soft"),
     Code(f"code {ODD}", "rules"),
-    Items([Text(f"item {ODD}", look="failed")], "list"),
     Table(
-        (f"head {ODD}", "n"), [(Cell(f"cell {ODD}", "misfit", "#rules", "#4477aa"), f"1 {ODD}")], "table",
+        (f"head {ODD}", "n"), [(Cell(f"cell {ODD}", "misfit", "#rules", ("#4477aa", "#4477aa")), f"1 {ODD}")], "table",
         note=f"note {ODD}",
     ),
     Section(f"title {ODD}", [Section(f"inner {ODD}", [LINE])], "first", "problem"),
@@ -75,11 +72,11 @@ def test_a_page_has_all_of_its_document_escaped_and_nothing_from_elsewhere() -> 
     made = page(f"page {ODD}", BLOCKS, [f"footer {ODD}"])
     found = Found(made)
     assert made.startswith("<!DOCTYPE html>")
-    names = ("page", "text", "code", "item", "head", "cell", "1", "note", "title", "inner", "fold", "folded", "footer")
-    for name in (*names, "line", "up", "tip"):
+    names = ("page", "text", "code", "head", "cell", "1", "note", "title", "inner", "fold", "folded", "footer")
+    for name in (*names, "up", "tip", "below"):
         assert f"{name} {ODD}" in found.text, name
-    assert f"a line {ODD}" in found.values["aria-label"]
-    assert found.values["id"] == ["said", "rules", "list", "table", "first", "line", "second"]
+    assert f"line {ODD}" in found.values["aria-label"]
+    assert found.values["id"] == ["said", "rules", "table", "first", "second"]
     assert found.values["href"] == ["data:,", "#rules"]
     assert not {"script", "img", "iframe", "object"} & set(found.tags)
     assert not re.search(r"https?:|url\(|@import", made)
@@ -93,7 +90,7 @@ def test_titles_are_as_deep_as_their_sections() -> None:
 
 
 def test_blocks_without_content_leave_nothing_behind() -> None:
-    empty = [None, Text(""), Code("", "rules"), Items([], "list"), Table(("head",), [], "table")]
+    empty = [None, Text(""), Code("", "rules"), Table(("head",), [], "table")]
     assert fragment([*empty, Section("title", empty), Section("fold", empty, is_folded=True)]) == ""
     assert text([*empty, Section("title", empty)]) == ""
 
@@ -102,13 +99,14 @@ def test_panels_are_charts_with_their_legends_inside() -> None:
     panels = Found(fragment([Panels([LINE, LINE])]))
     assert panels.tags.count("svg") == 2
     assert "p" not in panels.tags
-    assert panels.text.count(f"up {ODD}") == 2
+    assert panels.text.count(f"up {ODD}") == panels.text.count(f"line {ODD}") == 2
 
 
 def test_colors_follow_the_surroundings() -> None:
     made = page("page", [LINE])
-    assert "$" not in made
-    assert "#line .up { color: light-dark(#1a73e8, #8ab4f8); }" in made
+    assert "stroke: light-dark(#1a73e8, #8ab4f8)" in made
+    assert "background: light-dark(#ffffff, #18191b)" in made
+    assert 'style="background: #4477aa"' in page("page", BLOCKS)
 
 
 def test_text_is_wrapped_indented_and_aligned_and_code_is_cut() -> None:
@@ -124,8 +122,7 @@ def test_text_is_wrapped_indented_and_aligned_and_code_is_cut() -> None:
 def test_a_wide_document_fits_a_phone(tmp_path: pathlib.Path) -> None:
     wide = "a_name_that_is_long_" * 20
     table = Table((wide, "n"), [(wide, "1")])
-    chart = dataclasses.replace(LINE, title="line")
-    blocks = [Text(wide), Code(wide), table, Items([Text(wide)]), Section(wide, [chart]), Panels([chart])]
+    blocks = [Text(wide), Code(wide), table, Section(wide, [LINE]), Panels([LINE])]
     file = tmp_path / "page.html"
     file.write_text(page("page", [*blocks, Section(wide, blocks, is_folded=True)], [wide]))
     with open_browser() as browser:

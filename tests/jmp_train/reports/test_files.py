@@ -1,15 +1,13 @@
-"""The compilations of a plan as they are shown, its page and its JSON."""
+"""The files that commands write, and the line of JSON that they print."""
 
-import io
 import json
-import re
 from pathlib import Path
 
 import pytest
 from plan_rows import DATA_PARALLEL, ODD, found_batch, planned_row
 
 from jmp_train.planning import Allowances, Plan
-from jmp_train.reports import compilations_shown, json_line, write_plan
+from jmp_train.reports import json_line, write_plan
 
 pytestmark = pytest.mark.quick
 
@@ -17,30 +15,6 @@ PLAN = Plan(
     (planned_row(largest=found_batch(100, 100_000_000)), planned_row("V100-16GB", placement=DATA_PARALLEL)),
     Allowances(),
 )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_shows_the_compilations_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    with compilations_shown(stream) as progress:
-        assert progress is not None
-        progress(0, "V100-16GB, float32, 1 device, batch 64")
-        progress(3, "V100-16GB, [bold]float32, 1 device, batch 128")
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    assert "3 compiled, next V100-16GB, [bold]float32, 1 device, batch 128" in text
-    assert stream.getvalue().endswith("\x1b[2K")  # the line is cleared
-
-
-def test_what_is_no_terminal_gets_nothing() -> None:
-    stream = io.StringIO()
-    with compilations_shown(stream) as progress:
-        assert progress is None
-    assert stream.getvalue() == ""
 
 
 def test_the_page_is_written_where_it_can_be(tmp_path: Path) -> None:
