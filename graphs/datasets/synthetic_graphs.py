@@ -238,7 +238,7 @@ def synthetic_proteins(count: int = PROTEINS_GRAPHS, *, seed: int = 0) -> GraphD
     """Returns synthetic graphs in two classes, which differ in the kinds of neighboring elements.
 
     As in PROTEINS, a node is an element (a helix, a sheet or a turn), and its neighbors are those next to it in the
-    chain and some that are near. Numbers of nodes are those of PROTEINS, 4 to 620 with a mean of 39, with 3.7 edges per
+    chain and some that are near. Numbers of nodes are those of PROTEINS, 4 to 620 with a mean of 39, with 3.6 edges per
     node. In one class an element usually has the kind of the one before it, and in the other not. Both have the same
     number of each kind, so only a model that uses neighbors separates the classes. One label of 20 is wrong.
 

@@ -122,6 +122,11 @@ def test_changed_bytes_never_make_data_of_another_shape(tmp_path_factory: Any, d
     assert read.labels.tolist() == [3, 40, 0, 7]
 
 
+def test_all_nodes_may_have_one_label(folder: Path) -> None:
+    write_data(folder, label=[2, 2, 2, 2])
+    assert read_reddit(folder).labels.tolist() == [2, 2, 2, 2]
+
+
 def test_objects_are_not_unpickled(folder: Path) -> None:
     write_data(folder, label=np.array([3, 40, 0, None]))
     assert fault(folder).startswith("reddit_data.npz: 'label' cannot be read: Object arrays cannot")

@@ -74,6 +74,7 @@ def test_without_padding_places_are_as_many_as_the_largest_graph_has_nodes() -> 
     assert dense.shape == (2, 6, 3)
     np.testing.assert_array_equal(graphs.from_dense_batch(batch, dense), batch.nodes["h"])
     np.testing.assert_array_equal(dense[mask], batch.nodes["h"])
+    assert graphs.to_dense_batch(make(ODD["none"]), "h")[0].shape == (1, 0, 3)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])

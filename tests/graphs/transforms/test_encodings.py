@@ -102,6 +102,7 @@ def test_graphs_of_a_batch_are_encoded_apart() -> None:
     assert found.shape == (5, 40, 40)
     for part, mine in zip(parts, found, strict=True):
         np.testing.assert_array_equal(mine, graphs.shortest_path_distances(part, 2, 40)[0])
+    assert graphs.shortest_path_distances(parts[-1], 2).shape == (1, 0, 0)
 
 
 def test_signs_are_flipped_by_a_key() -> None:
