@@ -49,6 +49,17 @@ def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Pat
 
 
 @pytest.mark.full
+def test_parameters_and_state_alone_decide_that_a_published_model_does_not_fit(tmp_path: Path) -> None:
+    file = tmp_path / "pods.json"
+    output = run("plan_pods.py", "--tiny", "--parts", "published", "--json", str(file))
+    (name,) = json.loads(file.read_text())["published"]
+    found = json.loads(file.read_text())["published"][name]
+    assert name in output
+    assert found["needed_bytes"] == pytest.approx(3 * 4 * 1.5576e9, rel=0.005), "of GPT-2 with 1,558 million parameters"
+    assert not found["fits"]
+
+
+@pytest.mark.full
 def test_steps_of_walks_are_counted_beside_plain_python(tmp_path: Path) -> None:
     file = tmp_path / "walks.json"
     sizes = ("--nodes", "300", "--edges", "2000", "--walks", "200", "--length", "5", "--rounds", "1")
