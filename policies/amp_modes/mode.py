@@ -26,13 +26,7 @@ from jmp_train.policies.amp_modes.batch_norms import (
     half_batch_norms,
     torch_batch_norms_called,
 )
-from jmp_train.policies.amp_modes.options import (
-    FLOAT32,
-    AmpOptions,
-    AmpType,
-    Precision,
-    amp_options,
-)
+from jmp_train.policies.amp_modes.options import FLOAT32, AmpOptions, AmpType, Precision, amp_options
 from jmp_train.policies.autocasting import autocast
 from jmp_train.policies.dtype_policies import FirstTrace, Policy
 from jmp_train.policies.loss_scaling import (
@@ -319,12 +313,7 @@ class Amp:
             _log(f"gradient overflow: step skipped, {count} so far; the loss scale is now {scales}")
 
     def _run(
-        self,
-        fn: Callable[..., Any],
-        params: Params,
-        model_state: PyTree,
-        batch: PyTree,
-        first_trace: FirstTrace,
+        self, fn: Callable[..., Any], params: Params, model_state: PyTree, batch: PyTree, first_trace: FirstTrace
     ) -> Any:
         """Returns the result of a function of parameters, model state and batch in this mode."""
         self._check_params(params)

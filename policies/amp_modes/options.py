@@ -118,12 +118,7 @@ class TorchOptions(_Options):
     """
 
     mode: ClassVar[AmpType] = AmpType.TORCH
-    scaling: ClassVar[tuple[str, ...]] = (
-        "init_scale",
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-    )
+    scaling: ClassVar[tuple[str, ...]] = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -371,11 +366,7 @@ class ApexOptions(_Options):
         check_range("max_loss_scale", self.max_loss_scale)
         floor = self.min_loss_scale
         floor = min(1.0, self.max_loss_scale) if floor is None else floor
-        return apex_loss_scale(
-            scale_window=self.scale_window,
-            min_loss_scale=floor,
-            max_loss_scale=self.max_loss_scale,
-        )
+        return apex_loss_scale(scale_window=self.scale_window, min_loss_scale=floor, max_loss_scale=self.max_loss_scale)
 
 
 def _check_level(level: object) -> None:

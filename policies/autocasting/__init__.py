@@ -31,19 +31,13 @@ from jmp_train.policies.autocasting.primitives import LAYOUT as LAYOUT
 from jmp_train.policies.autocasting.primitives import PRODUCTS as PRODUCTS
 from jmp_train.policies.autocasting.product_warnings import FUSION_FLAG as FUSION_FLAG
 from jmp_train.policies.autocasting.product_warnings import TOLERATED_SHARE as TOLERATED_SHARE
-from jmp_train.policies.autocasting.product_warnings import (
-    CpuConvolutionWarning as CpuConvolutionWarning,
-)
-from jmp_train.policies.autocasting.product_warnings import (
-    Float32ProductsWarning as Float32ProductsWarning,
-)
+from jmp_train.policies.autocasting.product_warnings import CpuConvolutionWarning as CpuConvolutionWarning
+from jmp_train.policies.autocasting.product_warnings import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies.autocasting.product_warnings import is_at_risk as is_at_risk
 from jmp_train.policies.autocasting.product_warnings import is_exact as is_exact
 from jmp_train.policies.autocasting.product_warnings import product_text as product_text
 from jmp_train.policies.autocasting.product_warnings import share_text as share_text
-from jmp_train.policies.autocasting.product_warnings import (
-    warn_of_convolutions as warn_of_convolutions,
-)
+from jmp_train.policies.autocasting.product_warnings import warn_of_convolutions as warn_of_convolutions
 from jmp_train.policies.autocasting.region import DECIDED as DECIDED
 from jmp_train.policies.autocasting.region import INNER_REGION as INNER_REGION
 from jmp_train.policies.autocasting.region import BannedOperationError as BannedOperationError

@@ -17,14 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_train.policies.autocasting.fp8 import E4M3, place_of
 from jmp_train.policies.autocasting.literal_bounds import fits
-from jmp_train.policies.autocasting.primitives import (
-    ARITHMETIC,
-    EACH,
-    EXCHANGES,
-    PRODUCTS,
-    PROMOTE,
-    TRANSCENDENTAL,
-)
+from jmp_train.policies.autocasting.primitives import ARITHMETIC, EACH, EXCHANGES, PRODUCTS, PROMOTE, TRANSCENDENTAL
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
 from jmp_train.policies.autocasting.region import Region, join
 from jmp_train.policies.autocasting.rules import Rule

@@ -8,13 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting.operations import (
-    OperationReport,
-    OperationsReport,
-    elements_of,
-    flops_of,
-    table,
-)
+from jmp_train.policies.autocasting.operations import OperationReport, OperationsReport, elements_of, flops_of, table
 from jmp_train.policies.autocasting.region import Decision, Region
 from jmp_train.policies.autocasting.source_lines import source_of
 from jmp_train.policies.autocasting.traced_calls import FlatCall, float32_aval, none_key_explained

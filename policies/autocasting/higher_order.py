@@ -139,9 +139,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def _stable(
-    init: Sequence[Value],
-    atoms: Sequence[Any],
-    next_dtypes: Callable[[Sequence[Any]], Sequence[Any]] | None,
+    init: Sequence[Value], atoms: Sequence[Any], next_dtypes: Callable[[Sequence[Any]], Sequence[Any]] | None
 ) -> list[Any]:
     """Returns a loop's initial carry in dtypes that the body preserves: half only if it stays half."""
     arrays = [

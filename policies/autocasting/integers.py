@@ -116,11 +116,7 @@ def _moved(_: object, *operands: Operand) -> Integers | None:
     found = [operand.integers for operand in operands if operand.integers is not None]
     if not found:
         return None
-    return Integers(
-        min(one.low for one in found),
-        max(one.high for one in found),
-        min(one.step for one in found),
-    )
+    return Integers(min(one.low for one in found), max(one.high for one in found), min(one.step for one in found))
 
 
 def _first(equation: JaxprEqn, operand: Operand, *_: Operand) -> Integers | None:

@@ -22,12 +22,7 @@ from jmp_train.policies.autocasting.decisions import Step, is_entered, settle, s
 from jmp_train.policies.autocasting.primitives import ARITHMETIC
 from jmp_train.policies.autocasting.region import Region
 from jmp_train.policies.autocasting.source_lines import source_of
-from jmp_train.policies.autocasting.values import (
-    Value,
-    argument,
-    literal,
-    on_device,
-)
+from jmp_train.policies.autocasting.values import Value, argument, literal, on_device
 
 
 def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:

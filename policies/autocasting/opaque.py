@@ -137,12 +137,7 @@ def _forward(contract: Contract, precision: object, lhs: jax.Array, rhs: jax.Arr
     return _product(contract, precision, lhs, rhs), (lhs, rhs)
 
 
-def _backward(
-    contract: Contract,
-    precision: object,
-    inputs: tuple[jax.Array, jax.Array],
-    cotangent: jax.Array,
-) -> Any:
+def _backward(contract: Contract, precision: object, inputs: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
     lhs, rhs = inputs
     return operand_gradients(
         contract,

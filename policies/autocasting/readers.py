@@ -16,15 +16,7 @@ import jax
 import jax.extend.core as jex
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmp_train.policies.autocasting.primitives import (
-    ADDITIONS,
-    ARITHMETIC,
-    CALLS,
-    LAYOUT,
-    PICKS,
-    PLACEMENT,
-    names,
-)
+from jmp_train.policies.autocasting.primitives import ADDITIONS, ARITHMETIC, CALLS, LAYOUT, PICKS, PLACEMENT, names
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import Rule
 from jmp_train.policies.autocasting.values import FLOAT32, chosen, variables_read
@@ -62,11 +54,7 @@ def readers_of(region: Region, jaxpr: Jaxpr) -> Readers:
 
 
 def wanted(
-    region: Region,
-    jaxpr: Jaxpr,
-    rule: Rule,
-    through: frozenset[str],
-    results: frozenset[Any] = frozenset(),
+    region: Region, jaxpr: Jaxpr, rule: Rule, through: frozenset[str], results: frozenset[Any] = frozenset()
 ) -> frozenset[Any]:
     """Returns the variables whose readers all compute by one rule, directly or through other operations.
 

@@ -117,13 +117,7 @@ class Region:
         return dataclasses.replace(self, path=join(self.path, scope), callers=callers, place=place)
 
     def note(
-        self,
-        equation: JaxprEqn,
-        scope: str,
-        rule: str,
-        reason: str,
-        dtypes_in: Sequence[Any],
-        outputs: Sequence[Value],
+        self, equation: JaxprEqn, scope: str, rule: str, reason: str, dtypes_in: Sequence[Any], outputs: Sequence[Value]
     ) -> None:
         """Adds the decision on an equation in a scope to the log, if there is one."""
         if self.log is not None:

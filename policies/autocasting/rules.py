@@ -241,11 +241,7 @@ APEX_O1 = TORCH_CUDA.replace(
 # As much in half as possible: only sums, solvers, and operations whose inputs are all float32 run in float32. These
 # rules do not depend on the numbers of a model: `tune` finds the entries that a model needs in addition.
 MOSTLY_HALF = AutocastRules(
-    primitives=_table(
-        lower=PRODUCTS,
-        demote=_DEMOTED,
-        float32=f"{_SPECIAL} {_SUMS} {_SOLVERS}",
-    ),
+    primitives=_table(lower=PRODUCTS, demote=_DEMOTED, float32=f"{_SPECIAL} {_SUMS} {_SOLVERS}"),
     functions=TORCH_CUDA.functions,
     banned=TORCH_CUDA.banned,
 )

@@ -149,10 +149,7 @@ def explain_policy(
 
 
 def _under_autocast(
-    fn: Callable[..., Any],
-    policy: Policy | PathPolicy,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    fn: Callable[..., Any], policy: Policy | PathPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PolicyReport:
     mark = mark_of(policy.default.transform(fn))
     if mark is None or mark.region is None:

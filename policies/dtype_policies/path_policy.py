@@ -10,14 +10,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy, dtype_of_arguments, get_policy
-from jmp_train.policies.pytrees import (
-    cast_leaf,
-    check_regexes,
-    check_rules,
-    is_float_array,
-    named_leaves,
-    path_name,
-)
+from jmp_train.policies.pytrees import cast_leaf, check_regexes, check_rules, is_float_array, named_leaves, path_name
 
 Tree = TypeVar("Tree")
 

@@ -17,14 +17,7 @@ from jmp_train.policies.autocasting import (
     autocast,
     is_trying,
 )
-from jmp_train.policies.pytrees import (
-    cast_floating,
-    check_half,
-    float_dtype,
-    parse_dtype,
-    short_name,
-    shortened,
-)
+from jmp_train.policies.pytrees import cast_floating, check_half, float_dtype, parse_dtype, short_name, shortened
 
 Tree = TypeVar("Tree")
 Args = ParamSpec("Args")

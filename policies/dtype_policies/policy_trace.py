@@ -205,10 +205,7 @@ def _to_blame(origins: Sequence[Origin | None]) -> Origin | None:
 
 @contextlib.contextmanager
 def cast_arguments(
-    policy: Policy | PathPolicy,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    also: Collection[int] = frozenset(),
+    policy: Policy | PathPolicy, args: tuple[Any, ...], kwargs: dict[str, Any], also: Collection[int] = frozenset()
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Yields a call's arguments in the compute dtype; the first one holds the parameters.
 

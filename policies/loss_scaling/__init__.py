@@ -32,7 +32,5 @@ from jmp_train.policies.loss_scaling.presets import deepspeed_loss_scale as deep
 from jmp_train.policies.loss_scaling.presets import megatron_loss_scale as megatron_loss_scale
 from jmp_train.policies.loss_scaling.presets import nemo_loss_scale as nemo_loss_scale
 from jmp_train.policies.loss_scaling.presets import torch_loss_scale as torch_loss_scale
-from jmp_train.policies.loss_scaling.torch_scaler import (
-    loss_scale_from_torch as loss_scale_from_torch,
-)
+from jmp_train.policies.loss_scaling.torch_scaler import loss_scale_from_torch as loss_scale_from_torch
 from jmp_train.policies.loss_scaling.torch_scaler import loss_scale_to_torch as loss_scale_to_torch

@@ -221,10 +221,7 @@ def _unflatten_static(number: object, leaves: Any) -> StaticLossScale:
 
 jax.tree_util.register_pytree_with_keys(
     StaticLossScale,
-    lambda s: (
-        [(GetAttrKey("loss_scale"), x) for x in _flatten_static(s)[0]],
-        _flatten_static(s)[1],
-    ),
+    lambda s: ([(GetAttrKey("loss_scale"), x) for x in _flatten_static(s)[0]], _flatten_static(s)[1]),
     _unflatten_static,
     _flatten_static,
 )

@@ -19,12 +19,7 @@ from jmp_train.policies.loss_scaling.argument_checks import (
     is_integer,
 )
 from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale
-from jmp_train.policies.loss_scaling.loss_scale import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    NoOpLossScale,
-    StaticLossScale,
-)
+from jmp_train.policies.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, NoOpLossScale, StaticLossScale
 
 
 def torch_loss_scale(

@@ -5,9 +5,7 @@ from jmp_train.policies.optimizers.kahan import KahanState as KahanState
 from jmp_train.policies.optimizers.kahan import compensated_params as compensated_params
 from jmp_train.policies.optimizers.kahan import with_kahan as with_kahan
 from jmp_train.policies.optimizers.loss_scaled import ZeroGradientsState as ZeroGradientsState
-from jmp_train.policies.optimizers.loss_scaled import (
-    count_zero_gradients as count_zero_gradients,
-)
+from jmp_train.policies.optimizers.loss_scaled import count_zero_gradients as count_zero_gradients
 from jmp_train.policies.optimizers.loss_scaled import with_loss_scale as with_loss_scale
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState as LossScaledState
 from jmp_train.policies.optimizers.loss_scaled_state import get_loss_scale as get_loss_scale
@@ -36,13 +34,9 @@ from jmp_train.policies.optimizers.stalls import skips_to_floor as skips_to_floo
 from jmp_train.policies.optimizers.state_dtypes import StateDtypesState as StateDtypesState
 from jmp_train.policies.optimizers.state_dtypes import decode_opt_state as decode_opt_state
 from jmp_train.policies.optimizers.state_dtypes import with_state_dtypes as with_state_dtypes
-from jmp_train.policies.optimizers.stochastic_rounding import (
-    StochasticRoundingState as StochasticRoundingState,
-)
+from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState as StochasticRoundingState
 from jmp_train.policies.optimizers.stochastic_rounding import stochastic_round as stochastic_round
-from jmp_train.policies.optimizers.stochastic_rounding import (
-    with_stochastic_rounding as with_stochastic_rounding,
-)
+from jmp_train.policies.optimizers.stochastic_rounding import with_stochastic_rounding as with_stochastic_rounding
 from jmp_train.policies.optimizers.stored_parameters import Addition as Addition
 from jmp_train.policies.optimizers.stored_parameters import ParamsOptimizer as ParamsOptimizer
 from jmp_train.policies.optimizers.stored_parameters import as_transformation as as_transformation

@@ -13,11 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train.policies.loss_scaling import (
-    LossScales,
-    check_loss_scales,
-    unscale_and_check,
-)
+from jmp_train.policies.loss_scaling import LossScales, check_loss_scales, unscale_and_check
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
 from jmp_train.policies.optimizers.skip_rules import SkipRule, judged, with_rule_state, wrapped_state
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
@@ -90,10 +86,7 @@ def with_loss_scale(
         )
     if not isinstance(skip, SkipRule | None):
         raise TypeError(f"skip must be a SkipRule, such as spikes(), or None, got {skip!r}")
-    check_loss_scales(
-        loss_scale,
-        "for a number pass StaticLossScale(number) or torch_loss_scale(init_scale=number)",
-    )
+    check_loss_scales(loss_scale, "for a number pass StaticLossScale(number) or torch_loss_scale(init_scale=number)")
 
     def init(params: Params) -> Any:
         refuse_overwritten(params)

@@ -52,9 +52,7 @@ class MasterWeightsState(NamedTuple):
 StoringState.register(MasterWeightsState)
 
 
-def with_master_weights(
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-) -> StoringOptimizer:
+def with_master_weights(optimizer: optax.GradientTransformation | optax.MultiSteps) -> StoringOptimizer:
     """Returns an optimizer that updates float32 master weights of half-precision parameters.
 
     It must be the outermost wrapper: `with_master_weights(with_loss_scale(optimizer, loss_scale))`. After each step,

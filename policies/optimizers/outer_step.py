@@ -47,11 +47,7 @@ def extra_arguments(opt_state: OptState, loss: jax.Array, grads: Grads, evaluate
     if find_nodes(opt_state, optax.contrib.SAMState):  # takes no other argument, not even the loss
         return {"grad_fn": lambda params, number: _evaluated(evaluate, "sam(opaque_mode=True)")(params)[1]}
     if any(find_nodes(opt_state, kind) for kind in _LINE_SEARCHES):
-        return {
-            "value": loss,
-            "grad": grads,
-            "value_fn": _loss_fn(_evaluated(evaluate, "a line search")),
-        }
+        return {"value": loss, "grad": grads, "value_fn": _loss_fn(_evaluated(evaluate, "a line search"))}
     if find_nodes(opt_state, optax.contrib.HutchinsonState):
         return {"value": loss, "obj_fn": _loss_fn(_evaluated(evaluate, "sophia"))}
     return {"value": loss}

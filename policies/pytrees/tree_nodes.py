@@ -6,11 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.core import Tracer
 
-from jmp_train.policies.pytrees.nnx_objects import (
-    arrays_of_variables,
-    is_nnx_object,
-    is_optimizer_variable,
-)
+from jmp_train.policies.pytrees.nnx_objects import arrays_of_variables, is_nnx_object, is_optimizer_variable
 from jmp_train.policies.pytrees.paths import path_name
 from jmp_train.policies.types import PyTree
 
