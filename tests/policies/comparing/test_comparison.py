@@ -173,6 +173,39 @@ def test_the_report_is_read_in_a_terminal_as_json_and_as_a_page(
     assert "$" not in picture
 
 
+@pytest.mark.parametrize(
+    ("unknown", "difference", "contribution", "evidence"),
+    [
+        (
+            0.25,
+            0.0,
+            0.4,
+            "25% of its rows are not among those of train; with the values of train, 40% of the difference",
+        ),
+        (0.0, 0.0, 0.4, "its rows are those of train, at other places or for other tokens; with the values of train"),
+        (
+            0.0,
+            0.5,
+            0.4,
+            "off by 0.5 from train, by 0.25 from float32; with the values of train, 40% of the difference",
+        ),
+        (0.0, 0.0, math.nan, "off by 0 from train, by 0.25 from float32"),
+    ],
+)
+def test_an_operation_says_how_its_rows_differ(
+    report: jt.policies.ParityReport, unknown: float, difference: float, contribution: float, evidence: str
+) -> None:
+    assert report.operations is not None and report.operations.first is not None
+    numbers = {"unknown": unknown, "difference": difference, "error": 0.25, "contribution": contribution}
+    assert report.operations.first.infer is not None
+    infer = dataclasses.replace(report.operations.first.infer, **numbers)
+    first = dataclasses.replace(report.operations.first, infer=infer)
+    changed = dataclasses.replace(report, operations=dataclasses.replace(report.operations, first=first))
+    text = " ".join(str(changed).split())
+    assert evidence in text
+    assert ("goes away" in text) != math.isnan(contribution)
+
+
 def test_what_no_operation_explains_is_the_compilers(report: jt.policies.ParityReport) -> None:
     assert report.operations is not None
     assert report.operations.mean == pytest.approx(report.mean, rel=0.01)
