@@ -13,31 +13,24 @@ from jmp_train.policies.documents import Cell, Section, Table, Text, counted, pa
 
 _UNLIMITED = 10_000  # characters of a line
 _CUTS = ("device", "policy", "placement", "not compiled because")
-_TEXT_COLUMNS = {"GPU", "TPU", "device", "policy", "placement"}
 _MEMORY = (
-    "Memory is what each {} allocates for a step: the arguments (parameters, optimizer state, batch), results that "
-    "take no argument's place, constants, and one block for all temporaries. XLA's compiler has laid it out for this "
-    "{}; nothing was run. "
+    "Memory is what each {} allocates for a step: arguments (parameters, optimizer state, batch), results that take no "
+    "argument's place, constants, and one block for all temporaries, laid out by XLA's compiler. Nothing was run. "
 )
-_OF_GPU = (
-    "Of the GPU's memory a step can have jax's pool, or what CUDA, its libraries and, with "
-    "several devices, collectives leave if that is less, without what is lost in gaps: "
-)
-_OF_TPU = "Of the TPU's memory a step can have what libtpu leaves to programs, without what is lost in gaps: "
-_TIMES = (
-    "Times are lower bounds: {}. "
-    "A step takes longer. Casts are bytes that kernels read and write only to convert between floating-point "
-    "dtypes."
-)
+_USABLE_OF = {
+    "GPU": "Of the GPU's memory, a step can have jax's pool, or what CUDA, its libraries and collectives leave if that "
+    "is less, without what is lost in gaps: {}.",
+    "TPU": "Of the TPU's memory, a step can have what libtpu leaves to programs, without what is lost in gaps: {}.",
+}
+_TIMES = "Times are lower bounds: {}. Casts are bytes that kernels read and write only to convert between float dtypes."
 _TIMES_OF = {
     "GPU": "each kernel at the GPU's peak rate or peak bandwidth, the L2 cache as useful as it can be",
     "TPU": "all products at the TPU's peak rate, or all bytes at the peak bandwidth of its memory",
 }
 _ROOFLINE = (
-    "A large point is a step at its bound; the line below it reaches down to where it is if no byte stays in the "
-    "L2 cache, which is why the point itself can be above the slanted roof. Small points are the costliest kernels "
-    "with matrix products, the larger the more of the step's time, without the cache. Kernels without matrix "
-    "products are in the steps' times, but have no point."
+    "A large point is a step at its bound, which can be above the slanted roof; the line below it ends at its rate "
+    "without the L2 cache. Small points are the costliest kernels with matrix products, without the cache; the larger, "
+    "the more of the step's time. Other kernels are only in the steps' times."
 )
 
 
@@ -86,7 +79,6 @@ class Plan:
           title: what was planned.
         """
         heads, *cells = table_cells(self.rows)
-        texts = [number for number, head in enumerate(heads) if head in _TEXT_COLUMNS]
         table = [
             (Cell(device, "" if row.fits else "misfit", f"#row-{number}"), *rest)
             for number, (row, (device, *rest)) in enumerate(zip(self.rows, cells, strict=True), 1)
@@ -96,14 +88,14 @@ class Plan:
             title,
             [
                 Text(self._summary, "summary"),
-                Table(heads, table, "rows", texts),
-                Section("Memory at the peak", [memory_chart(self.rows)]),
-                Section("Largest batch that fits", [batch_chart(self.rows)]),
+                Table(heads, table, "rows", range(heads.index("batch"))),
+                memory_chart(self.rows),
+                batch_chart(self.rows),
                 _rooflines(self.rows),
                 Section("What was not compiled", [Table(_CUTS, cuts, texts=range(4))], is_folded=True),
                 Section("Row by row", [details(number, row) for number, row in enumerate(self.rows, 1)]),
             ],
-            [_memory_note(self.rows, self.allowances), _times_note(self.rows)],
+            _footer(self.rows, self.allowances),
         )
 
     def largest_buffers(self, count: int = 10) -> str:
@@ -172,25 +164,20 @@ def _where(row: PlanRow) -> str:
 
 def _rooflines(rows: Sequence[PlanRow]) -> Section | None:
     styles = series_styles(row.policy for row in rows)
-    kinds = dict.fromkeys(row.kind for row in rows)
-    charts = {kind.name: roofline_chart(kind, [row for row in rows if row.kind == kind], styles) for kind in kinds}
-    drawn = [Section(name, [chart]) for name, chart in charts.items() if chart]
-    return Section("Roofline", [*drawn, Text(_ROOFLINE, look="soft")]) if drawn else None
+    charts = [
+        roofline_chart(kind, [row for row in rows if row.kind == kind], styles)
+        for kind in dict.fromkeys(row.kind for row in rows)
+    ]
+    return Section("Roofline", [*charts, Text(_ROOFLINE, look="soft")]) if any(charts) else None
 
 
-def _memory_note(rows: Sequence[PlanRow], allowances: Allowances) -> str:
-    """Returns what the memory is, and of what."""
-    heads, head = device_kinds(rows), device_head(rows)
-    limits = [_OF_GPU + _allowed(allowances)] if "GPU" in heads else []
-    limits += [f"{_OF_TPU}fragmentation {allowances.fragmentation:.0%}"] if "TPU" in heads else []
-    return _MEMORY.format(head, head) + ". ".join(limits) + "."
-
-
-def _times_note(rows: Sequence[PlanRow]) -> str:
-    return _TIMES.format("; ".join(_TIMES_OF[head] for head in device_kinds(rows)))
-
-
-def _allowed(allowances: Allowances) -> str:
+def _footer(rows: Sequence[PlanRow], allowances: Allowances) -> list[str]:
+    """Returns what the memory and the times are."""
     shares = ("memory_fraction", "fragmentation")
-    items = vars(allowances).items()
-    return ", ".join(f"{name} {f'{value:.0%}' if name in shares else gigabytes(value)}" for name, value in items)
+    allowed = {name: f"{x:.0%}" if name in shares else gigabytes(x) for name, x in vars(allowances).items()}
+    of_gpu = ", ".join(f"{name} {value}" for name, value in allowed.items())
+    given = {"GPU": of_gpu, "TPU": f"fragmentation {allowed['fragmentation']}"}
+    heads = device_kinds(rows)
+    usable = " ".join(_USABLE_OF[head].format(given[head]) for head in heads)
+    times = _TIMES.format("; ".join(_TIMES_OF[head] for head in heads))
+    return [_MEMORY.format(device_head(rows)) + usable, times]

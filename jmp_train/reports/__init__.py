@@ -12,5 +12,5 @@ from jmp_train.reports.files import write_diagnosis as write_diagnosis
 from jmp_train.reports.files import write_plan as write_plan
 from jmp_train.reports.files import write_report as write_report
 from jmp_train.reports.files import write_tuning as write_tuning
-from jmp_train.reports.notes import explain_failure as explain_failure
-from jmp_train.reports.notes import explanations as explanations
+from jmp_train.reports.page import explain_failure as explain_failure
+from jmp_train.reports.page import explanations as explanations

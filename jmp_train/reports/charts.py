@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _DASHES = ("", "10 3", "3 2", "10 3 3 3")  # so that overlapping curves can be told apart
 _POINTS = 60  # maximum per loss curve
 _SIZE, _MARGINS = (440, 240), (48, 12, 10, 42)
-_INCHES, _COLUMNS, _DPI = (15.0, 7.5), 3, 120
+_INCHES, _DPI = (15.0, 7.5), 120
 _FONT = 11  # pixels, as in SVG
 
 
@@ -130,10 +130,10 @@ def _bars(title: str, runs: Sequence[Run], rows: Sequence[Sequence[tuple[float, 
 
 
 def png(charts: Sequence[doc.Chart], title: str, footnote: str) -> bytes:
-    """Returns charts in a grid as one PNG of 1800 x 900 pixels.
+    """Returns six charts in a grid as one PNG of 1800 x 900 pixels.
 
     Args:
-      charts: the charts.
+      charts: the panels of a comparison.
       title: text above the charts.
       footnote: text below the charts, or an empty string.
     """
@@ -144,10 +144,8 @@ def png(charts: Sequence[doc.Chart], title: str, footnote: str) -> bytes:
     figure.suptitle(title)
     figure.text(0.5, 0.01, footnote, ha="center", fontsize="small", color=_light("soft"))
     figure.subplots_adjust(0.02, 0.05, 0.98, 0.92, 0.04, 0.04)
-    grid = figure.subplots(-(-len(charts) // _COLUMNS), _COLUMNS, squeeze=False)
-    for axes in grid.flat:
+    for axes, chart in zip(figure.subplots(2, 3).flat, charts, strict=True):
         axes.set_axis_off()
-    for axes, chart in zip(grid.flat, charts, strict=False):
         _draw(axes, chart)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=_DPI)

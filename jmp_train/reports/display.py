@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Self
 
 from jmp_train.extras import extra_packages
 from jmp_train.policies.documents import Table, with_unit
-from jmp_train.reports.notes import metrics_note
+from jmp_train.reports.page import metrics_note
 from jmp_train.reports.tables import cost_table, process_memory, runs_table, speed_table, watch_table
 from jmp_train.reports.terminal import console_on, is_screen, sheet, width_of, wrapped
 from jmp_train.runs import Compiled, Epoch, Event, Note, Phase, Planned, Progress, Run

@@ -111,11 +111,9 @@ def _comment(title: str, subject: Mapping[str, Any], tuned: "TunedRules") -> str
 def _write_all(writers: Mapping[Path | None, Callable[[Path], object]]) -> Written:
     """Calls each writer with its path unless that is None, and collects failures."""
     written, problems = [], []
-    for path, write in writers.items():
-        if path is None:
-            continue
+    for path in filter(None, writers):
         try:
-            write(path)
+            writers[path](path)
             written.append(path)
         # Of matplotlib, such as a missing font or TeX; of a model's path that UTF-8 cannot encode.
         except (OSError, RuntimeError, ValueError) as error:

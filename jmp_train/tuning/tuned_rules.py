@@ -95,18 +95,17 @@ class TunedRules:
         return doc.fragment(self._blocks)
 
     @property
-    def _blocks(self) -> list[doc.Block]:
+    def _blocks(self) -> list[doc.Block | None]:
         use = f'policy = dataclasses.replace(jt.get_policy("autocast_{self.dtype}"), rules=rules)'
         shares = {"flops": self.half_flops, "elements of results": self.half_elements}
         rows = [(name, f"{ours:.1%}", f"{torchs:.1%}") for name, (torchs, ours) in shares.items()]
         none = doc.Text("No operation has to, beside sums and solvers.")
-        front = front_chart(self.front, self.chosen, self.tolerance.gradient)
         return [
             doc.Text(self._summary, "summary"),
             doc.Table(("in half precision", "by these rules", "by torch's table"), rows, "shares"),
             doc.Section("What stays in float32", [_entry(entry) for entry in self.entries] or [none]),
             doc.Section("The rules", [doc.Code(f"{self.code()}\n{use}", "rules")]),
-            doc.Section("What was tried", [front]),
+            front_chart(self.front, self.chosen, self.tolerance.gradient),
             doc.Section("Under autocast itself", _verified(self.verification, self._note)),
         ]
 
@@ -196,7 +195,7 @@ def front_chart(front: Sequence[FrontPoint], chosen: FrontPoint | None, toleranc
         said = f"chosen: {_point(chosen)}"
         marks.append(doc.Dot(doc.Style("second", "chosen"), chosen.half_flops, chosen.gradient_error, 7, said))
     x = doc.linear_axis(least, 1.0, "{:.1%}".format, title="share of the flops in half precision", has_grid=False)
-    title = "Gradient error and share of the flops in half precision"
+    title = "What was tried: gradient error and share of the flops in half precision"
     return doc.Chart(title, x, doc.log_axis(errors, "{:.0e}".format), marks)
 
 

@@ -74,7 +74,7 @@ class ParityReport(Differences):
             title,
             [
                 doc.Code(str(self), "summary"),
-                *(doc.Section(chart.title, [chart]) for chart in self._charts),
+                *self._charts,
                 doc.Section("The worst tokens", [doc.Table(("token", "train", "infer", "difference"), worst, "worst")]),
                 doc.Section(
                     "Operations of inference", [doc.Table(_HEADS, rows, "operations-of-inference", texts=range(5))]
@@ -89,8 +89,7 @@ class ParityReport(Differences):
         Args:
           path: the path of the file, which is overwritten.
         """
-        label = "Distribution of differences, and of operations"
-        pathlib.Path(path).write_text(doc.svg_file(self._charts, label), encoding="utf-8")
+        pathlib.Path(path).write_text(doc.svg_file(self._charts), encoding="utf-8")
 
     @property
     def _charts(self) -> list[doc.Chart]:
@@ -118,22 +117,18 @@ class ParityReport(Differences):
     def _operation_blocks(self) -> list[doc.Block]:
         if self.operations is None:
             return []
-        compiler = (
-            f"the operations run one by one differ by {self.operations.mean:.2g} on average: the rest is the "
-            "compiler's, which fuses, reorders sums and leaves out roundings"
-        )
-        is_compilers = self.mean > 1e-6 and self.operations.mean < _EXPLAINED * self.mean
+        compiler = ""
+        if self.mean > 1e-6 and self.operations.mean < _EXPLAINED * self.mean:
+            compiler = (
+                f"the operations run one by one differ by {self.operations.mean:.2g} on average: the rest is the "
+                "compiler's, which fuses, reorders sums and leaves out roundings"
+            )
         first = self.operations.first
         if first is None:
-            return [
-                doc.Text(f"no operation differs beyond float32's rounding{f'; {compiler}' if is_compilers else ''}")
-            ]
+            return [doc.Text("no operation differs beyond float32's rounding" + (f"; {compiler}" if compiler else ""))]
         kinds = {"value": "other values, even in float32", "rounding": "rounding, while float32 agrees"}
         sides = [_operation("train", first.train), _operation("infer", first.infer)]
-        return [
-            doc.Section(f"first difference: {kinds[first.kind]}", sides),
-            doc.Text(compiler if is_compilers else ""),
-        ]
+        return [doc.Section(f"first difference: {kinds[first.kind]}", sides), doc.Text(compiler)]
 
 
 def distribution_chart(differences: Differences) -> doc.Chart:
@@ -143,9 +138,8 @@ def distribution_chart(differences: Differences) -> doc.Chart:
     marks: list[doc.Mark] = []
     for i, count in enumerate(counts):
         if count:
-            marks.append(
-                doc.Box(doc.Style("first"), i + 0.02, i + 0.98, 0, count, f"{edges[i]} to {edges[i + 1]}: {count}")
-            )
+            said = f"{edges[i]} to {edges[i + 1]}: {count}"
+            marks.append(doc.Box(doc.Style("first"), i + 0.02, i + 0.98, 0, count, said))
             marks.append(doc.Label(str(count), i + 0.5, count, "middle", (0, -4)))
     ticks = [(i + 1, f"{edge:.0e}") for i, edge in enumerate(EDGES) if i % 2 == 0]
     x, y = doc.Axis(0, len(counts), ticks, has_grid=False), doc.Axis(0, max(*counts, 1), [(0, "")])

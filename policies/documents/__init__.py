@@ -1,8 +1,6 @@
 """Documents as plain data, and their renderings: pages, notebooks, text, JSON, charts in SVG."""
 
-from jmp_train.policies.documents.axes import Axis as Axis
-from jmp_train.policies.documents.axes import linear_axis as linear_axis
-from jmp_train.policies.documents.axes import log_axis as log_axis
+from jmp_train.policies.documents.charts import Axis as Axis
 from jmp_train.policies.documents.charts import Box as Box
 from jmp_train.policies.documents.charts import Chart as Chart
 from jmp_train.policies.documents.charts import Color as Color
@@ -25,13 +23,15 @@ from jmp_train.policies.documents.elements import Panels as Panels
 from jmp_train.policies.documents.elements import Section as Section
 from jmp_train.policies.documents.elements import Table as Table
 from jmp_train.policies.documents.elements import Text as Text
+from jmp_train.policies.documents.elements import aligned as aligned
+from jmp_train.policies.documents.elements import as_json as as_json
+from jmp_train.policies.documents.elements import counted as counted
+from jmp_train.policies.documents.elements import text as text
+from jmp_train.policies.documents.elements import with_unit as with_unit
+from jmp_train.policies.documents.layout import linear_axis as linear_axis
+from jmp_train.policies.documents.layout import log_axis as log_axis
 from jmp_train.policies.documents.layout import placed as placed
 from jmp_train.policies.documents.pages import fragment as fragment
 from jmp_train.policies.documents.pages import page as page
 from jmp_train.policies.documents.pages import svg as svg
 from jmp_train.policies.documents.pages import svg_file as svg_file
-from jmp_train.policies.documents.texts import aligned as aligned
-from jmp_train.policies.documents.texts import as_json as as_json
-from jmp_train.policies.documents.texts import counted as counted
-from jmp_train.policies.documents.texts import text as text
-from jmp_train.policies.documents.texts import with_unit as with_unit

@@ -4,8 +4,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jmp_train.policies.documents.axes import Axis
-
 Color = str | tuple[str, str]
 """A name of `PALETTE`, or a color for light and one for dark surroundings."""
 
@@ -26,6 +24,38 @@ _BRIGHT = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#b
 
 _HEADING = 22  # pixels of the heading of a group of bars
 _CHARACTER = 6.2  # mean width in pixels
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """The scale of one direction.
+
+    Attributes:
+      low: the value at the left or at the bottom.
+      high: the value at the right or at the top.
+      ticks: values with their labels.
+      title: below the labels; only the horizontal axis shows one.
+      is_log: True for a logarithmic scale. Values beyond the ends of such an axis, such as 0, are drawn at its ends.
+      has_grid: True if a line crosses the chart at each tick.
+    """
+
+    low: float
+    high: float
+    ticks: Sequence[tuple[float, str]] = ()
+    title: str = ""
+    is_log: bool = False
+    has_grid: bool = True
+
+    def part(self, value: float) -> float:
+        """Returns where a value is: 0 at the lower end, 1 at the upper end.
+
+        Example:
+          >>> Axis(0, 10).part(5), Axis(0.01, 100, is_log=True).part(1), Axis(0.01, 100, is_log=True).part(0)
+          (0.5, 0.5, 0.0)
+        """
+        if not self.is_log:
+            return (value - self.low) / (self.high - self.low)
+        return math.log(min(max(value, self.low), self.high) / self.low) / math.log(self.high / self.low)
 
 
 @dataclasses.dataclass(frozen=True)

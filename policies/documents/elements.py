@@ -1,8 +1,10 @@
-"""The blocks of a document as plain data: texts, code, tables, charts, and sections of them."""
+"""The blocks of a document as plain data, such as tables and sections, and as text; numbers and data as text."""
 
 import dataclasses
+import math
+import textwrap
 from collections.abc import Collection, Sequence
-from typing import TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 from jmp_train.policies.documents.charts import Chart, Color
 
@@ -109,3 +111,89 @@ def _has_content(block: Block) -> bool:
             return bool(shown(block.blocks))
         case _:
             return True
+
+
+def text(blocks: Sequence[Block | None], width: int = 100, indent: str = "") -> str:
+    """Returns blocks as lines of text: what is within a section is indented; charts are left out.
+
+    Args:
+      blocks: of a document.
+      width: of the lines; tables may be wider, code is cut.
+      indent: what all lines begin with.
+
+    Example:
+      >>> print(text([Section("problem: overflow", [Code("y = x * x"), Text("it reaches 90000")])]))
+      problem: overflow
+          y = x * x
+        it reaches 90000
+    """
+    return "\n".join(line for block in shown(blocks) for line in _lines(block, width, indent))
+
+
+def _lines(block: Block, width: int, indent: str) -> list[str]:
+    match block:
+        case Text(said):
+            return textwrap.wrap(said, width, initial_indent=indent, subsequent_indent=f"{indent}  ")
+        case Code(code):
+            return [f"{indent}  {line}"[:width] for line in code.splitlines()]
+        case Table(heads):
+            return [indent + line for line in aligned([heads, *block.plain_rows])]
+        case Section(title, blocks):
+            return [*_lines(Text(title), width, indent), *text(blocks, width, f"{indent}  ").splitlines()]
+        case _:
+            return []
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table whose columns start below each other.
+
+    Args:
+      rows: cells, equally many in each; the first row is the head.
+
+    Example:
+      >>> aligned([("operation", "in"), ("mul", "f32")])
+      ['operation  in', 'mul        f32']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Returns a number with three digits and a decimal prefix.
+
+    Example:
+      >>> with_unit(312e12, "flop/s"), with_unit(0, "B"), with_unit(1536, "B"), with_unit(999_600_000, "B")
+      ('312 Tflop/s', '0 B', '1.54 kB', '1 GB')
+    """
+    power = min(max(int(math.log10(value) // 3), 0), 6) if value > 0 else 0
+    if value > 0 and float(f"{value / 1000**power:.3g}") >= 1000 and power < 6:
+        power += 1
+    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[power]}{unit}"
+
+
+def counted(count: int, name: str) -> str:
+    """Returns a number with its noun.
+
+    Example:
+      >>> counted(1, "step"), counted(0, "step")
+      ('1 step', '0 steps')
+    """
+    return f"{count} {name}{'s' * (count != 1)}"
+
+
+def as_json(value: Any) -> Any:
+    """Returns data as JSON has it: records as dictionaries, tuples as lists, numbers that are not finite as None.
+
+    Example:
+      >>> as_json({"a": (1, float("nan"))})
+      {'a': [1, None]}
+    """
+    if dataclasses.is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if (as_dict := getattr(value, "_asdict", None)) is not None:  # a named tuple
+        value = as_dict()
+    if isinstance(value, dict):
+        return {name: as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

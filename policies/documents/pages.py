@@ -42,8 +42,8 @@ def svg(chart: Chart, *, is_whole: bool = True) -> str:
     return _svg(chart, is_whole, _themed)
 
 
-def svg_file(charts: Sequence[Chart], label: str) -> str:
-    """Returns charts below each other as a file of its own, in light colors; `label` says what they show."""
+def svg_file(charts: Sequence[Chart]) -> str:
+    """Returns charts below each other as a file of its own, in light colors."""
     parts, height = [], 0.0
     for chart in charts:
         chart_height = placed(chart)[1]
@@ -53,7 +53,7 @@ def svg_file(charts: Sequence[Chart], label: str) -> str:
     width = max(chart.size[0] for chart in charts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="{escape(label)}">\n'
+        f'height="{height:g}" role="img" aria-label="{escape("; ".join(chart.title for chart in charts))}">\n'
         f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 

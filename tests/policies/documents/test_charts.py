@@ -1,5 +1,6 @@
 """Charts: marks are where their values are, in SVG as in pixels, on linear and logarithmic axes."""
 
+import dataclasses
 import itertools
 import math
 from xml.etree import ElementTree
@@ -114,9 +115,9 @@ def test_svg_is_well_formed_with_a_color_and_a_title_per_mark() -> None:
 
 
 def test_a_file_has_charts_below_each_other_in_light_colors() -> None:
-    made = svg_file([chart(), chart(Label("here", 5, 1))], "two <charts>")
+    made = svg_file([chart(), dataclasses.replace(chart(), title="a < b")])
     root = ElementTree.fromstring(made)
-    assert (root.get("height"), root.get("aria-label")) == ("516", "two <charts>")
+    assert (root.get("height"), root.get("aria-label")) == ("516", "a chart; a < b")
     space = "{http://www.w3.org/2000/svg}"
     assert [part.get("y") for part in root.iter(f"{space}svg")] == [None, "0", "258"]
     assert "light-dark" not in made

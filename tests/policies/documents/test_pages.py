@@ -73,7 +73,7 @@ def test_a_page_has_all_of_its_document_escaped_and_nothing_from_elsewhere() -> 
     found = Found(made)
     assert made.startswith("<!DOCTYPE html>")
     names = ("page", "text", "code", "head", "cell", "1", "note", "title", "inner", "fold", "folded", "footer")
-    for name in (*names, "up", "tip", "below"):
+    for name in (*names, "line", "up", "tip", "below"):
         assert f"{name} {ODD}" in found.text, name
     assert f"line {ODD}" in found.values["aria-label"]
     assert found.values["id"] == ["said", "rules", "table", "first", "second"]
@@ -84,7 +84,7 @@ def test_a_page_has_all_of_its_document_escaped_and_nothing_from_elsewhere() -> 
 
 def test_titles_are_as_deep_as_their_sections() -> None:
     tags = Found(page("page", BLOCKS)).tags
-    assert [tag for tag in tags if re.fullmatch("h[1-6]|summary", tag)] == ["h1", "h2", "h3", "summary"]
+    assert [tag for tag in tags if re.fullmatch("h[1-6]|summary", tag)] == ["h1", "h2", "h3", "h4", "summary"]
     folded = Section("fold", [Section("inside", [Text("a")])], is_folded=True)
     assert "<h3>inside</h3>" in fragment([folded])
 
