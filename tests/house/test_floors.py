@@ -1,6 +1,7 @@
 """Imports run downwards only, private jax is not used, and importing is light."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,7 @@ def _through_link(path: Path, top: Path) -> bool:
     return any(parent.is_symlink() for parent in path.parents if top in parent.parents)
 
 
+@functools.cache
 def imports(path: Path) -> list[str]:
     """Returns the full names of the modules that a file imports."""
     names = []
@@ -79,6 +81,7 @@ SOURCES = _sources()
 FACES = {module: path for module, path in SOURCES.items() if path.name == "__init__.py"}
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     """Returns the modules of this project that a file imports, at its top or within functions."""
     found = set()
@@ -94,6 +97,7 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
+@functools.cache
 def passed_on(face: str | None) -> set[str]:
     """Returns the names that users of a folder may import from its face, modules among them."""
     if face is None or face not in FACES:
