@@ -1,4 +1,4 @@
-"""What a training step would need on GPUs and TPUs that need not be there."""
+"""Memory and time that a training step would need on absent GPUs and TPUs."""
 
 from jmp_train.planning.allowances import Allowances as Allowances
 from jmp_train.planning.batches import Batches as Batches

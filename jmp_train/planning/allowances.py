@@ -1,4 +1,4 @@
-"""What a device's memory has to hold beside the program, so that a plan does not promise all of it."""
+"""Memory of a device that a program cannot have."""
 
 from dataclasses import dataclass
 
@@ -11,26 +11,26 @@ _MIB = 2**20
 class Allowances:
     """Memory that a training step cannot have, each part with the reason.
 
-    jax takes `memory_fraction` of the GPU's memory for its pool when it starts, in which the program has to fit. What
-    CUDA and its libraries allocate is outside of the pool. Only where the pool and these are more than there is, they
-    count; `XLA_PYTHON_CLIENT_MEM_FRACTION` sets the fraction for a training script.
+    jax takes `memory_fraction` of the GPU's memory for its pool when it starts, and the program has to fit into it.
+    CUDA and its libraries allocate outside of the pool, which counts only if both exceed the memory;
+    `XLA_PYTHON_CLIENT_MEM_FRACTION` sets the fraction for a training script.
 
     On TPUs there is no such pool: libtpu reserves a part of the memory and refuses programs that need more than the
-    rest, which `jt.aot.TPU.program_bytes` is. Of that, only `fragmentation` is taken.
+    rest, `jt.aot.TPU.program_bytes`. Only `fragmentation` is subtracted from it.
 
     Attributes:
-      memory_fraction: of the memory that jax takes; 0.75 is jax's default.
+      memory_fraction: fraction of the memory that jax takes; 0.75 is jax's default.
       cuda_context: bytes of the CUDA context with the kernels of all libraries that are loaded: 300 to 600 MiB on the
         GPUs that we list.
       libraries: bytes that cuBLAS and cuDNN allocate by themselves. The workspaces that XLA gives to cuBLAS are in the
         program's peak already; those of cuDNN's convolutions are not, as they come from tuning on the device.
-      collectives: bytes of NCCL's buffers, where there is more than one device: 4 MiB (`NCCL_BUFFSIZE`) for each of up
+      collectives: bytes of NCCL's buffers if there is more than one device: 4 MiB (`NCCL_BUFFSIZE`) for each of up
         to 32 channels, in both directions, and more for its kernels.
-      fragmentation: the share of the pool that is lost in gaps between what is allocated: arrays of the last step,
+      fragmentation: the fraction of the pool that is lost in gaps between arrays: those of the last step,
         metrics that are read late, the next batch's parts.
 
     Raises:
-      ValueError: a share is not between 0 and 1, or bytes are negative.
+      ValueError: a fraction is not between 0 and 1, or bytes are negative.
 
     Example:
       >>> from jmp_train.aot import GPUS
@@ -56,11 +56,11 @@ class Allowances:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a number of bytes")
 
     def usable_bytes(self, device: Device, devices: int) -> int:
-        """Returns how many bytes a program may take on each device.
+        """Returns the number of bytes that a program may take on each device.
 
         Args:
           device: a GPU or a slice of TPUs.
-          devices: how many of them work together.
+          devices: number of devices that work together.
         """
         if isinstance(device, TPU):
             return int(device.program_bytes * (1 - self.fragmentation))

@@ -1,4 +1,4 @@
-"""What the arguments of a step are: by names on their paths, types that hold them, or what has their moments."""
+"""Classifies the arguments of a step by names on their paths, the types that hold them, or their moments."""
 
 import sys
 from collections import defaultdict
@@ -28,8 +28,8 @@ def arguments_of(paths: Sequence[str], state: Any) -> dict[int, Argument]:
 
     Args:
       paths: of state and batch, such as "state.params['kernel']".
-      state: its shapes: a `TrainState`, flax's, nnx objects, or optax's states in tuples and dicts beside parameters,
-        which are then what is as the moments in these, or else all other floats.
+      state: its shapes: a `TrainState`, flax's, nnx objects, or optax's states in tuples and dicts next to parameters.
+        Parameters are then the arrays shaped like the moments, otherwise all other floats.
 
     Example:
       >>> import optax
@@ -60,7 +60,7 @@ def _group_by_name(path: KeyPath) -> str:
 
 
 def _group_of(node: object) -> str | None:
-    """Returns the group of what a node holds, where its type says so."""
+    """Returns the group of a node's arrays if its type determines it."""
     kind, nnx, equinox = type(node), flax_nnx(), sys.modules.get("equinox")
     if kind.__module__.startswith(_OPTIMIZERS) and kind.__name__.endswith("State"):
         return OPTIMIZER_STATE
@@ -73,13 +73,13 @@ def _group_of(node: object) -> str | None:
 
 
 def _has_optimizer(state: Any) -> bool:
-    """Says whether an optimizer's state is in the state, perhaps one without arrays."""
+    """Returns whether the state has an optimizer's state, perhaps without arrays."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: _group_of(x) is not None)
     return any(_group_of(node) == OPTIMIZER_STATE for node in nodes)
 
 
 def _with_parameters(leaves: list[_Leaf], has_optimizer: bool) -> list[_Leaf]:
-    """Returns the leaves with those as parameters that are beside an optimizer's state, if none are named so."""
+    """Returns the leaves; if no path names parameters, those next to an optimizer's state become parameters."""
     if not has_optimizer or any(group == PARAMETERS for _, _, group in leaves):
         return leaves
     moments = set(_floats_by_prefix(leaves, OPTIMIZER_STATE).values())

@@ -14,13 +14,13 @@ Batches = Callable[[int], Any]
 
 
 def batches_of(batch: Any, batch_size: int | None, *, grows: bool = True) -> tuple[Batches, int]:
-    """Returns the batches by size, and the size to begin with.
+    """Returns the batches by size, and the first size.
 
     Args:
       batch: a tree whose arrays have the examples along their first axes, or a function of the number of examples.
-      batch_size: the size to begin with; None for that of the tree.
-      grows: whether other sizes are wanted. Otherwise a tree without a common first axis, such as a graph, is taken as
-        it is, and counts as one example.
+      batch_size: the first size; None for that of the tree.
+      grows: True if other sizes are needed. Otherwise a tree without a common first axis, such as a graph, counts as
+        one example.
 
     Raises:
       TypeError: `batch` is a function, and there is no `batch_size`.

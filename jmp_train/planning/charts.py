@@ -47,7 +47,7 @@ def memory_chart(rows: Sequence[PlanRow]) -> doc.Chart | None:
     """Returns one bar per row: the memory at the peak, with marks at the usable memory and at all memory of the device.
 
     Args:
-      rows: of a plan; without any there is no chart.
+      rows: the rows of a plan; without any there is no chart.
     """
     if not rows:
         return None
@@ -62,7 +62,7 @@ def batch_chart(rows: Sequence[PlanRow]) -> doc.Chart | None:
     """Returns the largest batches that fit, bars grouped by device; None if no row has one.
 
     Args:
-      rows: of a plan; those without a largest batch have no bar.
+      rows: the rows of a plan; those without a largest batch have no bar.
     """
     known = [row for row in rows if row.largest_batch is not None]
     if not known:
@@ -110,9 +110,9 @@ class Point:
     Attributes:
       intensity: operations per byte that is read or written.
       rate: operations per second at the bound.
-      rate_without_cache: the same if all bytes come from and go to the memory.
+      rate_without_cache: the same without the L2 cache.
       share: fraction of the step's bound, 1 for the step itself.
-      said: in words.
+      said: its description.
     """
 
     intensity: float
@@ -126,8 +126,8 @@ def roofline_chart(device: Device, rows: Sequence[PlanRow], styles: Mapping[str,
     """Returns arithmetic intensity against operations per second; None if no row has matrix products.
 
     Args:
-      device: whose roofs are drawn.
-      rows: of a plan, those of this device.
+      device: the device with the roofs.
+      rows: the plan's rows of this device.
       styles: of the policies of the whole plan.
     """
     steps = [(row, point) for row in rows if (point := step_point(row)) is not None]
@@ -153,7 +153,7 @@ def step_point(row: PlanRow) -> Point | None:
     """Returns a row's step as a point; None if it has no matrix products, or moves no bytes.
 
     Args:
-      row: of a plan.
+      row: a row of a plan.
     """
     costs = row.costs
     operations, n_bytes = sum(costs.operations.values()), costs.read_bytes + costs.written_bytes
@@ -167,10 +167,10 @@ def step_point(row: PlanRow) -> Point | None:
 
 
 def kernel_points(row: PlanRow) -> list[Point]:
-    """Returns the costliest kernels with matrix products of a row as points, all of whose bytes count.
+    """Returns the costliest kernels with matrix products of a row as points.
 
     Args:
-      row: of a plan.
+      row: a row of a plan.
     """
     total = row.costs.compute_seconds_without_cache
     points = []
@@ -183,7 +183,7 @@ def kernel_points(row: PlanRow) -> list[Point]:
 
 
 def _roofs(device: Device, dtypes: Sequence[str]) -> dict[float, str]:
-    """Returns the names of dtypes by their rate: those that training mostly uses, and those of these programs."""
+    """Returns the names of dtypes by their rate: the usual ones of training, and those of these programs."""
     used = {_RATE_OF.get(dtype, "float8" if dtype.startswith("f8") else "") for dtype in dtypes}
     names: dict[float, list[str]] = defaultdict(list)
     for name, rate in device.rates.items():

@@ -1,4 +1,4 @@
-"""The compiler of a plan: programs traced by the thread that plans, each once, and compiled by several at one time."""
+"""The compiler of a plan: one thread traces each program once, and several compile."""
 
 import os
 import threading
@@ -27,8 +27,8 @@ _BYTES_A_COMPILATION = 4 * 2**30
 class Compiler:
     """Compiles the programs of a plan, each traced once for all GPUs, and once for all TPUs.
 
-    What is traced depends on contexts of the thread that traces: jax.default_matmul_precision, jax.set_mesh, haiku's
-    policies. So the threads that compile ask the one that plans for what they need traced; see `each`.
+    Traces depend on contexts of the tracing thread: jax.default_matmul_precision, jax.set_mesh, haiku's policies. So
+    the compiling threads ask the planning thread to trace; see `each`.
 
     Args:
       donate: see `plan`, as are the others.
@@ -52,12 +52,12 @@ class Compiler:
         """Returns a function of each target, computed by several threads, which may compile.
 
         Args:
-          function: what a thread runs.
+          function: the function that a thread runs.
           targets: its arguments.
-          jobs: how many threads; None for as many as there are cores and memory for.
+          jobs: number of threads; None for as many as cores and memory allow.
 
         Raises:
-          Exception: what the first of them, or tracing, has failed with.
+          Exception: the first error of a thread, or of tracing.
         """
         with ThreadPoolExecutor(jobs or _jobs()) as pool:
             threads = [pool.submit(function, target) for target in targets]
@@ -69,7 +69,7 @@ class Compiler:
                 raise
 
     def exported(self, target: Target, size: int) -> ExportedProgram:
-        """Returns a target's program, for a batch of some size; waits until it is traced."""
+        """Returns a target's program for a batch size; waits until it is traced."""
         platform = target.kind.platform
         key = (id(target.variant), target.placement, size, platform)
         with self._lock:
@@ -82,7 +82,7 @@ class Compiler:
         return self._programs[key][0].result()
 
     def __call__(self, target: Target, size: int) -> CompiledProgram:
-        """Returns what a target's program needs with a batch of some size."""
+        """Returns the memory of a target's program with a batch size."""
         program = self.exported(target, size)
         if self._progress is not None:
             with self._lock:
@@ -100,7 +100,7 @@ class Compiler:
         return program_costs(hlo, target.kind, Network(target.kind, placed.axes, *links))
 
     def _trace_for(self, threads: Sequence[Future[Any]]) -> None:
-        """Traces what other threads want, until all of them are done."""
+        """Traces the programs that other threads request, until all threads are done."""
         for thread in threads:
             thread.add_done_callback(lambda _: self._wanted.put(lambda: None))
         try:
@@ -118,7 +118,7 @@ class Compiler:
         )
 
     def _close(self) -> None:
-        """Stops what is compiled, and lets no thread wait for what nobody will trace."""
+        """Stops the compilations and the threads that wait for traces."""
         with self._lock:
             self._stop.set()
             for program, _ in self._programs.values():
@@ -126,7 +126,7 @@ class Compiler:
 
 
 def _jobs() -> int:
-    """Returns how many compilations cores and memory allow at one time."""
+    """Returns the number of simultaneous compilations that cores and memory allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _available_bytes() // _BYTES_A_COMPILATION))
 

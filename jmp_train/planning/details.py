@@ -1,4 +1,4 @@
-"""The details of a single row of a plan: its fold on the page, and the tables of it that are printed, too."""
+"""The details of a single row of a plan: its fold on the page, and its printed tables."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,8 +13,8 @@ def details(number: int, row: PlanRow) -> Section:
     """Returns a fold with a row's largest buffers, remedies, communication, batches and costliest kernels.
 
     Args:
-      number: the row's, from 1.
-      row: of a plan.
+      number: number of the row, from 1.
+      row: a row of a plan.
     """
     fits = "fits" if row.fits else "does not fit"
     said = f"{gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)} with batch {row.batch_size}, {fits}"
@@ -36,7 +36,7 @@ def _section(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], te
 
 
 def buffers_table(row: PlanRow, count: int, note: str = "") -> Table:
-    """Returns the largest buffers at the peak: what they are, and what line makes them."""
+    """Returns the largest buffers at the peak, with their kinds and source lines."""
     cells = [
         (
             _size(b.n_bytes), f"{b.n_bytes / max(row.peak_bytes, 1):.1%}", b.kind, b.operation, b.dtype,
@@ -56,7 +56,7 @@ def _buffers_note(row: PlanRow) -> str:
 
 
 def remedies_table(row: PlanRow, note: str = "") -> Table:
-    """Returns what could help, each with its memory and least time."""
+    """Returns the remedies with their memory and least time."""
     cells = [
         (gigabytes(r.peak_bytes), "yes" if r.fits else "no", milliseconds(r.step_seconds_bound), r.name, r.code)
         for r in row.remedies
@@ -112,7 +112,7 @@ def _kernels(row: PlanRow) -> Section:
 
 
 def _kernel_note(row: PlanRow) -> str:
-    """Returns what the times leave out."""
+    """Returns a note about costs that the times leave out."""
     costs = row.costs
     said = ["Operations and bytes are of one execution, times and shares of all, without the L2 cache."]
     said += [

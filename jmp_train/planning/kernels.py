@@ -1,4 +1,4 @@
-"""The costliest kernels of a step, those that are alike as one."""
+"""The costliest kernels of a step; equal kernels are merged."""
 
 import dataclasses
 import re
@@ -9,15 +9,15 @@ from jmp_train.aot import Costs
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Kernels of one operation that do the same.
+    """Equal kernels of one operation.
 
     Attributes:
-      operation: where they come from in terms of jax, or the compiler's name.
+      operation: jax's name of their operation, or the compiler's name.
       dtypes: of the operands of their matrix products, XLA's names.
       operations: of the matrix products in one execution of one of them.
-      n_bytes: that one execution reads and writes.
-      times: how often they are executed in a step, together.
-      seconds: the least time of one execution, all bytes from and to the memory.
+      n_bytes: bytes that one execution reads and writes.
+      times: number of executions in a step, of all together.
+      seconds: the least time of one execution without the L2 cache.
     """
 
     operation: str

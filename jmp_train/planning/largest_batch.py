@@ -15,9 +15,9 @@ class LargestBatch:
 
     Attributes:
       size: examples; 0 if not even the smallest batch fits.
-      bytes: what a step with it takes; None if `size` is 0.
-      next_bytes: what one with the next larger batch takes, which does not fit.
-      tried: bytes by size, of all that were compiled.
+      bytes: memory of a step with it; None if `size` is 0.
+      next_bytes: memory of a step with the next larger batch, which does not fit.
+      tried: bytes by size, for all compiled sizes.
 
     Example:
       >>> LargestBatch(16, 160, 250, {8: 80, 16: 160, 17: 250, 24: 240}).is_monotonic  # 17 is padded
@@ -31,26 +31,26 @@ class LargestBatch:
 
     @property
     def is_monotonic(self) -> bool:
-        """Whether larger batches took at least as many bytes, of the multiples of 8 that were compiled."""
+        """True if larger batches took at least as many bytes, among the compiled multiples of 8."""
         sizes = [size for size in sorted(self.tried) if size % _TILE == 0]
         return all(self.tried[a] <= self.tried[b] for a, b in pairwise(sizes))
 
 
 def largest_batch(bytes_of: Callable[[int], int], limit: int, start: int, multiple: int = 1) -> LargestBatch | None:
-    """Finds the largest batch that fits into a limit, where the next larger one does not.
+    """Finds a batch that fits into a limit, while the next larger one does not.
 
-    Memory is nearly linear in the batch, so what is tried is where the line through the two nearest sizes meets the
-    limit, and, in turns, their middle. At first only multiples of 8 are tried: where matrix units compute in half
-    precision, other sizes are padded, and take more memory.
+    Memory is nearly linear in the batch. So the search alternates between the size where the line through the two
+    nearest sizes meets the limit, and their middle. It first tries only multiples of 8, because matrix units pad other
+    sizes in half precision, which takes more memory.
 
     Args:
-      bytes_of: what a step with a batch of some size takes.
-      limit: bytes that are there.
-      start: the size to begin with, a multiple of `multiple`.
+      bytes_of: returns the memory of a step with a batch size.
+      limit: the available bytes.
+      start: the first size, a multiple of `multiple`.
       multiple: sizes are multiples of this.
 
     Returns:
-      The largest batch, or None if what the step takes does not grow with the batch.
+      The largest batch, or None if the memory does not grow with the batch.
 
     Example:
       >>> found = largest_batch(lambda size: 1000 + 7 * size, limit=2000, start=8)
@@ -94,7 +94,7 @@ def _bracket(needed: Callable[[int], int], limit: int, start: int, tile: int) ->
 
 
 def _narrowed(needed: Callable[[int], int], limit: int, low: int, high: int, unit: int) -> tuple[int, int]:
-    """Returns neighbors of which the first fits and the second does not, between such that are farther apart."""
+    """Returns neighboring sizes between two others, the first of which fits and the second does not."""
     by_line = True
     while high - low > unit:
         middle = (low + high) // 2

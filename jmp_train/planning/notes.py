@@ -1,4 +1,4 @@
-"""What to know about a precision on a kind of device, in words."""
+"""Notes about a precision on a kind of device."""
 
 import re
 from collections import Counter
@@ -13,10 +13,10 @@ _EMULATED = (
 
 
 def notes_of(device: Device, hlo: str, costs: Costs) -> Iterator[str]:
-    """Yields notes about a program on a device; GPUs have none, their dtypes are in `costs`.
+    """Yields notes about a program on a device; none for GPUs, whose dtypes are in `costs`.
 
     Args:
-      device: what runs it.
+      device: the device that runs it.
       hlo: the text of the program.
       costs: of the program.
     """

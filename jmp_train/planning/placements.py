@@ -1,4 +1,4 @@
-"""The placements of a plan: over how many devices and hosts, in which mesh, and how the state is sharded."""
+"""The placements of a plan: numbers of devices and hosts, the mesh, and the shardings of the state."""
 
 import math
 import re
@@ -19,13 +19,13 @@ def checked_placements(
     mesh: Mapping[str, int] | None = None,
     hosts: int | Sequence[int] = 1,
 ) -> list[Placement]:
-    """Returns the placements of some numbers of GPUs, hosts and shardings; on one device nothing is sharded.
+    """Returns the placements for the given numbers of GPUs and hosts and the shardings; one device has no shardings.
 
     Args:
-      devices: how many GPUs in a host, or several numbers.
+      devices: number of GPUs per host, or several numbers.
       shardings: one or several; see `plan`.
       mesh: the axes of the mesh and their lengths; None for one axis.
-      hosts: how many hosts, or several numbers.
+      hosts: number of hosts, or several numbers.
 
     Raises:
       TypeError: an argument is neither one nor several.

@@ -1,4 +1,4 @@
-"""`plan`: what a training step would need on GPUs and TPUs that need not be there."""
+"""`plan`: predicts memory and time of a training step on absent GPUs and TPUs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -56,18 +56,18 @@ def plan(
     timeout: float = 1800,
     progress: Callable[[int, str], None] | None = None,
 ) -> Plan:
-    """Compiles a training step for GPUs and TPUs that need not be there, and says what it needs of each.
+    """Compiles a training step for absent GPUs and TPUs, and returns its memory and time on each.
 
     Shapes suffice for state and batch. The step is traced here, and compiled by XLA's own compiler for CUDA or TPUs in
-    processes of their own; `jt.aot.install_compiler()` and `jt.aot.install_tpu_compiler()` install them, once. What
-    was compiled is kept in `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train.
+    separate processes; `jt.aot.install_compiler()` and `jt.aot.install_tpu_compiler()` install them, once. Results are
+    cached in `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train.
 
     Args:
       step: a function `(state, batch) -> anything`, such as a `TrainStep`, not yet parallel. Without `state` and
         `batch`, a function of a policy that returns `(step, state, batch)`.
       state: pytree of arrays or `jax.ShapeDtypeStruct`.
-      batch: the same, with the examples along all first axes, which is what grows; or a function of the number of
-        examples, for batches that grow otherwise, such as graphs.
+      batch: the same, with the examples along all first axes; or, for batches that grow otherwise, such as graphs, a
+        function of the number of examples.
       gpus: names of `jt.aot.GPUS`, or `GPU`s of your own; None for a V100, an A100 and an H100 if there are no `tpus`.
       tpus: names of slices of TPUs, generation and chips along each axis: "v5e:2x2", "v5p:8x8x16". All devices of a
         slice share the batch.
@@ -87,20 +87,19 @@ def plan(
         "replicated", "zero1", "fsdp", and rules in `shardings` over meshes with an axis for them; where a step does not
         fit, also micro-batches and rematerialization. At most 40 programs are compiled. `Plan.fastest`,
         `Plan.smallest` and `Plan.cuts` have the result; largest batches and remedies are not searched for.
-      price: what an hour of one GPU, or of one chip of a generation of TPUs, costs: {"v5e": 1.2, "H100-80GB": 3.0}.
+      price: the price of an hour of one GPU, or of one chip of a generation of TPUs: {"v5e": 1.2, "H100-80GB": 3.0}.
         Rows then have the least cost of a step.
       batch_size: examples of a step, over all devices; None for those of `batch`.
       find_largest: whether to search for the largest batch that fits, which takes about five compilations. Without
         it, a batch without a common first axis, such as a graph, is planned as it is, as one example.
-      remedies: whether to compile what could help; None for where the step does not fit.
-      allowances: what a device's memory has to hold beside the step; None for `Allowances()`, in which jax takes 75 %
-        of a GPU's.
+      remedies: True to compile remedies; None to do so if the step does not fit.
+      allowances: memory that a step cannot have; None for `Allowances()`, in which jax takes 75% of a GPU's.
       donate: whether the next state takes the place of the last.
       measure: whether to run the step, too, for the rows whose GPUs are here, with zeros as arguments and each in a
         process of its own; this process should have JAX_PLATFORMS=cpu, so that it does not hold the GPU.
       jobs: how many programs to compile at one time; None for as many as there are cores and memory for.
       timeout: seconds after which a compilation is killed.
-      progress: called with the number of programs compiled so far and what comes next.
+      progress: called with the number of programs compiled so far and the name of the next.
 
     Returns:
       A `Plan`; printed, it is a table.
@@ -168,14 +167,14 @@ def plan(
 
 
 def _gpus_or_default(gpus: str | GPU | Sequence[str | GPU] | None, slices: Sequence[TPU]) -> list[GPU]:
-    """Returns the GPUs that are asked for, by default some; beside TPUs, there need be none."""
+    """Returns the requested GPUs; by default three, or none if there are TPUs."""
     if slices and not isinstance(gpus, str | GPU) and not gpus:
         return []
     return checked_gpus(DEFAULT_GPUS if gpus is None else gpus)
 
 
 def _row(compiler: Compiler, target: Target, allowances: Allowances, prices: Mapping[str, float]) -> PlanRow:
-    """Returns what a step needs with the batch size that was asked for."""
+    """Returns the row of a step with the requested batch size."""
     size = target.variant.batch_size
     compiled = compiler(target, size)
     hlo = read_hlo(compiled.hlo)
@@ -228,7 +227,7 @@ def _remedies(compiler: Compiler, target: Target, usable: int) -> tuple[Remedy, 
 
 
 def _devices_of(targets: Sequence[Target]) -> Devices:
-    """Returns the devices that are here, of a kind that is planned for."""
+    """Returns the present devices of a planned kind."""
     here, planned = devices_here(), {target.kind.name: target.kind for target in targets}
     if all(kind.description != here.device for kind in planned.values()):
         raise ValueError(f"measure: here is {here.device}, which none of {', '.join(planned)} is")

@@ -10,11 +10,11 @@ def checked_prices(price: Mapping[str, float] | None, kinds: Sequence[Device]) -
 
     Args:
       price: see `plan`.
-      kinds: what is planned for.
+      kinds: the planned devices.
 
     Raises:
       TypeError: it is no mapping.
-      ValueError: a name is none of what is planned for, or a price is not above 0.
+      ValueError: a name is not a planned device, or a price is not above 0.
     """
     if not isinstance(price, Mapping | None):
         raise TypeError(f"price={price!r} must be a dict, such as {{'v5e': 1.2}}")
@@ -28,7 +28,7 @@ def checked_prices(price: Mapping[str, float] | None, kinds: Sequence[Device]) -
 
 
 def price_of(kind: Device, devices: int, prices: Mapping[str, float]) -> float | None:
-    """Returns what an hour of all devices costs, None if the price is not known.
+    """Returns the price of an hour of all devices, or None if it is unknown.
 
     Args:
       kind: the GPU, or the slice of TPUs, whose price is that of a chip.

@@ -1,4 +1,4 @@
-"""What could make a step need less memory, as variants of it that are compiled like itself."""
+"""Changes of a step that could reduce its memory, compiled like the step itself."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ _SEGMENTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A change of the step, and what it needs then, with the same batch.
+    """A change of the step, and its memory and time with the same batch.
 
     Attributes:
-      name: what is changed.
+      name: the change.
       code: how to change it.
-      peak_bytes: what is allocated on each device.
-      fits: whether that fits.
+      peak_bytes: bytes allocated on each device.
+      fits: True if that fits.
       step_seconds_bound: a lower bound of the step's time.
     """
 
@@ -33,12 +33,12 @@ class Remedy:
 def changes(
     variant: Variant, placement: Placement, half: str = "mixed_float16"
 ) -> Iterator[tuple[str, str, Variant, Placement]]:
-    """Yields what can be tried for a `TrainStep`: a name, the code, and the changed step and placement.
+    """Yields the changes to try for a `TrainStep`: name, code, and the changed step and placement.
 
     Args:
       variant: the step.
-      placement: on what devices.
-      half: the policy to try where the step computes in float32.
+      placement: the devices and shardings.
+      half: the policy to try if the step computes in float32.
     """
     step, state = variant.step, variant.state
     if not isinstance(step, TrainStep) or not isinstance(state, TrainState):

@@ -36,12 +36,12 @@ _ROOFLINE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` returns; printed, it is a table.
+    """The result of `plan`; prints as a table.
 
     Attributes:
       rows: by device, precision and placement, in this order.
-      allowances: what a device's memory has to hold beside the step.
-      cuts: what a search for a placement has not compiled, and why.
+      allowances: memory that a step cannot have.
+      cuts: placements that a search did not compile, with reasons.
 
     Example:
       >>> import jmp_train as jt
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def fastest(self) -> PlanRow | None:
-        """The row that fits with the least time of an example, by its bound; None if none fits."""
+        """The row that fits with the least time per example, by its bound; None if none fits."""
         fitting = [row for row in self.rows if row.fits]
         return min(fitting, key=lambda row: row.step_seconds_bound / max(row.batch_size, 1), default=None)
 
@@ -68,7 +68,7 @@ class Plan:
         return min(fitting, key=lambda row: (row.placement.devices, row.step_seconds_bound), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all of it as what JSON has."""
+        """Returns the plan as JSON values."""
         cuts = {"cuts": [vars(cut) for cut in self.cuts]} if self.cuts else {}
         return {"allowances": vars(self.allowances), "rows": [row.to_json() for row in self.rows], **cuts}
 
@@ -76,7 +76,7 @@ class Plan:
         """Returns all of it as one HTML page, without scripts or network access.
 
         Args:
-          title: what was planned.
+          title: title of the page.
         """
         heads, *cells = table_cells(self.rows)
         table = [
@@ -99,10 +99,10 @@ class Plan:
         )
 
     def largest_buffers(self, count: int = 10) -> str:
-        """Returns a table of the largest buffers at the peak for each row: what they are and what line makes them.
+        """Returns a table of each row's largest buffers at the peak, with their kinds and source lines.
 
         Args:
-          count: how many.
+          count: number of buffers per row.
         """
         titles = [Text(f"{_title(row)}, of {gigabytes(row.peak_bytes)}:") for row in self.rows]
         tables = [buffers_table(row, count) for row in self.rows]
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def _summary(self) -> str:
-        """How many rows fit, which of them has the largest batch, and which the least time of an example."""
+        """Summary: the number of rows that fit, and those with the largest batch and the least time per example."""
         fitting = sum(row.fits for row in self.rows)
         said = [f"{fitting} of {len(self.rows)} fit{'s' * (len(self.rows) == 1)}"]
         largest = max(self.rows, key=lambda row: row.largest_batch or 0, default=None)
@@ -122,7 +122,7 @@ class Plan:
         return "; ".join(said) + "."
 
     def _found(self) -> list[Text]:
-        """Returns what a search has found, nothing for other plans."""
+        """Returns the results of a search; empty for other plans."""
         fastest, smallest = self.fastest, self.smallest
         if not self.cuts or fastest is None or smallest is None:
             return [Text("no placement fits")] if self.cuts else []
@@ -145,7 +145,7 @@ class Plan:
 
 
 def _said(rows: Sequence[PlanRow], allowances: Allowances) -> str:
-    """Returns what memory and time are, under the table."""
+    """Returns the notes about memory and time below the table."""
     head = device_head(rows)
     of = "of what libtpu leaves to programs"
     if head != "TPU":

@@ -1,4 +1,4 @@
-"""What a plan says of each kind of device, precision and placement."""
+"""The rows of a plan, one per kind of device, precision and placement."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,24 +13,24 @@ from jmp_train.planning.variants import Placement
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What a step needs of one kind of device, in one precision and placement. Numbers are of each device.
+    """Memory and time of a step on one kind of device, in one precision and placement. Numbers are per device.
 
     Attributes:
       kind: the GPU, or the slice of TPUs.
       policy: the precision's name.
-      placement: how many devices, and how they hold the state.
-      batch_size: examples of a step, over all devices.
-      peak_bytes: what is allocated for a step: arguments (parameters, optimizer state, batch), results that take no
+      placement: the number of devices and the shardings of the state.
+      batch_size: examples per step, over all devices.
+      peak_bytes: bytes allocated for a step: arguments (parameters, optimizer state, batch), results that take no
         argument's place, constants, and the block of all temporaries.
       live_bytes: the most that is alive at one time, which XLA calls the peak: without the gaps of that block.
-      usable_bytes: what of the device's memory the step can have, see `Allowances`.
-      largest: the largest batch that fits, over all devices; None if it was not searched for, or nothing grows.
+      usable_bytes: memory of the device that the step can have, see `Allowances`.
+      largest: the largest batch that fits, over all devices; None if it was not searched for or memory does not grow.
       costs: arithmetic, bytes, casts, communication, and lower bounds of the time.
-      buffers: what is in memory at the peak, the largest first; they add up to `peak_bytes`.
-      remedies: what could help, the least memory first.
-      measured: what the step took on such a GPU, if that was asked for and it is here.
-      notes: what to know about the precision on this device, in words.
-      price_per_hour: what an hour of all devices costs, by the user's prices; None if they have none.
+      buffers: the buffers in memory at the peak, the largest first; they add up to `peak_bytes`.
+      remedies: changes that could help, the least memory first.
+      measured: memory and time measured on such a GPU, if it is present and this was requested.
+      notes: notes about the precision on this device.
+      price_per_hour: price of an hour of all devices, by the user's prices; None if unknown.
 
     Example:
       >>> import jmp_train as jt
@@ -77,12 +77,12 @@ class PlanRow:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits."""
+        """True if the step fits."""
         return self.peak_bytes <= self.usable_bytes
 
     @property
     def headroom_bytes(self) -> int:
-        """What is left; negative if the step does not fit."""
+        """The bytes that remain; negative if the step does not fit."""
         return self.usable_bytes - self.peak_bytes
 
     @property
@@ -102,17 +102,17 @@ class PlanRow:
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """What is in memory at the peak by kind, the most first."""
+        """The bytes in memory at the peak by kind, the most first."""
         counter: Counter[str] = Counter()
         for buffer in self.buffers:
             counter[buffer.kind] += buffer.n_bytes
         return dict(counter.most_common())
 
     def to_json(self, buffers: int = 20) -> dict[str, Any]:
-        """Returns the row as what JSON has.
+        """Returns the row as JSON values.
 
         Args:
-          buffers: how many of them, the largest.
+          buffers: number of the largest buffers.
         """
         costs = self.costs
         return {
@@ -167,10 +167,10 @@ _HEADS = (
 
 
 def table_cells(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
-    """Returns a table of rows, the heads first; columns in which there would be nothing are left out.
+    """Returns a table of rows, the heads first, without empty columns.
 
     Args:
-      rows: of a plan.
+      rows: the rows of a plan.
     """
     cells = [(device_head(rows), *_HEADS[1:]), *(_cells_of(row) for row in rows)]
     unused = set()
@@ -185,20 +185,20 @@ def table_cells(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
 
 
 def device_head(rows: Sequence[PlanRow]) -> str:
-    """Returns what the devices of rows are: "GPU", "TPU", or "device" if they differ.
+    """Returns the kind of the rows' devices: "GPU", "TPU", or "device" if they differ.
 
     Args:
-      rows: of a plan.
+      rows: the rows of a plan.
     """
     kinds = device_kinds(rows)
     return kinds[0] if len(kinds) == 1 else "device"
 
 
 def device_kinds(rows: Sequence[PlanRow]) -> list[str]:
-    """Returns of what kinds the devices of rows are, "GPU" before "TPU"; of no rows GPUs.
+    """Returns the kinds of the rows' devices, "GPU" before "TPU"; "GPU" without rows.
 
     Args:
-      rows: of a plan.
+      rows: the rows of a plan.
     """
     return sorted({type(row.kind).__name__ for row in rows} or {"GPU"})
 
@@ -227,7 +227,7 @@ def _measured_cells(measured: Measured | None) -> tuple[str, str]:
 
 
 def gigabytes(n_bytes: float) -> str:
-    """Returns bytes as decimal gigabytes, with a digit that says something.
+    """Returns bytes as decimal gigabytes, with two significant digits for small numbers.
 
     Example:
       >>> gigabytes(12_345_678_900), gigabytes(67_800_000)

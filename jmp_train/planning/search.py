@@ -1,8 +1,8 @@
-"""The search for a placement: which way to share a step over the given devices is the fastest by its bound, and fits.
+"""The search for a placement: the fastest way, by its bound, to split a step over the given devices so that it fits.
 
 The replicated state is compiled first, then the other shardings and meshes, unless the first fits and takes no longer
-than its products alone, which no sharding reduces. Of those that do not fit, micro-batches and rematerialization
-follow; then both, of those that still do not fit. What is not compiled has a reason.
+than its products alone, which no sharding reduces. For those that do not fit, micro-batches and rematerialization
+follow; then both together. Each placement that is not compiled has a reason.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Cut:
     Attributes:
       device: the GPU or slice of TPUs.
       policy: the precision, and changes of the step.
-      placement: how the step would be spread.
+      placement: the devices and shardings of the step.
       reason: why it was not compiled.
     """
 
@@ -83,7 +83,7 @@ def candidates(
 def searched(
     targets: Sequence[Target], usable: Callable[[Target], int], compile_all: CompileAll
 ) -> tuple[list[PlanRow], list[Cut]]:
-    """Returns the rows of what was compiled, the fastest that fit first, and the cuts.
+    """Returns the compiled rows, the fastest that fit first, and the cuts.
 
     Args:
       targets: see `candidates`, for each precision.
@@ -148,7 +148,7 @@ def _is_replicated(target: Target) -> bool:
 
 
 def _devices(target: Target) -> tuple[Any, ...]:
-    """Returns what placements of the same step on the same devices have in common."""
+    """Returns the key that placements of a step on the same devices share."""
     return id(target.kind), id(target.variant), target.placement.devices, target.placement.hosts
 
 

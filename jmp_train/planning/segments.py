@@ -1,4 +1,4 @@
-"""A function in segments that the backward pass computes again, so that only what crosses their borders is kept."""
+"""Splits a function into segments that the backward pass recomputes, and stores only values between segments."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 def in_segments(fn: Callable[..., Any], segments: int) -> Callable[..., Any]:
     """Returns the function with its operations in segments, each under `jax.checkpoint`.
 
-    It computes the same. The gradient keeps of each segment only what goes in, and computes the rest again: about a
-    third more arithmetic. Segments make about the same number of bytes each, and are cut where the least is handed on.
-    A loop is a single operation, which is not cut.
+    It computes the same. The gradient stores only the inputs of each segment and recomputes the rest, about a third
+    more arithmetic. Segments produce similar numbers of bytes, and the cuts are where the fewest bytes pass. A loop is
+    a single operation, which is not cut.
 
     Args:
       fn: takes and returns pytrees of arrays.
-      segments: how many at most, at least 1.
+      segments: largest number of segments; at least 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -61,7 +61,7 @@ def _run_in_segments(program: ClosedJaxpr, cuts: Sequence[int], leaves: Sequence
 
 
 def _cuts(jaxpr: Jaxpr, segments: int) -> list[int]:
-    """Returns before which equations to cut: near even shares of the bytes made, where the least is handed on."""
+    """Returns the equations before which to cut: near even fractions of the bytes, where the fewest bytes pass."""
     made = [sum(_bytes(v) for v in equation.outvars) for equation in jaxpr.eqns]
     last = _last_uses(jaxpr)
     handed_on, alive = [], 0
@@ -87,7 +87,7 @@ def _cuts(jaxpr: Jaxpr, segments: int) -> list[int]:
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
-    """Returns after which equation a variable is used for the last time; results count as used after all."""
+    """Returns the last equation that uses each variable; results are used after the last one."""
     last = {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.invars if _is_variable(v)}
     return last | {v: len(jaxpr.eqns) for v in jaxpr.outvars if _is_variable(v)}
 

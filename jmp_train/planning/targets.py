@@ -9,12 +9,12 @@ from jmp_train.planning.variants import Placement, Variant, several
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """What a row of a plan is about.
+    """The subject of a plan's row.
 
     Attributes:
       kind: the kind of GPU, or the slice of TPUs.
       variant: the step in one precision.
-      placement: on how many devices, and how they hold the state.
+      placement: the number of devices and the shardings of the state.
     """
 
     kind: Device
@@ -23,7 +23,7 @@ class Target:
 
     @property
     def multiple(self) -> int:
-        """The number of which batch sizes have to be multiples."""
+        """Batch sizes must be multiples of this number."""
         return self.variant.multiple(self.placement)
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Target:
 
 
 def checked_gpus(gpus: str | GPU | Sequence[str | GPU]) -> list[GPU]:
-    """Returns GPUs that are given by name or as such.
+    """Returns GPUs, given by name or as objects.
 
     Args:
       gpus: see `plan`.
@@ -48,10 +48,10 @@ def checked_gpus(gpus: str | GPU | Sequence[str | GPU]) -> list[GPU]:
 
 
 def checked_tpus(tpus: str | TPU | Sequence[str | TPU]) -> list[TPU]:
-    """Returns slices of TPUs that are given by name or as such.
+    """Returns slices of TPUs, given by name or as objects.
 
     Args:
-      tpus: see `plan`; none for none.
+      tpus: see `plan`; may be empty.
 
     Raises:
       TypeError: it is neither one nor several.
@@ -72,7 +72,7 @@ def targets_of(
     Args:
       kinds: the GPUs, and the slices of TPUs.
       variants: the steps.
-      placements: returns those of a kind.
+      placements: returns the placements of a kind.
 
     Raises:
       ValueError: a batch cannot be divided by a placement.
@@ -90,7 +90,7 @@ def targets_of(
 def every_target(
     kinds: Sequence[Device], variants: Sequence[Variant], placements: Callable[[Device], Sequence[Placement]]
 ) -> list[Target]:
-    """Returns what `targets_of` returns, with batches that cannot be divided, which a search cuts.
+    """Returns the targets of `targets_of` and those whose batches cannot be divided, which a search cuts.
 
     Args:
       kinds: see `targets_of`.

@@ -33,14 +33,14 @@ _RULES: dict[str, Callable[..., Any]] = {ZERO1: zero1_shardings, FSDP: fsdp_shar
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How a step is spread over devices.
+    """The devices of a step and the shardings of its state.
 
     Attributes:
-      devices: how many.
+      devices: number of devices.
       shardings: "replicated", "zero1", "fsdp", rules of `specs_by_path`, or a function of the state's shapes and the
         mesh.
       mesh: the axes of the mesh and their lengths; () for one axis, "data".
-      hosts: how many hosts have the devices, for GPUs.
+      hosts: number of hosts, for GPUs.
 
     Example:
       >>> str(Placement()), str(Placement(8, "zero1")), str(Placement(64, "fsdp", (("data", 32), ("model", 2)), 8))
@@ -59,7 +59,7 @@ class Placement:
 
     @property
     def batch_parts(self) -> int:
-        """Into how many parts the batch is split."""
+        """The number of parts into which the batch is split."""
         return self.axes[DATA]
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Variant:
       step: a function of state and batch.
       state: its shapes.
       batches: the shapes of a batch by its size.
-      batch_size: the size to begin with.
+      batch_size: the first size.
     """
 
     policy: str
@@ -95,14 +95,14 @@ class Variant:
     batch_size: int
 
     def multiple(self, placement: Placement) -> int:
-        """Returns of what number batches have to be multiples."""
+        """Returns the number of which batch sizes must be multiples."""
         return placement.batch_parts * (self.step.accumulate_steps if isinstance(self.step, TrainStep) else 1)
 
     def state_bytes(self, placement: Placement) -> int:
         """Returns the bytes of the state on each device, without padding: the least that any program takes.
 
         Args:
-          placement: on what devices.
+          placement: the devices and shardings.
         """
         mesh = _abstract_mesh(placement)
         _, own = _spread(self.step, self.state, placement.shardings, mesh)
@@ -111,7 +111,7 @@ class Variant:
         return sum(math.prod(s.shard_shape(x.shape)) * _item_bytes(x) for x, s in pairs if is_shape(x))
 
     def exported(self, placement: Placement, size: int, *, donate: bool, platform: str = "cuda") -> ExportedProgram:
-        """Returns the step of a batch of some size, traced for some devices.
+        """Returns the step for a batch size, traced for some devices.
 
         Raises:
           ExportError: the program cannot be compiled elsewhere; the message has the precision's name and what to do.
@@ -157,12 +157,12 @@ def variants_of(
       step: see `plan`, as are the others.
       state: its state.
       batch: its batch, or a function of the number of examples.
-      batch_size: with how many to begin.
+      batch_size: the first number of examples.
       policies: one or several; None for the step as it is.
       grows: see `batches_of`.
 
     Raises:
-      TypeError: the step is not such that its precision could be replaced.
+      TypeError: the precision of the step cannot be replaced.
       ValueError: there is no such policy, or none at all.
     """
     return [
@@ -197,10 +197,10 @@ def _in_precisions(
 
 
 def several(name: str, given: Any, kinds: tuple[Any, ...]) -> list[Any]:
-    """Returns an argument that is one or several as a list.
+    """Returns an argument, one item or several, as a list.
 
     Args:
-      name: of the argument, for errors.
+      name: name of the argument, for errors.
       given: the argument.
       kinds: the types of one.
 
@@ -229,7 +229,7 @@ def in_precision(step: TrainStep, state: TrainState, policy: Precision) -> tuple
     """Returns the step and the shapes of its state in another precision.
 
     Args:
-      step: the step, whose optimizer has no loss scale where `policy` is an AMP mode.
+      step: the step, whose optimizer has no loss scale if `policy` is an AMP mode.
       state: the shapes of its state.
       policy: the precision.
     """
@@ -289,7 +289,7 @@ def _spread(step: Callable[..., Any], state: Any, shardings: Shardings, mesh: An
 
 
 def _name(policy: object) -> str:
-    """Returns what a row calls a precision, modes as the command line does: "apex-O2", "torch-bfloat16"."""
+    """Returns a row's name of a precision; modes have the names of the command line: "apex-O2", "torch-bfloat16"."""
     if not isinstance(policy, Amp):
         return policy if isinstance(policy, str) else str(policy)
     level = getattr(policy.options, "opt_level", None)
