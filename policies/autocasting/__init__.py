@@ -3,6 +3,7 @@
 from jmp_train.policies.autocasting.explain import AutocastReport as AutocastReport
 from jmp_train.policies.autocasting.explain import decided as decided
 from jmp_train.policies.autocasting.explain import explain_autocast as explain_autocast
+from jmp_train.policies.autocasting.explain import explained_region as explained_region
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE as DEFAULT_RECIPE
 from jmp_train.policies.autocasting.fp8 import DelayedScales as DelayedScales
 from jmp_train.policies.autocasting.fp8 import DelayedScaling as DelayedScaling

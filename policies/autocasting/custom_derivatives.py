@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
@@ -15,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jmp_train.policies.autocasting.binding import as_traced
 from jmp_train.policies.autocasting.interpreter import inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.literal_bounds import fits
-from jmp_train.policies.autocasting.primitives import PRODUCTS
+from jmp_train.policies.autocasting.primitives import PRODUCTS, opened, programs_in
 from jmp_train.policies.autocasting.region import Decision, Region
 from jmp_train.policies.autocasting.values import Value, chosen, eligible, on_device, replaced, traced_dtype, values_of
 
@@ -147,18 +146,8 @@ def _in_float32(
 
 
 def multiplies(jaxpr: Any) -> bool:
-    """Returns whether a program, or a program within it, has a matrix product or a convolution.
-
-    Args:
-      jaxpr: the program.
-    """
-    equations = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    held = (jex.Jaxpr, jex.ClosedJaxpr)
-    return any(
-        equation.primitive.name in PRODUCTS
-        or any(isinstance(x, held) and multiplies(x) for x in jax.tree.leaves(list(equation.params.values())))
-        for equation in equations
-    )
+    """Returns whether a program, or a program within it, has a matrix product or a convolution."""
+    return any(e.primitive.name in PRODUCTS or any(map(multiplies, programs_in(e))) for e in opened(jaxpr).eqns)
 
 
 def _halves(equation: JaxprEqn, perturbed: Sequence[bool]) -> tuple[Any, Any]:
@@ -184,39 +173,27 @@ def _halves(equation: JaxprEqn, perturbed: Sequence[bool]) -> tuple[Any, Any]:
             return chosen(results, out), results
 
         _, pullback, results = jax.vjp(of_perturbed, *chosen(primals, perturbed), has_aux=True)
-        leaves, tree[:] = _flattened(pullback)
+        leaves, structure = jax.tree.flatten(pullback)
+        tree.append(structure)
         return results, leaves
 
     def joined(residuals: list[Any], cotangents: list[Any]) -> Any:
-        return jax.tree.unflatten(tree[0], residuals)(cotangents)
+        return jax.tree.unflatten(tree[-1], residuals)(cotangents)
 
     forward, (results, residuals) = jax.make_jaxpr(split, return_shape=True)(*_avals(equation))
     return forward, jax.make_jaxpr(joined)(residuals, chosen(results, out))
-
-
-def _flattened(pullback: Any) -> tuple[list[Any], list[Any]]:
-    leaves, tree = jax.tree.flatten(pullback)
-    return leaves, [tree]
 
 
 def _pulled_back(
     region: Region, jaxpr: Any, dtypes: Sequence[Any], *residuals: Any, cotangents: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Returns the gradients of operands in the operands' dtypes, None for operands without gradient."""
-    full = [_instantiated(x) for x in cotangents]
-    pairs = zip(
-        (*residuals, *(x for x in full if eligible(x.dtype))), getattr(jaxpr, "jaxpr", jaxpr).invars, strict=True
-    )
+    avals: list[Any] = [x.aval if isinstance(x, SymbolicZero) else None for x in cotangents]
+    full = [x if a is None else np.zeros(a.shape, a.dtype) for x, a in zip(cotangents, avals, strict=True)]
+    pairs = zip((*residuals, *(x for x in full if eligible(x.dtype))), opened(jaxpr).invars, strict=True)
     arrays = [x.astype(traced_dtype(variable)) if eligible(x.dtype) else x for x, variable in pairs]
     results = iter(interpret(region, jaxpr, values_of(arrays)))
     return tuple(None if dtype is None else next(results).to(dtype) for dtype in dtypes)
-
-
-def _instantiated(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
-    return np.zeros(aval.shape, aval.dtype)
 
 
 def _avals(equation: JaxprEqn) -> tuple[Any, ...]:

@@ -17,7 +17,16 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_train.policies.autocasting.fp8 import E4M3, place_of
 from jmp_train.policies.autocasting.literal_bounds import fits
-from jmp_train.policies.autocasting.primitives import ARITHMETIC, EACH, EXCHANGES, PRODUCTS, PROMOTE, TRANSCENDENTAL
+from jmp_train.policies.autocasting.primitives import (
+    ARITHMETIC,
+    EACH,
+    EXCHANGES,
+    PRODUCTS,
+    PROMOTE,
+    TRANSCENDENTAL,
+    opened,
+    precisions_of,
+)
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
 from jmp_train.policies.autocasting.region import Region, join
 from jmp_train.policies.autocasting.rules import Rule
@@ -154,16 +163,14 @@ def _touchable(atom: Var | Literal) -> bool:
 
 
 def _can_lower(equation: JaxprEqn) -> bool:
-    precision = equation.params.get("precision")
-    parts = precision if isinstance(precision, tuple) else (precision,)
-    return all(part is None or isinstance(part, lax.Precision) for part in parts)
+    return all(part is None or isinstance(part, lax.Precision) for part in precisions_of(equation))
 
 
 def _holds_typed_body(equation: JaxprEqn) -> bool:
     """Returns whether an equation holds a program that computes, such as a reducer."""
     params = equation.params.items()
     held = [x for name, value in params if "jaxpr" in name for x in jax.tree.leaves(value)]
-    return any(getattr(jaxpr, "jaxpr", jaxpr).eqns for jaxpr in held)
+    return any(opened(jaxpr).eqns for jaxpr in held)
 
 
 def _common(region: Region, step: Step, floats: list[Value], *, demote: bool) -> Any:

@@ -12,7 +12,7 @@ from jmp_train.policies.autocasting.operations import OperationReport, Operation
 from jmp_train.policies.autocasting.region import Decision, Region
 from jmp_train.policies.autocasting.source_lines import source_of
 from jmp_train.policies.autocasting.traced_calls import FlatCall, float32_aval, none_key_explained
-from jmp_train.policies.autocasting.transform import autocast, mark_of, run_region
+from jmp_train.policies.autocasting.transform import Mark, autocast, mark_of, run_region
 from jmp_train.policies.autocasting.unmet_rules import unmet_entries, unmet_lines
 from jmp_train.policies.autocasting.values import chosen, replaced
 
@@ -74,11 +74,7 @@ def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) ->
       >>> round(report.half_flops_share, 2)
       0.94
     """
-    mark = mark_of(fn) or mark_of(autocast(fn))
-    if mark is None or mark.region is None:
-        raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
-    programs: list[Any] = []
-    plain, region = mark.plain, dataclasses.replace(mark.region, programs=programs)
+    plain, region = explained_region(mark_of(fn) or mark_of(autocast(fn)))
     call = FlatCall(args, kwargs)
     in_float32 = [float32_aval(aval) for aval in call.avals]
     under_autocast = call.of_arrays(lambda *a, **k: run_region(region, plain, a, k))
@@ -86,10 +82,21 @@ def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) ->
         operations = decided(region, lambda region, *a, **k: run_region(region, plain, a, k), call)
     return AutocastReport(
         operations=operations,
-        unmet=unmet_entries(region.rules, programs),
+        unmet=unmet_entries(region.rules, region.programs or ()),
         residual_bytes_float32=_residual_bytes(call.of_arrays(plain), in_float32),
         residual_bytes_autocast=_residual_bytes(under_autocast, in_float32),
     )
+
+
+def explained_region(mark: Mark | None) -> tuple[Callable[..., Any], Region]:
+    """Returns the plain function that autocast runs, and its region, which collects the traced programs.
+
+    Raises:
+      ValueError: autocast is not enabled.
+    """
+    if mark is None or mark.region is None:
+        raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
+    return mark.plain, dataclasses.replace(mark.region, programs=[])
 
 
 def decided(region: Region, run: Callable[..., Any], call: FlatCall) -> tuple[OperationReport, ...]:

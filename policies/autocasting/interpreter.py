@@ -19,7 +19,7 @@ from jax.extend.source_info_util import user_context
 
 from jmp_train.policies.autocasting.binding import bound, saved
 from jmp_train.policies.autocasting.decisions import Step, is_entered, settle, steps_of
-from jmp_train.policies.autocasting.primitives import ARITHMETIC
+from jmp_train.policies.autocasting.primitives import ARITHMETIC, opened
 from jmp_train.policies.autocasting.region import Region
 from jmp_train.policies.autocasting.source_lines import source_of
 from jmp_train.policies.autocasting.values import Value, argument, literal, on_device
@@ -27,15 +27,15 @@ from jmp_train.policies.autocasting.values import Value, argument, literal, on_d
 
 def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
     """Runs a jaxpr, closed or open, by the rules of a region."""
-    opened: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    program = opened(jaxpr)
     constants = map(region.constant, getattr(jaxpr, "consts", ()))
-    environment: dict[Any, Value] = dict(zip(opened.constvars, constants, strict=True))
-    environment.update(zip(opened.invars, values, strict=True))
+    environment: dict[Any, Value] = dict(zip(program.constvars, constants, strict=True))
+    environment.update(zip(program.invars, values, strict=True))
 
     def read(atom: Var | Literal) -> Value:
         return literal(atom) if isinstance(atom, jex.Literal) else environment[atom]
 
-    for scope, steps in itertools.groupby(steps_of(region, opened), key=lambda step: step.scope):
+    for scope, steps in itertools.groupby(steps_of(region, program), key=lambda step: step.scope):
         with jax.named_scope(scope) if scope else contextlib.nullcontext():
             for step in steps:
                 equation = step.equation
@@ -52,7 +52,7 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
                         if equation.primitive.name in ARITHMETIC:
                             outputs = [saved(region, step, outputs[0], inputs)]
                 environment.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in opened.outvars]
+    return [read(atom) for atom in program.outvars]
 
 
 def _at_line_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:

@@ -3,14 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_train.policies.autocasting.higher_order import ENTERED
+from jmp_train.policies.autocasting.primitives import programs_in
 from jmp_train.policies.documents import aligned
 
 _HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
@@ -58,16 +57,6 @@ class OperationReport:
         return bool(floats) and all(dtype in _HALVES for dtype in floats)
 
 
-class Reported(Protocol):
-    """The attributes of an operation from which `half_share` computes a fraction of flops."""
-
-    @property
-    def flops(self) -> int: ...  # noqa: D102
-
-    @property
-    def in_half(self) -> bool: ...  # noqa: D102
-
-
 @dataclasses.dataclass(frozen=True)
 class OperationsReport:
     """A report of a function's operations.
@@ -99,8 +88,12 @@ class OperationsReport:
         return [dataclasses.asdict(operation) for operation in self.operations]
 
 
-def half_share(operations: Sequence[Reported]) -> float:
-    """Returns the fraction of the operations' flops that run in half precision, from 0 to 1."""
+def half_share(operations: Sequence[Any]) -> float:
+    """Returns the fraction of the flops that run in half precision, from 0 to 1.
+
+    Args:
+      operations: objects with the attributes `flops` and `in_half`.
+    """
     total = sum(operation.flops for operation in operations)
     half = sum(operation.flops for operation in operations if operation.in_half)
     return half / total if total else 0.0
@@ -162,11 +155,7 @@ def _ragged_contraction(equation: Any) -> int:
 
 def held_jaxprs(equation: JaxprEqn) -> list[Any]:
     """Returns the open jaxprs that an equation runs; an empty list if it counts as one operation."""
-    if equation.primitive.name not in _HOLD_PROGRAMS:
-        return []
-    held = jax.tree.leaves(list(equation.params.values()))
-    jaxprs = [x for x in held if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)]
-    return [getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in jaxprs]
+    return programs_in(equation) if equation.primitive.name in _HOLD_PROGRAMS else []
 
 
 def is_float32(atom: Var | Literal) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
@@ -22,6 +23,28 @@ from jmp_train.policies.autocasting.rules import TRANSCENDENTAL as _TRANSCENDENT
 def names(text: str) -> frozenset[str]:
     """Returns the words of a text."""
     return frozenset(text.split())
+
+
+def opened(jaxpr: Any) -> Any:
+    """Returns a program, closed or open, as an open jaxpr."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def programs_in(equation: Any) -> list[Any]:
+    """Returns the programs among the parameters of an equation, as open jaxprs."""
+    held = jax.tree.leaves(list(equation.params.values()))
+    return [opened(x) for x in held if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)]
+
+
+def body_of(call: Any) -> Any:
+    """Returns the program that a call, one of `CALLS`, runs, as an open jaxpr."""
+    return opened(call.params[CALLS[call.primitive.name]])
+
+
+def precisions_of(equation: Any) -> tuple[Any, ...]:
+    """Returns the precision that an equation requests, or that of each operand; None if it requests none."""
+    precision = equation.params.get("precision")
+    return precision if isinstance(precision, tuple) else (precision,)
 
 
 # These only set the place, the name or the order of computation of values.

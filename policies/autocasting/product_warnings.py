@@ -13,14 +13,13 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.operations import flops_of, held_jaxprs, is_float32
-from jmp_train.policies.autocasting.primitives import PRODUCTS
+from jmp_train.policies.autocasting.primitives import PRODUCTS, precisions_of, programs_in
 from jmp_train.policies.autocasting.region import DECIDED, Decision
 from jmp_train.policies.autocasting.source_lines import user_line_of, warn_user
 from jmp_train.policies.autocasting.values import traced_dtype
@@ -152,7 +151,8 @@ def warn_of_unreached(decisions: Sequence[Decision], half: DTypeLike) -> None:
     hidden = sum(product.flops for product in found)
     seen = (d.repeats * flops_of(d.equation) for d in decisions if d.equation.primitive.name in PRODUCTS)
     if hidden and (share := hidden / (hidden + sum(seen))) > TOLERATED_SHARE:
-        text = share_text(share, f"autocast to {half}", [_line(product) for product in found])
+        lines = [f"{product_text(x.equations[-1], x.path, user_line_of(x.equations))}, in {x.why}" for x in found]
+        text = share_text(share, f"autocast to {half}", lines)
         warn_user(
             f'{text}\njt.apply_policy(fn, "mixed_{half}") around the function that is not entered casts its arguments. '
             "explain_autocast shows all operations.",
@@ -188,10 +188,9 @@ def product_text(equation: JaxprEqn, path: str, line: str) -> str:
 
 def is_exact(equation: Any) -> bool:
     """Returns whether a product requests the highest precision itself, not through jax's configuration."""
-    precision = equation.params.get("precision")
     if jax.config.jax_default_matmul_precision is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return False
-    return lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,))
+    return lax.Precision.HIGHEST in precisions_of(equation)
 
 
 def _unreached(decision: Decision) -> Iterator[Unreached]:
@@ -208,16 +207,11 @@ def _products(holder: Any, callers: tuple[Any, ...], repeats: int) -> Iterator[t
     params = holder.params
     grid = getattr(params.get("grid_mapping"), "grid", ())
     repeats *= params.get("length", 1) * math.prod(size for size in grid if isinstance(size, int))
-    held = jax.tree.leaves(list(params.values()))
-    for jaxpr in (x for x in held if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)):
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for jaxpr in programs_in(holder):
+        for equation in jaxpr.eqns:
             if equation.primitive.name not in PRODUCTS:
                 yield from _products(equation, (*callers, equation), repeats)
             elif not (is_exact(equation) or DECIDED in str(equation.source_info.name_stack)) and any(
                 map(is_float32, equation.invars)
             ):
                 yield (*callers, equation), repeats
-
-
-def _line(product: Unreached) -> str:
-    return f"{product_text(product.equations[-1], product.path, user_line_of(product.equations))}, in {product.why}"

@@ -16,7 +16,16 @@ import jax
 import jax.extend.core as jex
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmp_train.policies.autocasting.primitives import ADDITIONS, ARITHMETIC, CALLS, LAYOUT, PICKS, PLACEMENT, names
+from jmp_train.policies.autocasting.primitives import (
+    ADDITIONS,
+    ARITHMETIC,
+    CALLS,
+    LAYOUT,
+    PICKS,
+    PLACEMENT,
+    body_of,
+    names,
+)
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import Rule
 from jmp_train.policies.autocasting.values import FLOAT32, chosen, variables_read
@@ -102,8 +111,7 @@ def _wanted_by(
     if decided is not None:
         return variables if decided == rule or (decided, rule) == ("fp8", "lower") else set()
     if name in CALLS:
-        body = reader.params[CALLS[name]]
-        body = getattr(body, "jaxpr", body)
+        body = body_of(reader)
         outs = frozenset(
             inner
             for inner, outer in zip(body.outvars, reader.outvars, strict=True)
@@ -196,8 +204,7 @@ def _read_by_maximum(region: Region, jaxpr: Jaxpr, results: frozenset[Any]) -> f
         for equation in reversed(jaxpr.eqns):
             name = equation.primitive.name
             if name in CALLS:
-                body = equation.params[CALLS[name]]
-                body = getattr(body, "jaxpr", body)
+                body = body_of(equation)
                 pairs = zip(body.outvars, equation.outvars, strict=True)
                 outs = [x for x, out in pairs if out in found and not isinstance(x, jex.Literal)]
                 inside = _read_by_maximum(region, body, frozenset(outs))

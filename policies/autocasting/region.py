@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, Recipe
-from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS
+from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS, opened, precisions_of
 from jmp_train.policies.autocasting.rules import AutocastRules, Rule
 from jmp_train.policies.autocasting.source_lines import address_of
 from jmp_train.policies.autocasting.values import Value, argument
@@ -213,7 +213,7 @@ def _compiled(pairs: tuple[tuple[str, Rule], ...]) -> tuple[tuple[re.Pattern[str
 def jax_modules(equation: Any) -> tuple[str, ...]:
     """Returns the jax modules of a called function, such as ("jax.numpy.linalg", "jax.numpy", "jax")."""
     body = equation.params.get(CALLS.get(equation.primitive.name))
-    info = getattr(getattr(body, "jaxpr", body), "debug_info", None)
+    info = getattr(opened(body), "debug_info", None)
     return _modules_of(getattr(info, "func_src_info", None) or "")
 
 
@@ -237,8 +237,7 @@ def in_8_bits(equation: JaxprEqn) -> bool:
 
 def _no_matrix_product(equation: Any) -> tuple[Rule, str] | None:
     """Returns rule and reason for a product to which the rule of matrix products does not apply."""
-    precision = equation.params.get("precision")
-    if lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
+    if lax.Precision.HIGHEST in precisions_of(equation):
         return "float32", "precision=HIGHEST"
     if equation.primitive.name != "dot_general":
         return None

@@ -12,6 +12,7 @@ from jmp_train.policies.autocasting import (
     OperationsReport,
     decided,
     elements_of,
+    explained_region,
     half_share,
     mark_of,
     none_key_explained,
@@ -151,17 +152,14 @@ def explain_policy(
 def _under_autocast(
     fn: Callable[..., Any], policy: Policy | PathPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PolicyReport:
-    mark = mark_of(policy.default.transform(fn))
-    if mark is None or mark.region is None:
-        raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
+    plain, region = explained_region(mark_of(policy.default.transform(fn)))
 
     def run(region: Any, *args: object, **kwargs: object) -> Any:
         with cast_arguments(policy, args, kwargs) as call:
-            return run_region(region, mark.plain, *call)
+            return run_region(region, plain, *call)
 
-    programs: list[Any] = []
-    region = dataclasses.replace(mark.region, programs=programs)
-    return PolicyReport(decided(region, run, FlatCall(args, kwargs)), unmet_entries(region.rules, programs))
+    operations = decided(region, run, FlatCall(args, kwargs))
+    return PolicyReport(operations, unmet_entries(region.rules, region.programs or ()))
 
 
 def _row(operation: TracedOperation) -> OperationReport:

@@ -164,18 +164,9 @@ _NAMED_POLICIES = {
     "autocast_float16": AutocastPolicy(_F32, _F32, _F32, autocast_dtype=_F16),
     "autocast_bfloat16": AutocastPolicy(_F32, _F32, _F32, autocast_dtype=_BF16),
 }
-_FIELD_OF_KEY = {
-    "p": "param_dtype",
-    "params": "param_dtype",
-    "c": "compute_dtype",
-    "compute": "compute_dtype",
-    "o": "output_dtype",
-    "output": "output_dtype",
-    "r": "reduce_dtype",
-    "reduce": "reduce_dtype",
-    "a": "autocast_dtype",
-    "autocast": "autocast_dtype",
-}
+_KEYS = ("params", "compute", "output", "reduce", "autocast")  # or their first letters
+_FIELD_OF_KEY: dict[str, str] = dict(zip(_KEYS, (*_DTYPE_FIELDS, "autocast_dtype"), strict=True))
+_FIELD_OF_KEY |= {key[0]: field for key, field in _FIELD_OF_KEY.items()}
 
 
 def get_policy(policy_name: str) -> Policy:

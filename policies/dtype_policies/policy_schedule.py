@@ -152,13 +152,9 @@ class PolicySchedule:
           >>> int(state.step)
           10
         """
-        phases = self.phases(total_steps, start)
-        return self._steps(functools.cache(make_step), phases)
-
-    @staticmethod
-    def _steps(make_step: Callable[[Policy | PathPolicy], Step], phases: Sequence[Phase]) -> Iterator[Step]:
-        for phase in phases:
-            yield from itertools.repeat(make_step(phase.policy), phase.stop - phase.start)
+        made = functools.cache(make_step)
+        phases = self.phases(total_steps, start)  # at once, so that a wrong number raises here
+        return (made(phase.policy) for phase in phases for _ in range(phase.start, phase.stop))
 
 
 def check_shares(shares: Sequence[object]) -> None:

@@ -1,11 +1,9 @@
 """Checks of loss scales and their arguments; errors name the argument, or the missing parts of a loss scale.
 
-Bad values raise ValueError whatever their type, so that users catch one class. The functions that warn
-must be called directly by the function that the user called, because the warning points to its caller.
+Bad values raise ValueError whatever their type, so that users catch one class. Warnings point to the user's line.
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -14,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jmp_train.policies.autocasting import warn_user
 from jmp_train.policies.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
 from jmp_train.policies.pytrees import named_leaves
 from jmp_train.policies.types import PyTree
+
+_METHODS = ("scale", "unscale", "adjust")
 
 
 def is_integer(value: object) -> bool:
@@ -95,10 +96,7 @@ def _plain(value: Any) -> Any:
 
 def _warn_if_inexact(name: str, value: float) -> None:
     if math.frexp(value)[0] != 0.5:
-        warnings.warn(f"{name}={value} is not a power of two: scaling and unscaling will round", stacklevel=4)
-
-
-_METHODS = ("scale", "unscale", "adjust")
+        warn_user(f"{name}={value} is not a power of two: scaling and unscaling will round", UserWarning)
 
 
 def is_loss_scale(x: object) -> TypeGuard[LossScale]:
@@ -116,8 +114,11 @@ def _missing(x: object) -> list[str]:
     """Returns the names of a loss scale that an object lacks."""
     kind = type(x)  # a property of the instance would be computed, possibly on shapes or shardings
     has_number = hasattr(kind, "loss_scale") or "loss_scale" in getattr(x, "__dict__", ())
-    methods = [f"{name}()" for name in _METHODS if not callable(getattr(kind, name, None))]
-    return ([] if has_number else ["loss_scale"]) + methods
+    return [*([] if has_number else ["loss_scale"]), *(f"{name}()" for name in _missing_methods(kind))]
+
+
+def _missing_methods(kind: type) -> list[str]:
+    return [name for name in _METHODS if not callable(getattr(kind, name, None))]
 
 
 def check_loss_scale(scale: object, hint: str) -> None:
@@ -134,11 +135,12 @@ def check_loss_scale(scale: object, hint: str) -> None:
     text = repr(scale)
     given = text if len(text) < 200 else f"a {type(scale).__name__}"  # possibly parameters or a model
     what = f"loss_scale must be a LossScale, got {given}"
-    if isinstance(scale, type) and not _missing_of_class(scale):
+    if isinstance(scale, type) and not _missing_methods(scale):
         raise TypeError(f"{what}, a class; pass an instance: {scale.__name__}(...)")
     if missing := _missing(scale):
         if len(missing) <= len(_METHODS):  # it was intended as a loss scale
-            raise TypeError(f"{what}, whose class {type(scale).__name__} has no {_listed(missing)}")
+            listed = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+            raise TypeError(f"{what}, whose class {type(scale).__name__} has no {listed}")
         raise TypeError(f"{what}; {hint}")
     if jax.tree_util.all_leaves([scale]):
         raise TypeError(
@@ -154,14 +156,6 @@ def check_loss_scale(scale: object, hint: str) -> None:
     number = scale.loss_scale if is_loss_scale(scale) else None
     if isinstance(number, int | float) and not 0 < number < math.inf:
         raise ValueError(f"loss_scale={number!r} must be a finite number above 0")
-
-
-def _missing_of_class(kind: type) -> list[str]:
-    return [name for name in _METHODS if not callable(getattr(kind, name, None))]
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def check_adjusted(new: PyTree, old: PyTree) -> None:

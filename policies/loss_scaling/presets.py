@@ -5,6 +5,8 @@ to the same values, as the original. Two bounds are ours: every scale stays with
 outside of it the scale or its inverse is zero.
 """
 
+import dataclasses
+
 import numpy as np
 
 from jmp_train.policies.loss_scaling.argument_checks import (
@@ -203,23 +205,11 @@ def nemo_loss_scale(
 
     Reference: Apex e13873de, csrc/update_scale_hysteresis.cu, as NeMo uses it.
     """
-    check_flag("enabled", enabled)
-    check_scale("init_scale", init_scale)
-    check_growth("growth_factor", growth_factor)
-    check_backoff("backoff_factor", backoff_factor)
-    check_count("growth_interval", growth_interval)
     check_count("hysteresis", hysteresis)
-    if not enabled:
-        return NoOpLossScale()
-    return DynamicLossScale(
-        float(init_scale),
-        period=growth_interval,
-        factor=float(growth_factor),
-        min_loss_scale=SMALLEST_SCALE,
-        backoff_factor=backoff_factor,
-        hysteresis=hysteresis,
-        consecutive_hysteresis=True,
-    )
+    scale = torch_loss_scale(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    if isinstance(scale, NoOpLossScale):
+        return scale
+    return dataclasses.replace(scale, hysteresis=hysteresis, consecutive_hysteresis=True, hysteresis_left=None)
 
 
 def deepspeed_loss_scale(

@@ -13,23 +13,8 @@ from jmp_train.policies.types import PyTree
 
 Tree = TypeVar("Tree")
 
-_NAMES: dict[str, Any] = {
-    "full": jnp.float32,
-    "f32": jnp.float32,
-    "float32": jnp.float32,
-    "f16": jnp.float16,
-    "float16": jnp.float16,
-    "bf16": jnp.bfloat16,
-    "bfloat16": jnp.bfloat16,
-    "f64": jnp.float64,
-    "float64": jnp.float64,
-}
-_SHORT_NAMES = {
-    np.dtype(jnp.float32): "full",
-    np.dtype(jnp.float16): "f16",
-    np.dtype(jnp.bfloat16): "bf16",
-    np.dtype(jnp.float64): "f64",
-}
+_SHORT_NAMES = {"float32": "full", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
+_LONG_NAMES = {short: name for name, short in _SHORT_NAMES.items()} | {"f32": "float32"}
 
 
 def half_dtype() -> DTypeLike:
@@ -79,12 +64,12 @@ def parse_dtype(name: str) -> np.dtype:
     """Returns the dtype of `name` in a policy string ("half" asks the device)."""
     if name == "half":
         return jnp.dtype(half_dtype())
-    if name in _NAMES:
-        return jnp.dtype(_NAMES[name])
-    if _is_float_of_jax(name):
-        return jnp.dtype(getattr(jnp, name))
+    long = _LONG_NAMES.get(name, name)
+    if _is_float_of_jax(long):
+        return jnp.dtype(getattr(jnp, long))
     raise ValueError(
-        f"Unknown dtype {shortened(name)} must be full, half, {', '.join(list(_NAMES)[1:])} or a float8 name"
+        f"Unknown dtype {shortened(name)} must be full, half, f32, float32, f16, float16, bf16, bfloat16, f64, float64 "
+        "or a float8 name"
     )
 
 
@@ -105,7 +90,7 @@ def shortened(text: str) -> str:
 
 def short_name(dtype: np.dtype) -> str:
     """Returns the shortest name that `parse_dtype` understands."""
-    return _SHORT_NAMES.get(dtype, dtype.name)
+    return _SHORT_NAMES.get(dtype.name, dtype.name)
 
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:

@@ -23,23 +23,25 @@ def flax_nnx() -> Any:
     return sys.modules.get("flax.nnx")
 
 
+def _is_of_nnx(x: object, *kinds: str) -> bool:
+    """Returns whether `x` is an instance of one of these classes of nnx; False if nnx is not imported."""
+    nnx = flax_nnx()
+    return nnx is not None and isinstance(x, tuple(getattr(nnx, kind) for kind in kinds))
+
+
 def is_nnx_object(x: object) -> bool:
     """Returns whether `x` is an nnx module, optimizer, metric or other object with variables in it."""
-    nnx = flax_nnx()
-    return nnx is not None and isinstance(x, nnx.Pytree)
+    return _is_of_nnx(x, "Pytree")
 
 
 def is_nnx_variable(x: object) -> bool:
     """Returns whether `x` is an `nnx.Variable`."""
-    nnx = flax_nnx()
-    return nnx is not None and isinstance(x, nnx.Variable)
+    return _is_of_nnx(x, "Variable")
 
 
 def is_nnx_statistic(x: object) -> bool:
     """Returns whether `x` is a variable that a forward pass updates: batch statistics, caches, keys."""
-    nnx = flax_nnx()
-    kinds = () if nnx is None else (nnx.BatchStat, nnx.Cache, nnx.RngState, nnx.Intermediate)
-    return isinstance(x, kinds)
+    return _is_of_nnx(x, "BatchStat", "Cache", "RngState", "Intermediate")
 
 
 def is_nnx(x: object) -> bool:
@@ -49,20 +51,17 @@ def is_nnx(x: object) -> bool:
 
 def is_optimizer_variable(x: object) -> bool:
     """Returns whether `x` is one of the variables in which an `nnx.Optimizer` stores optax's arrays."""
-    nnx = flax_nnx()
-    return nnx is not None and isinstance(x, nnx.OptState)
+    return _is_of_nnx(x, "OptState")
 
 
 def is_random_state(x: object) -> bool:
     """Returns whether `x` is a variable that holds a random key or counts its uses."""
-    nnx = flax_nnx()
-    return nnx is not None and isinstance(x, nnx.RngState)
+    return _is_of_nnx(x, "RngState")
 
 
 def is_parameter(x: object) -> bool:
     """Returns whether `x` is an `nnx.Param`."""
-    nnx = flax_nnx()
-    return nnx is not None and isinstance(x, nnx.Param)
+    return _is_of_nnx(x, "Param")
 
 
 def arrays_of_variables(tree: PyTree, is_variable: Callable[[Any], bool] = is_nnx_variable) -> Any:
