@@ -25,7 +25,7 @@ def attention_by_xla(
     dropout: EdgeDropout | None,
     inputs: GATInputs | GATv2Inputs,
 ) -> jax.Array:
-    """Returns attention [nodes, heads, width] in the dtype of what is sent."""
+    """Returns attention [nodes, heads, width] in the dtype of the messages."""
     attend = autocast_as("float32")(functools.partial(_attend, logits_and_messages, negative_slope))
     return attend(adjacency, dropout, inputs).astype(inputs.sent.dtype)
 

@@ -17,11 +17,11 @@ from jmp_train.graphs.structure import CSR, accumulation_dtype, finite_or_zero, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EdgeDropout:
-    """Which edges are dropped, those of each head apart.
+    """The dropped edges of each head.
 
     Attributes:
       words: uint32 [heads, 2], a key of Threefry for each head.
-      rate: the share of the edges that are dropped.
+      rate: the fraction of dropped edges.
     """
 
     words: jax.Array
@@ -31,8 +31,8 @@ class EdgeDropout:
         """Returns 0 or 1 / (1 - rate) for each edge and head [..., heads].
 
         Args:
-          first: int [...], by which edges are told apart.
-          second: the same, if that needs two values.
+          first: int [...], the values that identify an edge.
+          second: the same, if two values identify an edge.
         """
         second = jnp.zeros_like(first) if second is None else second
         counts = jnp.stack([first, second]).astype(jnp.uint32)
@@ -43,13 +43,13 @@ class EdgeDropout:
     def of_chunk(self, neighbors: CSR, chunk: Chunk, *, nodes_are_receivers: bool) -> jax.Array:
         """Returns 0 or 1 / (1 - rate) for each edge [blocks, width, heads].
 
-        Edges are told apart by their places or, where they have none, by their two ends: then edges
-        between the same two nodes are dropped together.
+        Places identify edges or, without places, their two ends: then edges between the same two nodes are dropped
+        together.
 
         Args:
           neighbors: the edges.
           chunk: a chunk of them.
-          nodes_are_receivers: whether they enter the nodes that they are sorted by.
+          nodes_are_receivers: True if the edges enter the nodes by which they are sorted.
         """
         if neighbors.edges is not None:
             return self.of_edges(at(neighbors.edges, chunk.positions))
@@ -59,12 +59,12 @@ class EdgeDropout:
 
 
 def edge_dropout(rate: float, key: jax.Array | None, heads: int) -> EdgeDropout | None:
-    """Returns which edges are dropped; None where none are.
+    """Returns the dropout of edges; None if it is off.
 
     Args:
-      rate: the share of them.
-      key: of any of jax's generators.
-      heads: how many heads there are.
+      rate: the fraction of dropped edges.
+      key: a random key of any of jax's generators.
+      heads: number of heads.
     """
     if not rate or key is None:
         return None
@@ -79,12 +79,12 @@ def dropout_and_weight(
     *,
     nodes_are_receivers: bool,
 ) -> jax.Array | None:
-    """Returns what a chunk's weights are multiplied by [blocks, width, heads or 1]; None for 1.
+    """Returns the factors of a chunk's weights [blocks, width, heads or 1]; None for 1.
 
     Args:
       neighbors: the edges.
       chunk: a chunk of them.
-      dropout: which are dropped.
+      dropout: the dropped edges.
       edge_weight: floating [edges].
       nodes_are_receivers: see `EdgeDropout.of_chunk`.
     """
@@ -102,7 +102,7 @@ def times(data: jax.Array, factor: jax.Array | None) -> jax.Array:
 
 
 class SoftmaxSum(NamedTuple):
-    """A sum weighted by a softmax, and what the gradient needs to compute the softmax again.
+    """A sum weighted by a softmax, and the values from which the gradient recomputes the softmax.
 
     Attributes:
       total: the sums [nodes, heads, width], in the features' dtype.
@@ -127,10 +127,10 @@ def softmax_sum(
 
     Args:
       neighbors: the edges, by the nodes that they enter.
-      dropout: which weights are dropped.
+      dropout: the dropped weights.
       edge_weight: floating [edges], which multiplies the weights.
       features: floating [senders, heads, width].
-      logits: makes those of a chunk, upcast [blocks, width, heads].
+      logits: returns the logits of a chunk, upcast [blocks, width, heads].
       elements_per_block: see `add_up`.
     """
     _, heads, width = features.shape
@@ -161,15 +161,15 @@ def gradient_of_edge_weight(
     dtype: DTypeLike,
     elements_per_block: int,
 ) -> jax.Array | None:
-    """Returns the gradient of the edge weights in their dtype, or None where there are none.
+    """Returns the gradient of the edge weights in their dtype, or None without edge weights.
 
     Args:
       neighbors: see `softmax_sum`.
       dropout: see `softmax_sum`.
       edge_weight: see `softmax_sum`.
-      weights_and_products: makes a chunk's softmax, and the products of the gradient and the senders' features,
+      weights_and_products: returns a chunk's softmax, and the products of the gradient and the senders' features,
         both upcast [blocks, width, heads].
-      dtype: of these.
+      dtype: dtype of the edge weights.
       elements_per_block: see `add_up`.
     """
     if edge_weight is None:

@@ -1,4 +1,4 @@
-"""Reductions of any function of edges, chunk by chunk, differentiated by jax: what is made of edges is not stored.
+"""Reductions of any function of edges, chunk by chunk, differentiated by jax, without storing messages.
 
 The function sees blocks of a few edges of one node each, of which one row is kept. The gradient computes a chunk's
 edges again. Arrays that the function closes over, such as a network's parameters, get gradients that are added over
@@ -23,12 +23,12 @@ Messages = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def reduce_blocks(neighbors: CSR, messages: Messages, reduction: BlockReduction) -> jax.Array:
-    """Returns what nodes make of messages, [nodes, width] in their dtype; 0 of nodes without edges.
+    """Returns the reduction of messages, [nodes, width] in their dtype; 0 for nodes without edges.
 
     Args:
       neighbors: the edges, sorted by their receivers.
-      messages: of each edge alone.
-      reduction: which.
+      messages: a function of one edge.
+      reduction: the reduction.
     """
     like = jax.eval_shape(messages, *[jnp.zeros(1, jnp.int32)] * 2)
     if neighbors.num_blocks == 0:
@@ -64,7 +64,7 @@ def reduce_blocks(neighbors: CSR, messages: Messages, reduction: BlockReduction)
 
 
 def _blocks_per_chunk(neighbors: CSR, elements: int) -> int:
-    """Returns how many blocks a chunk has, whose edges have messages of so many elements."""
+    """Returns the number of blocks per chunk for messages of a number of elements."""
     in_cache = CPU_ELEMENTS // max(1, elements * neighbors.width)
     return max(in_cache, -(-neighbors.num_blocks // MOST_CHUNKS))
 

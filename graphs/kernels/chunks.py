@@ -1,4 +1,4 @@
-"""Iteration over edges in chunks: what is computed per edge exists for one chunk at a time.
+"""Iteration over edges in chunks: values per edge exist for one chunk at a time.
 
 On CPUs a chunk fits into the caches; on GPUs it is large enough to give all of them work.
 """
@@ -27,9 +27,9 @@ class Chunk:
 
     Attributes:
       others: int32 [blocks, width], the node at each edge's other end; any node in empty places.
-      is_edge: bool [blocks, width], which places are not empty.
+      is_edge: bool [blocks, width], False in empty places.
       nodes: int32 [blocks], the node at this end.
-      positions: int32 [blocks, width], where the edges stand in `CSR.others`; anywhere for empty ones.
+      positions: int32 [blocks, width], the places of the edges in `CSR.others`; any for empty ones.
     """
 
     others: jax.Array
@@ -58,12 +58,12 @@ class Chunk:
     ) -> jax.Array:
         """Returns the sums [blocks, heads, width] of the rows of features [others, heads, width], upcast.
 
-        One edge of each block after the other, so that the sums stay in registers.
+        It adds one edge of each block at a time, so that the sums stay in registers.
 
         Args:
           data: floating.
           weights: [blocks, width, heads] or [blocks, width, 1], 0 in empty places; None for 1.
-          change: what is added is this function of rows [blocks, heads, width].
+          change: function of the rows [blocks, heads, width] that are added.
         """
         if weights is not None:  # or XLA would gather them for each number of a row again
             weights = jax.lax.optimization_barrier(weights)
@@ -87,20 +87,20 @@ class Chunk:
 
 
 def pvary_alike(tree: Tree) -> Tree:
-    """Returns arrays which, within a `shard_map`, all vary over the mesh axes over which one of them does.
+    """Returns arrays that, within a `shard_map`, all vary over the mesh axes over which one of them does.
 
-    Then the loops' carries do, and gradients of arrays that were the same everywhere are added up by jax.
+    Then the loops' carries vary too, and jax adds the gradients of replicated arrays.
     """
     axes = {name for x in jax.tree.leaves(tree) for name in jax.typeof(x).manual_axis_type.varying}
     return pvary(tree, sorted(axes)) if axes else tree
 
 
 def run_chunked(kernel: Callable[..., Tree], edges: CSRAndCSC | None, *arguments: Any) -> Tree:
-    """Returns what a chunked kernel makes of edges and arguments, by the dtypes that these have.
+    """Returns the result of a chunked kernel for edges and arguments in their dtypes.
 
     Args:
       kernel: a function of sorted edges and the arguments, with a gradient of its own.
-      edges: sorted by either end.
+      edges: edges sorted by either end.
       *arguments: pytrees of arrays.
     """
     assert edges is not None  # without them "xla" is chosen
@@ -142,13 +142,13 @@ def add_up(
     elements_per_block: int,
     after: Any,
 ) -> list[jax.Array]:
-    """Returns for each node the sums [nodes, ...] of what its blocks make.
+    """Returns the sums [nodes, ...] of the arrays of each node's blocks.
 
     Args:
       neighbors: the edges.
-      compute: makes arrays [blocks, ...] of a chunk.
+      compute: returns arrays [blocks, ...] for a chunk.
       like: shape and dtype of one block's part of each.
-      elements_per_block: how many elements `compute` holds for each, which sets the chunks' size on CPUs.
+      elements_per_block: number of elements that `compute` holds per block, which sets the chunks' size on CPUs.
       after: arrays that `compute` needs. XLA would allocate the zeros of all passes at once, or keep one
         for all of them; these begin their life after those arrays.
     """
@@ -166,7 +166,7 @@ def add_up(
 
 
 def joined(neighbors: CSR, sums: jax.Array) -> jax.Array:
-    """Returns the rows after the further ones were added to the nodes' own."""
+    """Returns the nodes' own rows plus the further ones."""
     first = neighbors.num_nodes
     for rows in neighbors.further:
         sums = sums.at[rows].add(sums[first : first + len(rows)], mode="promise_in_bounds")
@@ -181,11 +181,11 @@ def largest(
     like: jax.ShapeDtypeStruct,
     elements_per_block: int,
 ) -> jax.Array:
-    """Returns for each node the largest [nodes, ...] of what its blocks make, -inf or the least integer without any.
+    """Returns the largest [nodes, ...] of the arrays of each node's blocks; -inf or the least integer without blocks.
 
     Args:
       neighbors: see `add_up`.
-      compute: makes an array [blocks, ...] of a chunk.
+      compute: returns an array [blocks, ...] for a chunk.
       like: see `add_up`.
       elements_per_block: see `add_up`.
     """
@@ -205,12 +205,12 @@ def of_edges(
     like: jax.ShapeDtypeStruct,
     elements_per_block: int,
 ) -> jax.Array:
-    """Returns [edges, ...] what is made of each edge, 0 for those that count nowhere.
+    """Returns the values of all edges [edges, ...], 0 for those that count nowhere.
 
     Args:
       neighbors: see `add_up`; edges must have places.
-      compute: makes an array [blocks, width, ...] of a chunk.
-      like: shape and dtype of one edge's part.
+      compute: returns an array [blocks, width, ...] for a chunk.
+      like: shape and dtype of one edge's value.
       elements_per_block: see `add_up`.
     """
     slots = neighbors.edge_slots
@@ -232,11 +232,11 @@ def sum_of_chunks(
     elements_per_block: int,
     after: Any,
 ) -> Tree:
-    """Returns the sums of what chunks make, with what each addition rounds off carried along.
+    """Returns the compensated sums of the chunks' arrays.
 
     Args:
       neighbors: see `add_up`.
-      compute: makes a tree of arrays of a chunk, and of a mask, bool [blocks], which of its blocks count.
+      compute: returns a tree of arrays for a chunk and a mask of the blocks that count, bool [blocks].
       like: their shapes and dtypes.
       elements_per_block: see `add_up`.
       after: see `add_up`.
@@ -266,13 +266,13 @@ def each_edge(
     like: Sequence[jax.ShapeDtypeStruct],
     elements_per_edge: int,
 ) -> list[jax.Array]:
-    """Returns [edges, ...] what is made of each edge, 0 for those that count nowhere, written in the edges' order.
+    """Returns the values of all edges [edges, ...] in the edges' order, 0 for those that count nowhere.
 
     Args:
       neighbors: the edges by the nodes that they enter; edges must have places.
-      compute: makes arrays [some edges, ...] of int32 ids of edges, of their senders and of their receivers.
-      like: shape of one edge's part of each, and the dtype in which it is stored.
-      elements_per_edge: how many elements `compute` holds for each, which sets the chunks' size on CPUs.
+      compute: returns arrays [some edges, ...] for int32 ids of edges, of their senders and of their receivers.
+      like: shape of one edge's part of each array, and the stored dtype.
+      elements_per_edge: number of elements that `compute` holds per edge, which sets the chunks' size on CPUs.
     """
     slots = neighbors.edge_slots
     count, width = neighbors.num_edges, neighbors.width
@@ -310,13 +310,13 @@ def each_edge(
 
 
 def _bits_of(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
-    """Returns integers for half precision, of which XLA would copy all of a loop's array in each iteration on CPUs."""
+    """Returns half precision as integers, because XLA copies a loop's whole half array in each iteration on CPUs."""
     return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Which blocks a chunk has: `size` from `first` on; those of the last chunk may have come before."""
+    """The blocks of a chunk: `size` blocks from `first` on; the last chunk may repeat some."""
 
     first: jax.Array
     size: int

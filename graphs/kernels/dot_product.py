@@ -1,9 +1,9 @@
-"""Chunked dot-product attention: saves two values per node and head, and recomputes what belongs to edges.
+"""Chunked dot-product attention: stores two values per node and head, and recomputes values of edges.
 
-The logit of an edge from u to v is `s = scale q[v] . (k[u] + W f)`, and it brings `z[u] + W f`, where `f` are the
-features of the edge and `W` a matrix that is not needed here: `q[v] . W f` is a product of `f` and of a row of v, the
-edge's query, and the sum of what edges bring of `f` is multiplied by `W` in the end. Softmaxes over the edges of one
-node may be joined by the logarithms of their sums, which have a gradient too.
+The logit of an edge from u to v is `s = scale q[v] . (k[u] + W f)`, and its value is `z[u] + W f`, where `f` are the
+features of the edge and `W` is a matrix. These kernels do not need `W`: `q[v] . W f` is the product of `f` and a row of
+v, the edge's query, and the caller multiplies the weighted sum of `f` by `W`. The logarithms of the softmaxes' sums,
+which have gradients, allow joining several softmaxes of one node.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jmp_train.policies.autocasting import autocast_as
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DotInputs:
-    """What attention is of.
+    """The inputs of attention.
 
     Attributes:
       query: floating [receivers, heads, width].
@@ -54,8 +54,8 @@ class DotResult(NamedTuple):
 
     Attributes:
       total: [receivers, heads, width], the weighted sum of values; 0 without edges.
-      edge_total: [receivers, heads, features], that of edges' features; None without.
-      log_sum: [receivers, heads], the logarithm of the sum of the logits' powers; 0 without edges.
+      edge_total: [receivers, heads, features], the weighted sum of the edges' features; None without features.
+      log_sum: [receivers, heads], the logarithm of the sum of the logits' exponentials; 0 without edges.
     """
 
     total: jax.Array
@@ -64,7 +64,7 @@ class DotResult(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the gradient is computed of: the largest logits, and 1 over the sums of powers of differences to them."""
+    """Values saved for the gradient: the largest logits, and 1 over the sums of exponentials relative to them."""
 
     edges: CSRAndCSC
     dropout: EdgeDropout | None
@@ -78,10 +78,10 @@ def chunked_dot_attention(scale: float, edges: CSRAndCSC, dropout: EdgeDropout |
     """Returns attention over the edges that enter each node.
 
     Args:
-      scale: by which products are multiplied.
-      edges: who sends to whom.
-      dropout: which weights are dropped.
-      inputs: what attention is of.
+      scale: factor of the products.
+      edges: the edges.
+      dropout: the dropped weights.
+      inputs: the inputs of attention.
     """
     return _forward(scale, edges, dropout, inputs)[0]
 
@@ -124,7 +124,7 @@ def _backward(scale: float, saved: _Saved, gradient: DotResult) -> tuple[None, N
     grad, edge_grad = gradient.total, gradient.edge_total
 
     def into_node(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
-        """Returns weights times their factors, and those times the gradients that weights have."""
+        """Returns the weights times their factors, and these times the gradients of the weights."""
         logits = _logits_into(scale, into, chunk, inputs)
         weights = chunk.where_edge(jnp.exp(logits - chunk.of_nodes(most)) * chunk.of_nodes(inverse))
         factor = dropout_and_weight(into, chunk, dropout, None, nodes_are_receivers=True)
@@ -216,7 +216,7 @@ def _edge_products(neighbors: CSR, chunk: Chunk, inputs: DotInputs, rows: jax.Ar
 
 
 def _edge_sums(neighbors: CSR, chunk: Chunk, inputs: DotInputs, weights: jax.Array) -> list[jax.Array]:
-    """Returns the weighted sums [blocks, heads, features] of edges' features; none where there are none."""
+    """Returns the weighted sums [blocks, heads, features] of the edges' features; an empty tree without features."""
     if inputs.edge_features is None:
         return []
     rows = edge_rows(neighbors, chunk, inputs.edge_features).astype(weights.dtype)

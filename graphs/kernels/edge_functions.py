@@ -1,7 +1,6 @@
-"""Reductions of any function of an edge, chunk by chunk, differentiated by jax: what is made of edges is not stored.
+"""Reductions of any function of an edge, chunk by chunk, differentiated by jax, without storing messages.
 
-A chunk is some blocks of edges, each block of edges that enter one node (`CSR`). The gradient computes a chunk's edges
-again.
+A chunk is some blocks of edges; the edges of a block enter one node (`CSR`). The gradient recomputes a chunk's edges.
 """
 
 import functools
@@ -31,14 +30,14 @@ from jmp_train.graphs.structure import CSR, NOT_APART, CSRAndCSC, equal_or_nan, 
 def largest_of_blocks(count: int, nodes: jax.Array, values: jax.Array, ties: jax.Array) -> jax.Array:
     """Returns the largest [nodes, ...] of values [chunks, blocks, ...], -inf without blocks.
 
-    Blocks share the gradient by how many of their edges have that value. A chunk at a time, or XLA would make several
-    arrays as long as the blocks.
+    Blocks share the gradient by the number of their edges with that value. It works on one chunk at a time; otherwise
+    XLA would allocate several arrays as long as the blocks.
 
     Args:
-      count: how many nodes there are.
+      count: number of nodes.
       nodes: int32 [chunks, blocks]; beyond the last one for blocks that count nowhere.
-      values: of each block.
-      ties: how many edges have it.
+      values: the values of the blocks.
+      ties: the numbers of edges that have them.
     """
     del ties
     return _largest_by_node(count, nodes, values)
@@ -47,11 +46,11 @@ def largest_of_blocks(count: int, nodes: jax.Array, values: jax.Array, ties: jax
 def _by_node(
     update: Callable[[Any, jax.Array], jax.Array], start: jax.Array, nodes: jax.Array, values: jax.Array
 ) -> jax.Array:
-    """Returns the reduction [nodes, ...] of values [chunks, blocks, ...], a chunk at a time.
+    """Returns the reduction [nodes, ...] of values [chunks, blocks, ...], one chunk at a time.
 
     Args:
-      update: makes the new rows of `at[rows]` of the old ones, and of values.
-      start: what it starts from.
+      update: returns the updated array for `at[rows]` of the old one and values.
+      start: the initial array.
       nodes: see `largest_of_blocks`.
       values: see `largest_of_blocks`.
     """
@@ -69,7 +68,7 @@ def _largest_by_node(count: int, nodes: jax.Array, values: jax.Array) -> jax.Arr
 
 
 def _is_extreme(nodes: jax.Array, values: jax.Array, extreme: jax.Array) -> jax.Array:
-    """Returns which values [blocks, ...], or NaN, are those of their node."""
+    """Returns a mask of the values [blocks, ...] that equal those of their node; NaN equals NaN."""
     return equal_or_nan(values, extreme.at[nodes].get(mode="clip"))
 
 
@@ -120,13 +119,13 @@ _NOTHING: Mapping[Any, jax.Array] = {}
 
 
 class Terms(NamedTuple):
-    """What a function makes of edges, floating [edges, ...] by name.
+    """The terms of edges to reduce, floating [edges, ...] by name.
 
     Attributes:
-      sums: what is to be added up, in at least float32.
-      largest: of what the largest is to be taken.
-      first: as `largest`, of which edge it is the largest.
-      bounds: as `largest`, without a gradient.
+      sums: terms to add, in at least float32.
+      largest: terms to maximize.
+      first: terms of which to find the first edge with the largest.
+      bounds: terms to maximize without a gradient.
     """
 
     sums: Mapping[Any, jax.Array] = _NOTHING
@@ -136,13 +135,13 @@ class Terms(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What nodes make of `Terms`, [nodes, ...] by name.
+    """The reductions of `Terms` per node, [nodes, ...] by name.
 
     Attributes:
-      sums: 0 of nodes without edges.
-      largest: 0 of nodes without edges; ties share the gradient equally.
-      first: int32, the first edge that has the largest; -1 of nodes without edges.
-      bounds: -inf of nodes without edges.
+      sums: sums; 0 for nodes without edges.
+      largest: maxima; 0 for nodes without edges; ties share the gradient equally.
+      first: int32, the first edge that has the largest term; -1 for nodes without edges.
+      bounds: maxima; -inf for nodes without edges.
     """
 
     sums: dict[Any, jax.Array]
@@ -155,11 +154,11 @@ Function = Callable[[Inputs, EdgeIds], Terms]
 
 
 class _Parts(NamedTuple):
-    """What blocks make of `Terms`, [blocks, ...] by name.
+    """The reductions of `Terms` per block, [blocks, ...] by name.
 
     Attributes:
-      sums: of each block.
-      largest: of each block, and, as uint8, how many edges have it.
+      sums: the sum of each block.
+      largest: the maximum of each block and the number of edges that have it, as uint8.
       first: the largest, and the first edge that has it.
       bounds: the largest.
     """
@@ -171,14 +170,14 @@ class _Parts(NamedTuple):
 
 
 class _Totals(NamedTuple):
-    """What has been reduced so far: sums [rows, ...], and bounds [nodes, ...]."""
+    """The reductions of the chunks so far: sums [rows, ...] and bounds [nodes, ...]."""
 
     sums: dict[Any, jax.Array]
     bounds: dict[Any, jax.Array]
 
 
 class _Sinks(NamedTuple):
-    """Arrays that are never looked at, to whose gradients those of the inputs are added, and of what is closed over."""
+    """Unread arrays that collect the gradients of the inputs and of closed-over arrays."""
 
     inputs: Inputs
     shared: list[jax.Array]
@@ -187,14 +186,14 @@ class _Sinks(NamedTuple):
 def reduce_edges(
     edges: CSRAndCSC, function: Function, inputs: Inputs, elements: int, *, has_gradient: bool = True
 ) -> Reduced:
-    """Returns what receivers make of a function of the edges that enter them.
+    """Returns the reductions of a function over the edges that enter each node.
 
     Args:
-      edges: who sends to whom; there is at least one block.
-      function: of each edge alone, traced more than once; floating arrays that it closes over have gradients.
-      inputs: what it reads, arrays by name; it sees their rows in their own dtypes.
-      elements: of how many it makes or reads of an edge at most, which sets the chunks' size.
-      has_gradient: whether the result has one.
+      edges: the edges, at least one block.
+      function: a function of one edge, traced more than once; floating arrays that it closes over have gradients.
+      inputs: the arrays that it reads, by name; it gets their rows in their own dtypes.
+      elements: largest number of elements that it reads or returns per edge, which sets the chunks' size.
+      has_gradient: True if the result has a gradient.
     """
     edges, inputs = pvary_alike(jax.tree.map(jnp.asarray, (edges, inputs)))
     neighbors, chunks = edges.by_target, in_chunks(edges.by_target, elements)
@@ -238,12 +237,12 @@ def reduce_edges(
 
 
 def _parts_of(terms: Terms, is_edge: jax.Array, ids: jax.Array | None) -> _Parts:
-    """Returns what blocks make of terms [blocks * width, ...].
+    """Returns the reductions per block of terms [blocks * width, ...].
 
     Args:
-      terms: of each edge.
+      terms: the terms of the edges.
       is_edge: bool [blocks, width].
-      ids: int32 [blocks * width], which edges these are.
+      ids: int32 [blocks * width], the ids of the edges.
     """
 
     def of_edges(rows: jax.Array, other: float) -> tuple[jax.Array, jax.Array]:

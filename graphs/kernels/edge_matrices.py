@@ -1,8 +1,8 @@
-"""Linear functions of senders' rows that differ from edge to edge: the matrices of relations and of networks.
+"""Linear functions of senders' rows that differ between edges: matrices of relations and of networks.
 
-Each is called with what all edges share, with integers and floats of the edges, and with rows [blocks, width, in]; it
-returns the sums [blocks, out] of each block's products. So matrices that are made of a few bases are multiplied once
-for a block and not once for an edge, and no matrix of an edge outlives its chunk.
+Each takes arrays that all edges share, integers and floats of the edges, and rows [blocks, width, in]; it returns the
+sums [blocks, out] of each block's products. So matrices that are mixtures of a few bases are multiplied once per block
+instead of once per edge, and the matrix of an edge exists only within its chunk.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from jmp_train.graphs.structure import upcast
 
 
 class OfEdges(NamedTuple):
-    """What edges have, all of it None where there is none.
+    """The data of edges; None for missing ones.
 
     Attributes:
-      types: int32 [...], out of range for edges that bring nothing.
-      weight: floating [...], by which products are multiplied.
+      types: int32 [...], out of range for edges without a message.
+      weight: floating [...], factors of the products.
       features: floating [..., width].
     """
 
@@ -30,7 +30,7 @@ class OfEdges(NamedTuple):
 
 
 class EdgeMatrices(Protocol):
-    """What `mapped_sum` needs of a kind of matrices; it is hashable."""
+    """The interface that `mapped_sum` requires of a kind of matrices; it is hashable."""
 
     def __call__(self, shared: Any, edges: OfEdges, rows: jax.Array) -> jax.Array:
         """Returns the sums [blocks, out] of products with upcast rows [blocks, width, in]."""
@@ -45,7 +45,7 @@ class EdgeMatrices(Protocol):
         ...
 
     def elements(self, shared: Any, edges_per_block: int, width: int) -> int:
-        """Returns how many elements the largest array of a block has, for rows of a width."""
+        """Returns the number of elements of the largest array per block, for rows of a width."""
         ...
 
 
@@ -111,12 +111,12 @@ class DiagonalBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class NetworkMatrices:
-    """Matrices that a network makes of an edge's features; `shared` are the arrays that it needs.
+    """Matrices that a network computes from an edge's features; `shared` has its arrays.
 
     Attributes:
       network: a function of features [edges, width] and of these arrays to [edges, in * out].
-      in_width: of the matrices.
-      width: of the products.
+      in_width: input width of the matrices.
+      width: width of the products.
     """
 
     network: Callable[..., jax.Array]
@@ -155,5 +155,5 @@ def _times(rows: jax.Array, weight: jax.Array | None) -> jax.Array:
 
 
 def _precision(stored: jax.Array) -> str:
-    """Returns the precision of a product with weights: that of half suffices where they are stored in half."""
+    """Returns the precision of a product with weights; half precision suffices if they are stored in it."""
     return "highest" if stored.dtype.itemsize >= 4 else "default"

@@ -1,8 +1,8 @@
-"""Reads of a chunk's edges, whose gradients are added to the arrays that were read, in place.
+"""Reads of a chunk's edges; their gradients are added in place.
 
-A scan over the chunks carries a sink of each array: it is never looked at, but the gradient of a row that was read is
-added to the sink's. The gradient of a scan's constant would be an array as long as the constant for each chunk, which
-is what edges' features cannot afford.
+A scan over the chunks carries a sink per array. A sink is never read; the gradients of the rows that were read are
+added to its gradient. The gradient of a scan's constant would be an array as long as the constant for each chunk, which
+is too large for edge features.
 """
 
 import functools
@@ -22,7 +22,7 @@ MOST_CHUNKS = 256  # where they do not fit into the caches anyway
 
 
 class EdgeIds(NamedTuple):
-    """Int32 [edges]: the ends of edges, and which edges they are, None where edges have no places of their own."""
+    """Int32 [edges]: the ends of edges and their ids; None if edges have no own places."""
 
     senders: jax.Array
     receivers: jax.Array
@@ -39,11 +39,11 @@ class EdgeBlocks(NamedTuple):
 
 
 def in_chunks(neighbors: CSR, elements: int) -> EdgeBlocks:
-    """Returns the blocks as arrays [chunks, blocks], filled up with blocks without edges of no node and no row.
+    """Returns the blocks as arrays [chunks, blocks], padded by blocks without edges, node and row.
 
     Args:
       neighbors: the edges.
-      elements: of how many what an edge reads or makes is at most.
+      elements: largest number of elements that an edge reads or computes.
     """
     in_cache = CPU_ELEMENTS // max(1, elements * neighbors.width)
     size = max(1, in_cache, -(-neighbors.num_blocks // MOST_CHUNKS))
@@ -57,12 +57,12 @@ def in_chunks(neighbors: CSR, elements: int) -> EdgeBlocks:
 
 
 def is_edge_of(neighbors: CSR, chunk: EdgeBlocks) -> jax.Array:
-    """Returns bool [blocks, width], which places are not empty."""
+    """Returns bool [blocks, width], False in empty places."""
     return jnp.arange(neighbors.width, dtype=jnp.int32) < chunk.counts[:, None]
 
 
 def sinks_of(edges: CSRAndCSC, inputs: Inputs) -> Inputs:
-    """Returns the sinks of what has gradients: of nodes in float32, a row for 1,024 edges, so that few add in turn."""
+    """Returns the sinks of arrays with gradients; those of nodes have one float32 row per 1,024 edges."""
 
     def of(table: Mapping[str, jax.Array], make: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
         return {name: make(x) for name, x in table.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
@@ -75,23 +75,23 @@ def sinks_of(edges: CSRAndCSC, inputs: Inputs) -> Inputs:
 
 
 def _has_slots(edges: CSRAndCSC) -> bool:
-    """Whether it is known to which row of the senders' sums an edge belongs."""
+    """Returns whether each edge's row of the senders' sums is known."""
     return edges.by_source.slots is not None and edges.by_target.edges is not None
 
 
 def read_all(
     edges: CSRAndCSC, chunk: EdgeBlocks, tables: Inputs, sinks: Inputs
 ) -> tuple[tuple[Inputs, EdgeIds], Inputs]:
-    """Returns the rows [edges, ...] that a chunk's edges read, which edges these are, and the sinks.
+    """Returns the rows [edges, ...] that a chunk's edges read, their ids, and the sinks.
 
-    Empty places have the last edge of their block, or of the first block with edges, once more: no function has to be
-    defined for what is no edge, and none of its gradients to be finite there.
+    Empty places repeat the last edge of their block, or of the first block with edges. So functions and their gradients
+    need not be finite for missing edges.
 
     Args:
-      edges: who sends to whom.
-      chunk: some blocks of them.
-      tables: what is read, arrays by name, whose gradients these reads are not.
-      sinks: of `sinks_of`; what is read without one has no gradient.
+      edges: the edges.
+      chunk: some of their blocks.
+      tables: the arrays to read, by name; the reads give them no gradients.
+      sinks: from `sinks_of`; arrays without a sink have no gradient.
     """
     neighbors, source = edges.by_target, edges.by_source
     is_empty, first = chunk.counts == 0, jnp.argmax(neighbors.counts > 0)
@@ -136,13 +136,13 @@ def _read_rows(
 def _read(
     afresh: bool, table: jax.Array, sink: jax.Array, places: jax.Array, into: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns rows of an array and its sink, to whose gradient that of the rows is added.
+    """Returns rows of an array and its sink, which collects the gradient of the rows.
 
     Args:
-      afresh: whether they are added up on their own first, so that few numbers are added in turn.
-      table: whose gradient this is not.
+      afresh: True to add them separately first, so that long sums are split.
+      table: the array, which gets no gradient.
       sink: [rows, ...].
-      places: int32 [edges], of the rows of the table.
+      places: int32 [edges], the rows of the table.
       into: int32 [edges], the rows of the sink; beyond the last one for edges that add nothing.
     """
     del afresh, into
@@ -167,7 +167,7 @@ _read.defvjp(_read_forward, _read_backward)
 
 @jax.custom_vjp
 def pass_on(array: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns an array and its sink, to whose gradient the array's is added in at least float32."""
+    """Returns an array and its sink, which collects the array's gradient in at least float32."""
     return array, sink
 
 
@@ -179,7 +179,7 @@ pass_on.defvjp(
 
 @jax.custom_vjp
 def _of_rows(neighbors: CSR, nodes: jax.Array) -> jax.Array:
-    """Returns a sink [rows, ...] of an array [nodes, ...]: sums are added in rows, of which each node has some."""
+    """Returns a sink [rows, ...] of an array [nodes, ...]: each node has some rows, which are added last."""
     rows = jnp.zeros((neighbors.num_rows, *nodes.shape[1:]), nodes.dtype)
     return pvary_alike((rows, nodes))[0]
 

@@ -1,7 +1,7 @@
-"""Sums and extremes over edges, in chunks, of what a function makes of each edge and its ends.
+"""Sums and extremes over edges, in chunks, of a function of each edge and its ends.
 
-The gradients of such a sum are sums of the same kind, of the function's own gradients, and so every order of reverse
-derivatives is made of these, and no array as long as the edges but the gradient of what the edges have.
+The gradients of such a sum are sums of the same kind, of the function's gradients. So reverse derivatives of every
+order consist of these, and only gradients of edge data are as long as the edges.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ NARROW = 8  # numbers of an edge that are read for all places of a block at once
 
 
 class Inputs(NamedTuple):
-    """What a term is of: trees of floating arrays, `()` for none.
+    """The inputs of a term: trees of floating arrays, `()` for none.
 
     Attributes:
-      edge: [edges, ...]; a term sees rows [rows, ...], upcast, as of the others.
-      senders: [senders, ...]; a term sees the rows of the edges' senders.
+      edge: [edges, ...]; a term gets rows [rows, ...], upcast, like those of the other inputs.
+      senders: [senders, ...]; a term gets the rows of the edges' senders.
       receivers: [receivers, ...].
     """
 
@@ -45,11 +45,11 @@ def sums_of_terms(term: Term, end: End, edges: CSRAndCSC, fixed: Any, inputs: In
     """Returns the sums [nodes, ...] of a term over the edges of each node, computed in float32.
 
     Args:
-      term: of each edge alone.
-      end: whether the nodes are the edges' senders or their receivers.
-      edges: who sends to whom.
+      term: a function of one edge.
+      end: the nodes: the edges' senders or receivers.
+      edges: the edges.
       fixed: a tree of arrays [receivers, ...] that have no gradient.
-      inputs: what the term is of.
+      inputs: the inputs of the term.
     """
     neighbors = edges.by_target if end == "receivers" else edges.by_source
     leaves, structure = jax.tree.flatten(_like(term, fixed, inputs))
@@ -95,7 +95,7 @@ def largest_term(term: Term, edges: CSRAndCSC, inputs: Inputs) -> jax.Array:
     It has no gradient.
 
     Args:
-      term: see `sums_of_terms`; it makes one array, and sees no fixed rows.
+      term: see `sums_of_terms`; it returns one array, and gets no fixed rows.
       edges: see `sums_of_terms`.
       inputs: see `sums_of_terms`.
     """
@@ -114,7 +114,7 @@ def largest_term(term: Term, edges: CSRAndCSC, inputs: Inputs) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def extreme_term(term: Term, edges: CSRAndCSC, inputs: Inputs) -> jax.Array:
-    """Returns what `largest_term` does, with a gradient, which ties share equally.
+    """Returns the result of `largest_term` with a gradient, which ties share equally.
 
     Args:
       term: see `largest_term`.
@@ -125,12 +125,12 @@ def extreme_term(term: Term, edges: CSRAndCSC, inputs: Inputs) -> jax.Array:
 
 
 def first_edges(term: Term, edges: CSRAndCSC, most: jax.Array, inputs: Inputs) -> jax.Array:
-    """Returns the first edges, int32 [receivers, ...], whose term is a given one, or NaN as that is; -1 without.
+    """Returns the first edges, int32 [receivers, ...], whose term equals a given one, NaN included; -1 without any.
 
     Args:
       term: see `largest_term`.
       edges: see `sums_of_terms`; edges must have places.
-      most: what `largest_term` returned.
+      most: the result of `largest_term`.
       inputs: see `sums_of_terms`.
     """
     neighbors, (most, inputs) = edges.by_target, jax.lax.stop_gradient((most, inputs))
@@ -153,12 +153,12 @@ def first_edges(term: Term, edges: CSRAndCSC, most: jax.Array, inputs: Inputs) -
 
 @dataclasses.dataclass(frozen=True)
 class _Transposed:
-    """The term that is the gradient of another one, with regard to one of its inputs.
+    """The gradient of a term with respect to one of its inputs, as a term.
 
     Attributes:
-      term: the other one.
-      end: of what the gradient of its result is a part: in its place among the inputs are pairs, the old and this.
-      part: with regard to what.
+      term: the differentiated term.
+      end: the input next to which the gradient of the result is passed: its place has pairs of both.
+      part: the input to differentiate by.
     """
 
     term: Term
@@ -179,7 +179,7 @@ class _Transposed:
 
 @dataclasses.dataclass(frozen=True)
 class _Chosen:
-    """A term where it is a fixed one, 0 elsewhere."""
+    """A term if it equals a fixed one, otherwise 0."""
 
     term: Term
 
@@ -190,7 +190,7 @@ class _Chosen:
 
 @dataclasses.dataclass(frozen=True)
 class _IsChosen:
-    """1 where a term is a fixed one, 0 elsewhere."""
+    """1 if a term equals a fixed one, otherwise 0."""
 
     term: Term
 
@@ -230,7 +230,7 @@ def _places(neighbors: CSR, chunk: Chunk, end: End, fixed: Any, inputs: Inputs) 
 
 
 def _where(is_edge: jax.Array, data: jax.Array, other: float) -> jax.Array:
-    """Returns rows where there are edges, and another number elsewhere."""
+    """Returns the rows of edges, and another number in empty places."""
     return jnp.where(rows_like(is_edge, data), data, jnp.asarray(other, data.dtype))
 
 
@@ -245,7 +245,7 @@ def _like(term: Term, fixed: Any, inputs: Inputs) -> Any:
 
 
 def _elements(like: list[Any], fixed: Any, inputs: Inputs) -> int:
-    """Returns how many elements a block takes: the rows at this end, those of one place at the other, the sums."""
+    """Returns the number of elements per block: rows at this end, those of one place at the other, and sums."""
     rows = [math.prod(x.shape[1:]) for x in jax.tree.leaves((fixed, inputs))]
     return max([1, *rows, *(math.prod(x.shape) for x in like)])
 

@@ -1,10 +1,10 @@
-"""Chunked graph attention: saves two values per node and head, and recomputes what belongs to edges.
+"""Chunked graph attention: stores two values per node and head, and recomputes values of edges.
 
 With the logit `s = leaky_relu(left[u] + right[v])` of an edge from u to v, its largest value m over the
 edges that enter v, the inverse i of the sum of `exp(s - m)` there, and the factor k of dropout and edge
 weight, the result is the sum of `a k z[u]` with `a = exp(s - m) i`. With g the gradient of the result, and
-`t = g[v] . z[u]`, that of s is `a (k t - d[v])`, where `d[v]`, the sum of `a k t`, needs no second pass
-over the edges: what is multiplied by it is added up beside.
+`t = g[v] . z[u]`, that of s is `a (k t - d[v])`, where `d[v]`, the sum of `a k t`, needs no second pass over the edges,
+because its factor is summed in the same pass.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jmp_train.graphs.structure import CSR, CSRAndCSC, upcast
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GATInputs:
-    """What attention is of.
+    """The inputs of attention.
 
     Attributes:
       features: floating [nodes, heads, width].
@@ -46,12 +46,12 @@ class GATInputs:
 
     @property
     def sent(self) -> jax.Array:
-        """What each node sends [nodes, heads, width]."""
+        """The messages of the nodes [nodes, heads, width]."""
         return self.features
 
 
 class _Saved(NamedTuple):
-    """What the gradient is computed of; `largest` and `inverse` are those of `SoftmaxSum`."""
+    """Values saved for the gradient; `largest` and `inverse` are those of `SoftmaxSum`."""
 
     edges: CSRAndCSC
     dropout: EdgeDropout | None

@@ -1,4 +1,4 @@
-"""Chunked GATv2 attention: as `gat`, with logits of a small network of both ends.
+"""Chunked GATv2 attention: like `gat`, with logits from a small network of both ends.
 
 The logit of an edge from u to v is the sum over the width of `attention * leaky_relu(left[u] + right[v])`.
 With its gradient `e = a (k t - d[v])`, and `q` the sum of `e` times the slopes of `leaky_relu` over the
@@ -27,7 +27,7 @@ from jmp_train.graphs.structure import BLOCK, CSRAndCSC, upcast
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GATv2Inputs:
-    """What attention is of.
+    """The inputs of attention.
 
     Attributes:
       left: floating [nodes, heads, width].
@@ -43,12 +43,12 @@ class GATv2Inputs:
 
     @property
     def sent(self) -> jax.Array:
-        """What each node sends [nodes, heads, width]."""
+        """The messages of the nodes [nodes, heads, width]."""
         return self.left
 
 
 class _Saved(NamedTuple):
-    """What the gradient is computed of; `largest` and `inverse` are those of `SoftmaxSum`."""
+    """Values saved for the gradient; `largest` and `inverse` are those of `SoftmaxSum`."""
 
     edges: CSRAndCSC
     dropout: EdgeDropout | None
@@ -96,7 +96,7 @@ def _backward(negative_slope: float, saved: _Saved, gradient: jax.Array) -> tupl
     into = edges.by_target
 
     def into_node(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
-        """Returns the softmax's weights, and what the gradient gives for each, [blocks, width, heads]."""
+        """Returns the softmax's weights and their gradients [blocks, width, heads]."""
         sums = chunk.of_others(left) + chunk.of_nodes(right)
         weights = softmax(chunk, sums, chunk.of_nodes(most), chunk.of_nodes(inverse))
         return weights, chunk.where_edge(chunk.dot_with_others(left, gradient))

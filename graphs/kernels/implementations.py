@@ -1,8 +1,8 @@
 """Selects the implementation of an operation over edges: whole-edge arrays (XLA) or chunks.
 
-Every operation that has a choice is an `EdgeOperation`, and is called in the same form. Another
-implementation, such as a kernel for one kind of device, is one more name in `IMPLEMENTATIONS`, and one more
-kernel of each operation that has one; the contract tests run over these names.
+Every operation with a choice is an `EdgeOperation`, called in the same form. To add an implementation, such as a kernel
+for one kind of device, add its name to `IMPLEMENTATIONS`, and its kernels to the operations; the contract tests run
+over these names.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ Result = TypeVar("Result")
 class EdgeOperation(Generic[Arguments, Result]):
     """An operation over edges with one kernel for each implementation.
 
-    "xla" computes with arrays of all edges, which XLA may or may not fuse, takes all arguments, and goes
-    through every transform. "chunked" goes over chunks of sorted edges, stores no message, and has custom
-    gradients: reverse mode of every order, no forward mode.
+    "xla" computes with arrays of all edges, which XLA may or may not fuse. It takes all arguments and supports every
+    transform. "chunked" iterates over chunks of sorted edges, stores no message, and has custom gradients: reverse mode
+    of every order, no forward mode.
 
     Attributes:
-      kernels: by name of the implementation, a function of the adjacency and the arguments.
-      elements_per_edge: returns of how many elements a message of these arguments is; None for arguments
-        that the chunked kernel does not take.
-      chunked_takes: which arguments it does take, for messages.
+      kernels: functions of the adjacency and the arguments, by name of the implementation.
+      elements_per_edge: returns the number of elements of a message for these arguments; None for arguments that the
+        chunked kernel does not take.
+      chunked_takes: description of the arguments that it takes, for errors.
     """
 
     kernels: Mapping[Implementation, Callable[Concatenate[Adjacency, Arguments], Result]]
@@ -48,14 +48,14 @@ class EdgeOperation(Generic[Arguments, Result]):
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Returns what the kernel of the implementation makes of the arguments.
+        """Returns the result of the implementation's kernel for the arguments.
 
         Args:
-          implementation: what the caller asks for; None for "chunked" where the edges are sorted and
-            messages are large, and "xla" elsewhere.
-          adjacency: who sends to whom.
-          *args: of the operation.
-          **kwargs: of the operation.
+          implementation: the caller's choice; None for "chunked" if the edges are sorted and messages are large,
+            otherwise "xla".
+          adjacency: the edges.
+          *args: arguments of the operation.
+          **kwargs: keyword arguments of the operation.
 
         Raises:
           ValueError: there is no such implementation, it does not take the arguments, or the edges are
@@ -74,10 +74,10 @@ class EdgeOperation(Generic[Arguments, Result]):
         """Returns the implementation that computes this; see `__call__`.
 
         Args:
-          implementation: what the caller asks for.
-          adjacency: who sends to whom.
-          *args: of the operation.
-          **kwargs: of the operation.
+          implementation: the caller's choice.
+          adjacency: the edges.
+          *args: arguments of the operation.
+          **kwargs: keyword arguments of the operation.
         """
         if implementation is None:
             if adjacency.neighbors is None:

@@ -1,7 +1,7 @@
-"""Sums over edges of the senders' rows times a matrix of the edge, in chunks: no matrix and no message is stored.
+"""Sums over edges of the senders' rows times a matrix of the edge, in chunks, without storing matrices or messages.
 
-The gradient of the rows is such a sum over the reversed edges, by the transposed matrices; those of what the edges
-share, and of what each has, go over the same chunks again.
+The gradient of the rows is such a sum over the reversed edges, by the transposed matrices. The gradients of shared and
+of edge data iterate over the same chunks again.
 """
 
 import functools
@@ -29,11 +29,11 @@ XLA_ELEMENTS = 2**21  # that a chunk of unsorted edges makes
 
 
 class MappedInputs(NamedTuple):
-    """What is added up.
+    """The inputs of the sum.
 
     Attributes:
-      shared: what the matrices of all edges are made of, a tree of floating arrays.
-      edges: what each edge has, its arrays [edges, ...].
+      shared: the arrays that determine the matrices of all edges, a tree of floating arrays.
+      edges: the data of the edges, arrays [edges, ...].
       rows: floating [senders, in].
     """
 
@@ -49,11 +49,11 @@ def chunked_mapped_sum(
     """Returns the sums [receivers, out] of the senders' rows times matrices, computed in float32.
 
     Args:
-      matrices: makes the matrices of the edges.
-      dtype: the result's.
-      edges: who sends to whom.
-      types: int32 [edges], what `inputs.edges` lacks: they have no gradient.
-      inputs: what is added up.
+      matrices: the kind of matrices.
+      dtype: dtype of the result.
+      edges: the edges.
+      types: int32 [edges], which are not in `inputs.edges` because they have no gradient.
+      inputs: the inputs of the sum.
     """
     neighbors, rows = edges.by_target, inputs.rows
 
@@ -68,7 +68,7 @@ def chunked_mapped_sum(
 
 
 def _of_chunk(neighbors: CSR, chunk: Chunk, types: jax.Array | None, edges: OfEdges) -> OfEdges:
-    """Returns what a chunk's edges have, in the dtypes that it is stored in; that of empty places has no meaning."""
+    """Returns the data of a chunk's edges in their stored dtypes; empty places have no meaning."""
     places = at(neighbors.edge_ids, chunk.positions)
     return jax.tree.map(lambda x: at(x, places), edges._replace(types=types))
 
@@ -99,7 +99,7 @@ def _backward(
     elements = _elements(matrices, neighbors, inputs)
 
     def pullback(chunk: Chunk, is_counted: jax.Array | None = None) -> Any:
-        """Returns the gradient of what all edges share, and that of what each edge of a chunk has."""
+        """Returns the gradients of the shared data and of the data of a chunk's edges."""
         own = _of_chunk(neighbors, chunk, None, inputs.edges)
         kinds = _of_chunk(neighbors, chunk, types, OfEdges()).types
         others = chunk.where_edge(chunk.of_others(rows))
@@ -121,7 +121,7 @@ def _backward(
 
 
 def _of_edges(neighbors: CSR, pullback: Any, edges: OfEdges, elements: int) -> OfEdges:
-    """Returns the gradients of what each edge has, by one pass."""
+    """Returns the gradients of the edge data, by one pass."""
     leaves, structure = jax.tree.flatten(edges)
     if not leaves:
         return edges
@@ -158,13 +158,13 @@ def _by_chunks(
 def _by_xla(
     adjacency: Adjacency, matrices: EdgeMatrices, inputs: MappedInputs, scale: jax.Array | None = None
 ) -> jax.Array:
-    """Goes over edges as they come, in chunks: even one array of all edges would hold their matrices."""
+    """Computes the sums over edges in their order, in chunks, because one array of all matrices is too large."""
     compute = autocast_as("float32")(functools.partial(_unsorted_sum, matrices))
     return _scaled(compute(adjacency, _stored(inputs)), scale, inputs.rows.dtype)
 
 
 def _scaled(sums: jax.Array, scale: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-    """Returns sums, times a scale for each receiver, stored."""
+    """Returns the sums times the receivers' scales, in the stored dtype."""
     if scale is not None:
         sums = autocast_as("float32")(lambda sums, scale: sums * scale.astype(sums.dtype)[:, None])(sums, scale)
     return graph_storage(sums.astype(dtype))

@@ -1,7 +1,6 @@
 """Built-in messages and reductions with arrays of all edges, which XLA may fuse; gradients recompute them.
 
-Compilers for GPUs fuse reads, arithmetic and the addition, so that what sums need for each edge and feature
-is not stored.
+Compilers for GPUs fuse reads, arithmetic and the addition, so that no values per edge and feature are stored.
 """
 
 import dataclasses
@@ -33,8 +32,8 @@ class CheckedMessage:
 
     Attributes:
       message: the message.
-      shape: of one edge's message.
-      dtype: in which it is computed, if its features are floats of one precision; None otherwise.
+      shape: shape of one edge's message.
+      dtype: dtype of the computation if its features are floats of one precision; otherwise None.
     """
 
     message: Message
@@ -46,9 +45,9 @@ def messages_by_xla(adjacency: Adjacency, message: CheckedMessage, *operands: ja
     """Returns the message of each edge, [edges, ...] in at least float32.
 
     Args:
-      adjacency: who sends to whom.
-      message: which.
-      *operands: its features, as they are stored.
+      adjacency: the edges.
+      message: the built-in message.
+      *operands: its features in their stored dtypes.
     """
     return _messages(message.message, operands, adjacency)
 
@@ -56,24 +55,24 @@ def messages_by_xla(adjacency: Adjacency, message: CheckedMessage, *operands: ja
 def reductions_by_xla(
     adjacency: Adjacency, message: CheckedMessage, reductions: Reductions, *operands: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns what the receivers make of their messages, [receivers, ...] by name in at least float32.
+    """Returns the reductions of the messages, [receivers, ...] by name in at least float32.
 
     Args:
-      adjacency: who sends to whom.
-      message: which.
-      reductions: which, all of this message.
-      *operands: the message's features, as they are stored.
+      adjacency: the edges.
+      message: the built-in message.
+      reductions: the reductions of this message.
+      *operands: the message's features in their stored dtypes.
     """
     return _reductions(message.message, reductions, operands, adjacency)
 
 
 def reduce_rows(adjacency: Adjacency, reductions: Reductions, messages: jax.Array) -> dict[str, jax.Array]:
-    """Returns what the receivers make of messages [edges, ...], upcast, [receivers, ...] by name.
+    """Returns the reductions of messages [edges, ...], upcast, [receivers, ...] by name.
 
     Args:
-      adjacency: who sends to whom.
-      reductions: which.
-      messages: upcast.
+      adjacency: the edges.
+      reductions: the reductions.
+      messages: the upcast messages.
     """
     return {
         reduce.out: adjacency.receivers.softmax_sum(as_inexact(messages), reduce.temperature)
@@ -107,7 +106,7 @@ def _computed(message: Message, operands: Operands, adjacency: Adjacency) -> jax
 
 
 def _combined(operation: Operation, left: jax.Array, right: jax.Array, adjacency: Adjacency) -> jax.Array:
-    """Returns what an operation makes of both operands' rows [edges, ...]."""
+    """Returns the result of an operation for both operands' rows [edges, ...]."""
     if operation == "div":  # by 1 for padding edges, or their gradients were NaN
         is_counted = rows_like(adjacency.receivers.is_counted, right)
         right = jnp.where(is_counted, right, jnp.ones_like(right))
@@ -115,12 +114,12 @@ def _combined(operation: Operation, left: jax.Array, right: jax.Array, adjacency
 
 
 def combined_rows(operation: Operation, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Returns what an operation makes of rows [rows, ...], upcast, with axes inserted after the first one.
+    """Returns the result of an operation for upcast rows [rows, ...], with axes inserted after the first one.
 
     Args:
-      operation: not "copy".
-      left: of one operand.
-      right: of the other one.
+      operation: an operation other than "copy".
+      left: rows of the left operand.
+      right: rows of the right operand.
     """
     dtype = common_dtype(left.dtype, right.dtype)
     rank = max(left.ndim, right.ndim)

@@ -1,4 +1,4 @@
-"""Reductions of any message, chunk by chunk: nothing is stored for an edge."""
+"""Reductions of any message, chunk by chunk, without storing values per edge."""
 
 import dataclasses
 import functools
@@ -29,11 +29,11 @@ from jmp_train.graphs.structure import (
 
 
 def weighted_sender(fixed: Any, inputs: Inputs) -> jax.Array:
-    """Returns the sender's rows [rows, heads, width], times weights [rows, heads, 1] of the edges if there are any.
+    """Returns the senders' rows [rows, heads, width], times the edges' weights [rows, heads, 1] if given.
 
     Args:
-      fixed: nothing.
-      inputs: what the senders have and, if there are any, the weights.
+      fixed: unused.
+      inputs: the senders' features and, if given, the weights.
     """
     del fixed
     return inputs.senders if isinstance(inputs.edge, tuple) else inputs.edge * inputs.senders
@@ -63,7 +63,7 @@ class _Times:
 
 @dataclasses.dataclass(frozen=True)
 class _Powers:
-    """The power of a message's logit, relative to a fixed one, and the message weighted by it."""
+    """The exponential of a message's logit, relative to a fixed one, and the message weighted by it."""
 
     message: Term
     temperature: float
@@ -78,9 +78,9 @@ def chunked_sum(message: Term, adjacency: Adjacency, inputs: Inputs) -> jax.Arra
     """Returns the sums [receivers, ...] of messages in at least float32.
 
     Args:
-      message: makes it of the inputs' rows; it sees no fixed ones.
-      adjacency: who sends to whom, with `neighbors`.
-      inputs: what it is made of.
+      message: returns the message for the inputs' rows, without fixed ones.
+      adjacency: the edges, with `neighbors`.
+      inputs: the inputs of the message.
     """
     return _sums(message, adjacency, (), inputs)
 
@@ -99,7 +99,7 @@ def chunked_moments(
       message: see `chunked_sum`.
       adjacency: see `chunked_sum`.
       inputs: see `chunked_sum`.
-      shift: the means, but for roundings, if they are at hand.
+      shift: the approximate means, if known.
     """
     if shift is None:
         shift = chunked_mean(message, adjacency, jax.lax.stop_gradient(inputs))
@@ -109,11 +109,11 @@ def chunked_moments(
 
 
 def chunked_softmax_sum(message: Term, temperature: float, adjacency: Adjacency, inputs: Inputs) -> jax.Array:
-    """Returns messages, summed by the softmax of themselves, [receivers, ...] in at least float32.
+    """Returns the sums of messages weighted by their own softmax, [receivers, ...] in at least float32.
 
     Args:
       message: see `chunked_sum`.
-      temperature: by which they are multiplied before powers are taken of them.
+      temperature: factor of the messages in the softmax.
       adjacency: see `chunked_sum`.
       inputs: see `chunked_sum`.
     """
@@ -146,7 +146,7 @@ def chunked_argextreme(message: Term, sign: int, adjacency: Adjacency, inputs: I
       inputs: see `chunked_extreme`.
 
     Raises:
-      ValueError: the graph keeps no edge apart.
+      ValueError: the graph does not store the places of its edges.
     """
     _ = adjacency.receivers  # which raises
     term = _signed(message, sign)

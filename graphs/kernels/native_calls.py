@@ -1,7 +1,6 @@
-"""Optional kernels in C++ for CPUs, in place of chunked ones: the same sums, read and added with the CPU's vectors.
+"""Optional C++ kernels for CPUs in place of chunked ones: the same sums by vector instructions.
 
-They are used within `native_kernels`, where they take the arguments; the chunked kernels are what GPUs run, and the
-gradients of gradients.
+They run within `native_kernels` if they take the arguments. GPUs and second derivatives use the chunked kernels.
 """
 
 import contextlib
@@ -33,11 +32,11 @@ from jmp_train.policies.pytrees import pvary
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scales:
-    """What rows are multiplied by, without gradients of their own.
+    """Factors of rows, without gradients.
 
     Attributes:
-      senders: floating [senders], before the rows are sent; None for 1.
-      receivers: floating [receivers], after they were added; None for 1.
+      senders: floating [senders], factors before sending; None for 1.
+      receivers: floating [receivers], factors of the sums; None for 1.
     """
 
     senders: jax.Array | None = None
@@ -52,10 +51,10 @@ OPTIONS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-DNDEBUG",
 
 @functools.cache
 def register_kernels() -> None:
-    """Compiles the kernels, unless that was done before, and makes them known to jax.
+    """Compiles the kernels, unless that was done before, and registers them with jax.
 
     Raises:
-      RuntimeError: there is no compiler for C++, or it fails; the message has what it prints.
+      RuntimeError: there is no C++ compiler, or it fails; the message has its output.
     """
     library = ctypes.CDLL(str(built_library()))
     for target in TARGETS:
@@ -63,7 +62,7 @@ def register_kernels() -> None:
 
 
 def built_library() -> Path:
-    """Returns the file of the compiled kernels, which it compiles if need be; see `register_kernels`."""
+    """Returns the file of the kernels, compiled if necessary; see `register_kernels`."""
     compiler = _compiler()
     file = cache_folder() / f"native_kernels-{_key(compiler)}.so"
     if file.exists():
@@ -80,7 +79,7 @@ def built_library() -> Path:
 
 
 def _compiler() -> list[str]:
-    """Returns the command of the compiler: `$CXX`, or the first that is there."""
+    """Returns the command of the compiler: `$CXX`, or the first that is installed."""
     if own := os.environ.get("CXX"):
         command = shlex.split(own)
         if shutil.which(command[0]) is None:
@@ -95,7 +94,7 @@ def _compiler() -> list[str]:
 
 
 def _key(compiler: list[str]) -> str:
-    """Returns a name for all that the compiled file depends on, the instructions that the CPU has among it."""
+    """Returns a digest of everything that the compiled file depends on, including the CPU's instructions."""
     cpu = Path("/proc/cpuinfo")
     flags = (
         [line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))]
@@ -120,23 +119,23 @@ _IS_IN_USE = jax.make_user_context(False)  # jax traces anew where it changes
 
 @contextlib.contextmanager
 def native_kernels() -> Iterator[None]:
-    """Has what is traced within use kernels in C++ on CPUs, for sums, dots and attention over edges.
+    """Makes code traced within it use C++ kernels on CPUs, for sums, dots and attention over edges.
 
-    They are compiled for this machine, by `$CXX`, `c++`, `g++` or `clang++`, the first time, which takes some seconds,
-    and then found in `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train. Functions under `jax.jit` are traced anew within, and
-    again outside. Results differ from those without by roundings of float32. Used where features are float32, float16
-    or bfloat16, and edges sorted (formats with "csr"): weighted sums, `u_dot_v`, and GAT without dropout of
-    attention and edge weights; where gradients are wanted, the function that takes them runs within too.
+    The first use compiles them for this machine by `$CXX`, `c++`, `g++` or `clang++`, which takes some seconds, and
+    caches them in `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train. Functions under `jax.jit` are traced anew within, and again
+    outside. Results differ by float32 rounding. The kernels take float32, float16 or bfloat16 features and sorted edges
+    (formats with "csr"): weighted sums, `u_dot_v`, and GAT without attention dropout and edge weights. Compute
+    gradients within the context too.
 
     Returns:
       A context manager.
 
     Raises:
-      RuntimeError: there is no compiler for C++, or it fails. And where a kernel runs: an index array of the graph was
-        edited, and has an id or degree that is out of bounds.
+      RuntimeError: there is no C++ compiler, or it fails; or, when a kernel runs, an edited index array of the graph
+        has an id or degree that is out of bounds.
 
     Warns:
-      UserWarning: the graph of an operation has no sorted edges, so that it runs as without.
+      UserWarning: the graph of an operation has no sorted edges, so it runs without native kernels.
 
     Example:
       >>> from jmp_train import graphs
@@ -157,10 +156,10 @@ def are_native_kernels_wanted() -> bool:
 
 
 def takes(dtype: DTypeLike, neighbors: CSR, *arguments: Any) -> bool:
-    """Returns whether native kernels are in use, and take these arguments.
+    """Returns whether native kernels are enabled and take these arguments.
 
     Args:
-      dtype: the result's.
+      dtype: dtype of the result.
       neighbors: the edges.
       *arguments: pytrees of the other arrays.
     """
@@ -172,11 +171,11 @@ def takes(dtype: DTypeLike, neighbors: CSR, *arguments: Any) -> bool:
 
 
 def on_cpus(native: Callable[..., Result], chunked: Callable[..., Result], *arguments: Any) -> Result:
-    """Returns what a native kernel makes of arguments on CPUs, and elsewhere a chunked one, which has the gradient.
+    """Returns the result of a native kernel on CPUs, otherwise of a chunked one, which has the gradient.
 
     Args:
-      native: without a gradient.
-      chunked: a function of the same arguments, with the same result but for roundings.
+      native: the native kernel, without a gradient.
+      chunked: a function of the same arguments, with the same result except for rounding.
       *arguments: pytrees of arrays.
     """
 
@@ -200,7 +199,7 @@ def native_sum(
     """Returns the sums of `weighted_sum`.
 
     Args:
-      dtype: the result's.
+      dtype: dtype of the result.
       neighbors: the edges by the nodes that they enter.
       scales: see `weighted_sum`.
       data: [senders, heads, width].
@@ -230,7 +229,7 @@ def native_gat(
     """Returns attention, the largest logits and the inverse sums; see `SoftmaxSum`.
 
     Args:
-      negative_slope: of the leaky ReLU.
+      negative_slope: slope of the leaky ReLU below 0.
       neighbors: the edges by the nodes that they enter.
       features: [senders, heads, width].
       left: float32 [senders, heads].
@@ -265,9 +264,9 @@ def native_gat_gradient(
       features: see `native_gat`.
       left: see `native_gat`.
       right: see `native_gat`.
-      largest: what `native_gat` returns.
-      inverse: what `native_gat` returns.
-      gradient: of the attention.
+      largest: from `native_gat`.
+      inverse: from `native_gat`.
+      gradient: gradient of the attention.
     """
     inputs = features, left, right, largest, inverse, gradient
     of_heads = [((into.num_nodes, features.shape[1]), jnp.float32)] * 2
@@ -291,7 +290,7 @@ def _of_scales(scales: Scales) -> list[jax.Array]:
 
 
 def _call(target: str, like: Any, *arrays: jax.Array, slope: float | None = None) -> list[jax.Array]:
-    """Returns what a kernel makes of arrays, of the shapes and dtypes of `like`."""
+    """Returns the results of a kernel, with the shapes and dtypes of `like`."""
     varying = sorted({name for x in arrays for name in jax.typeof(x).manual_axis_type.varying})
     results = [jax.ShapeDtypeStruct(*x) for x in like]
     attributes = {} if slope is None else {"slope": np.float32(slope)}

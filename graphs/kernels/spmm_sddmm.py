@@ -1,7 +1,7 @@
 """Weighted sums of neighbors (SpMM) and products of both ends (SDDMM), in chunks: each is the other's gradient.
 
-Both are custom gradients that save what they were given, in the dtype that it is stored in, and so every
-order of reverse derivatives is again made of these two.
+Both have custom gradients that save their arguments in the stored dtypes, so reverse derivatives of every order consist
+of these two.
 """
 
 import functools
@@ -28,9 +28,9 @@ def weighted_sum(
     """Returns the sums [receivers, heads, width] of weights times the senders' rows, computed in float32.
 
     Args:
-      dtype: the result's; None for that in which it is computed.
-      edges: who sends to whom.
-      scales: of the rows and sums.
+      dtype: dtype of the result; None for that of the computation.
+      edges: the edges.
+      scales: factors of the rows and sums.
       data: floating [senders, heads, width].
       weights: floating [edges, heads] or [edges, 1]; None for 1.
     """
@@ -68,8 +68,8 @@ def edge_dot(edges: CSRAndCSC, scales: Scales, senders: jax.Array, receivers: ja
     """Returns the products [edges, heads] of the rows at both ends, summed over the width.
 
     Args:
-      edges: who sends to whom.
-      scales: of the rows at either end.
+      edges: the edges.
+      scales: factors of the rows at both ends.
       senders: floating [senders, heads, width].
       receivers: floating [receivers, heads, width].
 
@@ -105,7 +105,7 @@ def edge_rows(neighbors: CSR, chunk: Chunk, data: jax.Array) -> jax.Array:
 
 
 class _OfSum(NamedTuple):
-    """What the gradient of `weighted_sum` is computed of."""
+    """Values saved for the gradient of `weighted_sum`."""
 
     edges: CSRAndCSC
     scales: Scales
@@ -114,7 +114,7 @@ class _OfSum(NamedTuple):
 
 
 class _OfDot(NamedTuple):
-    """What the gradient of `edge_dot` is computed of."""
+    """Values saved for the gradient of `edge_dot`."""
 
     edges: CSRAndCSC
     scales: Scales

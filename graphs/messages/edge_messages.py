@@ -46,7 +46,7 @@ class Edge:
         """Int32, the edge's place in the graph.
 
         Raises:
-          ValueError: the graph keeps no edge apart.
+          ValueError: the graph does not store the places of its edges.
         """
         if self._id is None:
             raise ValueError(f"edge.id: {NOT_APART}")
