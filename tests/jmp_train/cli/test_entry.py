@@ -15,9 +15,8 @@ from helpers import make_run, write_mnist
 
 from jmp_train.cli import compare as compare_command
 from jmp_train.cli import entry as cli
-from jmp_train.cli.entry import main
+from jmp_train.cli.entry import main, provide_cpu_devices, turn_ynn_fusion_off
 from jmp_train.cli.errors import Failure
-from jmp_train.cli.entry import provide_cpu_devices, turn_ynn_fusion_off
 from jmp_train.runs.events import Compiled, Epoch, Planned, Run, event_from_json
 
 pytestmark = pytest.mark.quick
@@ -334,7 +333,7 @@ def test_compare_says_why_a_mode_fell_behind_or_failed(
     reason = "apex-O3-bfloat16: the output is not finite. apex-O3-bfloat16 has no float32"
     assert error.startswith(f"jmp-train: error: {reason}")
     page = (tmp_path / "report.html").read_text()
-    assert f"<li>{behind[0]}</li>" in page
+    assert f"<p>{behind[0]}</p>" in page
     assert "did not end: the output is not finite. apex-O3-bfloat16 has no float32" in page
 
 

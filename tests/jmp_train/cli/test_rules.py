@@ -125,7 +125,7 @@ def test_compare_gives_rules_to_those_that_autocast_and_the_report_names_them(
     said = [line for line in capsys.readouterr().out.splitlines() if "by the rules" in line]
     assert said == [f"{name}: autocast by the rules of rules.toml" for name in ("autocast_bfloat16", "torch")]
     page = Path("out/report.html").read_text()
-    assert all(f"<li>{line}</li>" in page for line in said)
+    assert all(f"<p>{line}</p>" in page for line in said)
     runs = json.loads(Path("out/report.json").read_text())["runs"]
     assert [run.get("rules", "none") for run in runs] == ["none", "rules.toml", "rules.toml"]
 
