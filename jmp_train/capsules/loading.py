@@ -64,7 +64,8 @@ def load_capsule(
     gather_texts("")  # waits until each process has arrived, and so has written its file
     parts = parts_of(state)
     headers, groups = _read(Path(path))
-    header, own = headers[0], _own(len(headers))
+    header = headers[0]
+    own = jax.process_index() if jax.process_count() == len(headers) else None  # if as many processes wrote it
     arrays = {name: _arrays(path, name, [found[name] for found in groups], own) for name in groups[0]}
     leaves, structure = jax.tree.flatten(state)
     _put(path, leaves, parts, parts.changed, groups[0]["changed"], arrays["changed"])
@@ -89,11 +90,6 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Group | None
         if any(header[name] != wanted for header in headers):
             raise DamagedError(f"{path}: the files of {len(headers)} processes are not of one run")
     return headers, groups
-
-
-def _own(processes: int) -> int | None:
-    """Returns the index of this process's file, if there are as many processes as at the time of writing."""
-    return jax.process_index() if jax.process_count() == processes else None
 
 
 def _arrays(path: object, name: str, groups: Sequence[Group | None], own: int | None) -> list[np.ndarray]:
@@ -145,8 +141,8 @@ def _check_fingerprints(
     later = header["later_steps"]
     hint = f"; the run was {later} steps further when the skip was seen" if later else ""
     raise ValueError(
-        f"{path} is of step {header['step']} and wants the parameters and model state of it, those before or after its "
-        f"skip; the state given is of step {int(np.max(local_data(state.step)))}, and other in {len(others)} of "
+        f"{path} is of step {header['step']} and needs the parameters and model state from before or after its skip; "
+        f"the given state is of step {int(np.max(local_data(state.step)))}, and differs in {len(others)} of "
         f"{len(wanted)} leaves: {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}{hint}. A checkpoint of that "
         "step fits; SkipRecorder(..., wait=True) returns the state that fits, save_state=True puts it into the capsule"
     )
@@ -169,7 +165,7 @@ def _structure(path: object, header: dict[str, Any], paths: Sequence[str], like:
     if like is not None:
         found = leaf_paths(like)
         if found != list(paths):
-            raise ValueError(f"{path} has a batch of other leaves than like: {list(paths)}, not {found}")
+            raise ValueError(f"{path} has a batch with other leaves than like: {list(paths)}, not {found}")
         return jax.tree.structure(like)
     if header["structure"] is None:
         raise ValueError(

@@ -6,7 +6,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -152,9 +151,7 @@ class SkipRecorder:
         """Returns the recorder."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Writes the remaining capsules."""
         self.close()
 
@@ -164,7 +161,8 @@ class SkipRecorder:
     def _finish(self) -> None:
         """Waits for the oldest step, and writes its capsule if it was skipped."""
         made = self._pending.popleft()
-        if _was_taken(made.flag):
+        flag = jax.device_get(made.flag)
+        if flag if flag.dtype == bool else flag == 0:  # finite gradients, or no reason to skip
             return
         try:
             with jax.transfer_guard("allow"):  # a skip may be slow
@@ -197,14 +195,9 @@ def _flag(metrics: Metrics) -> jax.Array:
     """Returns this process's copy of the flag of whether the step was taken, on its way to the host."""
     finite = metrics.get("grads_finite") if isinstance(metrics, dict) else None
     if not isinstance(finite, jax.Array) or finite.ndim:
-        raise TypeError('metrics["grads_finite"] must be one flag, that of a step that is called once a batch')
+        raise TypeError('metrics["grads_finite"] must be a single flag, from a step that is called once per batch')
     flag = metrics.get("skip_reason", finite)
     if not flag.is_fully_addressable:
         flag = flag.addressable_data(0)
     flag.copy_to_host_async()
     return flag
-
-
-def _was_taken(flag: jax.Array) -> bool:
-    value = jax.device_get(flag)
-    return bool(value) if value.dtype == bool else value == 0

@@ -62,12 +62,16 @@ def parts_of(state: TrainState) -> StateParts:
             "non-finite steps"
         )
 
+    def changed_but_inner(node: Any) -> Any:
+        labels = _all(_CHANGED, node._replace(inner_state=None))
+        return labels._replace(inner_state=_all(_OTHER, node.inner_state))
+
     def of_node(node: Any) -> Any:
         if not isinstance(node, LossScaledState):
             return _CHANGED if jnp.ndim(node) == 0 or is_key(node) else _OTHER
         inner = node.inner_state
-        labels = _of_rule(inner) if isinstance(inner, SkipRuleState) else _all(_OTHER, inner)
-        return _all(_CHANGED, node._replace(inner_state=None))._replace(inner_state=labels)
+        labels = changed_but_inner(inner) if isinstance(inner, SkipRuleState) else _all(_OTHER, inner)
+        return changed_but_inner(node)._replace(inner_state=labels)
 
     labels = TrainState(
         params=_all(_KEPT, state.params),
@@ -79,10 +83,6 @@ def parts_of(state: TrainState) -> StateParts:
     found = jax.tree.leaves(labels)
     changed, kept = ([i for i, label in enumerate(found) if label == wanted] for wanted in (_CHANGED, _KEPT))
     return StateParts(changed, kept, [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)])
-
-
-def _of_rule(node: SkipRuleState) -> Any:
-    return _all(_CHANGED, node._replace(inner_state=None))._replace(inner_state=_all(_OTHER, node.inner_state))
 
 
 def snapshot(leaves: Sequence[Any], changed: Sequence[int] = (), kept: Sequence[int] = ()) -> Snapshot:

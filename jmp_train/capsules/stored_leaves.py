@@ -62,7 +62,7 @@ def stored(x: Any) -> tuple[StoredLeaf, list[np.ndarray]]:
 
 def _stored_array(x: jax.Array) -> tuple[StoredLeaf, list[np.ndarray]]:
     if x.is_deleted():
-        raise ValueError("an array was deleted, as a rule by donation")
+        raise ValueError("an array was deleted, usually by donation")
     sharding, kind, key = _described(x.sharding), "weak" if jax.typeof(x).weak_type else "array", ""
     if is_key(x):
         x, kind, key = jax.random.key_data(x), "key", key_implementation(x)
@@ -124,7 +124,7 @@ def whole(leaves: Sequence[StoredLeaf], parts: Sequence[Sequence[np.ndarray]], o
     if all(math.prod(stop - start for start, stop in leaf.parts[0]) == math.prod(leaf.shape) for leaf in leaves):
         mine = parts[own or 0][0]
         if own is None and any(part[0].tobytes() != mine.tobytes() for part in parts):
-            raise ValueError(f"each of {len(leaves)} processes had one of its own; load it with as many")
+            raise ValueError(f"each of {len(leaves)} processes had a different one; load it with as many processes")
         return mine
     bounds = {
         tuple(map(tuple, index)): part

@@ -250,9 +250,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-_FILE = "lock"
-
-
 def lock_folder(directory: Path) -> FileLock | None:
     """Takes the lock on a folder, which is created if needed; returns None, with a warning, if there are no locks.
 
@@ -267,7 +264,7 @@ def lock_folder(directory: Path) -> FileLock | None:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return take_lock(directory / _FILE)
+        return take_lock(directory / "lock")
     except LockHeldError as error:
         raise OSError(f"{directory} is in use: {_who(error.holder)}") from None
     except LockUnsupportedError as error:

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -101,27 +102,17 @@ def _what_is_wrong(manifest: object, folder_name: str) -> str:
 
 def _what_is_wrong_with_leaf(leaf: object, files: dict[str, Any]) -> str:
     if not isinstance(leaf, dict):
-        return f"{shown(leaf)}"
-    for key in ("path", "kind", "folder"):
-        if not isinstance(leaf.get(key), str):
+        return shown(leaf)
+    for key, is_valid in _VALID.items():
+        if not is_valid(leaf.get(key)):
             return f"{key} {shown(leaf.get(key))}"
-    if not isinstance(leaf.get("dtype"), str) or leaf["dtype"] not in STORED:
-        return f"dtype {shown(leaf.get('dtype'))}"
-    shape = leaf.get("shape")
-    if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
-        return f"shape {shown(shape)}"
+    shape, folder = leaf["shape"], leaf["folder"]
     if len(shape) > MOST_AXES or math.prod(max(1, size) for size in shape) >= 2**60:
         return f"shape {shown(shape)}, which no array has"
-    if not _is_sha256(leaf.get("sha256")):
-        return f"sha256 {shown(leaf.get('sha256'))}"
-    if not _COMPONENT.fullmatch(leaf["folder"]):
-        return f"folder {shown(leaf['folder'])}"
     chunk = ".".join("0" for _ in shape) or "0"
-    if 0 in shape:
-        return ""
-    for name in (".zarray", chunk):
-        if f"arrays/{leaf['folder']}/{name}" not in files:
-            return f"folder {shown(leaf['folder'])}, of whose file {name} it says nothing"
+    for name in () if 0 in shape else (".zarray", chunk):
+        if f"arrays/{folder}/{name}" not in files:
+            return f"folder {shown(folder)}, of whose file {name} it says nothing"
     return ""
 
 
@@ -180,3 +171,13 @@ def _is_count(x: object) -> bool:
 
 def _is_sha256(x: object) -> bool:
     return isinstance(x, str) and _SHA256.fullmatch(x) is not None
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "path": lambda x: isinstance(x, str),
+    "kind": lambda x: isinstance(x, str),
+    "folder": lambda x: isinstance(x, str) and _COMPONENT.fullmatch(x) is not None,
+    "dtype": lambda x: isinstance(x, str) and x in STORED,
+    "shape": lambda x: isinstance(x, list) and all(map(_is_count, x)),
+    "sha256": _is_sha256,
+}

@@ -1,9 +1,11 @@
 """Reads steps from a folder in which a living writer may save, replace and remove steps meanwhile."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from jmp_train.checkpoints.arrays import open_arrays, read_arrays
@@ -11,18 +13,20 @@ from jmp_train.checkpoints.file_locks import reading
 from jmp_train.checkpoints.leaves import Leaf, differences, digest
 from jmp_train.checkpoints.manifest import DamagedError, read_manifest, verified_manifest
 from jmp_train.checkpoints.step_folders import saved_folders
+from jmp_train.distributed import broadcast_arrays, gather_texts
 
 Found = TypeVar("Found")
 LeavesFor = Callable[[int, dict[str, Any]], list[Leaf]]
 
 ARRAYS = "arrays"
 _ATTEMPTS = 100
+_ERRORS = (FileNotFoundError, OSError, DamagedError, ValueError)  # the most specific first
 
 
 def read_state(
     directory: Path, leaves_for: LeavesFor, step: int | None
 ) -> tuple[int, dict[str, Any], list[np.ndarray], list[str]]:
-    """Returns a step's number, metadata and arrays, and descriptions of damaged newer steps.
+    """Returns a step's number, metadata and arrays, and descriptions of damaged newer steps, as process 0 reads them.
 
     It writes nothing. If a step is removed or replaced while it is read, it is not damaged: it is looked up again.
 
@@ -37,14 +41,49 @@ def read_state(
       ValueError: the step has other leaves.
       OSError: each step was removed while it was read, a hundred times.
     """
-    number, (metadata, arrays), damages = _read_first(directory, step, lambda folder: _read_arrays(folder, leaves_for))
+
+    def read() -> tuple[int, tuple[dict[str, Any], list[np.ndarray]], list[str]]:
+        return _read_first(directory, step, lambda folder: _read_arrays(folder, leaves_for))
+
+    number, (metadata, arrays), damages = _read_by_main(read, (0, ({}, []), []))
+    if jax.process_count() > 1:
+        number, metadata = _from_main([number, metadata])
+        if jax.process_index():
+            arrays = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves_for(number, metadata)]
+        arrays = broadcast_arrays(arrays)
     return number, metadata, arrays, damages
 
 
 def read_metadata(directory: Path, step: int) -> dict[str, Any]:
-    """Returns a step's metadata; raises as `read_state` does."""
-    _, found, _ = _read_first(directory, step, lambda folder: _metadata(verified_manifest(folder)))
+    """Returns a step's metadata as process 0 reads them; raises as `read_state` does."""
+
+    def read() -> dict[str, Any]:
+        return _read_first(directory, step, lambda folder: _metadata(verified_manifest(folder)))[1]
+
+    return _from_main(_read_by_main(read, {}))
+
+
+def _read_by_main(read: Callable[[], Found], otherwise: Found) -> Found:
+    """Returns what process 0 reads, and a default in other processes; raises its error in all processes."""
+    if jax.process_count() == 1:
+        return read()
+    found, failure = otherwise, ""
+    if jax.process_index() == 0:
+        try:
+            found = read()
+        except _ERRORS as error:
+            kind = next(kind for kind in _ERRORS if isinstance(error, kind))
+            failure = f"{kind.__name__} {error}"
+    name, _, text = gather_texts(failure)[0].partition(" ")
+    for kind in _ERRORS:
+        if name == kind.__name__:
+            raise kind(text)
     return found
+
+
+def _from_main(data: Any) -> Any:
+    """Returns the JSON data of process 0 in all processes."""
+    return json.loads(gather_texts(json.dumps(data))[0])
 
 
 def _read_first(directory: Path, step: int | None, read: Callable[[Path], Found]) -> tuple[int, Found, list[str]]:
@@ -79,7 +118,7 @@ def _newest_first(directory: Path, step: int | None) -> Iterator[tuple[int, Path
 def _what_is_missing(directory: Path, step: int | None) -> str:
     what = "checkpoint" if step is None else f"step {step}"
     if not directory.exists():
-        return f"there is no {what} in {directory}, which is not there"
+        return f"there is no {what} in {directory}, which does not exist"
     if step is None:
         return f"there is no checkpoint in {directory}"
     others = ", ".join(map(str, saved_folders(directory))) or "none"

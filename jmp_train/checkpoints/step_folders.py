@@ -10,6 +10,7 @@ its replacement has a name that readers look for.
 import contextlib
 import hashlib
 import json
+import operator
 import os
 import re
 import secrets
@@ -17,9 +18,12 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
+
+import numpy as np
 
 from jmp_train.checkpoints.file_locks import is_read
+from jmp_train.checkpoints.leaves import shown
 from jmp_train.checkpoints.manifest import (
     LONGEST,
     MANIFEST,
@@ -37,6 +41,21 @@ WRITER = r"[A-Za-z0-9-]+"
 
 _COMPLETE = re.compile(rf"{STEP}(\.{WRITER}\.{COMPLETE})?")
 _OLD_TEMPORARY = re.compile(rf"{STEP}\.{BEING_WRITTEN}")  # the name in earlier versions
+
+
+def checked_step(step: SupportsIndex) -> int:
+    """Returns a step's number; raises TypeError or ValueError if it is none."""
+    try:
+        number = None if isinstance(step, bool | np.bool_) else operator.index(step)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"step={shown(step)} must be a whole number")
+    if number < 0:
+        raise ValueError(f"step={number} must be at least 0")
+    if number >= 2**63:
+        raise ValueError("step must be below 2**63, to fit into int64")
+    return number
 
 
 def step_folder(directory: Path, step: int) -> Path:

@@ -1,11 +1,9 @@
 """Checkpoints of a whole training state: written in the background, verified when they are read."""
 
 import json
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any, Self, SupportsIndex, TypeVar
 
@@ -20,16 +18,21 @@ from jmp_train.checkpoints.leaves import (
     digest,
     file_name,
     leaves_of,
-    shown,
     to_host,
 )
-from jmp_train.checkpoints.manifest import FORMAT, DamagedError
-from jmp_train.checkpoints.reading import ARRAYS, LeavesFor, read_metadata, read_state
-from jmp_train.checkpoints.step_folders import clear_leftovers, commit, remove, saved_folders, step_folder, writer_name
+from jmp_train.checkpoints.manifest import FORMAT
+from jmp_train.checkpoints.reading import ARRAYS, read_metadata, read_state
+from jmp_train.checkpoints.step_folders import (
+    checked_step,
+    clear_leftovers,
+    commit,
+    remove,
+    saved_folders,
+    step_folder,
+    writer_name,
+)
 from jmp_train.distributed import (
     BackgroundWriter,
-    broadcast_arrays,
-    gather_texts,
     is_divided,
     placement,
     to_leaf,
@@ -39,8 +42,6 @@ from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import is_key
 
 State = TypeVar("State")
-
-_ERRORS = (FileNotFoundError, OSError, DamagedError, ValueError)  # the most specific first
 
 
 class CheckpointStore:
@@ -61,7 +62,6 @@ class CheckpointStore:
       read_only: True to refuse `lock` and `save`, and to create no folder. A folder that does not exist has no steps.
 
     Raises:
-      TypeError: `directory` is not a path.
       ValueError: `max_to_keep` is out of range.
       ModuleNotFoundError: the extra `train` is not installed.
       OSError: the folder cannot be created. `lock` or the first `save` raises if it cannot be written to.
@@ -80,8 +80,6 @@ class CheckpointStore:
     def __init__(self, directory: str | Path, *, max_to_keep: int = 3, read_only: bool = False) -> None:
         if not isinstance(max_to_keep, int) or max_to_keep < 1:
             raise ValueError(f"max_to_keep={max_to_keep!r} must be a whole number of at least 1")
-        if not isinstance(directory, str | PathLike):
-            raise TypeError(f"directory must be a path, got {directory!r}")
         with extra_packages():
             import tensorstore  # noqa: F401  # fails here rather than later in the writing thread
         self.directory = Path(directory).absolute()
@@ -149,7 +147,7 @@ class CheckpointStore:
             `metadata` is not JSON data.
           OSError: the previous step could not be written, or another store saves into the folder, see `lock`.
         """
-        number = _checked_step(step)
+        number = checked_step(step)
         if self._closed:
             raise ValueError(f"the store of {self.directory} is closed: step {number} cannot be saved")
         self._check_writable()
@@ -179,16 +177,9 @@ class CheckpointStore:
           ValueError: its manifest is damaged.
           OSError: a step could not be written.
         """
-        step = _checked_step(step)
+        step = checked_step(step)
         self.wait()
-        found, failure = {}, ""
-        if jax.process_index() == 0:
-            try:
-                found = read_metadata(self.directory, step)
-            except _ERRORS as error:
-                failure = _as_text(error)
-        _raise_in_all(failure)
-        return json.loads(gather_texts(json.dumps(found))[0])
+        return read_metadata(self.directory, step)
 
     def restore(self, state: State, *, step: int | None = None) -> tuple[int, State]:
         """Returns the number and state of the newest intact step, or of a given one.
@@ -206,10 +197,10 @@ class CheckpointStore:
             lists all of them.
           OSError: a step could not be written.
         """
-        step = None if step is None else _checked_step(step)
+        step = None if step is None else checked_step(step)
         self.wait()
         wanted = _leaves(state)
-        found, _, arrays, damages = self._read(lambda step, metadata: wanted, step)
+        found, _, arrays, damages = read_state(self.directory, lambda step, metadata: wanted, step)
         return found, _restored(state, arrays, damages)
 
     def restore_as(self, state_for: Callable[[int, dict[str, Any]], State]) -> tuple[int, State]:
@@ -232,7 +223,9 @@ class CheckpointStore:
           (3, array([0.5, 0.4, 0.3]))
         """
         self.wait()
-        found, metadata, arrays, damages = self._read(lambda step, metadata: _leaves(state_for(step, metadata)), None)
+        found, metadata, arrays, damages = read_state(
+            self.directory, lambda step, metadata: _leaves(state_for(step, metadata)), None
+        )
         return found, _restored(state_for(found, metadata), arrays, damages)
 
     def wait(self) -> None:
@@ -281,22 +274,6 @@ class CheckpointStore:
         for old in until_now[: -self.max_to_keep]:
             remove(step_folder(self.directory, old), writer)
 
-    def _read(self, leaves_for: LeavesFor, step: int | None) -> tuple[int, dict[str, Any], list[np.ndarray], list[str]]:
-        """Returns the data that process 0 reads, or raises its error, in all processes."""
-        if jax.process_count() == 1:
-            return read_state(self.directory, leaves_for, step)
-        found, metadata, arrays, damages, failure = 0, {}, [], [], ""
-        if jax.process_index() == 0:
-            try:
-                found, metadata, arrays, damages = read_state(self.directory, leaves_for, step)
-            except _ERRORS as error:
-                failure = _as_text(error)
-        _raise_in_all(failure)
-        found, metadata = json.loads(gather_texts(json.dumps([found, metadata]))[0])
-        if jax.process_index():
-            arrays = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves_for(found, metadata)]
-        return found, metadata, broadcast_arrays(arrays), damages
-
     def _check_writable(self) -> None:
         if self.read_only:
             raise ValueError(f"the store of {self.directory} was opened with read_only=True")
@@ -315,38 +292,9 @@ def _restored(state: State, arrays: list[np.ndarray], damages: list[str]) -> Sta
     return structure.unflatten(placed)
 
 
-def _checked_step(step: SupportsIndex) -> int:
-    try:
-        number = None if isinstance(step, bool | np.bool_) else operator.index(step)
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"step={shown(step)} must be a whole number")
-    if number < 0:
-        raise ValueError(f"step={number} must be at least 0")
-    if number >= 2**63:
-        raise ValueError("step must be below 2**63, to fit into int64")
-    return number
-
-
 def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns a copy of the metadata; raises TypeError for values that are not JSON data."""
-    if not isinstance(metadata, Mapping | None):
-        raise TypeError(f"metadata must be a dict, got {type(metadata).__name__}")
     try:
         return json.loads(json.dumps(dict(metadata or {})))
     except (TypeError, ValueError) as error:
         raise TypeError(f"metadata must be JSON-serializable: {error}") from None
-
-
-def _as_text(error: Exception) -> str:
-    kind = next(kind for kind in _ERRORS if isinstance(error, kind))
-    return f"{kind.__name__} {error}"
-
-
-def _raise_in_all(failure: str) -> None:
-    """Raises in all processes the error of process 0 that `_as_text` wrote; "" stands for no error."""
-    name, _, text = gather_texts(failure)[0].partition(" ")
-    for kind in _ERRORS:
-        if name == kind.__name__:
-            raise kind(text)

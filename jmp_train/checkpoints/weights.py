@@ -65,7 +65,7 @@ def save_weights(path: str | os.PathLike[str], params: PyTree, *, dtype: DTypeLi
       TypeError: leaves are not arrays, such as Python scalars and random keys, or have a dtype that
         the file cannot hold.
       ValueError: finite values overflow in `dtype`, two leaves have the same name, or an array is
-        not here: deleted, or in part on other processes. The message lists every such leaf.
+        not here: deleted, or divided between processes. The message lists every such leaf.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -174,7 +174,7 @@ def _named(argument: str, tree: PyTree) -> dict[str, Any]:
         elif name == _METADATA:
             collisions.append(f"{name!r}: of {spelled} and of safetensors itself")
         elif not _is_unicode(name):
-            collisions.append(f"{name!r}: of {spelled}, which UTF-8 does not have")
+            collisions.append(f"{name!r}: of {spelled}, which UTF-8 cannot encode")
         leaves[name], paths[name] = x, spelled
     if wrong:
         raise TypeError(_listing(f"{argument} must contain only arrays", wrong))
@@ -195,11 +195,11 @@ def _why_not_stored(x: object) -> str | None:
     if not isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or isinstance(x, Tracer):
         return f"{x!r} is not an array"
     if is_key(x):
-        return "a random key; keep jax.random.key_data(key), or leave it out"
+        return "a random key; pass jax.random.key_data(key), or leave it out"
     if isinstance(x, np.ma.MaskedArray):
-        return "a masked array, whose mask would be lost; give its data, and its mask if need be"
+        return "a masked array, whose mask would be lost; pass its data, and its mask if needed"
     if x.dtype.name not in _STORED:
-        return f"safetensors files hold no {x.dtype}"
+        return f"safetensors files cannot store {x.dtype}"
     return None
 
 
@@ -209,14 +209,14 @@ def _check_present(leaves: Mapping[str, Any]) -> None:
         if isinstance(x, jax.ShapeDtypeStruct):
             absent.append(f"{name!r}: a shape without values")
         elif isinstance(x, jax.Array) and x.is_deleted():
-            absent.append(f"{name!r}: deleted, by donation as a rule; save what the step returned")
+            absent.append(f"{name!r}: deleted, usually by donation; save the state that the step returned")
         elif is_divided(x):
             absent.append(
-                f"{name!r}: in part on other processes; gather it with "
+                f"{name!r}: divided between processes; gather it with "
                 "jax.experimental.multihost_utils.process_allgather(x, tiled=True)"
             )
     if absent:
-        raise ValueError(_listing("params of other processes cannot be saved from this one", absent))
+        raise ValueError(_listing("params must be arrays with values in this process", absent))
 
 
 def _cast(name: str, x: np.ndarray, dtype: np.dtype, overflows: list[str]) -> np.ndarray:

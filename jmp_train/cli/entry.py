@@ -235,7 +235,7 @@ def _no_command(args: argparse.Namespace) -> int:
 def _launch(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     with checking_the_call():
-        check_launch(command, args.processes)
+        check_launch(command)
         make_writable("--logdir", args.logdir)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(LaunchOptions)}
     launch(command, args.processes, **given)

@@ -103,8 +103,4 @@ def _close_all() -> None:
     for iterator in list(_OPEN):
         iterator.close()
         vars(iterator).clear()  # also ends the iterators that it reads from
-        iterator.close = _nothing  # for its `__del__`
-
-
-def _nothing() -> None:
-    pass
+        iterator.close = lambda: None  # for its `__del__`

@@ -1,15 +1,15 @@
 """Several processes that train as one."""
 
 from jmp_train.distributed.background import BackgroundWriter as BackgroundWriter
-from jmp_train.distributed.host_arrays import as_bytes as as_bytes
-from jmp_train.distributed.host_arrays import is_divided as is_divided
-from jmp_train.distributed.host_arrays import key_implementation as key_implementation
-from jmp_train.distributed.host_arrays import local_data as local_data
-from jmp_train.distributed.host_arrays import placement as placement
-from jmp_train.distributed.host_arrays import to_leaf as to_leaf
-from jmp_train.distributed.processes import broadcast_arrays as broadcast_arrays
-from jmp_train.distributed.processes import broadcast_state as broadcast_state
-from jmp_train.distributed.processes import check_agreement as check_agreement
-from jmp_train.distributed.processes import gather_texts as gather_texts
 from jmp_train.distributed.processes import initialize as initialize
 from jmp_train.distributed.processes import is_main_process as is_main_process
+from jmp_train.distributed.shared_arrays import as_bytes as as_bytes
+from jmp_train.distributed.shared_arrays import broadcast_arrays as broadcast_arrays
+from jmp_train.distributed.shared_arrays import broadcast_state as broadcast_state
+from jmp_train.distributed.shared_arrays import check_agreement as check_agreement
+from jmp_train.distributed.shared_arrays import gather_texts as gather_texts
+from jmp_train.distributed.shared_arrays import is_divided as is_divided
+from jmp_train.distributed.shared_arrays import key_implementation as key_implementation
+from jmp_train.distributed.shared_arrays import local_data as local_data
+from jmp_train.distributed.shared_arrays import placement as placement
+from jmp_train.distributed.shared_arrays import to_leaf as to_leaf

@@ -9,29 +9,18 @@ them again.
 """
 
 import atexit
-import hashlib
-import json
 import os
-import re
 import sys
 import threading
 import time
 import warnings
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 
 from jmp_train.distributed.background import tell_lost_steps
-from jmp_train.distributed.host_arrays import as_bytes, is_divided, local_data, to_leaf
-from jmp_train.policies import PyTree
-from jmp_train.policies.pytrees import named_leaves
-from jmp_train.types import Batch
 
 # Environment variables by which launchers tell each process the number of processes.
 _LAUNCHERS = {
@@ -43,7 +32,6 @@ _LAUNCHERS = {
 }
 _TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")  # of Google's Kubernetes: a slice's, comma-separated
 _INDEXED_JOB = "JOB_COMPLETION_INDEX"  # of Kubernetes, which does not give the number of processes
-_SHOWN = 5  # differences that an error lists
 _SHUTDOWN_MARGIN = 15  # further seconds that jax waits before it aborts all processes, in many lines
 _READ_SECONDS = 0.5  # time for a launcher to print the reason before the other processes report the loss
 
@@ -155,106 +143,6 @@ def is_main_process() -> bool:
     return jax.process_index() == 0
 
 
-def check_agreement(state: PyTree = None, batch: Batch = None, **values: object) -> None:
-    """Raises an error in all processes if their values differ; every process must call it.
-
-    Args:
-      state: tree whose leaves must be bitwise equal, such as a `TrainState` or parameters. For leaves that are
-        divided between processes, only shapes and dtypes are compared.
-      batch: tree of arrays whose shapes and dtypes must be equal; their values may differ.
-      **values: other values that must be equal, such as `policy` and `seed`: numbers, texts, policies. Their
-        printed forms are compared.
-
-    Raises:
-      ValueError: processes differ; the message lists the differences and the processes in the minority.
-
-    Example:
-      >>> import numpy as np
-      >>> from jmp_train import distributed
-      >>> distributed.check_agreement(batch={"x": np.ones((8, 2))}, seed=0, policy="mixed_float16")
-    """
-    if jax.process_count() == 1:
-        return
-    _check_device_counts()
-    facts = {"jax": jax.__version__, "x64": str(jax.dtypes.canonicalize_dtype(float))}
-    facts |= {name: _printed(value) for name, value in values.items()}
-    facts |= {f"batch {path!r}": _kind(x) for path, x in named_leaves(batch)}
-    facts |= {f"state {path!r}": f"{_kind(x)} {_digest(x)}" for path, x in named_leaves(state)}
-    _check_same(_gather(facts))
-
-
-def broadcast_state(state: PyTree, mesh: Mesh | None = None, *, shardings: PyTree = None) -> Any:
-    """Returns the state of process 0, bitwise, in all processes; every process must call it.
-
-    Args:
-      state: tree of arrays and numbers, such as a `TrainState`, with the same shapes and dtypes everywhere.
-      mesh: mesh on which every device gets a copy, as for `data_parallel` and `sharded_step`.
-        None puts the result on the first device of each process, as for `pmap_step`. NumPy arrays stay NumPy arrays.
-      shardings: shardings in place of a mesh, a tree like `state`, for example from `fsdp_shardings`.
-
-    Raises:
-      ValueError: `mesh` and `shardings` are both given, the processes' states differ in structure, shapes or
-        dtypes, or a leaf is divided between them.
-      TypeError: `mesh` is not a mesh.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> import jmp_train as jt
-      >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-      >>> state = jt.distributed.broadcast_state(jt.TrainState.create(jnp.ones(2), optax.sgd(0.1)), mesh)
-      >>> state.params.sharding.is_fully_replicated
-      True
-    """
-    if mesh is not None and shardings is not None:
-        raise ValueError("mesh and shardings exclude each other, because shardings contain a mesh")
-    if not isinstance(mesh, Mesh | None):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    divided = [path for path, x in named_leaves(state) if is_divided(x)]
-    if divided:
-        raise ValueError(f"state {divided[0]!r} must be whole on each process, but is divided between processes")
-    if jax.process_count() > 1:
-        _check_device_counts()
-        _check_same(_gather({f"state {path!r}": _kind(x) for path, x in named_leaves(state)}))
-    host = broadcast_arrays(jax.tree.map(local_data, state))
-    if shardings is not None:
-        return jax.tree.map(lambda x, data, where: to_leaf(data, x, where), state, host, shardings)
-    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x, data: to_leaf(data, x, sharding), state, host)
-
-
-def broadcast_arrays(arrays: PyTree) -> Any:
-    """Returns process 0's NumPy arrays in all processes, with the same shapes and dtypes everywhere.
-
-    Args:
-      arrays: tree of NumPy arrays.
-    """
-    if jax.process_count() == 1:
-        return arrays
-    from jax.experimental import multihost_utils
-
-    # As bytes, because jax broadcasts by a sum with zeros, in which -0.0 loses its sign.
-    sent = multihost_utils.broadcast_one_to_all(jax.tree.map(as_bytes, arrays))
-    return jax.tree.map(lambda x, data: data.view(x.dtype).reshape(x.shape), arrays, sent)
-
-
-def gather_texts(text: str) -> list[str]:
-    """Returns the texts of all processes, in all processes.
-
-    Args:
-      text: the text of this process.
-    """
-    if jax.process_count() == 1:
-        return [text]
-    from jax.experimental import multihost_utils
-
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(len(data)))
-    padded = np.zeros(max(1, sizes.max()), np.uint8)
-    padded[: len(data)] = data
-    rows = multihost_utils.process_allgather(padded)
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
-
-
 def _number(variable: str) -> int | None:
     text = os.environ.get(variable)
     if text is None:
@@ -337,66 +225,3 @@ def _end_at_once() -> None:
         with suppress(OSError, ValueError, AttributeError):  # stderr is closed
             stream.flush()
     os._exit(1)
-
-
-def _check_device_counts() -> None:
-    counts = Counter(device.process_index for device in jax.devices())
-    _check_same([{"number of devices": str(count)} for _, count in sorted(counts.items())])
-
-
-def _printed(value: object) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # removes the addresses of functions, which differ
-
-
-def _kind(x: object) -> str:
-    if isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
-        return f"{x.dtype.name}{list(x.shape)}"
-    return type(x).__name__
-
-
-def _digest(x: ArrayLike) -> str:
-    if is_divided(x):
-        return "divided"  # each process has another part of it
-    return hashlib.blake2b(as_bytes(local_data(x)).data, digest_size=8).hexdigest()
-
-
-def _gather(facts: dict[str, str]) -> list[dict[str, str]]:
-    """Returns the facts of all processes, or only this process's if all are equal."""
-    from jax.experimental import multihost_utils
-
-    text = json.dumps(facts)
-    digest = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.uint8)
-    if not np.ptp(multihost_utils.process_allgather(digest), axis=0).any():
-        return [facts]
-    return [json.loads(other) for other in gather_texts(text)]
-
-
-def _check_same(facts: list[dict[str, str]]) -> None:
-    """Raises ValueError if the facts of the processes differ."""
-    lines = _differences(facts)
-    if len(lines) > _SHOWN:
-        lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
-    if lines:
-        raise ValueError("the processes do not agree:\n  " + "\n  ".join(lines))
-
-
-def _differences(facts: list[dict[str, str]]) -> list[str]:
-    """Returns a line for each name with different values in different processes."""
-    names = dict.fromkeys(name for those in facts for name in those)
-    lines = []
-    for name in names:
-        holders = defaultdict(list)
-        for process, those in enumerate(facts):
-            holders[those.get(name, "nothing")].append(process)
-        if len(holders) > 1:
-            rarest_first = sorted(holders.items(), key=lambda item: (len(item[1]), -item[1][0]))
-            parts = [f"{_processes(who)} {value}" for value, who in rarest_first]
-            lines.append(f"{name}: " + "; ".join(parts))
-    return lines
-
-
-def _processes(indices: list[int]) -> str:
-    if len(indices) == 1:
-        return f"process {indices[0]} has"
-    *first, last = map(str, indices)
-    return f"processes {', '.join(first)} and {last} have"

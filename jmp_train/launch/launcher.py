@@ -49,10 +49,10 @@ def launch(
         counts as a failure. None for no limit: `initialize` has its own time-outs.
 
     Raises:
-      ValueError: a number is too small, or there is no script.
+      ValueError: there is no script.
       ChildProcessError: a process failed; the message names the failed processes.
     """
-    check_launch(command, count, devices_per_process, restarts, exit_timeout)
+    check_launch(command)
     command = [script_of(command[0]) or command[0], *command[1:]]
     if logdir is not None:
         logdir.mkdir(parents=True, exist_ok=True)
@@ -104,22 +104,8 @@ def _run(
     return f"{failure} (see {logdir}/rank_*.log)"
 
 
-def check_launch(
-    command: Sequence[str],
-    count: int,
-    devices_per_process: int = 1,
-    restarts: int = 0,
-    exit_timeout: float | None = None,
-) -> None:
-    """Raises ValueError if the arguments of `launch` are invalid."""
-    if count < 1:
-        raise ValueError(f"count={count} must be at least 1")
-    if devices_per_process < 1:
-        raise ValueError(f"devices_per_process={devices_per_process} must be at least 1")
-    if restarts < 0:
-        raise ValueError(f"restarts={restarts} must be at least 0")
-    if exit_timeout is not None and not exit_timeout > 0:
-        raise ValueError(f"exit_timeout={exit_timeout} must be more than 0 seconds, or None")
+def check_launch(command: Sequence[str]) -> None:
+    """Raises ValueError if there is no Python script to launch."""
     if not command:
         raise ValueError("launch needs a script: jmp-train launch -n 2 -- script.py")
     if command[0] != "-m" and script_of(command[0]) is None:

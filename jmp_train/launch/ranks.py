@@ -38,7 +38,7 @@ class RankOutput:
         self._logdir = logdir
         self._lock = threading.Lock()  # keeps lines apart
         own = isinstance(sys.stdout, Output)  # which reports its own failures
-        self._screen = sys.stdout if own else Output(sys.stdout, _warn_of_loss)
+        self._screen = sys.stdout if own else Output(sys.stdout, lambda why: warn_of_loss(Output(sys.stderr), why))
 
     def copy(self, pipe: IO[bytes], rank: int) -> None:
         """Copies the output of a process until its end.
@@ -81,7 +81,7 @@ class _Log:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                say(f"warning: {self._path}: {error.strerror}; what does not fit is missing there")
+                say(f"warning: {self._path}: {error.strerror}; the rest of its output is missing there")
 
 
 def log_path(logdir: Path, rank: int) -> Path:
@@ -92,10 +92,6 @@ def log_path(logdir: Path, rank: int) -> Path:
 def say(text: str) -> None:
     """Prints a line of the launcher's own on standard error."""
     print(f"jmp-train: {text}", file=Output(sys.stderr), flush=True)
-
-
-def _warn_of_loss(why: Exception) -> None:
-    warn_of_loss(Output(sys.stderr), why)
 
 
 def _decoded(pipe: IO[bytes], log: _Log) -> Iterator[list[str]]:
@@ -226,7 +222,7 @@ def _at_work(endings: Endings) -> list[int]:
 def _notice(endings: Endings, waited: float, exit_timeout: float | None) -> str:
     text = (
         f"{_processes(endings.ended)} ended well, still running after {waited:.3g} s: "
-        f"{_processes(_at_work(endings))}; what takes all of them cannot go on"
+        f"{_processes(_at_work(endings))}; operations of all processes cannot continue"
     )
     if exit_timeout is None:
         return text

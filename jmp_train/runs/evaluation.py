@@ -162,12 +162,9 @@ def _on_parts(values_of: Callable[..., Any], sharding: NamedSharding) -> Callabl
 
     def of_part(params: Any, model_state: Any, batch: dict[str, Any]) -> Any:
         batch = change_nodes(batch, GraphStack, operator.itemgetter(0))
-        return jax.tree.map(_summed, values_of(params, model_state, batch))
+        values = values_of(params, model_state, batch)
+        return jax.tree.map(lambda value: jax.lax.psum(jnp.asarray(value), DATA_AXIS), values)
 
     return jax.shard_map(
         of_part, mesh=sharding.mesh, in_specs=(P(), P(), sharding.spec), out_specs=P(), check_vma=False
     )
-
-
-def _summed(value: jax.Array) -> jax.Array:
-    return jax.lax.psum(jnp.asarray(value), DATA_AXIS)

@@ -85,7 +85,8 @@ def _as_array(leaf: Any, path: str, where: str) -> Any:
         return leaf
     wanted = f"{where}: {path or 'the batch'!r} must be an array of numbers"
     if not (hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__")):
-        hint = "; a Hugging Face data set has them after with_format('numpy')" if _is_plain(leaf) else ""
+        is_plain = isinstance(leaf, int | float | str | bytes)
+        hint = "; a Hugging Face data set has them after with_format('numpy')" if is_plain else ""
         raise TypeError(f"{wanted}, got a {type(leaf).__name__}{hint}")
     try:
         array = np.asarray(leaf)
@@ -94,10 +95,6 @@ def _as_array(leaf: Any, path: str, where: str) -> Any:
     if array.dtype.kind in "OSUmM":
         raise TypeError(f"{wanted}, got an array of dtype {array.dtype}")
     return array
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, int | float | str | bytes)
 
 
 def placed(batch: Any, sharding: NamedSharding | None, where: str) -> Any:

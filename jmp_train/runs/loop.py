@@ -14,7 +14,7 @@ import numpy as np
 
 from jmp_train.capsules import SkipRecorder
 from jmp_train.runs.evaluation import evaluated
-from jmp_train.runs.events import Compiled, Event, Note, Phase, Run, Step
+from jmp_train.runs.events import Compiled, Event, Note, Phase, Run
 from jmp_train.runs.foreign_batches import rows_of
 from jmp_train.runs.preparing import PreparedRun, RunPhase, prepare_run
 from jmp_train.runs.resuming import Saved, Saver, Saving
@@ -183,16 +183,13 @@ def train_prepared(
     if saver is not None:
         saver.write_run_file()
     records = StepRecords(saved.state, prepared.length.total, saved.steps, saved.epochs, on_event, recorder)
-    left = [] if _is_over(prepared, saved) else itertools.chain([first], items)
+    length = prepared.length
+    is_over = length.epochs == len(saved.epochs) if length.total is None else saved.done >= length.total
+    left = [] if is_over else itertools.chain([first], items)
     state = _train_steps(prepared, programs, saved.state, left, records, saver)
     run = _run_of(prepared, records, compiled, programs, first, evaluated(prepared, state))
     on_event(run)
     return run
-
-
-def _is_over(prepared: PreparedRun, saved: Saved) -> bool:
-    total, epochs = prepared.length.total, prepared.length.epochs
-    return epochs == len(saved.epochs) if total is None else saved.done >= total
 
 
 def _train_steps(
@@ -214,7 +211,9 @@ def _train_steps(
         records.after_step(state, metrics)
         if item.nans and records.count == 1:
             records.look(state)
-            _check_first_loss(records.steps[-1], item.nans)
+            loss = records.steps[-1].loss
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss of step 1 is {loss}: {'; '.join(item.nans)}")
         place = item.after
         is_last = records.count == length.total or (item.ends_epoch and place.epoch + 1 == length.epochs)
         ends_epoch = item.ends_epoch or is_last
@@ -253,12 +252,6 @@ def _run_of(
         rules=None if prepared.settings.rules is None else prepared.settings.rules.name,
         phases=tuple(program.phase for program in programs) if len(programs) > 1 else (),
     )
-
-
-def _check_first_loss(step: Step, nans: Sequence[str]) -> None:
-    """Raises FloatingPointError if neither the first step's loss nor its batch is finite."""
-    if not math.isfinite(step.loss):
-        raise FloatingPointError(f"the loss of step {step.step} is {step.loss}: {'; '.join(nans)}")
 
 
 def _rate(prepared: PreparedRun, taken: int) -> float:

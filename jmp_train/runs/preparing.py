@@ -85,14 +85,6 @@ class PreparedRun:
         """
         return next((phase for phase in self.phases if done < phase.stop), self.phases[-1])
 
-    def place_of(self, done: int) -> Place:
-        """Returns the place of the next batch of a run with a known number of batches per epoch.
-
-        Args:
-          done: number of steps done.
-        """
-        return Place(*divmod(done, self.length.steps_per_epoch)) if self.length.steps_per_epoch else Place()
-
     def items(self, done: int, place: Place | None = None) -> Iterator[Item]:
         """Yields the batches of the remaining steps, or one of the last epoch if none remains.
 
@@ -100,10 +92,11 @@ class PreparedRun:
           done: number of steps done.
           place: place of the next batch; None to compute it.
         """
-        place = self.place_of(done) if place is None else place
+        steps = self.length.steps_per_epoch
+        if place is None:
+            place = Place(*divmod(done, steps)) if steps else Place()
         if place.epoch >= self.length.epochs:
-            last = max(self.length.steps_per_epoch or 1, 1) - 1
-            place = Place(self.length.epochs - 1, last)
+            place = Place(self.length.epochs - 1, (steps or 1) - 1)
         left = None if self.length.total is None else max(self.length.total - done, 1)
         items = self.data.items(place, self.length.epochs, self.sharding)
         for number, item in enumerate(islice(items, left), done):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,10 +109,7 @@ class Saver:
           ResumeError: the checkpoints are of a run with other options, have no options, or none is intact.
         """
         self._metadata = metadata
-        found = newest_saved(self._store, state, metadata, self._length)
-        if is_main_process() and found.done:
-            _check_run_file(self._store.directory / _RUN_FILE, metadata)
-        return found
+        return newest_saved(self._store, state, metadata, self._length)
 
     def write_run_file(self) -> None:
         """Writes `run.json`, a readable copy of the metadata in every checkpoint."""
@@ -220,22 +216,3 @@ def _blank(kind: type[Any], count: int) -> dict[str, np.ndarray]:
 def _records(kind: type[Any], columns: dict[str, np.ndarray]) -> list[Any]:
     names, rows = list(columns), zip(*(x.tolist() for x in columns.values()), strict=True)
     return [kind(**dict(zip(names, row, strict=True))) for row in rows]
-
-
-def _check_run_file(file: Path, metadata: dict[str, Any]) -> None:
-    """Warns if the file of a resumed run differs from its checkpoints, which take precedence."""
-    try:
-        saved = json.loads(file.read_bytes())
-        lines = differences(saved["run"], metadata["run"])
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"it is not what a run writes ({type(error).__name__}: {error})"
-    else:
-        reason = f"it is of another run ({'; '.join(lines)})"
-        if not lines:
-            return
-    warnings.warn(
-        f"{file} is written again: {reason}; the checkpoints next to it are of this run",
-        stacklevel=3,
-    )

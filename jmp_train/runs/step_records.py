@@ -146,11 +146,7 @@ def peak_memory() -> tuple[float, str]:
     peak = max(device.get("peak_bytes_in_use", 0) for device in statistics)
     if peak:
         return peak / 1e6, "device"
-    return _peak_resident_bytes() / 1e6, "process"
-
-
-def _peak_resident_bytes() -> int:
     import resource  # not available on Windows, where jax has no GPU anyway
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (resident if sys.platform == "darwin" else resident * 1024) / 1e6, "process"

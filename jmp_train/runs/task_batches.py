@@ -1,5 +1,6 @@
 """Batches of a task: training batches with their place in the data, and evaluation batches."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -160,13 +161,9 @@ class IterableData:
         return as_arrays(batch, f"batch {number} of train({epoch})"), iterator_state(iterator)
 
     def _run_forward(self, iterator: Iterator[Any], epoch: int, count: int) -> None:
-        for number in range(count):
-            try:
-                next(iterator)
-            except StopIteration:
-                raise ValueError(
-                    f"train({epoch}) ended after {number} batches, but the run had already used {count}"
-                ) from None
+        found = sum(1 for _ in itertools.islice(iterator, count))
+        if found < count:
+            raise ValueError(f"train({epoch}) ended after {found} batches, but the run had already used {count}")
 
 
 TrainingData: TypeAlias = ArrayData | IterableData

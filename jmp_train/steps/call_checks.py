@@ -3,8 +3,8 @@
 Each check is a function of a `Call` in the list `CHECKS`. Add new checks there.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,9 @@ from jmp_train.policies.pytrees import (
     path_name,
     trained,
 )
+from jmp_train.steps.gradient_functions import StepOptions
 from jmp_train.steps.train_state import TrainState
 from jmp_train.types import Batch
-
-if TYPE_CHECKING:
-    from jmp_train.steps.step import TrainStep
 
 
 class Call(NamedTuple):
@@ -49,12 +47,12 @@ class Call(NamedTuple):
       batch: its second argument.
     """
 
-    step: "TrainStep"
+    step: StepOptions
     state: TrainState
     batch: Batch
 
 
-def check_call(step: "TrainStep", state: TrainState, batch: Batch) -> None:
+def check_call(step: StepOptions, state: TrainState, batch: Batch) -> None:
     """Raises or warns if a step would compute something else than its user expects.
 
     Args:
@@ -151,27 +149,6 @@ def check_not_replicated(state: Any) -> None:
             "flax.jax_utils.replicate. Pass the state as on one device (flax.jax_utils.unreplicate), and the "
             "whole batch, [examples, ...]"
         )
-
-
-def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str]) -> None:
-    """Raises ValueError if a loss is already averaged over devices and its gradients would be too small.
-
-    Inside a `shard_map` that checks varying types, each of N devices gets an Nth of the gradient of such a loss.
-
-    Args:
-      loss: the loss of this device.
-      params: marked as varying over the axes; otherwise jax does not check.
-      axis_names: the axes over which gradients are averaged.
-    """
-    varies = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(params)]
-    checked = set().union(*varies)
-    own = jax.typeof(loss).manual_axis_type.varying
-    for name in axis_names:
-        if name in checked and name not in own:
-            raise ValueError(
-                f"loss_fn averages its loss over the axis {name!r}, but the step does too, so gradients would be "
-                "averaged twice. Return the loss of the device's own examples"
-            )
 
 
 def check_same_optimizer(optimizer: optax.GradientTransformation, opt_state: OptState, params: Params) -> None:

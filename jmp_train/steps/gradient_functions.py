@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import DTypeLike
 
 from jmp_train.policies import Grads, Params
+from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy
 from jmp_train.policies.loss_scaling import LossScale, LossScales, PerLossScale
 from jmp_train.policies.pytrees import (
     is_inexact_array,
@@ -32,7 +34,6 @@ from jmp_train.policies.pytrees import (
     vary_like,
 )
 from jmp_train.steps.batch_parts import check_divides, in_parts, unstacked, with_shares, without_shares
-from jmp_train.steps.call_checks import check_local_loss
 from jmp_train.types import Batch, ModelState
 
 # loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux)); users write more specific types
@@ -62,6 +63,26 @@ class StepGradients(NamedTuple):
 
 GradientFunction: TypeAlias = Callable[[LossScales, Params, ModelState, Batch, jax.Array | None], StepGradients]
 GradientTransform: TypeAlias = Callable[[GradientFunction], GradientFunction]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepOptions:
+    """The arguments of a train step, and its mesh axes; see `TrainStep`."""
+
+    loss_fn: LossFn
+    optimizer: optax.GradientTransformationExtraArgs
+    policy: Policy | PathPolicy | None = None
+    accumulate_steps: int = 1
+    axis_names: tuple[str, ...] = ()
+    model_axis_names: tuple[str, ...] = ()
+    watch: tuple[str, ...] = ()
+    transforms: tuple[GradientTransform, ...] = ()
+    first_trace: FirstTrace = dataclasses.field(default_factory=FirstTrace, repr=False)
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """The mesh axes whose devices take or skip the step together."""
+        return (*self.axis_names, *self.model_axis_names)
 
 
 def accumulated(gradients: GradientFunction, count: int) -> GradientFunction:
@@ -193,6 +214,27 @@ def on_device(gradients: GradientFunction, axis_names: Sequence[str]) -> Gradien
         return result._replace(model_state=keys_of_first(result.model_state, names))
 
     return of_device
+
+
+def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str]) -> None:
+    """Raises ValueError if a loss is already averaged over devices and its gradients would be too small.
+
+    Inside a `shard_map` that checks varying types, each of N devices gets an Nth of the gradient of such a loss.
+
+    Args:
+      loss: the loss of this device.
+      params: marked as varying over the axes; otherwise jax does not check.
+      axis_names: the axes over which gradients are averaged.
+    """
+    varies = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(params)]
+    checked = set().union(*varies)
+    own = jax.typeof(loss).manual_axis_type.varying
+    for name in axis_names:
+        if name in checked and name not in own:
+            raise ValueError(
+                f"loss_fn averages its loss over the axis {name!r}, but the step does too, so gradients would be "
+                "averaged twice. Return the loss of the device's own examples"
+            )
 
 
 def averaged(gradients: GradientFunction, axis_names: Sequence[str], reduce_dtype: DTypeLike) -> GradientFunction:

@@ -161,7 +161,9 @@ def _partition(params: Params) -> tuple[Any, Any]:
             "parameters; use nnx_value_and_grad, or separate them with nnx.split(model, nnx.Param, ...)"
         )
     leaves = named_leaves(params)
-    if not _has_equinox_module(params) and all(_is_number(x) for _, x in leaves):
+    if not _has_equinox_module(params) and all(
+        hasattr(x, "dtype") or isinstance(x, int | float | complex) for _, x in leaves
+    ):
         for path, x in leaves:
             if not is_inexact(x):
                 raise TypeError(
@@ -172,10 +174,6 @@ def _partition(params: Params) -> tuple[Any, Any]:
     return tuple(
         jax.tree.map(lambda x, keep=keep: x if is_inexact_array(x) == keep else None, params) for keep in (True, False)
     )
-
-
-def _is_number(x: object) -> bool:
-    return hasattr(x, "dtype") or isinstance(x, int | float | complex)
 
 
 def _has_equinox_module(params: Params) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,11 @@ from jmp_train.policies.optimizers import (
     scaled_states,
 )
 from jmp_train.policies.pytrees import find_nodes, path_name, sum_over_axes, trained
-from jmp_train.steps.gradient_functions import StepGradients
+from jmp_train.steps.gradient_functions import StepGradients, StepOptions
 from jmp_train.steps.train_state import TrainState
 from jmp_train.steps.update import Update
 from jmp_train.steps.watch_counts import Count, count_lost_updates, count_underflows, half_type_of
 from jmp_train.types import Metrics
-
-if TYPE_CHECKING:
-    from jmp_train.steps.step import TrainStep
 
 WATCHES = ("lost_updates", "underflow")
 _MOST_GROUPS = 8
@@ -89,7 +86,7 @@ def _without_value(path: KeyPath) -> KeyPath:
 
 
 def watch_metrics(
-    step: "TrainStep", state: TrainState, grads: Any, additions: Sequence[Addition], taken: jax.Array
+    step: StepOptions, state: TrainState, grads: Any, additions: Sequence[Addition], taken: jax.Array
 ) -> Metrics:
     """Returns the metric "watch" of a step; nothing if `watch` is empty.
 
@@ -134,7 +131,7 @@ def _share(count: Count) -> jax.Array:
     return count.lost / jnp.maximum(count.whole, 1)  # 0 if nothing counts
 
 
-def step_metrics(step: "TrainStep", state: TrainState, result: StepGradients, update: Update) -> Metrics:
+def step_metrics(step: StepOptions, state: TrainState, result: StepGradients, update: Update) -> Metrics:
     """Returns the metrics of a step; `train_step` lists them.
 
     Args:

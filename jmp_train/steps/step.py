@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy, PolicySchedule, named_policy
+from jmp_train.policies.dtype_policies import PathPolicy, Policy, PolicySchedule, named_policy
 from jmp_train.policies.loss_scaling import check_takes_state, refuse_second_cast
 from jmp_train.policies.optimizers import as_transformation, loss_scale_of
 from jmp_train.steps.call_checks import check_call
@@ -17,6 +17,7 @@ from jmp_train.steps.gradient_functions import (
     GradientFunction,
     GradientTransform,
     LossFn,
+    StepOptions,
     accumulated,
     averaged,
     on_device,
@@ -109,7 +110,7 @@ def train_step(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TrainStep:
+class TrainStep(StepOptions):
     """A train step, from `train_step`: its arguments and the mesh axes, as a callable value.
 
     Args:
@@ -129,16 +130,6 @@ class TrainStep:
       ('data',)
     """
 
-    loss_fn: LossFn
-    optimizer: optax.GradientTransformationExtraArgs
-    policy: Policy | PathPolicy | None = None
-    accumulate_steps: int = 1
-    axis_names: tuple[str, ...] = ()
-    model_axis_names: tuple[str, ...] = ()
-    watch: tuple[str, ...] = ()
-    transforms: tuple[GradientTransform, ...] = ()
-    first_trace: FirstTrace = dataclasses.field(default_factory=FirstTrace, repr=False)
-
     def __str__(self) -> str:
         name = getattr(self.loss_fn, "__qualname__", type(self.loss_fn).__name__)
         return f"TrainStep of {name}, policy {self.policy}"
@@ -157,11 +148,6 @@ class TrainStep:
             count only a device's own part.
         """
         return dataclasses.replace(self, axis_names=names, model_axis_names=tuple(model))
-
-    @property
-    def all_axes(self) -> tuple[str, ...]:
-        """The mesh axes whose devices take or skip the step together."""
-        return (*self.axis_names, *self.model_axis_names)
 
     @property
     def reduce_dtype(self) -> Any:

@@ -93,7 +93,10 @@ Options = ShardedFileOptions
 
 def task(options: Options) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data."""
-    train, test = _data(options)
+    if options.synthetic:
+        train, test = synthetic_data(50_000, seed=0), synthetic_data(TEST_EXAMPLES, seed=1)
+    else:
+        train, test = read_cifar10(options.folder("cifar10", "the folder of these files", CIFAR10_FILES))
     return make_task(ResNet(axis_name=options.axis_name), train, test)
 
 
@@ -119,12 +122,6 @@ def make_task(model: ResNet, train: Arrays, test: Arrays) -> Task:
         epochs=200,
         batch_norms=found.batch_norms,
     )
-
-
-def _data(options: Options) -> tuple[Arrays, Arrays]:
-    if options.synthetic:
-        return synthetic_data(50_000, seed=0), synthetic_data(TEST_EXAMPLES, seed=1)
-    return read_cifar10(options.folder("cifar10", "the folder of these files", CIFAR10_FILES))
 
 
 def synthetic_data(count: int, seed: int) -> Arrays:

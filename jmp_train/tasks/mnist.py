@@ -79,7 +79,10 @@ Options = ShardedFileOptions
 
 def task(options: Options) -> Task:
     """Returns the task with the data of `options.data_dir`, or with synthetic data."""
-    train, test = _data(options)
+    if options.synthetic:
+        train, test = synthetic_data(60_000, seed=0), synthetic_data(10_000, seed=1)
+    else:
+        train, test = read_mnist(options.folder("mnist", "the folder of these files", f":{MNIST_FILES}"))
     return Task(
         train=train,
         test=test,
@@ -93,12 +96,6 @@ def task(options: Options) -> Task:
         epochs=10,
         batch_norms=batch_norms,
     )
-
-
-def _data(options: Options) -> tuple[Arrays, Arrays]:
-    if options.synthetic:
-        return synthetic_data(60_000, seed=0), synthetic_data(10_000, seed=1)
-    return read_mnist(options.folder("mnist", "the folder of these files", f":{MNIST_FILES}"))
 
 
 def synthetic_data(count: int, seed: int) -> Arrays:

@@ -77,7 +77,11 @@ def task(options: Options) -> Task:
         epochs=100,
         shared=lambda: {"graph": make_graph(data), "features": data.features},
     )
-    return over_devices(whole, lambda: _edges(data), lambda: data.features, options.devices, FORMATS)
+
+    def edges() -> HostEdges:  # in the host's memory, because a device may be too small for them
+        return host_edges(*_ends_with_self_loops(data), data.num_nodes)
+
+    return over_devices(whole, edges, lambda: data.features, options.devices, FORMATS)
 
 
 def make_graph(data: NodeData) -> Graph:
@@ -95,11 +99,6 @@ def make_graph(data: NodeData) -> Graph:
       (4, [2, 2])
     """
     return from_edges(*_ends_with_self_loops(data), data.num_nodes, formats=FORMATS)
-
-
-def _edges(data: NodeData) -> HostEdges:
-    """Returns the edges of `make_graph` in the host's memory, because a device may be too small for them."""
-    return host_edges(*_ends_with_self_loops(data), data.num_nodes)
 
 
 def _ends_with_self_loops(data: NodeData) -> tuple[np.ndarray, np.ndarray]:

@@ -49,7 +49,9 @@ class VisionTransformer(nn.Module):
           images: floating [batch, height, width, channels], sides a multiple of the patch's.
           train: True to apply dropout with the key "dropout".
         """
-        words = self._dropout_words() if train and self.drop_rate else None
+        words = None
+        if train and self.drop_rate:  # the embedding's dropout and each block's three, drawn at once
+            words = jax.random.bits(self.make_rng("dropout"), (1 + 3 * self.depth, 2), jnp.uint32)
         # As in the blocks, the mask is recomputed for the gradient instead of stored.
         first_dropout = jax.checkpoint(dropout, static_argnums=1)
         x = first_dropout(self._tokens(images), self.drop_rate, None if words is None else words[0])
@@ -61,10 +63,6 @@ class VisionTransformer(nn.Module):
             x = mlp_part(self.mlp, self.drop_rate, name=f"mlp_{block}")(x, own)
         x = nn.LayerNorm(_EPSILON, name="norm")(x[:, 0])
         return nn.Dense(self.classes, kernel_init=nn.initializers.zeros, name="head")(x)
-
-    def _dropout_words(self) -> jax.Array:
-        """Returns uint32 [1 + 3 * depth, 2] for the embedding's dropout and each block's three, drawn at once."""
-        return jax.random.bits(self.make_rng("dropout"), (1 + 3 * self.depth, 2), jnp.uint32)
 
     def _tokens(self, images: jax.Array) -> jax.Array:
         """Returns the class token and the embedded patches, with their positions [batch, 1 + patches, width]."""

@@ -112,7 +112,7 @@ def test_a_container_of_other_fields_wants_like(tmp_path: Path) -> None:
         jt.load_capsule(path, state)
     like = {"x": Tagged(jax.ShapeDtypeStruct((), np.float32), tag=np.dtype(np.float16))}
     assert_bitwise_equal(jt.load_capsule(path, state, like=like)[1], batch)
-    with pytest.raises(ValueError, match=rf"{path} has a batch of other leaves than like"):
+    with pytest.raises(ValueError, match=rf"{path} has a batch with other leaves than like"):
         jt.load_capsule(path, state, like={"y": 1})
 
 

@@ -345,7 +345,7 @@ def test_other_leaves_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mo
     (path,) = tmp_path.iterdir()
     with pytest.raises(ValueError, match=r"\.rng: the capsule has threefry2x32\[2\], the state nothing"):
         jt.load_capsule(path, dataclasses.replace(states[1], rng=None))
-    with pytest.raises(ValueError, match=r"the state given is of step 1, and other in 1 of 1 leaves: \.params"):
+    with pytest.raises(ValueError, match=r"the given state is of step 1, and differs in 1 of 1 leaves: \.params"):
         jt.load_capsule(path, dataclasses.replace(states[1], params=states[1].params.at[2].set(-1.0)))
     with pytest.raises(TypeError):
         jt.load_capsule(path, states[1].params)

@@ -39,7 +39,7 @@ def test_two_processes_replay_their_skips(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"params.* is of step 3|is of step 3 .*params"):
         jt.load_capsule(folder / "step_00000003.capsule", state)
     jt.load_capsule(folder / "step_00000003.capsule", before)  # by another route, but the same parameters
-    with pytest.raises(ValueError, match=r"batch \['x'\]: each of 2 processes had one of its own"):
+    with pytest.raises(ValueError, match=r"batch \['x'\]: each of 2 processes had a different one"):
         jt.load_capsule(tmp_path / "pmap_False" / "step_00000000.capsule", state)
     (folder / "step_00000001.process_1_of_2.capsule").unlink()
     with pytest.raises(FileNotFoundError, match=r"step_00000001\.process_1_of_2\.capsule"):

@@ -270,7 +270,7 @@ def test_a_checkpoint_that_is_not_complete_is_not_committed(
 def test_a_folder_that_cannot_be_written_to_can_be_read(tmp_path: Path) -> None:
     with jt.CheckpointStore(tmp_path / "a", read_only=True) as store:
         assert store.steps() == []
-        with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*/a, which is not there"):
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*/a, which does not exist"):
             store.restore(numbered(0.0))
         with pytest.raises(ValueError, match=r"store of .*/a was opened with read_only=True"):
             store.save(1, numbered(1.0))

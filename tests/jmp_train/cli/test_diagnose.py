@@ -250,4 +250,4 @@ def test_a_skipped_step_is_diagnosed_from_its_capsule(folder: Path, capsys: pyte
 
         assert main(["diagnose", *run, "--after", "0", "--capsule", f"capsules/{last}"]) == 2
         error = capsys.readouterr().err
-    assert f"capsules/{last} is of step {found['step']} and wants the parameters and model state of it" in error
+    assert f"capsules/{last} is of step {found['step']} and needs the parameters and model state" in error

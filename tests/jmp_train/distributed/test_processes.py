@@ -90,7 +90,7 @@ def test_what_differs_is_refused_and_a_state_is_sent_bit_by_bit(launch: Launch) 
         "broadcast: the processes do not agree: |  state 'w': process 1 has float64[2]; ",
         "seed: process 1 has 1; processes 0 and 2 have 0",
         "loaded True True",
-        "save: params of other processes cannot be saved from this one: |  'w': in part on other processes; gather it ",
+        "save: params must be arrays with values in this process: |  'w': divided between processes; gather it ",
     ):
         assert text.count(line) == 3, f"{line}\n{text}"
     assert len(re.findall(r"state 'w': process 1 has float32\[3\] \w{16}; processes", text)) == 3

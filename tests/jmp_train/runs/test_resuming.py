@@ -252,28 +252,13 @@ def test_a_damaged_step_is_passed_over(tmp_path: Path) -> None:
         begin(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("{", r"it is not what a run writes \(JSONDecodeError: "),
-        ("[1]", r"it is not what a run writes \(TypeError: "),
-        ("\xff", r"it is not what a run writes \("),
-        ('{"task": "small", "epochs": 3}', r"it is not what a run writes \(KeyError: 'run'\)"),
-        (
-            '{"run": {"task": "small", "epochs": 5}}',
-            r"it is of another run \(epochs: the run has 5, this call 3\)",
-        ),
-    ],
-)
-def test_a_file_of_the_run_that_is_damaged_is_named_and_written_again(
-    content: str, reason: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("content", ["{", "\xff", '{"run": {"task": "small", "epochs": 5}}'])
+def test_a_damaged_file_of_the_run_is_written_again(content: str, tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     file = tmp_path / "run.json"
     whole = file.read_bytes()
     file.write_text(content, "latin-1")
-    with pytest.warns(UserWarning, match=f"^{file} is written again: {reason}"):
-        _, store, (done, *_) = begin(tmp_path)
+    _, store, (done, *_) = begin(tmp_path)
     store.close()
     assert done == 2
     assert file.read_bytes() == whole

@@ -283,7 +283,6 @@ ARGUMENTS: Any = [
     ),
     (lambda: UNTYPED.spikes("10"), ValueError, "sigma='10' must be a finite number above 0"),
     (lambda: UNTYPED.check_progress((), stop_after=2.5), ValueError, "stop_after=2.5 must be an integer of at least 1"),
-    (lambda: UNTYPED.CheckpointStore(None), TypeError, "directory must be a path, got None"),
     (
         lambda: UNTYPED.tune(loss_fn, [(PARAMS, BATCH)], loss_scale="dynamic"),
         ValueError,

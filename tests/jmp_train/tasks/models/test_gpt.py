@@ -11,7 +11,8 @@ from flax import nnx
 from helpers import promoting
 
 import jmp_train as jt
-from jmp_train.tasks.models.gpt import GPT, Cache, GPTConfig, Rotation, empty_cache, generate, rotated, rotations
+from jmp_train.tasks.models.causal_attention import Rotation, rotated, rotations
+from jmp_train.tasks.models.gpt import GPT, Cache, GPTConfig, empty_cache, generate
 
 pytestmark = pytest.mark.quick
 

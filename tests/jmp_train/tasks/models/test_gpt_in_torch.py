@@ -18,7 +18,8 @@ from helpers import promoting
 
 from jmp_train import TORCH_CPU, apply_policy, get_policy
 from jmp_train.tasks import lm
-from jmp_train.tasks.models.gpt import ROPE_BASE, GPTConfig
+from jmp_train.tasks.models.causal_attention import ROPE_BASE
+from jmp_train.tasks.models.gpt import GPTConfig
 
 pytestmark = pytest.mark.full
 
