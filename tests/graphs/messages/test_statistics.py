@@ -1,5 +1,6 @@
 """Variances, softmax aggregation, places and running sums: what half gets wrong by hand, and where nothing varies."""
 
+import functools
 from typing import Any
 
 import jax
@@ -61,7 +62,8 @@ def test_infinities_and_padding_reach_no_other_node() -> None:
     for formats, implementation in ((("coo",), None), (("csr",), "chunked")):
         some = reductions[: 3 if implementation is None else 2]
         padded = graphs.pad(graph, 8, 16, formats=formats)
-        found = graphs.update_all(padded, COPY, some, implementation=implementation).nodes
+        run = functools.partial(graphs.update_all, message=COPY, reduce=some, implementation=implementation)
+        found = jax.jit(run)(padded).nodes
         assert np.isnan(found["std"][1]) and found["std"][2:].tolist() == [0] * 6
         assert found["x"][2:].tolist() == [2, *[0] * 5]
         if implementation is None:
@@ -117,12 +119,13 @@ def test_running_sums_do_not_stagnate_and_neither_do_their_gradients(half: str) 
 
 def test_running_sums_in_both_directions_with_and_without_the_row() -> None:
     rows, ids = jnp.array([1, 2, 4, 8, 16], jnp.int8), jnp.array([0, 1, 0, 7, 0])
-    sums = {
-        (reverse, exclusive): graphs.segment_cumsum(rows, ids, 2, reverse=reverse, exclusive=exclusive).tolist()
-        for reverse in (False, True)
-        for exclusive in (False, True)
-    }
-    assert sums == {
+    ways = [(reverse, exclusive) for reverse in (False, True) for exclusive in (False, True)]
+
+    @jax.jit
+    def run(rows: jax.Array) -> list[jax.Array]:
+        return [graphs.segment_cumsum(rows, ids, 2, reverse=back, exclusive=without) for back, without in ways]
+
+    assert dict(zip(ways, (found.tolist() for found in run(rows)), strict=True)) == {
         (False, False): [1, 2, 5, 0, 21],
         (False, True): [0, 0, 1, 0, 5],
         (True, False): [21, 2, 20, 0, 16],
@@ -137,14 +140,20 @@ def test_places_are_those_of_numpy(dtype: str) -> None:
     rows, ids = random.integers(0, 2 if dtype == "bool" else 5, (60, 3)).astype(dtype), random.integers(-1, 6, 60)
     if dtype.startswith("float"):
         rows[4] = np.nan
-    most, least = (f(jnp.asarray(rows), jnp.asarray(ids), 7) for f in (graphs.segment_argmax, graphs.segment_argmin))
+
+    @jax.jit
+    def run(rows: jax.Array) -> list[jax.Array]:
+        most, least = (f(rows, ids, 7) for f in (graphs.segment_argmax, graphs.segment_argmin))
+        return [most, least, graphs.gather(rows, most[:, 0])]
+
+    most, least, read = run(rows)
     assert most.dtype == least.dtype == "int32"
     for segment in range(6):
         mine = np.flatnonzero(ids == segment)
         np.testing.assert_array_equal(most[segment], mine[rows[mine].argmax(0)])
         np.testing.assert_array_equal(least[segment], mine[rows[mine].argmin(0)])
     assert most[6].tolist() == least[6].tolist() == [-1] * 3
-    assert graphs.gather(jnp.asarray(rows), most[:, 0])[6].tolist() == [0] * 3  # what no row is reads as 0
+    assert read[6].tolist() == [0] * 3  # what no row is reads as 0
 
 
 def test_a_temperature_has_a_gradient_and_is_checked() -> None:

@@ -111,21 +111,22 @@ def test_up_to_eight_devices_share_the_blocks_of_an_axis(shape: tuple[int, ...],
 @pytest.mark.parametrize("shape", [(), (5,), (3, 700), (2, 3, 5), (40, 1), (3, 3, 8, 40)])
 def test_any_shape_comes_back(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(1).uniform(0.5, 1, shape).astype(np.float32)
-    quantized = quantize(jnp.asarray(x), "int8", block_size=100)
-    np.testing.assert_allclose(decoded(quantized), x, rtol=2**-6)
+    after = jax.jit(lambda x: dequantize(quantize(x, "int8", block_size=100)))(x)
+    np.testing.assert_allclose(after, x, rtol=2**-6)
 
 
 def test_what_is_not_finite_makes_its_block_nan_and_zeros_stay() -> None:
     x = np.ones((4, 512), np.float32)
     x[0, 0], x[1, 100], x[2, 511] = np.nan, np.inf, -1
     x[3] = 0
-    after = decoded(quantize(jnp.asarray(x), "uint8"))
+    extreme = np.float32([[3.4e38, -3.4e38], [-3.4e38, 1.0]])
+    run = jax.jit(lambda x, y: [dequantize(quantize(x, "uint8")), dequantize(quantize(y, "int8"))])
+    after, finite = map(np.asarray, run(x, extreme))
     lost = np.isnan(after).reshape(4, 8, 64)
     np.testing.assert_array_equal(np.argwhere(lost.any(-1)), [[0, 0], [1, 1], [2, 7]])
     assert lost.sum() == 3 * 64
     np.testing.assert_array_equal(after[3], 0)
-    extreme = jnp.asarray([[3.4e38, -3.4e38], [-3.4e38, 1.0]])
-    assert np.isfinite(decoded(quantize(extreme, "int8"))).all()
+    assert np.isfinite(finite).all()
 
 
 LEAST, MOST = 1e-37, 3e38  # what float32 holds with room for an inverse
@@ -181,10 +182,15 @@ def test_constants_of_any_magnitude_stay(dtype: str) -> None:
 def test_blocks_that_have_not_changed_keep_their_bits(dtype: str) -> None:
     x = np.abs(np.random.default_rng(2).normal(size=(4, 512))).astype(np.float32)
     x = x if dtype == "uint8" else -x
-    again = jax.jit(lambda y, old: requantize(y, old, jax.random.key(8)))
-    first = quantize(jnp.asarray(x), dtype, jax.random.key(7))
-    assert_bitwise_equal(again(dequantize(first), first), first)
-    changed = again(dequantize(first).at[1, 64:127].multiply(2), first)  # all of a block but one
+
+    @jax.jit
+    def run(x: jax.Array) -> list[BlockQuantized]:
+        first = quantize(x, dtype, jax.random.key(7))
+        changed = dequantize(first).at[1, 64:127].multiply(2)  # all of a block but one
+        return [first, *(requantize(y, first, jax.random.key(8)) for y in (dequantize(first), changed))]
+
+    first, again, changed = run(x)
+    assert_bitwise_equal(again, first)
     same = np.asarray(changed.scales == first.scales)
     assert np.argwhere(~same).tolist() == [[1, 1]]
 
