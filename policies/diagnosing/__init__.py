@@ -1,4 +1,4 @@
-"""What half precision does to every operation of a function or a training step."""
+"""Measures the effect of half precision on every operation of a function or a training step."""
 
 from jmp_train.policies.diagnosing.arithmetic import bound as bound
 from jmp_train.policies.diagnosing.arithmetic import in_float32 as in_float32

@@ -1,4 +1,4 @@
-"""How far results and gradients are off, and which operations make much of small errors."""
+"""Errors of results and gradients, and the operations that amplify small errors."""
 
 import dataclasses
 import itertools
@@ -27,11 +27,11 @@ _LINES = 2  # whose operations are looked at
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """How far a function is off, relative to float32; infinite where it is not finite, and float32 is.
+    """Errors of a function relative to float32; infinite if it is not finite and float32 is.
 
     Attributes:
-      results: of the loss, or without a backward pass the result that is furthest off.
-      gradients: of all together; None where there are none.
+      results: error of the loss or, without a backward pass, the largest error of a result.
+      gradients: error of all gradients together; None without gradients.
     """
 
     results: float
@@ -39,11 +39,11 @@ class Errors:
 
     @property
     def worst(self) -> float:
-        """The larger of them."""
+        """The larger error."""
         return max(self.results, self.gradients or 0.0)
 
     def compared_with(self, before: "Errors") -> str:
-        """Returns a sentence about these errors and those before."""
+        """Returns a sentence that compares these errors with earlier ones."""
         what = "results are" if self.gradients is None else "the loss is"
         said = f"{what} {_off(self.results)} (before: {text_of(before.results)})"
         if self.gradients is None or before.gradients is None:
@@ -56,10 +56,10 @@ def _off(error: float) -> str:
 
 
 def errors_of(evidence: Evidence) -> Errors:
-    """Returns how far a function is off.
+    """Returns the errors of a function.
 
     Args:
-      evidence: of it.
+      evidence: its evidence.
     """
     gradients = [row for row in evidence.ends if evidence.sites[row].direction == "backward"]
     results = [
@@ -72,7 +72,7 @@ def errors_of(evidence: Evidence) -> Errors:
 
 
 def _is_result(evidence: Evidence, row: int) -> bool:
-    """Whether a row is of floats, and of the forward pass."""
+    """Returns whether a row is a floating result of the forward pass."""
     return evidence.direction(row) == "forward" and is_float(evidence.rows[row].dtype)
 
 
@@ -84,11 +84,11 @@ def _error(evidence: Evidence, row: int) -> float:
 
 
 def terms_error(evidence: Evidence, end: int) -> float:
-    """Returns the largest error of what a scalar is added up from, beside which it may be small; else its own.
+    """Returns the largest error of the terms of a scalar, which may be small compared with them; otherwise its own.
 
     Args:
-      evidence: of a diagnosis.
-      end: the row of the scalar.
+      evidence: the evidence of a diagnosis.
+      end: row of the scalar.
     """
     reached, new, terms = {end}, [end], list[float]()
     while new:
@@ -100,10 +100,10 @@ def terms_error(evidence: Evidence, end: int) -> float:
 
 
 def gradients_error(evidence: Evidence) -> float:
-    """Returns the error of all gradients together; 0 where there are none.
+    """Returns the error of all gradients together; 0 without gradients.
 
     Args:
-      evidence: of a diagnosis.
+      evidence: the evidence of a diagnosis.
     """
     ends = [i for i in evidence.ends if evidence.sites[i].direction == "backward"]
     error, whole = (float(evidence.column(name)[ends].sum()) for name in ("inherited_error", "shadow_magnitude"))
@@ -118,20 +118,20 @@ def _is_lost(evidence: Evidence, rows: list[int]) -> bool:
 
 
 def error_limit(evidence: Evidence) -> float:
-    """Returns how far results and gradients may be off: by some units of the half type's rounding.
+    """Returns the tolerated error of results and gradients: some rounding units of the half type.
 
     Args:
-      evidence: of a diagnosis.
+      evidence: the evidence of a diagnosis.
     """
     return _UNITS * _unit(evidence)
 
 
 def is_off(evidence: Evidence, errors: Errors) -> bool:
-    """Returns whether results or gradients are finite, and off by more than the half type's rounding explains.
+    """Returns whether results or gradients are finite, with errors above those of the half type's rounding.
 
     Args:
-      evidence: of a diagnosis.
-      errors: of its function.
+      evidence: the evidence of a diagnosis.
+      errors: errors of its function.
     """
     limit, gradients = error_limit(evidence), errors.gradients or 0.0
     return (errors.results > limit or gradients > max(limit, _GRADIENTS)) and errors.worst < math.inf
@@ -143,12 +143,12 @@ def _unit(evidence: Evidence) -> float:
 
 
 def amplifiers(evidence: Evidence) -> Iterator[tuple[int, Remedy]]:
-    """Yields the operations that make most of their operands' errors, with rules for them to be tried.
+    """Yields the operations that amplify their operands' errors most, with rules to try.
 
-    Of all their elements together first, in the forward pass before the backward pass, then of some of them.
+    Errors of all elements come first, in the forward pass before the backward pass, then those of some elements.
 
     Args:
-      evidence: of a diagnosis.
+      evidence: the evidence of a diagnosis.
     """
     reaching = sorted(set[int]().union(*map(evidence.before, evidence.ends)))
     whole = [row.inherited_error for row in evidence.rows]
@@ -166,7 +166,7 @@ def amplifiers(evidence: Evidence) -> Iterator[tuple[int, Remedy]]:
 
 
 def _first_of(evidence: Evidence, rows: Sequence[int], errors: Sequence[float]) -> list[int]:
-    """Returns the rows of few lines whose errors are largest in those of their operands."""
+    """Returns the rows, from few lines, whose errors are largest relative to those of their operands."""
     unit = _unit(evidence)
     gains = {
         # What a loop carries into its next iteration has the errors that were made in it.
@@ -183,10 +183,10 @@ def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Errors) 
     """Returns the problem of an operation that makes results or gradients wrong.
 
     Args:
-      evidence: of a diagnosis.
-      row: of the operation.
-      remedy: that mends it.
-      errors: of the function.
+      evidence: the evidence of a diagnosis.
+      row: row of the operation.
+      remedy: the remedy.
+      errors: errors of the function.
     """
     row = named_row(evidence, row)
     gradients = "" if errors.gradients is None else f", gradients by {text_of(errors.gradients)}"
@@ -199,15 +199,15 @@ def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Errors) 
 
 
 def named_row(evidence: Evidence, row: int) -> int:
-    """Returns the operation to be named for one that makes more of its operands' errors: where their errors begin.
+    """Returns the operation to report for one that amplifies its operands' errors: the one where their errors begin.
 
-    Errors are followed back, then those of few small elements, which are lost in the error of all. Where they begin in
-    a function in float32, it is what has rounded its operands: the last operation in lower precision before it. So it
-    is of the difference from the largest element, as a softmax has it.
+    It follows errors back, then those of a few small elements, which the error of all hides. If they begin in a float32
+    function, it is the last operation in lower precision before it, which rounded its operands, for example before the
+    difference from the largest element in a softmax.
 
     Args:
-      evidence: of a diagnosis.
-      row: of the operation.
+      evidence: the evidence of a diagnosis.
+      row: row of the operation.
     """
     every = set(range(len(evidence.rows)))
     row = _begin(evidence, row, [found.inherited_error for found in evidence.rows], every)
@@ -224,7 +224,7 @@ def named_row(evidence: Evidence, row: int) -> int:
 
 
 def _begin(evidence: Evidence, row: int, errors: Sequence[float], looked_at: set[int]) -> int:
-    """Returns the row, among those that are looked at, in which the errors of a row begin."""
+    """Returns the row, among the examined ones, in which the errors of a row begin."""
     seen = {row}
     while sources := [i for i in evidence.sources(row) if i in looked_at - seen and math.isfinite(errors[i])]:
         worst = max(sources, key=lambda i: errors[i])
@@ -236,13 +236,13 @@ def _begin(evidence: Evidence, row: int, errors: Sequence[float], looked_at: set
 
 
 def _has_own_elements(evidence: Evidence, row: int) -> bool:
-    """Whether small elements of a row are more than what large terms, of products and long sums, happen to leave."""
+    """Returns whether small elements of a row are more than residues of large terms in products and long sums."""
     found = evidence.rows[row]
     return evidence.direction(row) == "forward" and found.primitive not in (SUMS - {"add", "sub"}) | PRODUCTS
 
 
 def _last_rounded(evidence: Evidence, row: int) -> int:
-    """Returns the last operation in lower precision before one, of several that whose error is largest; else itself."""
+    """Returns the last operation in lower precision before one, of several the least exact; otherwise itself."""
     rounded, reached, new = list[int](), {row}, [row]
     while new:
         new = list({i for reader in new for i in evidence.sources(reader)} - reached)
@@ -259,11 +259,11 @@ def errors_of_elements(evidence: Evidence) -> list[float]:
 
 
 def addition_before(evidence: Evidence, row: int) -> int:
-    """Returns the addition, in which terms may cancel, that an operation's operand is, perhaps scaled; else itself.
+    """Returns the addition that produces an operation's operand, perhaps scaled; otherwise itself.
 
     Args:
-      evidence: of a diagnosis.
-      row: of the operation.
+      evidence: the evidence of a diagnosis.
+      row: row of the operation.
     """
     last = row
     while evidence.rows[last].primitive not in _ADDITIONS:
@@ -275,7 +275,7 @@ def addition_before(evidence: Evidence, row: int) -> int:
 
 
 def text_of(error: float) -> str:
-    """Returns an error in words."""
+    """Returns the text of an error."""
     if math.isinf(error):
         return "not finite"
     return f"{100 * error:.2g}%" if error < 1 else f"{error:.3g} times itself"

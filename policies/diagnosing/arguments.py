@@ -1,4 +1,4 @@
-"""Problems of arguments: what is not finite before anything has run, and what a cast leaves nothing of."""
+"""Problems of arguments: values that are not finite, and values that a cast collapses."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ Found = Iterator[tuple[int, Problem]]
 
 
 def nonfinite_arguments(evidence: Evidence) -> Found:
-    """Finds arguments that are not finite; where they make no NaN, as a mask makes none, they harm nothing.
+    """Finds arguments that are not finite; without a NaN from them, as from a mask, they do no harm.
 
-    Of a state that is lost there is one problem for all leaves.
+    A lost state has one problem for all leaves.
     """
     harmful = bool(evidence.column("shadow_nan").any())
     lost = list(evidence.lost_state)
@@ -36,7 +36,7 @@ def nonfinite_arguments(evidence: Evidence) -> Found:
 
 
 def collapsed_arguments(evidence: Evidence) -> Found:
-    """Finds arguments whose values differ, and no more after a cast."""
+    """Finds arguments with different values that a cast makes equal."""
     for row in range(len(evidence.sites)):
         path = evidence.argument(row)
         if text := evidence.collapsed.get(path):

@@ -1,4 +1,4 @@
-"""How one equation is bound: as it is, in float32, and as it is on the shadow's operands."""
+"""Binds one equation: in its own dtypes, in float32, and in its own dtypes on the shadow's operands."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,11 +30,11 @@ def bound(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def in_float32(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
-    """Returns an equation's results in float32 for operands in float32; None where there is no such operation.
+    """Returns an equation's results in float32 for operands in float32; None if there is no such operation.
 
     Args:
-      equation: of a traced program.
-      operands: those in lower precision are float32 here, all others as they are.
+      equation: an equation of a traced program.
+      operands: its operands; those in lower precision are float32 here.
     """
     name, params = equation.primitive.name, equation.params
     if name == "reduce_precision" and params["mantissa_bits"] < jnp.finfo(jnp.float32).nmant:
@@ -61,11 +61,11 @@ def _bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> li
 
 
 def magnitude_of_terms(equation: Any, operands: Sequence[Any]) -> Any:
-    """Returns the sum of the magnitudes of what an equation adds up, None where it is no sum.
+    """Returns the sum of the magnitudes of an equation's terms; None if it is no sum.
 
     Args:
-      equation: of a traced program.
-      operands: in float32.
+      equation: an equation of a traced program.
+      operands: its operands in float32.
     """
     name = equation.primitive.name
     if name not in SUMS:
@@ -82,7 +82,7 @@ def _holds_program(params: dict[str, Any]) -> bool:
 
 
 def _by_its_program(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
-    """Binds a scatter or a reduction, one of whose parameters is a program for two numbers in lower precision."""
+    """Binds a scatter or a reduction with a parameter that is a program for two numbers in lower precision."""
     params = equation.params
     if scatter := _SCATTERS.get(equation.primitive.name.replace("_", "-")):
         kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
@@ -99,7 +99,7 @@ def _by_its_program(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
 
 
 def _of_scalars(jaxpr: Any) -> Callable[[Any, Any], Any]:
-    """Returns a program of few scalars in float32, as a function of the sums so far and the numbers to be added."""
+    """Returns a program of a few scalars in float32, as a function of the sums so far and the numbers to add."""
     opened = getattr(jaxpr, "jaxpr", jaxpr)
 
     def run(first: Any, second: Any) -> Any:
@@ -133,7 +133,7 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 
 
 def rounded(shadow: jax.Array, dtype: Any) -> jax.Array:
-    """Returns finite numbers rounded to a dtype, those beyond its range as its largest: that they overflow was said."""
+    """Returns finite numbers rounded to a dtype; those beyond its range become its largest number."""
     if shadow.dtype == dtype:
         return shadow
     largest = float(jnp.finfo(dtype).max)

@@ -1,4 +1,4 @@
-"""How the many programs of a diagnosis are compiled: soon, rather than to run fast, unless arrays are large."""
+"""Compiler options of a diagnosis: its many programs compile quickly and run slowly, unless arrays are large."""
 
 import functools
 
@@ -23,11 +23,11 @@ _LARGE = {"cpu": {"xla_backend_optimization_level": 1}}
 
 @functools.cache
 def compiler_options(platform: str, large: bool) -> dict[str, bool | int]:
-    """Returns the options of XLA for a platform, those that this version of it has.
+    """Returns the options of XLA for a platform that this version has.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
-      large: whether the programs have large arrays, for which a longer time to compile pays.
+      large: True if the programs have large arrays, for which longer compilation pays off.
     """
     options = _EVERYWHERE | _SOON.get(platform, {}) | (_LARGE.get(platform, {}) if large else {})
     return {name: value for name, value in options.items() if _is_option(name, value)}

@@ -1,4 +1,4 @@
-"""Numbers in a line of code that are other ones in lower precision: an epsilon that is 0, a decay that is 1."""
+"""Numbers in a line of code that change in lower precision: an epsilon that becomes 0, a decay that becomes 1."""
 
 import functools
 import linecache
@@ -15,12 +15,12 @@ _WITH_NUMBER = re.compile(r"\w+ *= *[\d.]+(?:[eE][-+]?\d+)?")
 
 @functools.lru_cache(maxsize=4096)
 def number_in_code(line: str, value: float, dtype: str) -> str | None:
-    """Returns the number in a line of code that is that value in a dtype, but not in float32; None if there is none.
+    """Returns the number in a line of code that equals a value in a dtype, but not in float32; None if there is none.
 
     Args:
-      line: file and number, with a colon between them.
-      value: in the dtype.
-      dtype: its name.
+      line: the text "file:number".
+      value: the value in the dtype.
+      dtype: name of the dtype.
     """
     for text in _NUMBER.findall(_code(line)):
         with np.errstate(over="ignore"):
@@ -30,21 +30,21 @@ def number_in_code(line: str, value: float, dtype: str) -> str | None:
 
 
 def is_zero_by_default(line: str) -> bool:
-    """Whether a line of code has a number that may be 0 in float32 too.
+    """Returns whether a line of code has a number that may be 0 in float32 too.
 
     Args:
-      line: file and number, with a colon between them.
+      line: the text "file:number".
     """
     return _ZERO_BY_DEFAULT in _code(line)
 
 
 @functools.lru_cache(maxsize=4096)
 def epsilon_in_code(line: str, dtype: str) -> str | None:
-    """Returns the number that is 0 in a dtype, or else the name of an epsilon without a number, in a line of code.
+    """Returns the number in a line of code that is 0 in a dtype, otherwise the name of an epsilon without a number.
 
     Args:
-      line: file and number, with a colon between them.
-      dtype: its name.
+      line: the text "file:number".
+      dtype: name of the dtype.
     """
     names = [name for name in _EPSILON.findall(_WITH_NUMBER.sub("", _code(line))) if name != _ZERO_BY_DEFAULT]
     return number_in_code(line, 0.0, dtype) or (names[0] if names else None)

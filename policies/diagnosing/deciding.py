@@ -1,4 +1,4 @@
-"""Whole numbers that half precision makes other ones of: indices, buckets and positions, which the shadow follows."""
+"""Whole numbers that half precision changes: indices, buckets and positions, which the shadow follows."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,11 +18,11 @@ _LINES = 2  # that are tried
 def decisions(
     first: Examination, again: Callable[[AutocastRules], Examination | None]
 ) -> Iterator[tuple[int, Problem]]:
-    """Finds whole numbers of half precision that change results: those of a run by rules are others, in float32 too.
+    """Finds whole numbers that differ in half precision and change results: a run by rules has others.
 
     Args:
-      first: of the function as it is.
-      again: returns the examination of the function as it runs by rules, or None.
+      first: the examination of the unchanged function.
+      again: returns the examination of the function that runs by rules, or None.
     """
     evidence = first.evidence
     rows = [i for i, row in enumerate(evidence.rows) if row.decided and row.direction == "forward"]
@@ -40,7 +40,7 @@ def decisions(
 
 
 def _apart(first: Examination, second: Examination) -> float:
-    """Returns how far the results of two runs are apart, in float32: the largest difference of one of them."""
+    """Returns the largest difference between the results of two runs, in float32."""
     found = [0.0]
     for x, y in zip(first.outputs, second.outputs, strict=False):
         if x.shape != y.shape or not bool(jnp.isfinite(y).all()):

@@ -1,6 +1,6 @@
-"""Compiles the parts of a diagnosis, on one device or on those of a `shard_map`, of which each has values of its own.
+"""Compiles the parts of a diagnosis for one device or for those of a `shard_map`, each with its own values.
 
-Such values are stacked along a first axis, which is spread over the devices.
+Such values are stacked along a first axis, which is sharded over the devices.
 """
 
 import functools
@@ -19,13 +19,13 @@ LARGE = 2**19  # elements of an array, with which compiling longer is made up fo
 
 @functools.lru_cache(maxsize=512)  # each is a part of a process' memory maps, of which there is a limit
 def compiled(run: Callable[..., Any], mesh: Any, axes: frozenset[str], large: int = LARGE) -> Callable[..., Any]:
-    """Compiles a function; of values that are stacked over the devices of a mesh each device is given its own.
+    """Compiles a function; each device of a mesh gets its part of stacked values.
 
     Args:
       run: the function.
       mesh: the devices; None for one device.
-      axes: of the mesh, that are mapped.
-      large: elements of an array, from which on it is compiled to run faster.
+      axes: the mapped axes of the mesh.
+      large: number of elements of an array above which it is compiled to run faster.
     """
     if mesh is None:
         soon, fast = _jitted(run)
@@ -41,35 +41,35 @@ def compiled(run: Callable[..., Any], mesh: Any, axes: frozenset[str], large: in
 
 
 def _jitted(run: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Returns a function compiled soon, and to run faster."""
+    """Returns a function compiled quickly, and compiled to run faster."""
     platform = jax.default_backend()
     return [jax.jit(run, compiler_options=compiler_options(platform, large)) for large in (False, True)]
 
 
 def _holds(elements: int, args: Any) -> bool:
-    """Returns whether an array among arguments has so many elements."""
+    """Returns whether an argument's array has at least a number of elements."""
     return any(np.size(x) >= elements for x in jax.tree.leaves(args))
 
 
 @functools.lru_cache(maxsize=256)
 def stacking(mesh: Any, axes: frozenset[str], spec: P) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns what stacks values that are split over devices along a first axis, and what takes them apart again."""
+    """Returns a function that stacks values of devices along a first axis, and its inverse."""
     each = each_device(mesh, axes)
     stack = jax.jit(mapped(lambda x: x[None], mesh, axes, spec, each))
     return stack, jax.jit(mapped(lambda x: x[0], mesh, axes, each, spec))
 
 
 def each_device(mesh: Any, axes: frozenset[str]) -> P:
-    """Returns the spec of what is stacked over the devices."""
+    """Returns the spec of values stacked over the devices."""
     return P(tuple(name for name in mesh.axis_names if name in axes))
 
 
 def mapped(run: Callable[..., Any], mesh: Any, axes: frozenset[str], in_specs: Any, out_specs: Any) -> Any:
-    """Returns a function as each device runs it, in a `shard_map` that does not check what varies."""
+    """Returns a function as each device runs it, in a `shard_map` without checks of varying values."""
     return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def _parted(tree: Any) -> tuple[Any, Any]:
-    """Returns the arrays of a tree that are stacked over devices, and what is the same on all of them."""
+    """Returns the arrays of a tree that are stacked over devices, and the replicated ones."""
     stacked = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, tree)
     return stacked, jax.tree.map(lambda x: None if isinstance(x, jax.Array) else x, tree)

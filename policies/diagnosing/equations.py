@@ -1,6 +1,6 @@
-"""The rows of a diagnosis before anything is run: which equation, in which direction, path and line, from which rows.
+"""The rows of a diagnosis before the run: equation, direction, path, line and source rows.
 
-A row's sources are the rows whose results it reads, perhaps moved about; in loops those of the iteration before too.
+A row's sources are the rows whose results it reads, perhaps rearranged; in loops also those of the previous iteration.
 """
 
 import dataclasses
@@ -34,18 +34,18 @@ LAYERS = os.path.join(_HOUSE, "graphs")
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """An equation that has a row.
+    """An equation with a row.
 
     Attributes:
-      equation: of the traced program.
+      equation: the equation of the traced program.
       callers: the equations in whose bodies it is, the outermost first.
-      path: of modules and scopes.
-      direction: of the pass that it is in.
-      sources: the numbers of the rows whose results it reads; of the function's argument number i, -1 - i.
-      infinite: the sites of constants that are infinite, among what it comes from.
-      fills: those of them that are among what it reads, after having been moved about at most.
-      zeros: the sites of epsilons that are 0 in lower precision, among what it reads.
-      turn: the number of the equation among those that run one after the other, loops as one.
+      path: path of modules and scopes.
+      direction: direction of its pass.
+      sources: the numbers of the rows whose results it reads; -1 - i for argument number i of the function.
+      infinite: the sites of infinite constants that it depends on.
+      fills: those that it reads, perhaps rearranged.
+      zeros: the sites of epsilons that it reads and that are 0 in lower precision.
+      turn: the position of the equation in the order of execution, where a loop counts once.
     """
 
     equation: Any
@@ -65,9 +65,9 @@ class Site:
 
     @property
     def function(self) -> str:
-        """The name of the innermost jitted function that it is in; empty if there is none, or that is large.
+        """The name of the innermost jitted function around it; empty if there is none or it is large.
 
-        What holds a `shard_map` or a derivative is a step and not an operation, and so are those that have no name.
+        Functions with a `shard_map` or a derivative count as steps, not as operations; so do functions without a name.
         """
         jitted = [e.params for e in self.callers if e.primitive.name in ("jit", "pjit")]
         if not jitted or _is_step(jitted[-1]["jaxpr"].jaxpr) or not jitted[-1]["name"].isidentifier():
@@ -76,12 +76,12 @@ class Site:
 
     @property
     def under_autocast(self) -> bool:
-        """Whether autocast has rewritten it."""
+        """True if autocast has rewritten it."""
         return any(DECIDED in str(e.source_info.name_stack) for e in (*self.callers, self.equation))
 
 
 def _is_step(jaxpr: Any) -> bool:
-    """Whether a jitted function is more than an operation or a layer."""
+    """Returns whether a jitted function is larger than an operation or a layer."""
     is_holding = any(
         e.primitive.name == "shard_map" or "transpose(" in str(e.source_info.name_stack) for e in jaxpr.eqns
     )
@@ -91,10 +91,10 @@ def _is_step(jaxpr: Any) -> bool:
 def user_line(equations: Sequence[Any]) -> str:
     """Returns the file and line of the innermost user's code between an equation and the step that runs it.
 
-    Where there is none it is that of the library that the user called, and empty for this one and Python's own.
+    Without one, it is the line of the library that the user called; empty for this library and Python's own.
 
     Args:
-      equations: one within the other, the outermost first.
+      equations: nested equations, the outermost first.
     """
     fallback = ""
     for line, is_installed in lines_of(equations):
@@ -109,7 +109,7 @@ def user_line(equations: Sequence[Any]) -> str:
 
 
 def frames_of(site: Site) -> Iterator[tuple[str, str]]:
-    """Yields file and function of what made an operation, the innermost first, up to the user's line or the step."""
+    """Yields file and function of an operation's frames, the innermost first, up to the user's line or the step."""
     line = site.line
     for equation in reversed((*site.callers, site.equation)):
         traceback = equation.source_info.traceback
@@ -121,7 +121,7 @@ def frames_of(site: Site) -> Iterator[tuple[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """Where a value comes from: rows, and constants that are infinite or vanish as (callers, equation)."""
+    """The origin of a value: rows, and constants that are infinite or vanish, as (callers, equation)."""
 
     rows: frozenset[int] = frozenset()
     infinite: tuple[Any, ...] = ()
@@ -148,10 +148,10 @@ _NOWHERE = _Origin()
 
 
 def sites_of(program: Any) -> tuple[list[Site], list[frozenset[int]]]:
-    """Returns the equations of a program that have rows, in their order, and from which rows its results come.
+    """Returns the equations of a program with rows, in order, and the rows from which its results come.
 
     Args:
-      program: a traced one.
+      program: a traced program.
     """
     sites: list[Site] = []
     arguments = [_Origin(frozenset((-1 - i,))) for i in range(len(program.jaxpr.invars))]
@@ -168,7 +168,7 @@ def _walk(
     backward: bool,
     turn: list[int],
 ) -> list[_Origin]:
-    """Adds the sites of a program, and returns where its results come from."""
+    """Adds the sites of a program, and returns the origins of its results."""
     jaxpr = getattr(program, "jaxpr", program)
     origins: dict[Any, _Origin] = dict.fromkeys(jaxpr.constvars, _NOWHERE)
     origins.update(zip(jaxpr.invars, operands, strict=True))
@@ -245,7 +245,7 @@ def _direction(scope: str, backward: bool, after_backward: bool) -> Direction:
 
 
 def is_infinite(atom: Any) -> bool:
-    """Whether what an equation reads is a floating constant with an infinity."""
+    """Returns whether an equation reads a floating constant with an infinity."""
     if not isinstance(atom, jex.Literal) or not is_float(getattr(atom.aval, "dtype", None)):
         return False
     return bool(np.isinf(np.asarray(atom.val, np.float64)).any())
@@ -256,7 +256,7 @@ def _holds_infinity(array: Any) -> bool:
 
 
 def _vanishes(equations: tuple[Any, ...]) -> bool:
-    """Whether the last of some equations adds an epsilon, or takes the larger of it, that is 0 in lower precision."""
+    """Returns whether the last equation adds, or takes the maximum with, an epsilon that is 0 in lower precision."""
     equation = equations[-1]
     if equation.primitive.name not in ("add", "max", "clamp"):
         return False

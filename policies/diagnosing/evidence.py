@@ -1,4 +1,4 @@
-"""What a diagnosis has measured, and how it hangs together: what reads a row, what came first, what it reaches."""
+"""The measurements of a diagnosis and their relations: readers of a row, the order of events, and reachable results."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ WRONG = 0.1  # relative error of a result or gradient that infinities have gone 
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """A leaf of the state that a step is given and returns, in lower precision.
+    """A leaf in lower precision of the state that a step takes and returns.
 
     Attributes:
-      path: of the leaf.
-      rows: those that its new value comes from.
-      changing: how many of its elements change in the shadow.
-      unchanged: how many of these are the same number as before in the state as it is.
-      dtype: its name.
+      path: path of the leaf.
+      rows: the rows from which its new value comes.
+      changing: number of its elements that change in the shadow.
+      unchanged: number of these that stay the same in the actual state.
+      dtype: name of the dtype.
     """
 
     path: str
@@ -38,22 +38,22 @@ class StateLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What the findings are made of.
+    """The input of the findings.
 
     Attributes:
-      rows: of the diagnosis.
-      sites: of the rows.
+      rows: the rows of the diagnosis.
+      sites: sites of the rows.
       measures: [rows, columns].
-      results: the numbers of the rows from which the function's results come.
-      state: leaves in lower precision that the function is given and returns.
-      low_results: the rows from which these come, and other results in lower precision.
-      arguments: their paths by number.
-      collapsed: the paths of arguments whose values collapse where they are cast -> what becomes of them.
-      nonfinite_arguments: the numbers of arguments that hold NaN or infinities, with their paths.
-      lost_state: the paths of the state's leaves that were NaN before the first run.
-      stuck_scale: a sentence about a loss scale that cannot fall any further; empty where it can.
-      loss_scale: the largest in the arguments; 1 where there is none.
-      dynamic: whether it adapts.
+      results: numbers of the rows from which the function's results come.
+      state: leaves in lower precision that the function takes and returns.
+      low_results: the rows from which these and other results in lower precision come.
+      arguments: paths of the arguments by number.
+      collapsed: paths of arguments whose values collapse when cast -> description of the collapse.
+      nonfinite_arguments: numbers of arguments with NaN or infinities, with their paths.
+      lost_state: paths of the state's leaves that were NaN before the first run.
+      stuck_scale: a sentence about a loss scale that cannot decrease further; empty if it can.
+      loss_scale: the largest one in the arguments; 1 without any.
+      dynamic: True if it adapts.
     """
 
     rows: tuple[OperationNumerics, ...]
@@ -83,7 +83,7 @@ class Evidence:
         return [i for i in self.sites[row].sources if i >= 0]
 
     def first_to_be(self, name: str) -> Iterator[int]:
-        """Yields the rows whose results were `nan` or `infinite` before any of their operands was."""
+        """Yields the rows whose results became `nan` or `infinite` before any of their operands."""
         for row, site in enumerate(self.sites):
             when = self._first(row, name)
             if when is None or any(-1 - source in self.nonfinite_arguments for source in site.sources):
@@ -93,7 +93,7 @@ class Evidence:
                 yield row
 
     def direction(self, row: int) -> Direction:
-        """Returns the pass that a row is in; what makes the next state, and no gradient, is an update."""
+        """Returns the pass of a row; operations for the next state that do not belong to a gradient are updates."""
         direction = self.rows[row].direction
         if direction != "forward" or not any(site.direction == "backward" for site in self.sites):
             return direction
@@ -102,11 +102,11 @@ class Evidence:
         return "update" if is_state and not any(self.rows[i].direction == "backward" for i in after) else direction
 
     def spreads(self, row: int) -> bool:
-        """Whether infinities of a row reach the results, make NaN, or leave results or gradients that are wrong."""
+        """Returns whether infinities of a row reach results, produce NaN, or make results or gradients wrong."""
         return any(self.rows[i].nan for i in self.after(row)) or self.reaches(row, WRONG)
 
     def reaches(self, row: int, error: float) -> bool:
-        """Whether a result or a gradient comes from a row and is off by more than an error."""
+        """Returns whether a result or gradient depends on a row and has more than a given error."""
         after = {row, *self.after(row)}
         # An update makes much of gradients that are zero but for roundings.
         is_update = self.direction(row) == "update"
@@ -115,7 +115,7 @@ class Evidence:
 
     @functools.cached_property
     def ends(self) -> list[int]:
-        """The rows of results, and of gradients: what the backward pass leaves to the update."""
+        """The rows of results, and of the gradients that the backward pass gives to the update."""
         gradients = (i for i, site in enumerate(self.sites) if site.direction == "backward" and self._is_last(i))
         return sorted({*self.results, *gradients})
 
@@ -123,9 +123,9 @@ class Evidence:
         return any(self.sites[reader].direction == "update" for reader in self._readers[row])
 
     def _error(self, row: int) -> float:
-        """Returns the error of a row, of a gradient relative to what it adds up.
+        """Returns the error of a row; for a gradient, relative to its terms.
 
-        Some gradients are zero but for roundings, such as those of what a softmax or a norm does not depend on.
+        Some gradients are zero except for rounding, such as those of values that do not affect a softmax or a norm.
         """
         if self.sites[row].direction != "backward":
             return self.rows[row].inherited_error
@@ -137,13 +137,13 @@ class Evidence:
         return float(error[row] / whole) if whole else 0.0
 
     def _is_ruined(self, row: int) -> bool:
-        """Whether a row is not finite, as infinite as a loss scale may make it that adapts aside."""
+        """Returns whether a row is not finite, except for infinities due to a dynamic loss scale."""
         found = self.rows[row]
         is_infinite = found.infinite > 0 and not self.column("shadow_infinite")[row]
         return found.nan > 0 or (is_infinite and not (self.dynamic and found.direction != "forward"))
 
     def feeds_itself(self, row: int) -> bool:
-        """Whether a row adds to its own result of the iteration of a loop before, perhaps times a decay."""
+        """Returns whether a row adds to its own result from the previous iteration of a loop, perhaps times a decay."""
         reached, new = set[int](), [row]
         while new:
             new = [i for reader in new for i in self.sources(reader) if i not in reached]
@@ -152,11 +152,11 @@ class Evidence:
         return row in reached
 
     def after(self, row: int) -> list[int]:
-        """Returns the rows that read a row's result, and those that read theirs, without the row itself."""
+        """Returns the rows that depend on a row's result, without the row itself."""
         return sorted(_reached(row, self.readers) - {row})
 
     def before(self, row: int) -> set[int]:
-        """Returns the rows that a row's result comes from, and the row itself."""
+        """Returns the rows on which a row depends, and the row itself."""
         return _reached(row, self.sources)
 
     def readers(self, row: int) -> list[int]:
@@ -172,18 +172,18 @@ class Evidence:
         return readers
 
     def first_nonfinite(self, row: int) -> tuple[int, float, int]:
-        """Returns when a row's result first was NaN or infinite, as numbers that compare."""
+        """Returns the time at which a row's result first became NaN or infinite, as comparable numbers."""
         found = (self._first(row, name) for name in ("nan", "infinite"))
         return min((when for when in found if when is not None), default=(len(self.sites), 0.0, row))
 
     def _first(self, row: int, name: str) -> tuple[int, float, int] | None:
-        """Returns when a row's result first was `nan` or `infinite`, as numbers that compare; None if never."""
+        """Returns the time of a row's first `nan` or `infinite` result, as comparable numbers; None if never."""
         iteration = -self.column(f"first_{name}")[row]
         return None if math.isinf(iteration) else (self.sites[row].turn, iteration, row)
 
 
 def _reached(row: int, following: Callable[[int], list[int]]) -> set[int]:
-    """Returns a row, those that follow it, and those that follow these."""
+    """Returns a row, its followers, and their followers."""
     reached, new = {row}, [row]
     while new:
         new = [i for last in new for i in following(last) if i not in reached]

@@ -1,4 +1,4 @@
-"""Runs a function beside its shadow, and finds what is wrong with it."""
+"""Runs a function with its shadow, and finds its problems."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +23,13 @@ from jmp_train.policies.pytrees import is_float_array, path_name
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """A function that was run beside its shadow, with what is wrong with it.
+    """A run of a function with its shadow, and the problems found.
 
     Attributes:
-      evidence: what was measured.
+      evidence: the measurements.
       found: problems with their rows, worst first.
-      steps: how often it was run.
-      has_effects: whether it does something outside of jax, such as printing.
+      steps: number of runs.
+      has_effects: True if it has effects outside of jax, such as printing.
       outputs: the floats among its last results, in float32.
     """
 
@@ -46,7 +46,7 @@ def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Examin
     Args:
       fn: a pure function.
       args: its arguments.
-      steps: how often it is run.
+      steps: number of runs.
     """
     run = run_beside_shadow(fn, args, steps)
     scale, dynamic = _loss_scale(args)
@@ -70,7 +70,7 @@ def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Examin
 
 
 def _subjects(run: Run, arguments: Mapping[int, str]) -> list[str]:
-    """Returns what each row is if no line of the user's made it, else empty."""
+    """Returns the descriptions of rows without a line of the user's; empty for others."""
     what = [
         f"the update of {name!r}" if number < run.carried else f"the result {name!r}"
         for number, name in enumerate(run.names)
@@ -80,7 +80,7 @@ def _subjects(run: Run, arguments: Mapping[int, str]) -> list[str]:
 
 
 def _lost_in_casts(sites: Sequence[Site], args: tuple[object, ...], carried: int) -> dict[str, str]:
-    """Returns which arguments' values, but for the state's, collapse where the function casts them, by path."""
+    """Returns the arguments, by path, whose values collapse when the function casts them, except those of the state."""
     leaves = _arrays(args)
     casts = [
         (-1 - source, site.equation.params["new_dtype"])
@@ -99,7 +99,7 @@ def _arrays(args: tuple[object, ...]) -> list[tuple[Any, Any]]:
 
 
 def _loss_scale(args: object) -> tuple[float, bool]:
-    """Returns the largest loss scale among the arguments, 1 where there is none, and whether it adapts."""
+    """Returns the largest loss scale among the arguments, 1 without any, and whether it adapts."""
     states = [state for _, state in scaled_states(args)]
     scales = [scale for state in states for scale in scales_in(state.loss_scale)]
     numbers = [float(np.max(np.asarray(scale.loss_scale))) for scale in scales if is_loss_scale(scale)]
@@ -107,7 +107,7 @@ def _loss_scale(args: object) -> tuple[float, bool]:
 
 
 def _stuck_scale(args: object) -> str:
-    """Returns a sentence about a loss scale that is at its floor after skipped steps; empty if there is none."""
+    """Returns a sentence about a loss scale that reached its floor by skipped steps; empty if there is none."""
     for path, state in scaled_states(args):
         scales = [scale for scale in scales_in(state.loss_scale) if isinstance(scale, DynamicLossScale)]
         skips = int(np.max(np.asarray(state.consecutive_skips)))
@@ -120,7 +120,7 @@ def _stuck_scale(args: object) -> str:
 
 
 def _lost_state(args: tuple[object, ...], run: Run) -> list[str]:
-    """Returns the paths of the state's leaves that are NaN; infinite ones may be meant, as the best loss so far."""
+    """Returns the paths of the state's leaves that are NaN; infinities may be intended, as in a first best loss."""
     leaves = _arrays(args)[: run.carried]
     return [
         path_name(path)
@@ -130,7 +130,7 @@ def _lost_state(args: tuple[object, ...], run: Run) -> list[str]:
 
 
 def _nonfinite(args: tuple[object, ...]) -> dict[int, str]:
-    """Returns which arrays among the arguments are not finite: their numbers and paths."""
+    """Returns numbers and paths of the arrays among the arguments that are not finite."""
     return {
         number: path_name(path)
         for number, (path, leaf) in enumerate(_arrays(args))

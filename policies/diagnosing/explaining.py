@@ -1,4 +1,4 @@
-"""What a report says first: that the state was lost before the function ran, or where the first infinity is made."""
+"""The explanation of a report: a state lost before the run, or the origin of the first infinity."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ _DIRECTIONS = {"backward": "Gradients", "forward": "Results", "update": "Results
 
 
 def explanation(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -> str:
-    """Returns what explains the rest of a diagnosis, empty where everything is finite.
+    """Returns the explanation of a diagnosis; empty if everything is finite.
 
     Args:
-      evidence: of the diagnosis.
+      evidence: the evidence of the diagnosis.
       found: its problems with their rows.
     """
     return " ".join(filter(None, (_lost_state(evidence), evidence.stuck_scale, _first_nonfinite(evidence, found))))
@@ -59,7 +59,7 @@ def _first_nonfinite(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -
 
 
 def _vanished_epsilon(evidence: Evidence, row: int) -> str:
-    """Returns the epsilon, in a library's code, that is 0 where it is added to what a row divides by; else empty."""
+    """Returns the epsilon in a library's code that is 0 when added to a row's divisor; otherwise empty."""
     for site in (evidence.sites[i] for i in evidence.sources(row) if evidence.rows[row].primitive == "div"):
         zeros = [x for x in site.equation.invars if isinstance(x, jex.Literal) and is_low(dtype_of(x)) and not x.val]
         lines = lines_of((*site.callers, site.equation)) if zeros and site.equation.primitive.name == "add" else ()
@@ -69,13 +69,13 @@ def _vanished_epsilon(evidence: Evidence, row: int) -> str:
 
 
 def _ends_and_origin(evidence: Evidence, is_harmed: bool) -> tuple[list[int], int | None]:
-    """Returns the results and gradients that are not finite, and the first row, in the program's order, that made that.
+    """Returns the results and gradients that are not finite, and the first row, in the program's order, that caused it.
 
-    Where float32 is finite only what half precision makes counts, and infinities that float32 has too may be meant.
+    If float32 is finite, only values of half precision count; infinities that float32 has too may be intended.
 
     Args:
-      evidence: of the diagnosis.
-      is_harmed: whether there is a problem.
+      evidence: the evidence of the diagnosis.
+      is_harmed: True if there is a problem.
     """
     if not evidence.sites or evidence.lost_state:
         return [], None
@@ -90,7 +90,7 @@ def _ends_and_origin(evidence: Evidence, is_harmed: bool) -> tuple[list[int], in
 
 
 def _origin(evidence: Evidence, ends: list[int], is_lost: np.ndarray) -> int:
-    """Returns the first of the rows that are lost, from which others that are lost lead to the ends."""
+    """Returns the first of the lost rows that leads to the ends through other lost rows."""
     reached, new = set(ends), ends
     while new:
         new = [i for row in new for i in evidence.sources(row) if is_lost[i] and i not in reached]
@@ -99,7 +99,7 @@ def _origin(evidence: Evidence, ends: list[int], is_lost: np.ndarray) -> int:
 
 
 def _problem_of(evidence: Evidence, row: int, found: Sequence[tuple[int, Problem]]) -> Problem | None:
-    """Returns the problem of a row, of its line, or else the last one before it that it comes from."""
+    """Returns the problem of a row or of its line, otherwise the last earlier one on which it depends."""
     site, before = evidence.sites[row], evidence.before(row)
     same = [problem for i, problem in found if i == row]
     same += [p for _, p in found if p.line and f"{p.file}:{p.line}" == site.line and p.direction == site.direction]

@@ -1,6 +1,6 @@
-"""From the rows of a diagnosis to its problems: what is harmful, where it began, and what mends it.
+"""Finds the problems of a diagnosis from its rows: harm, origin and remedy.
 
-Each finder yields (row, problem). A problem is where an error begins: what inherits it is not named again.
+Each finder yields (row, problem). A problem is the origin of an error; the report omits operations that inherit it.
 """
 
 import functools
@@ -48,10 +48,10 @@ Found = Iterator[tuple[int, Problem]]
 
 
 def problems_of(evidence: Evidence) -> list[tuple[int, Problem]]:
-    """Returns rows and problems, one a line of code: those that harm before notes, and of these what happens first.
+    """Returns rows and problems, one per line of code: harmful ones before notes, and each in the order of execution.
 
     Args:
-      evidence: of a diagnosis.
+      evidence: the evidence of a diagnosis.
     """
     found: dict[Any, tuple[int, Problem]] = {}
     for find in (*_FINDERS, *(functools.partial(late, found) for late in (grown_infinities, wrong_results))):
@@ -69,7 +69,7 @@ def problems_of(evidence: Evidence) -> list[tuple[int, Problem]]:
 
 
 def _constants(evidence: Evidence) -> Found:
-    """Finds numbers in the code that are other ones in the dtype: an epsilon that is 0, a decay that is 1."""
+    """Finds numbers in the code that change in the dtype: an epsilon that becomes 0, a decay that becomes 1."""
     for i, site in enumerate(evidence.sites):
         for literal in site.equation.invars:
             if not isinstance(literal, jex.Literal) or not is_low(dtype_of(literal)) or np.shape(literal.val):
@@ -99,13 +99,13 @@ def _is_under_root(evidence: Evidence, row: int) -> bool:
 
 
 def _is_constant(site: Site) -> bool:
-    """Whether an equation makes a number of the code one in lower precision."""
+    """Returns whether an equation converts a number in the code to lower precision."""
     is_cast = site.equation.primitive.name == "convert_element_type"
     return is_cast and not site.sources and not site.equation.outvars[0].aval.shape
 
 
 def _masks(evidence: Evidence) -> Found:
-    """Finds NaN that infinite constants make, as a mask that leaves nothing over does."""
+    """Finds NaN from infinite constants, such as a mask of all elements."""
     for i in evidence.first_to_be("nan"):
         site = evidence.sites[i]
         nan = f"{evidence.rows[i].nan:.2%} of {named(evidence, i)} are NaN"
@@ -130,7 +130,7 @@ def _is_multiplied_by_infinity(evidence: Evidence, row: int) -> bool:
 
 
 def _of_floats(masks: Sequence[Any]) -> list[Any]:
-    """Returns those sites of infinite constants of which floats are made; what is compared with one is none."""
+    """Returns the sites of infinite constants that enter floats, not only comparisons."""
     return [mask for mask in masks if is_float(dtype_of(mask[-1].outvars[0]))]
 
 
@@ -139,7 +139,7 @@ def _largest_of_result(mask: Sequence[Any]) -> float:
 
 
 def _is_of_mask(evidence: Evidence, row: int) -> bool:
-    """Whether a row's NaN are made of an infinite constant, in float32 too, and not of an argument or an overflow."""
+    """Returns whether a row's NaN come from an infinite constant, also in float32."""
     site, sources = evidence.sites[row], evidence.sources(row)
     if evidence.nonfinite_arguments or not _of_floats(site.infinite) or not evidence.column("shadow_nan")[row]:
         return False  # an overflow made the infinity
@@ -187,7 +187,7 @@ def _overflows(evidence: Evidence) -> Found:
 
 
 def _divides_by_zero(evidence: Evidence, row: int) -> bool:
-    """Whether a row makes infinities of zeros, against which there is no epsilon that has become 0."""
+    """Returns whether a row makes infinities from zeros without an epsilon that became 0."""
     epsilons = [i for i in evidence.sources(row) if _is_constant(evidence.sites[i]) and evidence.rows[i].flushed]
     found = evidence.rows[row]
     is_of_zeros = is_undefined_at_zero(evidence, row) and found.largest <= float(jnp.finfo(found.dtype).max)
@@ -195,7 +195,7 @@ def _divides_by_zero(evidence: Evidence, row: int) -> bool:
 
 
 def _nans(evidence: Evidence) -> Found:
-    """Finds NaN that no infinity made which was found already."""
+    """Finds NaN that do not come from infinities found before."""
     overflowed, infinite = evidence.column("overflowed"), evidence.column("infinite")
     for i in evidence.first_to_be("nan"):
         if _is_multiplied_by_infinity(evidence, i) or _is_of_mask(evidence, i) or _is_unused_constant(evidence, i):
@@ -216,12 +216,12 @@ def _nans(evidence: Evidence) -> Found:
 
 
 def _is_unused_constant(evidence: Evidence, row: int) -> bool:
-    """Whether a row is a number in the code that nothing takes, as the NaN in `jnp.where(count > 0, mean, nan)`."""
+    """Returns whether a row is an unused number in the code, as the NaN in `jnp.where(count > 0, mean, nan)`."""
     return _is_constant(evidence.sites[row]) and not any(evidence.rows[i].nan for i in evidence.readers(row))
 
 
 def _infinities(evidence: Evidence) -> Found:
-    """Finds infinities of operands that have become 0 before, as of a root of what underflowed."""
+    """Finds infinities from operands that became 0 before, such as a reciprocal of an underflow."""
     for i in evidence.first_to_be("infinite"):
         row = evidence.rows[i]
         if row.overflowed or evidence.column("shadow_infinite")[i] or not is_undefined_at_zero(evidence, i):
@@ -277,7 +277,7 @@ def _cancellations(evidence: Evidence) -> Found:
 
 
 def _amplifies(evidence: Evidence, row: int) -> bool:
-    """Whether a function makes much of small errors, as an exponential does of those of large numbers' differences."""
+    """Returns whether a function amplifies small errors, as an exponential of a difference of large numbers does."""
     found = evidence.rows[row]
     errors = [evidence.rows[i].inherited_error for i in evidence.sources(row)]
     is_candidate = found.primitive not in LINEAR and is_low(found.dtype)

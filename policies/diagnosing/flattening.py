@@ -1,6 +1,6 @@
-"""A traced program as one list of operations, cut into parts that are compiled together.
+"""A traced program as one list of operations, split into parts that are compiled together.
 
-Parts that are alike, as those of a network's layers are, are compiled once.
+Equal parts, such as those of a network's layers, are compiled once.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ _LONGEST = 24  # operations of a part: of fewer there are more programs to compi
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An equation that runs, with the numbers of the values that it reads and writes.
+    """An equation with the numbers of the values that it reads and writes.
 
     Attributes:
-      equation: of a traced program.
-      inputs: of each operand the number of the value, or the literal.
-      writes: the numbers of its results.
+      equation: an equation of a traced program.
+      inputs: for each operand, the number of the value or the literal.
+      writes: numbers of its results.
       callers: the equations whose bodies were inlined around it, the outermost first.
     """
 
@@ -34,7 +34,7 @@ class Operation:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The numbers of the values that it reads."""
+        """Numbers of the values that it reads."""
         return tuple(x for x in self.inputs if isinstance(x, int))
 
 
@@ -43,10 +43,10 @@ class Flat:
     """A program whose calls are inlined.
 
     Attributes:
-      operands: the numbers of its arguments.
-      constants: by number.
-      operations: in the order in which they run.
-      results: the numbers of its results, or literals.
+      operands: numbers of its arguments.
+      constants: values of the constants by number.
+      operations: the operations in the order of execution.
+      results: numbers of its results, or literals.
     """
 
     operands: tuple[int, ...]
@@ -70,7 +70,7 @@ def flattened(program: Any) -> Flat:
 
 
 def last_uses(flat: Flat) -> dict[int, int]:
-    """Returns the place of the last operation that reads each value; results of the program are read after all."""
+    """Returns the place of the last operation that reads each value; results of the program are read at the end."""
     last = {number: i for i, op in enumerate(flat.operations) for number in op.reads}
     return last | dict.fromkeys((x for x in flat.results if isinstance(x, int)), len(flat.operations))
 
@@ -110,16 +110,16 @@ def _inline(
 
 
 def is_plain(equation: Any) -> bool:
-    """Whether an equation holds no program and its values are arrays, so that it is compiled with others."""
+    """Returns whether an equation contains no program and has arrays as values, so that it is compiled with others."""
     atoms = (*equation.invars, *equation.outvars)
     return not bodies_of(equation) and all(hasattr(x.aval, "dtype") and hasattr(x.aval, "shape") for x in atoms)
 
 
 def parts_of(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """Yields operations that run together: each that holds a program alone, the others from product to product.
+    """Yields operations that run together: each with a program separately, the others from product to product.
 
     Args:
-      operations: in the order in which they run.
+      operations: the operations in the order of execution.
     """
     part: list[Operation] = []
     for op in operations:
@@ -139,15 +139,15 @@ class Part:
     """Operations that run together; equal to others with the same operations on values of the same types.
 
     Args:
-      operations: in the order in which they run.
-      wanted: the numbers of the values that are read later.
+      operations: the operations in the order of execution.
+      wanted: numbers of the values that are read later.
 
     Attributes:
-      operations: in the order in which they run.
-      given: what they read that they do not make, each once: numbers, then literals.
-      wiring: of each operation where its operands are, in what is given and then made.
-      wanted: the numbers of the results that are read later.
-      returned: where these are.
+      operations: the operations in the order of execution.
+      given: values that they read but do not compute, each once: numbers, then literals.
+      wiring: for each operation, the places of its operands among given and computed values.
+      wanted: numbers of the results that are read later.
+      returned: their places.
     """
 
     def __init__(self, operations: Sequence[Operation], wanted: frozenset[int]) -> None:
@@ -180,7 +180,7 @@ class Part:
 
 
 def _key(equation: Any) -> Any:
-    """Returns what is equal for equations with the same operation, parameters, programs and types."""
+    """Returns a key, equal for equations with the same operation, parameters, programs and types."""
     name = equation.primitive.name
     if name in BODIES:
         params: Any = _of_program(equation.params[BODIES[name]])
@@ -201,7 +201,7 @@ def _of_parameter(value: Any) -> Any:
 
 
 def _of_program(program: Any) -> Any:
-    """Returns what is equal for programs with the same equations, wired alike, and the same arrays as constants."""
+    """Returns a key, equal for programs with the same equations and wiring, and the same arrays as constants."""
     jaxpr = getattr(program, "jaxpr", program)
     numbers: dict[Any, int] = {}
 

@@ -1,4 +1,4 @@
-"""Runs the programs that operations hold (scans, while loops, branches), one body at a time, as Python's loops do."""
+"""Runs the programs inside of operations (scans, while loops, branches) by Python's loops, one body at a time."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class HeldPrograms(Generic[V]):
 
     Args:
       run: returns the results of a flat program, given its arguments and the equations around it.
-      kind: of the values.
+      kind: kind of the values.
     """
 
     def __init__(self, run: Callable[[Flat, Sequence[V], Callers], list[V]], kind: ValueKind[V]) -> None:

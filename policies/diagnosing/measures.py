@@ -1,6 +1,6 @@
-"""What is measured of an equation's result: counts, sums of errors and extreme magnitudes, as one float32 vector.
+"""The measures of an equation's result: counts, sums of errors and extreme magnitudes, as one float32 vector.
 
-Vectors of loop iterations, of devices and of steps are combined: sums are added, of maxima the larger one is kept.
+Vectors of loop iterations, devices and steps are combined: sums are added, and the larger maxima are kept.
 """
 
 import functools
@@ -47,17 +47,17 @@ _NOTHING = np.array([0.0] * len(SUMS) + [-np.inf] * len(MAXIMA), np.float32)
 
 
 def is_float(dtype: DTypeLike | None) -> bool:
-    """Whether a dtype is a floating one, of whatever width."""
+    """Returns whether a dtype is floating, of any width."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def is_low(dtype: DTypeLike | None) -> bool:
-    """Whether a dtype is floating and has fewer bits than float32."""
+    """Returns whether a dtype is floating and has fewer bits than float32."""
     return dtype is not None and is_float(dtype) and jnp.finfo(dtype).bits < 32
 
 
 def widened(dtype: DTypeLike) -> np.dtype:
-    """Returns the shadow's dtype of a dtype: float32 for floats of fewer bits, else itself."""
+    """Returns the shadow's dtype: float32 for floats of fewer bits, otherwise the dtype itself."""
     return np.dtype(np.float32) if is_low(dtype) else np.dtype(dtype)
 
 
@@ -84,13 +84,13 @@ Elementwise = dict[str, Any]  # column -> array of numbers that are to be added 
 def measured(
     actual: jax.Array, shadow: jax.Array | None, local: jax.Array | None, terms: jax.Array | None
 ) -> Elementwise:
-    """Returns what is measured of each element of a result.
+    """Returns the measures of each element of a result.
 
     Args:
-      actual: the result as it is.
-      shadow: in float32, of float32 operands; None where it is the same.
-      local: in the dtypes as they are, of the shadow's operands; None where nothing is lost.
-      terms: of a sum in lower precision, that of its terms' magnitudes in the shadow; else None.
+      actual: the actual result.
+      shadow: the float32 result of float32 operands; None if it is the same.
+      local: the result in the actual dtypes from the shadow's operands; None if nothing is lost.
+      terms: for a sum in lower precision, the sum of its terms' magnitudes in the shadow; otherwise None.
     """
     exact = actual if shadow is None else shadow
     as_float32 = lax.convert_element_type(actual, exact.dtype)
@@ -120,12 +120,12 @@ def measured(
 
 
 def measured_absorbed(actual: jax.Array, first: jax.Array, second: jax.Array) -> Elementwise:
-    """Returns what is measured of additions alone.
+    """Returns the measures that only additions have.
 
     Args:
       actual: the sum.
       first: an operand, of the same shape or a scalar.
-      second: the other one.
+      second: the other operand.
     """
     first, second = (jnp.broadcast_to(x, actual.shape) for x in (first, second))
     nothing_added = lax.eq(actual, first) & lax.ne(second, lax.full_like(second, 0))
@@ -133,11 +133,11 @@ def measured_absorbed(actual: jax.Array, first: jax.Array, second: jax.Array) ->
 
 
 def measured_whole(local: jax.Array, shadow: jax.Array) -> Elementwise:
-    """Returns what is measured of casts alone, of whole numbers.
+    """Returns the measures that only casts of whole numbers have.
 
     Args:
       local: the numbers in the lower precision.
-      shadow: the numbers.
+      shadow: the numbers in float32.
     """
     rounded = lax.convert_element_type(local, shadow.dtype)
     whole = lax.is_finite(shadow) & lax.eq(shadow, lax.round(shadow))
@@ -149,7 +149,7 @@ def measured_whole(local: jax.Array, shadow: jax.Array) -> Elementwise:
 
 
 def _neighbors(compare: Any, x: jax.Array) -> jax.Array:
-    """Compares each element with the one before it, the first with itself."""
+    """Compares each element with the previous one, the first with itself."""
     flat = lax.reshape(x, (x.size,))
     before = lax.concatenate([lax.slice(flat, (0,), (1,)), lax.slice(flat, (0,), (x.size - 1,))], 0)
     return compare(flat, before)
@@ -174,10 +174,10 @@ def _is_infinite(x: jax.Array) -> jax.Array:
 def totals_of(rows: Sequence[Sequence[Elementwise]], iteration: jax.Array) -> jax.Array:
     """Returns the measures [rows, columns] of equations that ran once.
 
-    What has the same shape is added up in a single pass.
+    Arrays of the same shape are summed in a single pass.
 
     Args:
-      rows: of each equation what was measured of the elements of its results.
+      rows: for each equation, the measures of the elements of its results.
       iteration: number of the loop iteration, float32 scalar.
     """
     by_shape: dict[tuple[int, ...], dict[Any, Any]] = {}
@@ -202,7 +202,7 @@ def totals_of(rows: Sequence[Sequence[Elementwise]], iteration: jax.Array) -> ja
 
 
 def _arranged(totals: dict[tuple[int, str], jax.Array], rows: int) -> jax.Array:
-    """Returns totals, by row and column, as an array [rows, columns]; those that are missing are those of nothing."""
+    """Returns totals by row and column as an array [rows, columns]; missing ones are those of no runs."""
     found: list[Any] = []
     for row in range(rows):
         for column, missing in zip(COLUMNS, _NOTHING, strict=True):
@@ -217,7 +217,7 @@ def _column(matrix: jax.Array, name: str) -> jax.Array:
 
 
 def _sizes(rows: Sequence[Sequence[Elementwise]]) -> np.ndarray:
-    """Returns how often each equation ran, and how many elements it has, as an array [rows, columns] to be added."""
+    """Returns the number of runs and of elements of each equation, as an array [rows, columns] to add."""
     sizes = np.zeros((len(rows), len(COLUMNS)), np.float32)
     sizes[:, COLUMNS.index("runs")] = 1
     elements = [sum(found["nan"].size for found in row if "nan" in found) for row in rows]
@@ -237,7 +237,7 @@ def _reduced(found: dict[Any, Any]) -> dict[Any, Any]:
 
 @functools.cache  # for jax keeps what it is given, with its program
 def _reducer(is_sum: tuple[bool, ...]) -> Any:
-    """Returns what adds two numbers of each kind, or picks the larger."""
+    """Returns a reducer that adds two numbers or selects the larger one, by kind."""
     combines = [lax.add if add else lax.max for add in is_sum]
 
     def reducer(first: Sequence[jax.Array], second: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""What the user called where an operation is: `gelu` or `LayerNorm`, of which jax's primitive is only a part."""
+"""The function or layer that the user called, such as `gelu` or `LayerNorm`, which contains a jax primitive."""
 
 import os
 import re
@@ -22,7 +22,7 @@ _PLAIN = frozenset(
 
 
 def function_called(site: Site) -> str:
-    """Returns the function or layer that the user's line called, in which an operation is; empty if it is not known.
+    """Returns the function or layer around an operation that the user's line called; empty if unknown.
 
     Args:
       site: the operation.
@@ -33,10 +33,10 @@ def function_called(site: Site) -> str:
 
 
 def named(evidence: Evidence, row: int) -> str:
-    """Returns a row's operation as users write it, `x**2`, or else its primitive, with what they called and its type.
+    """Returns a row's operation as users write it, `x**2`, or its primitive, with the called function and type.
 
     Args:
-      evidence: of a diagnosis.
+      evidence: the evidence of a diagnosis.
       row: number of the row.
     """
     found, site = evidence.rows[row], evidence.sites[row]
@@ -51,7 +51,7 @@ def named(evidence: Evidence, row: int) -> str:
 
 
 def _public(file: str, function: str, primitive: str) -> str:
-    """Returns the public name of a frame's function, of a layer its class; empty if it has none of interest."""
+    """Returns the public name of a frame's function, or the class of a layer; empty if it is not of interest."""
     if file.startswith(_JAX):
         is_plain = function in _PLAIN or function in primitive or primitive in function
         return function if not is_plain and function not in _WRAPPERS and _is_of_jax(function) else ""

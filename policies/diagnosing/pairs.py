@@ -1,4 +1,4 @@
-"""A value beside its shadow, and one operation on such: as it is, in float32, and as it is on the shadow's operands."""
+"""A value and its shadow, and one operation on such pairs: actual, in float32, and actual on the shadow's operands."""
 
 import dataclasses
 from typing import Any
@@ -25,8 +25,8 @@ class Pair:
     """A value of the program.
 
     Attributes:
-      actual: as the program computes it.
-      shadow: in float32; None where it is the same number, or no float.
+      actual: the value that the program computes.
+      shadow: the float32 value; None if it is the same number or no float.
     """
 
     actual: Any
@@ -38,15 +38,15 @@ jax.tree_util.register_dataclass(Pair, ("actual", "shadow"), ())
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """An equation that ran, as what is measured of its elements; arrays are flat.
+    """The data for the measures of an equation that ran; arrays are flat.
 
     Attributes:
-      results: those that are floats.
-      local: the same as they are on the shadow's operands; None where nothing is lost.
-      terms: of a sum in lower precision, that of its terms' magnitudes in the shadow; else None.
-      addends: of an addition in lower precision its two operands; else None.
-      is_cast: whether whole numbers may be cast to lower precision.
-      is_decision: whether the result is of whole numbers, that floats were cast to.
+      results: the floating results.
+      local: the same results from the shadow's operands; None if nothing is lost.
+      terms: for a sum in lower precision, the sum of its terms' magnitudes in the shadow; otherwise None.
+      addends: for an addition in lower precision, its two operands; otherwise None.
+      is_cast: True if whole numbers may be cast to lower precision.
+      is_decision: True if the result has whole numbers cast from floats.
     """
 
     results: list[Pair]
@@ -57,7 +57,7 @@ class Ran:
     is_decision: bool = False
 
     def measures(self) -> list[Elementwise]:
-        """Returns what is measured of the elements of each result."""
+        """Returns the measures of the elements of each result."""
         own = [None] * len(self.results) if self.local is None else self.local
         found = [measured(x.actual, x.shadow, local, self.terms) for x, local in zip(self.results, own, strict=True)]
         first = self.results[0]
@@ -74,7 +74,7 @@ jax.tree_util.register_dataclass(Ran, ("results", "local", "terms", "addends"), 
 
 
 def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], Ran | None]:
-    """Runs an equation: its results, and what is to be measured, which is None if it has no row."""
+    """Runs an equation, and returns its results and the data to measure, None if it has no row."""
     results = run_both(equation, inputs)
     if not is_measured(equation):
         return results, None
@@ -91,14 +91,14 @@ def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], Ran | None]
 
 
 def _decided(equation: Any, operand: Pair, result: Pair) -> Ran:
-    """Returns the whole numbers that an equation makes beside those that it would make of the shadow, as floats."""
+    """Returns the whole numbers of an equation and those that it would compute from the shadow, as floats."""
     exact = result.actual if operand.shadow is None else bound(equation, [operand.shadow])[0]
     actual, exact = (jnp.ravel(lax.convert_element_type(x, jnp.float32)) for x in (result.actual, exact))
     return Ran([Pair(actual, None if operand.shadow is None else exact)], None, None, None, False, True)
 
 
 def run_both(equation: Any, inputs: list[Pair]) -> list[Pair]:
-    """Runs an equation as it is and in float32, and returns its results."""
+    """Runs an equation in its own dtypes and in float32, and returns its results."""
     actual = bound(equation, [pair.actual for pair in inputs])
     exact = all(pair.shadow is None for pair in inputs) and not (is_measured(equation) and _loses(equation))
     shadows = None if exact else in_float32(equation, [_shadow_of(pair) for pair in inputs])
@@ -130,7 +130,7 @@ def _ran(equation: Any, inputs: list[Pair], results: list[Pair], local: list[Any
 
 
 def with_shadow(pair: Pair) -> Pair:
-    """Returns a pair of arrays whose shadow is there if it is a float, as loops carry it."""
+    """Returns a pair of arrays with an explicit shadow if it is a float, for loop carries."""
     if pair.shadow is not None or not is_float(dtype_of(pair.actual)):
         return pair
     return Pair(pair.actual, _shadow_of(pair))

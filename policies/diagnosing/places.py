@@ -1,4 +1,4 @@
-"""Where a line of code is, as people are told."""
+"""The displayed place of a line of code."""
 
 import os
 
@@ -7,8 +7,8 @@ def place_of(file: str, line: int) -> str:
     """Returns file and line, from the current folder if it is below that.
 
     Args:
-      file: its path.
-      line: its number; 0 where it is not known.
+      file: path of the file.
+      line: number of the line; 0 if unknown.
 
     Example:
       >>> place_of("", 0)

@@ -1,4 +1,4 @@
-"""`Problem`: an operation that half precision harms, with the evidence, and what mends it."""
+"""`Problem`: an operation that half precision harms, with evidence and remedy."""
 
 import dataclasses
 import linecache
@@ -34,20 +34,20 @@ Severity = Literal["problem", "note"]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What half precision does to one line of a function.
+    """The harm of half precision at one line of a function.
 
     Attributes:
-      severity: "problem", or "note" where nothing that is computed from it is harmed.
-      kind: what happens.
-      direction: in which pass.
-      path: of the modules and scopes.
-      file: of the user's line.
-      line: its number.
+      severity: "problem", or "note" if it harms no results.
+      kind: the kind of error.
+      direction: the pass.
+      path: path of modules and scopes.
+      file: file of the user's line.
+      line: number of the line.
       primitive: the operation.
-      evidence: what was seen, in numbers.
-      remedy: what mends it.
-      subject: what it is, where no line of the user's is: an argument by its path, the loss, the update of a leaf.
-      trial: what came of running the function by the report's rules; empty where it was not.
+      evidence: the measurements, as text.
+      remedy: the remedy.
+      subject: its description if the user has no line for it: an argument's path, the loss, the update of a leaf.
+      trial: the outcome of running the function by the report's rules; empty if it was not run.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -70,11 +70,11 @@ class Problem:
 
     @property
     def code(self) -> str:
-        """The line itself, where its file can be read."""
+        """The text of the line, if its file can be read."""
         return linecache.getline(self.file, self.line).strip() if self.line else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it as a dictionary of what JSON has."""
+        """Returns the problem as a dictionary of JSON values."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "remedy"}
         remedy = {"action": self.remedy.action, "text": self.remedy.text, "value": self.remedy.value}
         tables = (f.name for f in dataclasses.fields(AutocastRules))
@@ -83,7 +83,7 @@ class Problem:
 
 
 def worst_first(item: tuple[int, Problem]) -> tuple[bool, int]:
-    """Returns the place of a row with its problem in a report: what harms before notes, and of these what is first.
+    """Returns the sort key of a row with its problem: harmful ones before notes, then by execution order.
 
     Args:
       item: both.
@@ -93,23 +93,23 @@ def worst_first(item: tuple[int, Problem]) -> tuple[bool, int]:
 
 
 def where_is(problem: Problem) -> str:
-    """Returns the user's line, or what the operation is where there is none."""
+    """Returns the user's line, otherwise the description of the operation."""
     return place_of(problem.file, problem.line) if problem.line else problem.subject or "?"
 
 
 def problem_at(
     evidence: Evidence, row: int, kind: Kind, text: str, remedy: Remedy, *, harmful: bool = True, line: str = ""
 ) -> tuple[int, Problem]:
-    """Returns a row with the problem that it has.
+    """Returns a row with its problem.
 
     Args:
-      evidence: of a diagnosis.
+      evidence: the evidence of a diagnosis.
       row: number of the row.
-      kind: of the problem.
+      kind: kind of the problem.
       text: the evidence.
-      remedy: of the operation; what is cast as an argument, reduced over devices or updated has its own.
-      harmful: whether it is more than a note.
-      line: of the user's code, if it is not that of the row.
+      remedy: remedy of the operation; casts of arguments, reductions over devices and updates have their own.
+      harmful: True if it is more than a note.
+      line: line of the user's code, if it is not that of the row.
     """
     site = evidence.sites[row]
     file, _, number = (line or site.line).rpartition(":")
@@ -126,7 +126,7 @@ def problem_at(
 
 
 def _by_the_user(evidence: Evidence, row: int, remedy: Remedy, *, is_whole: bool) -> Remedy:
-    """Returns what mends an operation that rules of autocast do not reach, or that is mended better without them."""
+    """Returns the remedy for an operation that autocast rules do not reach, or that is better fixed without them."""
     site, path = evidence.sites[row], evidence.argument(row)
     direction = evidence.direction(row)
     if path and (is_by_policy(site) or not site.line) and not site.under_autocast:

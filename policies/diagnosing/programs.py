@@ -1,4 +1,4 @@
-"""Which equations of a traced program can lose something, and which hold programs that are entered."""
+"""Classifies equations of a traced program: those that can lose digits, and those with programs to enter."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def bodies_of(equation: Any) -> list[Any]:
 
 
 def is_measured(equation: Any) -> bool:
-    """Whether an equation can lose something, and so has a row; those that hold programs have none themselves."""
+    """Returns whether an equation can lose digits, and so has a row; equations with programs have none."""
     name = equation.primitive.name
     if name in _MOVES or bodies_of(equation) or not all(hasattr(v.aval, "dtype") for v in equation.outvars):
         return False
@@ -61,14 +61,14 @@ def is_measured(equation: Any) -> bool:
 
 
 def decides(equation: Any) -> bool:
-    """Whether an equation makes a whole number of a float, as an index or a bucket is, that goes both ways on."""
+    """Returns whether an equation converts a float to a whole number, such as an index or a bucket."""
     if equation.primitive.name != "convert_element_type" or not is_float(dtype_of(equation.invars[0])):
         return False
     return jnp.issubdtype(equation.params["new_dtype"], jnp.integer)
 
 
 def count_rows(program: Any) -> int:
-    """Returns how many rows the equations of a program have, with those of the programs within."""
+    """Returns the number of rows of a program, including those of the programs inside."""
     jaxpr = getattr(program, "jaxpr", program)
     return sum(
         sum(map(count_rows, bodies)) if (bodies := bodies_of(equation)) else is_measured(equation)
@@ -77,5 +77,5 @@ def count_rows(program: Any) -> int:
 
 
 def dtype_of(value: Any) -> Any:
-    """Returns the dtype of an array or of a program's variable; None where it has none."""
+    """Returns the dtype of an array or of a program's variable; None if it has none."""
     return getattr(getattr(value, "aval", value), "dtype", None)

@@ -1,7 +1,7 @@
-"""Runs a traced program operation by operation beside its shadow, and keeps something of every result.
+"""Runs a traced program operation by operation with its shadow, and stores a summary of every result.
 
-Loops and branches run as Python's do, so that each iteration's values are there; the parts of a loop's body are
-compiled once. A `shard_map` is one operation here.
+Loops and branches run in Python, so that each iteration's values are available; the parts of a loop's body are compiled
+once. A `shard_map` is one operation here.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def key_of(callers: Sequence[Any], equation: Any) -> Key:
 
     Args:
       callers: the equations in whose bodies it is, the outermost first.
-      equation: its own.
+      equation: the equation of the operation.
     """
     return tuple(map(id, (*callers, equation)))
 
@@ -42,10 +42,10 @@ class Recorded:
     """An operation that ran, once or, within loops, many times.
 
     Attributes:
-      equation: of the traced program.
+      equation: the equation of the traced program.
       callers: the equations in whose bodies it is, the outermost first.
-      reads: the numbers of the operations whose results it reads.
-      kept: of each run what is kept of its results.
+      reads: numbers of the operations whose results it reads.
+      kept: the summaries of its results, for each run.
     """
 
     equation: Any
@@ -60,7 +60,7 @@ class Recorded:
 
     @property
     def path(self) -> str:
-        """Of the modules and scopes that it is in."""
+        """The path of modules and scopes around it."""
         scopes = (str(equation.source_info.name_stack) for equation in (*self.callers, self.equation))
         return functools.reduce(join, scopes, "")
 
@@ -74,16 +74,16 @@ class _Value:
 def record(
     program: Any, arguments: Sequence[Any], keep: Keep
 ) -> tuple[list[Recorded], list[Pair], list[frozenset[int]]]:
-    """Runs a program and keeps something of every result.
+    """Runs a program and stores a summary of every result.
 
     Args:
-      program: a traced one.
+      program: a traced program.
       arguments: arrays with values.
-      keep: what is kept of a result.
+      keep: returns the summary of a result.
 
     Returns:
-      The operations in the order in which they ran first, the program's results, and the numbers of the operations
-      that made these.
+      The operations in the order of their first run, the program's results, and the numbers of the operations that
+      computed them.
     """
     recorder = _Recorder(keep)
     results = recorder.run(flattened(program), [_Value(Pair(x)) for x in arguments], ())
@@ -127,7 +127,7 @@ class _Recorder:
     def _made(
         self, op: Operation, inputs: Sequence[_Value], results: Sequence[Pair], around: tuple[Any, ...]
     ) -> list[_Value]:
-        """Notes that an operation ran, if it has results, and returns these."""
+        """Records an operation that ran, if it has results, and returns them."""
         if not results:
             return []
         callers = (*around, *op.callers)
@@ -151,7 +151,7 @@ class _Recorder:
 
 @functools.lru_cache(maxsize=4096)
 def _all_of(part: Part) -> Callable[[list[Pair]], list[Pair]]:
-    """Returns operations as a function of what they are given, to all their results."""
+    """Returns operations as a function from their inputs to all their results."""
 
     def run(given: list[Pair]) -> list[Pair]:
         values = list(given)
@@ -163,7 +163,7 @@ def _all_of(part: Part) -> Callable[[list[Pair]], list[Pair]]:
 
 
 def _stacked(row: Sequence[_Value]) -> _Value:
-    """Returns what the iterations of a scan returned as one array."""
+    """Returns the outputs of a scan's iterations as one array."""
     pairs = [value.pair for value in row]
     if any(pair.shadow is not None for pair in pairs):
         pairs = [with_shadow(pair) for pair in pairs]

@@ -1,4 +1,4 @@
-"""What mends a problem: entries of autocast's rules, a loss scale, an epsilon, a mask, another state."""
+"""Remedies of problems: entries of autocast's rules, a loss scale, an epsilon, a mask, another state."""
 
 import collections
 import dataclasses
@@ -27,15 +27,15 @@ _OF_NOBODY = ("_where", "clip", "where")  # jitted functions of jax's that do no
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """What mends a problem.
+    """The remedy of a problem.
 
     Attributes:
-      action: "rules": entries of `AutocastRules`; "argument": one that stays float32; "loss scale": another one;
+      action: "rules": entries of `AutocastRules`; "argument": keep an argument in float32; "loss scale": another one;
         "epsilon": a larger one; "mask": a smaller fill value; "reduction": gradients that are averaged in float32;
         "state": master weights, stochastic rounding or float32; "mathematics": float32 has it too.
-      text: what to do, in words.
-      rules: the entries, on which `AutocastRules` are to be built; empty where none mend it.
-      value: the loss scale, epsilon or fill value to be taken; None where there is none.
+      text: description of the action.
+      rules: the entries to add to `AutocastRules`; empty if rules do not help.
+      value: the proposed loss scale, epsilon or fill value, or None.
 
     Example:
       >>> print(Remedy("loss scale", "a loss scale of 1024", value=1024.0))
@@ -52,27 +52,27 @@ class Remedy:
 
 
 def in_float32(evidence: Evidence, row: int, advice: str = "float32 here") -> Remedy:
-    """Returns the entries that put a row's operation, and what is with it, into float32.
+    """Returns the entries that put a row's operation and related ones into float32.
 
     Args:
-      evidence: of a diagnosis.
+      evidence: the evidence of a diagnosis.
       row: number of the row.
-      advice: what to do, in words.
+      advice: description of the action.
     """
     return _together(evidence, [row], advice)
 
 
 def operands_in_float32(evidence: Evidence, row: int, *, shared: bool = False, products: bool = False) -> Remedy:
-    """Returns the entries that put a row's operation into float32, with those that its operands come from.
+    """Returns the entries that put a row's operation and the sources of its operands into float32.
 
-    What makes more of its operands' errors needs operands without errors. They come from linear operations and from
-    the first others before these; but not from what several operands come from, whose error is the same in all.
+    An operation that amplifies its operands' errors needs exact operands. Their sources are linear operations and the
+    first others before these, except sources that several operands share, whose error is the same in all.
 
     Args:
-      evidence: of a diagnosis.
+      evidence: the evidence of a diagnosis.
       row: number of the row.
-      shared: what several operands come from is in float32 too.
-      products: what the products among them take is in float32 too.
+      shared: True to include shared sources.
+      products: True to include the operands of products.
     """
     together = _operands(evidence, row, shared=shared)
     if products:
@@ -82,10 +82,10 @@ def operands_in_float32(evidence: Evidence, row: int, *, shared: bool = False, p
 
 
 def everything_before(evidence: Evidence, row: int) -> Remedy:
-    """Returns the entries that put all of the forward pass before a row's operation into float32, and itself.
+    """Returns the entries that put a row's operation and all of the forward pass before it into float32.
 
     Args:
-      evidence: of a diagnosis.
+      evidence: the evidence of a diagnosis.
       row: number of the row.
     """
     before = [i for i in sorted(evidence.before(row)) if evidence.direction(i) == "forward" and _is_half(evidence, i)]
@@ -108,7 +108,7 @@ def _operands(evidence: Evidence, row: int, *, shared: bool) -> set[int]:
 
 
 def _is_half(evidence: Evidence, row: int) -> bool:
-    """Whether an operation takes or returns numbers in lower precision, as products do that add up in float32."""
+    """Returns whether an operation takes or returns numbers in lower precision, as products with float32 results do."""
     found = evidence.rows[row]
     return is_low(found.dtype) or (found.primitive in PRODUCTS and any(map(is_low, found.dtypes_in)))
 
@@ -132,7 +132,7 @@ def larger_epsilon(evidence: Evidence, row: int) -> Remedy:
 
 
 def _inside_logarithm(evidence: Evidence, row: int) -> str:
-    """Returns "softmax" or "sigmoid" where an epsilon is added to one, of which the logarithm is taken; else empty."""
+    """Returns "softmax" or "sigmoid" if an epsilon is added to one inside a logarithm; otherwise empty."""
     if not any(evidence.rows[reader].primitive == "log" for reader in evidence.readers(row)):
         return ""
     names = [
@@ -143,13 +143,13 @@ def _inside_logarithm(evidence: Evidence, row: int) -> str:
 
 
 def float32_argument(path: str, dtype: str, *, is_parameter: bool, is_whole: bool) -> Remedy:
-    """Returns how an argument that a policy casts stays in float32.
+    """Returns the remedy that keeps an argument in float32 under a policy.
 
     Args:
-      path: of the argument.
-      dtype: that it is cast to.
-      is_parameter: whether it is of the first argument, in which a `policy_by_path` looks for leaves.
-      is_whole: whether it is of whole numbers.
+      path: path of the argument.
+      dtype: the dtype to which it is cast.
+      is_parameter: True if it belongs to the first argument, to which a `policy_by_path` applies.
+      is_whole: True if it has whole numbers.
     """
     ways = [f'policy="autocast_{dtype}", which casts nothing before it is used'] if dtype in HALVES else []
     if is_parameter:
@@ -162,10 +162,10 @@ def float32_argument(path: str, dtype: str, *, is_parameter: bool, is_whole: boo
 
 
 def float32_feature(path: str) -> Remedy:
-    """Returns how a feature of a graph stays in float32: autocast alone stores the rows of graphs in half.
+    """Returns the remedy that keeps a feature of a graph in float32.
 
     Args:
-      path: of the argument.
+      path: path of the argument.
     """
     rules = _NO_RULES.replace(functions={_GRAPH_STORAGE: "float32"})
     text = f"AutocastPolicy(..., rules=report.rules) in place of this policy, with {replace_arguments(rules)}"
@@ -173,15 +173,15 @@ def float32_feature(path: str) -> Remedy:
 
 
 def wide_reduction() -> Remedy:
-    """Returns how a train step averages its gradients over devices in float32."""
+    """Returns the remedy that averages gradients over devices in float32."""
     return Remedy("reduction", "average the gradients in float32: a policy with reduce_dtype=jnp.float32")
 
 
 def float32_sum(by_rules: Remedy | None) -> Remedy:
-    """Returns how a user's own sum over devices is in float32.
+    """Returns the remedy that computes a user's own sum over devices in float32.
 
     Args:
-      by_rules: what mends it too; None where rules of autocast do not reach it, as among the gradients.
+      by_rules: an alternative remedy; None if autocast rules do not reach it, as for gradients.
     """
     text = "add up in float32: jax.lax.psum(x.astype(jnp.float32), axis)"
     if by_rules is not None:
@@ -190,16 +190,16 @@ def float32_sum(by_rules: Remedy | None) -> Remedy:
 
 
 def full_gradients() -> Remedy:
-    """Returns what mends the way from gradients to an update of a state in float32."""
+    """Returns the remedy for the path from gradients to an update of a state in float32."""
     return Remedy("state", "float32 from the gradients on: grads = jt.cast_to_full(grads) before this line")
 
 
 def full_state(dtype: str, *, is_number: bool = False) -> Remedy:
-    """Returns what mends an update: rules of autocast are for what is differentiated, and do not reach it.
+    """Returns the remedy for an update, which autocast rules do not reach.
 
     Args:
-      dtype: of the state; parameters in float16 are not rounded stochastically.
-      is_number: whether it is a single number, as a counter is, that no optimizer keeps for the user.
+      dtype: dtype of the state; parameters in float16 are not rounded stochastically.
+      is_number: True if it is a single number, such as a counter, outside of the optimizer.
     """
     if is_number:
         return Remedy("state", "float32 for it, or an integer if it counts")
@@ -208,11 +208,11 @@ def full_state(dtype: str, *, is_number: bool = False) -> Remedy:
 
 
 def smaller_fill(dtype: str, *, is_added: bool = True) -> Remedy:
-    """Returns a fill value for masks of a dtype: the least, or half of it where there is room for what is added.
+    """Returns a fill value for masks of a dtype: the lowest, or half of it to leave room for additions.
 
     Args:
-      dtype: of the mask.
-      is_added: whether something is added to the fill value, or it to something.
+      dtype: dtype of the mask.
+      is_added: True if the fill value takes part in an addition.
     """
     half = " / 2" if is_added else ""
     fill = float(jnp.finfo(dtype).min) / (2 if is_added else 1)
@@ -221,11 +221,11 @@ def smaller_fill(dtype: str, *, is_added: bool = True) -> Remedy:
 
 
 def smaller_scale(evidence: Evidence, advice: str = "") -> Remedy:
-    """Returns the power of two at which the largest gradient is at most half as large as its dtype allows.
+    """Returns the power of two at which the largest gradient is at most half of its dtype's maximum.
 
     Args:
-      evidence: of a diagnosis.
-      advice: what is better, in words.
+      evidence: the evidence of a diagnosis.
+      advice: description of a better remedy.
     """
     scale = evidence.loss_scale * 2.0 ** math.floor(math.log2(_room_for_gradients(evidence)) - 1)
     rest = ", to which the dynamic one falls by itself" if evidence.dynamic else ""
@@ -233,7 +233,7 @@ def smaller_scale(evidence: Evidence, advice: str = "") -> Remedy:
 
 
 def larger_scale(evidence: Evidence) -> Remedy | None:
-    """Returns a loss scale at which the largest gradient is a sixteenth of what its dtype allows; None if it is now."""
+    """Returns a loss scale at which the largest gradient is a sixteenth of its dtype's maximum; None if it is."""
     room = _room_for_gradients(evidence) / 16
     if room < 2:
         return None
@@ -251,8 +251,8 @@ def merged_rules(remedies: Sequence[Remedy], rules: AutocastRules = TORCH_CUDA) 
     """Returns rules, torch's by default, with the entries of all remedies.
 
     Args:
-      remedies: of problems.
-      rules: to which they are added.
+      remedies: remedies of problems.
+      rules: the rules to extend.
     """
     for remedy in remedies:
         rules = rules.replace(**{f.name: dict(getattr(remedy.rules, f.name)) for f in dataclasses.fields(remedy.rules)})
@@ -263,8 +263,8 @@ def extended(remedy: Remedy, rules: AutocastRules) -> Remedy:
     """Returns a remedy with more entries.
 
     Args:
-      remedy: that has some.
-      rules: the entries.
+      remedy: a remedy with entries.
+      rules: the entries to add.
     """
     both = merged_rules([Remedy("rules", "", rules)], remedy.rules)
     text = remedy.text.replace(replace_arguments(remedy.rules), replace_arguments(both))
@@ -280,7 +280,7 @@ def lacks(rules: AutocastRules, others: AutocastRules) -> bool:
 def _entry(
     evidence: Evidence, row: int
 ) -> tuple[Literal["paths", "functions", "primitives", "operations"], tuple[str, ...]]:
-    """Returns which table of the rules names an operation best: its path, function, line or primitive."""
+    """Returns the best table of the rules for an operation: path, function, line or primitive."""
     row = product_of_cast(evidence, row)
     site, found = evidence.sites[row], evidence.rows[row]
     if found.primitive == "convert_element_type" and is_of_graphs(site):
@@ -302,11 +302,11 @@ def _entry(
 
 
 def product_of_cast(evidence: Evidence, row: int) -> int:
-    """Returns the matrix product for which autocast casts a value, whose rule decides of the cast; else the row.
+    """Returns the matrix product for which autocast casts a value, whose rule determines the cast; otherwise the row.
 
     Args:
-      evidence: of a diagnosis.
-      row: of the cast.
+      evidence: the evidence of a diagnosis.
+      row: row of the cast.
     """
     readers = evidence.readers(row)
     is_cast = evidence.rows[row].primitive == "convert_element_type" and evidence.sites[row].under_autocast

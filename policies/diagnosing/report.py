@@ -34,15 +34,15 @@ _HOW_TO_APPLY = (
 
 @dataclasses.dataclass(frozen=True)
 class NumericsReport:
-    """What half precision does to each operation of a function.
+    """The effect of half precision on each operation of a function.
 
     Attributes:
-      problems: worst first; what harms before notes, and of these what happens first.
-      rows: an operation each, in the order in which they run.
-      collapsed: path of an argument's leaf -> what its values lose when they are cast, as `check_casts` says.
-      steps: how often the function was run.
-      explanation: what the rest comes of: a state that was lost before, or where the first value that is not finite is
-        made; empty where all is finite.
+      problems: the problems, worst first: harmful ones before notes, then in the order of execution.
+      rows: one per operation, in the order of execution.
+      collapsed: path of an argument's leaf -> the loss of its values when they are cast, see `check_casts`.
+      steps: number of runs of the function.
+      explanation: the cause of non-finite results: a state that was lost before, or the operation with the first
+        non-finite value; empty if all results are finite.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -59,22 +59,22 @@ class NumericsReport:
 
     @property
     def rules(self) -> AutocastRules:
-        """Torch's autocast rules with the entries that mend the problems."""
+        """Torch's autocast rules with the entries that fix the problems."""
         return merged_rules([problem.remedy for problem in self._harmful])
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all of it as JSON has it: numbers that are not finite are None."""
+        """Returns the report as JSON values; non-finite numbers are None."""
         return doc.as_json(vars(self) | {"problems": [problem.as_dict() for problem in self.problems]})
 
     def to_json(self) -> str:
-        """Returns all of it as JSON; numbers that are not finite are null."""
+        """Returns the report as JSON; non-finite numbers are null."""
         return json.dumps(self.as_dict(), allow_nan=False)
 
     def to_html(self, title: str = "Diagnosis") -> str:
-        """Returns all of it as an HTML page that needs no network: problems, a picture of the errors, all operations.
+        """Returns the report as an HTML page that needs no network: problems, a chart of the errors, all operations.
 
         Args:
-          title: of the page, such as what was diagnosed.
+          title: title of the page, such as the name of the function.
 
         Example:
           >>> import pathlib, tempfile
@@ -114,7 +114,7 @@ class NumericsReport:
 
     @property
     def _numbered(self) -> list[doc.Section]:
-        """The problems with the numbers of their marks in the chart, and with rules to be copied."""
+        """The problems with the numbers of their marks in the chart, and with rules to copy."""
         return [_section(problem, number) for number, problem in enumerate(self.problems, 1)]
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class NumericsReport:
 
 
 def _section(problem: Problem, number: int = 0) -> doc.Section:
-    """Returns what is known of a problem; with a number, the rules for it to be copied, too."""
+    """Returns the section of a problem; with a number, also its rules to copy."""
     where = where_is(problem) + (f" ({problem.path})" if problem.path else "")
     title = f"{f'{number}. ' * bool(number)}{problem.severity}: {problem.kind}, {problem.direction} pass, {where}"
     said = (problem.evidence, f"-> {problem.remedy}", problem.trial)
@@ -154,8 +154,8 @@ def errors_chart(rows: Sequence[OperationNumerics], problems: Sequence[Problem])
     Errors of zero are left out. Operations whose results are NaN or infinite have a red dash at the top.
 
     Args:
-      rows: in the order in which they run; without any there is no chart.
-      problems: which are marked by their numbers, from 1.
+      rows: the rows in the order of execution; without any there is no chart.
+      problems: the problems, marked by their numbers from 1.
     """
     if not rows:
         return None
@@ -200,10 +200,10 @@ def _marks(rows: Sequence[OperationNumerics], problems: Sequence[Problem]) -> It
 
 
 def row_of_problem(rows: Sequence[OperationNumerics], problem: Problem) -> int | None:
-    """Returns the number of the likeliest row of a problem's line; None if no row is of this line.
+    """Returns the number of the most likely row of a problem's line; None if the line has no row.
 
     Args:
-      rows: of the diagnosis.
+      rows: the rows of the diagnosis.
       problem: one of its problems.
     """
 

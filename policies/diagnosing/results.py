@@ -1,4 +1,4 @@
-"""What is wrong though no single operation stands out: results far from float32's, infinities of errors that grew."""
+"""Errors without a single cause: results far from float32's, and infinities from growing errors."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,11 +20,11 @@ Found = Iterator[tuple[int, Problem]]
 
 
 def grown_infinities(known: Named, evidence: Evidence) -> Found:
-    """Finds infinities that errors of operands have grown into, where no problem explains the errors.
+    """Finds infinities that grew from errors of operands, if no problem explains the errors.
 
     Args:
       known: rows with their problems.
-      evidence: of a diagnosis.
+      evidence: the evidence of a diagnosis.
     """
     for i in evidence.first_to_be("infinite"):
         row = evidence.rows[i]
@@ -37,18 +37,18 @@ def grown_infinities(known: Named, evidence: Evidence) -> Found:
 
 
 def is_undefined_at_zero(evidence: Evidence, row: int) -> bool:
-    """Whether an operation makes infinities or NaN of zeros."""
+    """Returns whether an operation returns infinities or NaN for zeros."""
     equation = evidence.sites[row].equation
     name = equation.primitive.name
     return name in ("div", "log", "pow", "rsqrt") or (name == "integer_pow" and equation.params["y"] < 0)
 
 
 def wrong_results(known: Named, evidence: Evidence) -> Found:
-    """Finds the loss, or without a backward pass any result, that is far off, and where that begins.
+    """Finds a loss or, without a backward pass, a result with a large error, and its origin.
 
     Args:
-      known: rows with their problems; what comes from one that harms is explained.
-      evidence: of a diagnosis.
+      known: rows with their problems; a harmful one explains the errors that depend on it.
+      evidence: the evidence of a diagnosis.
     """
     has_gradients = any(site.direction == "backward" for site in evidence.sites)
     for end in sorted(evidence.results):
@@ -73,7 +73,7 @@ def _is_explained(known: Named, evidence: Evidence, row: int) -> bool:
 
 
 def _is_wrong(evidence: Evidence, end: int) -> bool:
-    """Whether a result or the gradients are off, and so are the terms of a scalar, beside which it may be small."""
+    """Returns whether a result or the gradients are wrong, and the terms of a scalar too."""
     error, terms = evidence.rows[end].inherited_error, terms_error(evidence, end)
     if evidence.rows[end].shape == ():
         return terms > _WRONG and max(error, gradients_error(evidence)) > _WRONG
@@ -81,7 +81,7 @@ def _is_wrong(evidence: Evidence, end: int) -> bool:
 
 
 def _beginning(evidence: Evidence, end: int) -> int | None:
-    """Returns the operation that loses most digits by itself, or else that whose operands are least as far off."""
+    """Returns the operation that loses most digits by itself, otherwise the one with the most exact operands."""
     before = [i for i in evidence.before(end) if evidence.direction(i) == "forward"]
     before = [i for i in before if math.isfinite(evidence.rows[i].inherited_error)]  # it is infinite of what is 0
     lost = [i for i in before if evidence.rows[i].local_error > _LOST_DIGITS and is_low(evidence.rows[i].dtype)]

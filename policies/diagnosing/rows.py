@@ -1,4 +1,4 @@
-"""`OperationNumerics`: what half precision did to one operation, as numbers between 0 and 1 where they are shares."""
+"""`OperationNumerics`: the effect of half precision on one operation, as fractions and magnitudes."""
 
 import dataclasses
 
@@ -17,31 +17,31 @@ class OperationNumerics:
     Attributes:
       primitive: the name of its jax primitive.
       direction: "forward", "backward" or "update".
-      path: of the modules and scopes that it is in.
-      file: of the user's line, or of the library that the user called.
-      line: number of that line; 0 where it is not known.
-      dtypes_in: of its operands.
-      dtype: of its result.
-      shape: of its result, on one device.
-      runs: how often it ran.
-      overflowed: share of elements that became infinite or NaN here, and are finite in the shadow.
-      flushed: share of elements that became zero here, and are not in the shadow.
-      subnormal: share of elements below the smallest normal number of the dtype, that are not zero.
-      nan: share of elements that are NaN in the function as it is.
-      infinite: share of elements that are infinite in the function as it is.
-      absorbed: of additions in lower precision the share of elements where an operand changed nothing.
-      whole_rounded: of casts the share of elements that are whole numbers and were rounded.
-      merged: of casts the share of whole numbers that differ from the one before, and no more after the cast.
-      decided: of casts of floats to whole numbers the share of elements that float32 makes another number of.
-      largest: magnitude in the shadow.
-      smallest: magnitude in the shadow that is not zero; 0 where there is none.
-      local_error: of this operation alone, as |half - float32| / |float32|, each summed over the elements; the
+      path: path of the modules and scopes around it.
+      file: file of the user's line, or of the library that the user called.
+      line: number of that line; 0 if unknown.
+      dtypes_in: dtypes of its operands.
+      dtype: dtype of its result.
+      shape: shape of its result, on one device.
+      runs: number of runs.
+      overflowed: fraction of elements that became infinite or NaN here and are finite in the shadow.
+      flushed: fraction of elements that became zero here and are not in the shadow.
+      subnormal: fraction of nonzero elements below the smallest normal number of the dtype.
+      nan: fraction of elements that are NaN in the function.
+      infinite: fraction of elements that are infinite in the function.
+      absorbed: for additions in lower precision, the fraction of elements that an operand did not change.
+      whole_rounded: for casts, the fraction of elements that are whole numbers and were rounded.
+      merged: for casts, the fraction of whole numbers that differ from the previous one only before the cast.
+      decided: for casts of floats to whole numbers, the fraction of elements that are another number in float32.
+      largest: largest magnitude in the shadow.
+      smallest: smallest nonzero magnitude in the shadow; 0 if there is none.
+      local_error: error of this operation by itself, |half - float32| / |float32|, each summed over the elements; the
         operands are those of the shadow, rounded.
-      worst_error: the local error of the run, the loop iteration or device, where it is largest.
-      inherited_error: the same of the function as it is, with the errors of all operations before.
-      lost_terms: of sums in lower precision the share of what was to be added that is lost here, as |half - float32|
-        / sum of |terms|; cancellation, which loses nothing more than the terms had lost, does not count.
-      subject: what it is, where no line of the user's is: an argument by its path, the loss, the update of a leaf.
+      worst_error: the largest local error of a run, loop iteration or device.
+      inherited_error: the same with the errors of all earlier operations.
+      lost_terms: for sums in lower precision, the lost fraction of the terms, |half - float32| / sum of |terms|;
+        cancellation does not count.
+      subject: its description if the user has no line for it: an argument's path, the loss, the update of a leaf.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -86,7 +86,7 @@ def row_of(site: Site, measures: np.ndarray, subject: str) -> OperationNumerics:
     Args:
       site: the equation.
       measures: [columns].
-      subject: what it is where no line of the user's is.
+      subject: its description if no line of the user's made it.
     """
     values = dict(zip(COLUMNS, map(float, measures), strict=True))
     equation = site.equation

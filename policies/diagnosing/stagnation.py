@@ -1,4 +1,4 @@
-"""Problems of what is too small to change anything: terms of sums, additions of a loop, updates of a state."""
+"""Problems of values too small to have an effect: terms of sums, additions of a loop, updates of a state."""
 
 from collections.abc import Iterable, Iterator
 
@@ -15,7 +15,7 @@ Found = Iterator[tuple[int, Problem]]
 
 
 def stagnating_sums(evidence: Evidence) -> Found:
-    """Finds sums that lose a share of their terms."""
+    """Finds sums that lose a fraction of their terms."""
     for i, row in enumerate(evidence.rows):
         if row.lost_terms < _LOST_TERMS or row.overflowed or row.primitive in ("add", "sub", "add_any"):
             continue
@@ -25,7 +25,7 @@ def stagnating_sums(evidence: Evidence) -> Found:
 
 
 def accumulations(evidence: Evidence) -> Found:
-    """Finds what a loop adds up and where most terms change nothing any more."""
+    """Finds sums over a loop's iterations that most terms no longer change."""
     for i, row in enumerate(evidence.rows):
         if row.absorbed < _ABSORBED or row.primitive not in ("add", "sub") or not evidence.feeds_itself(i):
             continue
@@ -35,7 +35,7 @@ def accumulations(evidence: Evidence) -> Found:
 
 
 def stagnating_state(evidence: Evidence) -> Found:
-    """Finds leaves of the state that should change, most of whose elements stay what they are."""
+    """Finds leaves of the state that should change, but whose elements mostly stay the same."""
     for leaves in _by_line(evidence):
         share = sum(leaf.unchanged for leaf in leaves) / sum(leaf.changing for leaf in leaves)
         more = f" and of {len(leaves) - 1} more lea{'f' if len(leaves) == 2 else 'ves'}" if len(leaves) > 1 else ""
@@ -47,7 +47,7 @@ def stagnating_state(evidence: Evidence) -> Found:
 
 
 def _by_line(evidence: Evidence) -> Iterable[list[StateLeaf]]:
-    """Returns the leaves of the state that stay the same, of which those that a line updates are together."""
+    """Returns the leaves of the state that stay the same, grouped by the line that updates them."""
     together: dict[str, list[StateLeaf]] = {}
     for leaf in evidence.state:
         if leaf.rows and leaf.unchanged > _UNCHANGED * leaf.changing:

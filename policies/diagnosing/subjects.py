@@ -1,4 +1,4 @@
-"""What an operation is in the user's words where no line of theirs made it: an argument's cast, the loss, an update."""
+"""Descriptions of operations without a line of the user's: an argument's cast, the loss, an update."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ def argument_of(site: Site, arguments: Mapping[int, str]) -> str:
 
     Args:
       site: the operation.
-      arguments: paths by number.
+      arguments: paths of the arguments by number.
     """
     if site.equation.primitive.name != "convert_element_type" or site.direction == "backward":
         return ""
@@ -24,35 +24,35 @@ def argument_of(site: Site, arguments: Mapping[int, str]) -> str:
 
 
 def is_by_policy(site: Site) -> bool:
-    """Whether a policy casts the arguments here, and not the user."""
+    """Returns whether a policy, not the user, casts the arguments here."""
     return any(_POLICIES in file for file, _ in frames_of(site))
 
 
 def is_of_graphs(site: Site) -> bool:
-    """Whether a library's operation on graphs, which keeps its rows in half, is what the user called."""
+    """Returns whether the user called an operation on graphs, which stores rows in half precision."""
     return any(file.startswith(LAYERS) for file, _ in frames_of(site))
 
 
 def is_reduction(site: Site) -> bool:
-    """Whether the library averages gradients over devices here."""
+    """Returns whether the library averages gradients over devices here."""
     return any(function in _REDUCED for _, function in frames_of(site))
 
 
 def is_loss(site: Site) -> bool:
-    """Whether the train step makes the loss float32 here, or its derivative half again."""
+    """Returns whether the train step casts the loss to float32 here, or its derivative back to half precision."""
     return any(function == _LOSS for _, function in frames_of(site))
 
 
 def subject_of(
     site: Site, row: int, arguments: Mapping[int, str], results: Sequence[tuple[str, frozenset[int]]]
 ) -> str:
-    """Returns what an operation without a line is; empty where it has one.
+    """Returns the description of an operation without a line; empty if it has one.
 
     Args:
       site: the operation.
-      row: its number.
-      arguments: paths by number.
-      results: what each result is, and from which rows it comes.
+      row: number of the row.
+      arguments: paths of the arguments by number.
+      results: descriptions of the results, and the rows from which they come.
     """
     if site.line:
         return ""

@@ -1,4 +1,4 @@
-"""Traces a function for a diagnosis and runs it beside its shadow, for one step or several."""
+"""Traces a function for a diagnosis and runs it with its shadow, for one or several steps."""
 
 import dataclasses
 import itertools
@@ -20,18 +20,18 @@ from jmp_train.policies.pytrees import check_values, path_name
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A function that was run beside its shadow.
+    """A run of a function with its shadow.
 
     Attributes:
-      sites: of the rows.
-      measures: [rows, columns], of all steps together.
-      results: from which rows each result comes.
-      names: the paths of the results.
-      carried: how many of the arguments' arrays are a state, which the first results are like.
-      state: those of them in lower precision.
-      low_results: the rows from which results in lower precision come, copies of float32 ones aside.
-      steps: how often it was run.
-      has_effects: whether it calls back into Python, or prints.
+      sites: sites of the rows.
+      measures: [rows, columns], over all steps.
+      results: the rows from which each result comes.
+      names: paths of the results.
+      carried: number of the arguments' arrays that are a state, with the structure of the first results.
+      state: those in lower precision.
+      low_results: the rows from which results in lower precision come, except copies of float32 ones.
+      steps: number of runs.
+      has_effects: True if it calls back into Python, or prints.
       outputs: the floats among the last results, in the shadow.
     """
 
@@ -48,17 +48,17 @@ class Run:
 
 
 def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Run:
-    """Runs a function beside its shadow.
+    """Runs a function with its shadow.
 
     Args:
       fn: a pure function.
       args: its arguments, arrays with values.
-      steps: how often; the first results are the next first arguments, as far as they are like these.
+      steps: number of runs; the first results replace the first arguments of the same structure.
 
     Raises:
-      TypeError: an argument is traced or has no values; with several steps the first result is unlike the first
-        argument.
-      ValueError: `steps` is no positive integer.
+      TypeError: an argument is traced or has no values, or, with several steps, the first result has another structure
+        than the first argument.
+      ValueError: `steps` is not a positive integer.
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r} must be an integer of at least 1")
@@ -112,7 +112,7 @@ def _is_finite(x: jax.Array) -> bool:
 
 
 def _changes(before: Sequence[Any], after: Sequence[Pair]) -> np.ndarray:
-    """Returns of each leaf in lower precision how many elements change in the shadow, and how many of these stay."""
+    """Returns, for each leaf in lower precision, the numbers of elements that change in the shadow and only there."""
     return np.array(
         [
             _count_changes(old, new.actual, new.shadow) if is_low(old.dtype) and new.shadow is not None else (0, 0)
@@ -129,20 +129,20 @@ def _count_changes(old: jax.Array, new: jax.Array, shadow: jax.Array) -> tuple[j
 
 
 def _is_copy(leaf: Any, leaves: Sequence[Any]) -> bool:
-    """Whether a leaf is what another one in float32, such as its master weights, is if it is rounded."""
+    """Returns whether a leaf is the rounded copy of a float32 leaf, such as its master weights."""
     masters = (x for x in leaves if x.shape == leaf.shape and x.dtype == jnp.float32)
     return any(bool((x.astype(leaf.dtype) == leaf).all()) for x in masters)
 
 
 def _bound_to_device(leaves: list[Any]) -> list[Any]:
-    """Returns arrays as all bound to a device if one is, as the results will be, or a second step is compiled anew."""
+    """Returns arrays that are all bound to a device if one is, so that a second step is not recompiled."""
     bound = {x.device for x in leaves if isinstance(x, jax.Array) and x.committed and len(x.devices()) == 1}
     spread = any(len(x.devices()) > 1 for x in leaves if isinstance(x, jax.Array))
     return jax.device_put(leaves, bound.pop()) if len(bound) == 1 and not spread else leaves
 
 
 def _carried(args: tuple[Any, ...], result: Any) -> int:
-    """Returns how many arrays are in the first arguments that the first results are like: the state of a step."""
+    """Returns the number of arrays in the first arguments that the first results replace: the state of a step."""
     results = result if isinstance(result, tuple) else (result,)
     if args and _types(result) == _types(args[0]):
         results = (result,)  # a state that is a tuple itself
@@ -155,9 +155,9 @@ def _is_array(leaf: object) -> bool:
 
 
 def _types(tree: Any) -> Any:
-    """Returns the structure, shapes and dtypes of a tree of arrays, and functions, as equinox's models hold them.
+    """Returns the structure, shapes and dtypes of a tree of arrays, which may have functions, as in equinox's models.
 
-    A tree with other leaves is like nothing else.
+    A tree with other leaves equals no other tree.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not all(_is_array(leaf) or callable(leaf) for leaf in leaves):

@@ -1,4 +1,4 @@
-"""Tries what a diagnosis proposes: runs the function by the rules, adds what they leave over, says what came of it."""
+"""Tries the proposals of a diagnosis: runs the function by the rules, completes them, and records the outcome."""
 
 import collections
 import dataclasses
@@ -31,16 +31,16 @@ Again = Callable[[AutocastRules], Examination | None]
 def examine_by_rules(
     first: Examination, fn: Callable[..., Any], args: tuple[Any, ...], rules: AutocastRules
 ) -> Examination | None:
-    """Returns the examination of a function as it runs by rules; None where no rules reach it.
+    """Returns the examination of a function that runs by rules; None if no rules reach it.
 
-    Its autocast regions and half-precision policies take the rules; a function without any runs under autocast.
-    A function with effects runs once only.
+    Its autocast regions and half-precision policies take the rules; a function without any runs under autocast. A
+    function with effects runs only once.
 
     Args:
-      first: of the function as it is.
+      first: the examination of the unchanged function.
       fn: the function.
       args: its arguments.
-      rules: of autocast.
+      rules: autocast rules.
     """
     half = _half_type(first.evidence)
     if half is None or first.has_effects:
@@ -64,17 +64,17 @@ def examine_by_rules(
 
 
 def _half_type(evidence: Evidence) -> str | None:
-    """Returns the half type that most operations have; None where there is none."""
+    """Returns the half type of most operations; None if there is none."""
     counts = collections.Counter(row.dtype for row in evidence.rows if row.dtype in ("float16", "bfloat16"))
     return counts.most_common(1)[0][0] if counts else None
 
 
 def with_trials(first: Examination, again: Again) -> Found:
-    """Returns the problems of a function with complete rules, each with what came of these.
+    """Returns the problems of a function with complete rules and their outcome.
 
     Args:
-      first: of the function as it is.
-      again: returns the examination of the function as it runs by rules, or None.
+      first: the examination of the unchanged function.
+      again: returns the examination of the function that runs by rules, or None.
     """
     found = sorted([*_checked_in_float32(first, again), *decisions(first, again)], key=worst_first)
     found, last = _completed(first, found, again)
@@ -86,7 +86,7 @@ def with_trials(first: Examination, again: Again) -> Found:
 
 
 def _checked_in_float32(first: Examination, again: Again) -> Found:
-    """Returns the problems of which those say that float32 has them too that were seen in a run in float32."""
+    """Returns the problems, with a note for those that a float32 run has too."""
     too = [problem for _, problem in first.found if problem.evidence.endswith(_SHADOW_TOO)]
     if not too or not any(row.dtype in ("float16", "bfloat16") for row in first.evidence.rows):
         return first.found
@@ -106,7 +106,7 @@ def _checked_in_float32(first: Examination, again: Again) -> Found:
 
 
 def _completed(first: Examination, found: Found, again: Again) -> tuple[Found, Examination | None]:
-    """Returns the problems with all rules that their function needs once it runs by them, and how it runs by these."""
+    """Returns the problems with all rules that their function needs, and its examination under these."""
     last = None
     for _ in range(_ROUNDS):
         remedies = [problem.remedy for _, problem in found if is_tried(problem)]
@@ -123,7 +123,7 @@ def _completed(first: Examination, found: Found, again: Again) -> tuple[Found, E
 
 
 def _with_rules_of(found: Found, later: Problem) -> Found:
-    """Adds the rules of a problem that appears once others are mended to that of its line, or else the first one."""
+    """Adds the rules of a problem that appears after fixes to the problem of its line, otherwise to the first."""
     numbers = [number for number, (_, problem) in enumerate(found) if is_tried(problem)]
     same = [number for number in numbers if _place(found[number][1])[:3] == _place(later)[:3]]
     number = (same or numbers)[0]
@@ -135,7 +135,7 @@ def _with_rules_of(found: Found, later: Problem) -> Found:
 def _amplified(
     first: Examination, found: Found, last: Examination | None, again: Again
 ) -> tuple[Found, Examination | None]:
-    """Adds the operation that makes results or gradients wrong, if they are by more than rounding."""
+    """Adds the operation that makes results or gradients wrong, if their errors exceed rounding."""
     for candidates in _CANDIDATES:
         now = first if last is None or not _is_explained(first, found) else last
         before = errors_of(now.evidence)
@@ -157,7 +157,7 @@ def _amplified(
 
 
 def _is_explained(first: Examination, found: Found) -> bool:
-    """Returns whether the loss is right, or comes from what is wrong; what is in the backward pass explains no loss."""
+    """Returns whether the loss is right or depends on a known problem; one in the backward pass explains no loss."""
     evidence, wrong = first.evidence, {row for row, problem in found if problem.severity == "problem"}
     ends = [row for row in evidence.results if evidence.direction(row) == "forward"]
     is_right = errors_of(evidence).results <= error_limit(evidence)
@@ -169,10 +169,10 @@ class _Candidate:
     """Rules that were tried.
 
     Attributes:
-      worst: the error of results or gradients that they leave.
-      row: of the operation that they are for.
+      worst: the remaining error of results or gradients.
+      row: row of their operation.
       remedy: the rules.
-      run: of the function by them.
+      run: the run of the function by them.
     """
 
     worst: float
@@ -182,13 +182,13 @@ class _Candidate:
 
 
 def _chosen(tried: list[_Candidate], limit: float) -> _Candidate:
-    """Returns the first candidate that leaves hardly more of the error than the best: it makes most of it."""
+    """Returns the first candidate whose remaining error is close to that of the best."""
     enough = max(_AS_GOOD * min(candidate.worst for candidate in tried), _LEFT * limit)
     return next(candidate for candidate in tried if candidate.worst <= enough)
 
 
 def _tried(evidence: Evidence, remedies: list[Remedy], again: Again, count: int) -> Iterator[_Candidate]:
-    """Yields what was tried, until something leaves hardly any error; at last all of it."""
+    """Yields candidates until one leaves hardly any error; the last one has all rules."""
     candidates = list(itertools.islice(amplifiers(evidence), count))
     if candidates:
         row = candidates[0][0]
@@ -204,7 +204,7 @@ def _tried(evidence: Evidence, remedies: list[Remedy], again: Again, count: int)
 
 
 def _with_outcome(problem: Problem, before: Errors, last: Examination) -> Problem:
-    """Returns a problem with what came of its rules."""
+    """Returns a problem with the outcome of its rules."""
     if not is_tried(problem):
         return problem
     is_left = any(_place(problem) == _place(other) for _, other in last.found if other.severity == "problem")
