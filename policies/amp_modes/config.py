@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_train.policies.amp_modes.mode import Amp, amp_mode
-from jmp_train.policies.amp_modes.options import AmpType
+from jmp_train.policies.amp_modes.mode_options import AmpType
 
 
 def amp_from_config(config: Mapping[str, Any] | str | Path, *, dtype: DTypeLike = jnp.float16) -> Amp:

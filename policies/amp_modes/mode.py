@@ -26,7 +26,7 @@ from jmp_train.policies.amp_modes.batch_norms import (
     half_batch_norms,
     torch_batch_norms_called,
 )
-from jmp_train.policies.amp_modes.options import FLOAT32, AmpOptions, AmpType, Precision, amp_options
+from jmp_train.policies.amp_modes.mode_options import FLOAT32, AmpOptions, AmpType, Precision, amp_options
 from jmp_train.policies.autocasting import autocast
 from jmp_train.policies.dtype_policies import FirstTrace, Policy
 from jmp_train.policies.loss_scaling import (

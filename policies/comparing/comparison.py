@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jmp_train.policies.autocasting import none_key_explained
+from jmp_train.policies.comparing.compared_operations import operations_of
 from jmp_train.policies.comparing.log_probs import differences_of, tokens_of
-from jmp_train.policies.comparing.operations import operations_of
 from jmp_train.policies.comparing.report import ParityReport
 from jmp_train.policies.pytrees import check_values
 

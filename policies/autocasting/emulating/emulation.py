@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jmp_train.policies.autocasting.binding import as_traced
 from jmp_train.policies.autocasting.custom_derivatives import multiplies
 from jmp_train.policies.autocasting.decisions import Step, integers_fit, literals_fit, settle, steps_of
-from jmp_train.policies.autocasting.emulating.rounding import Bit, both, either, rounded, rounded_operation
+from jmp_train.policies.autocasting.emulating.rounded_operations import Bit, both, either, rounded, rounded_operation
 from jmp_train.policies.autocasting.higher_order import ENTERED, scan_counts
 from jmp_train.policies.autocasting.literal_bounds import result_bounds
 from jmp_train.policies.autocasting.opaque import OpaqueCall
