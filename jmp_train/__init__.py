@@ -6,8 +6,7 @@ for a target GPU, `jt.distributed` connects several processes; `jt.policies`, `j
 `jt.parallel` and `jt.checkpoints` hold names for special needs. All names of jmp 0.0.4 are here unchanged.
 """
 
-from jmp_train import current_folder  # noqa: F401, I001 - before all modules that may be in the current folder
-from jmp_train import command_start  # noqa: F401 - before jax, which takes seconds
+from jmp_train import command_start  # noqa: F401, I001 - before all modules that may be in the current folder
 
 import importlib
 import typing

@@ -1,23 +1,39 @@
-"""Ctrl-C while `jmp-train` imports jax, or while Python exits: exit code 130, no traceback.
+"""The start of a command, before jax is imported: no modules of the current folder, and exit code 130 for Ctrl-C.
 
-The package imports this before jax. In processes of other programs it does nothing.
+`python -m jmp_train` and `python -m jmp_train.diagnose` put the current folder first on `sys.path`; `jmp-train` does
+not. So it is removed, and no `jax.py` there is imported. Ctrl-C while jax is imported, or while Python exits, prints no
+traceback. The package imports this module first. In processes of other programs it does nothing.
 """
 
-import contextlib
 import os
-import signal
 import sys
+
+_COMMANDS = ("jmp_train", "jmp_train.diagnose")
+
+
+def _runs_as_module() -> bool:
+    """Returns whether this process is `python -m` with one of the commands, and Python has not found it yet."""
+    arguments: list[str] = getattr(sys, "argv", None) or [""]
+    return arguments[0] == "-m" and sys.orig_argv[-len(arguments)].removeprefix("-m") in _COMMANDS
+
+
+def _leave_current_folder() -> None:
+    try:
+        current = os.getcwd()
+    except OSError:  # the folder was removed
+        return
+    if not sys.flags.safe_path and sys.path[:1] == [current]:
+        del sys.path[0]
+
+
+# Only modules that Python itself has loaded already are imported above.
+if _runs_as_module():
+    _leave_current_folder()
+
+import contextlib
+import signal
 from collections.abc import Iterator
 from types import FrameType
-
-from jmp_train.current_folder import runs_as_module
-
-
-def _is_command() -> bool:
-    """Returns whether this process is `jmp-train` or `python -m jmp_train`."""
-    arguments: list[str] = getattr(sys, "argv", None) or [""]
-    name = os.path.basename(arguments[0])
-    return runs_as_module() or name in ("jmp-train", "jmp-train.exe", "jmp-train-script.py")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -37,6 +53,11 @@ def interrupts_raised() -> Iterator[None]:
         signal.signal(signal.SIGINT, _leave)
 
 
+_is_command = _runs_as_module() or os.path.basename((getattr(sys, "argv", None) or [""])[0]) in (
+    "jmp-train",
+    "jmp-train.exe",
+    "jmp-train-script.py",
+)
 # Not if it is ignored, as for commands in the background.
-if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)

@@ -12,8 +12,8 @@ from jmp_train.steps.flax_train_state import FlaxTrainState as FlaxTrainState
 from jmp_train.steps.fp8_scaling import delayed_scaling as delayed_scaling
 from jmp_train.steps.fp8_scaling import own_state as own_state
 from jmp_train.steps.fp8_scaling import scaled_products as scaled_products
+from jmp_train.steps.fp8_scaling import with_fp8_state as with_fp8_state
 from jmp_train.steps.fp8_scaling import with_next_scales as with_next_scales
-from jmp_train.steps.fp8_state import with_fp8_state as with_fp8_state
 from jmp_train.steps.gradient_functions import GradientFunction as GradientFunction
 from jmp_train.steps.gradient_functions import GradientTransform as GradientTransform
 from jmp_train.steps.gradient_functions import LossFn as LossFn
