@@ -102,11 +102,16 @@ def test_equal_to_float64(message: fn.Message, dtype: str) -> None:
         graph, features = with_features(message, dtype, shapes)
         messages = exact_messages(message, ends, features)
         sizes = exact_messages(magnitude_message(message), ends, {key: np.abs(x) for key, x in features.items()})
-        found = graphs.apply_edges(graph, message).edges["m"]
+        reductions = [reducer("m", reducer("m", "x").reduction) for reducer in REDUCERS]
+
+        @jax.jit
+        def run(graph: graphs.Graph) -> Any:
+            nodes = graphs.update_all(graph, message, reductions).nodes  # noqa: B023
+            return graphs.apply_edges(graph, message).edges["m"], nodes
+
+        found, results = run(graph)
         assert (found.dtype, found.shape) == (dtype, messages.shape)
         assert_within(found, messages, dtype, sizes, 1)
-        reductions = [reducer("m", reducer("m", "x").reduction) for reducer in REDUCERS]
-        results = jax.jit(lambda graph: graphs.update_all(graph, message, reductions).nodes)(graph)  # noqa: B023
         for name in (reduce.out for reduce in reductions):
             exact = exact_reduction(messages, receivers, NODES, name)
             assert (results[name].dtype, results[name].shape) == (dtype, exact.shape)
