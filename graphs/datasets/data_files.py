@@ -107,7 +107,7 @@ def read_ids(
       count: number of nodes.
       rows: expected number of rows.
       first: the id of the first node in the file.
-      known: what the ids count, for messages.
+      known: name of the things that have the ids, for messages.
     """
     ids = read(path, np.int32, rows)
     if not ids.size:

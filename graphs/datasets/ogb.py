@@ -86,7 +86,7 @@ def read_parts(
       read: reads a table.
       paths: the three files.
       count: number of nodes or graphs.
-      known: what the ids count, for messages.
+      known: name of the things that have the ids, for messages.
       faults: by description of a fault, the ids that have it, bool [count].
     """
     parts, is_taken = [], np.full(count, False)
@@ -200,7 +200,7 @@ def read_ogb(
 
 
 def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
-    """Returns int32 [rows], -1 where the file has NaN."""
+    """Returns int32 [rows], with -1 for NaN in the file."""
     labels = read(path, np.float64, rows)
     if labels.shape[1] > 1:
         raise ValueError(f"{path} has {labels.shape[1]} columns: only one label per node is supported")

@@ -47,7 +47,7 @@ def send_and_recv(
       reduce: see `update_all`; user-defined ones outside of jit only.
       apply: a function of `NodeBatch`, row by row, called with all nodes in the end; the rows of the
         receivers are taken.
-      etype: the edge type; needed where there are several.
+      etype: the edge type; required if there are several.
 
     Returns:
       The graph; without edges, the same one.
@@ -88,7 +88,7 @@ def pull(
       message: see `update_all`.
       reduce: see `update_all`.
       apply: see `send_and_recv`.
-      etype: the edge type; needed where there are several.
+      etype: the edge type; required if there are several.
 
     Returns:
       The graph; without nodes, the same one.
@@ -130,7 +130,7 @@ def push(
       message: see `update_all`.
       reduce: see `update_all`; user-defined ones outside of jit only.
       apply: see `send_and_recv`.
-      etype: the edge type; needed where there are several.
+      etype: the edge type; required if there are several.
 
     Returns:
       The graph; without nodes, the same one.
@@ -168,11 +168,11 @@ def prop_nodes(
 
     Args:
       graph: a graph of ours or jraph's.
-      frontiers: of each step, the nodes that pull, int [some nodes].
+      frontiers: for each step, the nodes that pull, int [some nodes].
       message: see `update_all`.
       reduce: see `update_all`.
       apply: see `send_and_recv`.
-      etype: the edge type; needed where there are several.
+      etype: the edge type; required if there are several.
 
     Returns:
       The graph.
@@ -206,11 +206,11 @@ def prop_edges(
 
     Args:
       graph: a graph of ours or jraph's.
-      frontiers: of each step, the edges that send, as `send_and_recv` takes them.
+      frontiers: for each step, the edges that send, as in `send_and_recv`.
       message: see `update_all`.
       reduce: see `send_and_recv`.
       apply: see `send_and_recv`.
-      etype: the edge type; needed where there are several.
+      etype: the edge type; required if there are several.
 
     Returns:
       The graph.
@@ -250,7 +250,7 @@ def _updated(
     is_written: jax.Array,
     apply: NodeFunction | None,
 ) -> OurGraph:
-    """Returns the graph with results, and what is applied to them, in the rows of a mask."""
+    """Returns the graph with results, and functions of them, in the rows of a mask."""
     old, count = nodes_of(graph, frame.receiver_type)
     new = merged(old, results, is_written)
     if apply is not None:

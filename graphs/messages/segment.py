@@ -1,7 +1,7 @@
 """Segment operations that compute in float32, forward and backward.
 
-They take what jraph's take. In float16 a running sum of ones ends at 2,048, in bfloat16 at 256, with
-no NaN to tell; here what is stored may be half, and what is added is float32.
+They take the same arguments as jraph's. In float16 a running sum of ones ends at 2,048, in bfloat16 at 256, without any
+NaN; here arrays may be stored in half precision, and sums are computed in float32.
 """
 
 import jax
@@ -24,7 +24,7 @@ def segment_sum(
     Args:
       data: [rows, ...] of any number type.
       segment_ids: int [rows], the segment of each row; rows of ids out of range count nowhere.
-      num_segments: how many segments there are.
+      num_segments: number of segments.
       indices_are_sorted: whether the ids ascend.
 
     Returns:
@@ -217,8 +217,7 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
 
     Args:
       data: [rows, ...].
-      indices: int [reads], or of any shape, as one row or [edges, negatives]; where they are out of range, zeros are
-        read.
+      indices: int [reads], or of any shape, as one row or [edges, negatives]; indices out of range read zeros.
       indices_are_sorted: whether the indices ascend, row after row.
 
     Returns:
@@ -268,8 +267,8 @@ def checked_ids(name: str, ids: ArrayLike) -> jax.Array:
     """Returns ids as int32 or int64, checked.
 
     Args:
-      name: of the argument, for messages.
-      ids: what should be integers.
+      name: name of the argument, for messages.
+      ids: the value to check.
     """
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):

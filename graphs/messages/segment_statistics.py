@@ -1,7 +1,7 @@
 """Variances, standard deviations and softmax aggregation of segments, in float32.
 
 The mean of squares minus the square of the mean, as it is written by hand, cancels: in float16, numbers about 30 with a
-standard deviation of 0.2 have none left. Here rows are centered first, and what the mean is off by is subtracted again.
+standard deviation of 0.2 have none left. Here rows are centered first, and the error of the mean is subtracted again.
 """
 
 from typing import NamedTuple
@@ -113,8 +113,8 @@ def segment_std(
       indices_are_sorted: see `segment_sum`.
 
     Returns:
-      [num_segments, ...] in the data's floating dtype. The root is taken before it is rounded, so that the standard
-      deviation overflows where the data does only. Where all rows are equal its gradient is 0.
+      [num_segments, ...] in the data's floating dtype. The root is taken before rounding, so that the standard
+      deviation overflows only if the data do. Where all rows are equal its gradient is 0.
 
     Raises:
       ValueError: see `segment_sum`.

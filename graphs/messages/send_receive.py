@@ -74,7 +74,7 @@ def receive(
     reduce: Reduction,
     implementation: str | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns what receivers make of their messages, [receivers, ...] by name.
+    """Returns the reductions of messages, [receivers, ...] by name.
 
     Args:
       frame: the edges.

@@ -264,7 +264,7 @@ def _rows(nodes: np.ndarray, num_nodes: int, most: int | None) -> list[np.ndarra
     Args:
       nodes: int [blocks], the node of each block, ascending.
       num_nodes: number of nodes.
-      most: largest number of blocks, which determines the lengths of the levels; None for what these blocks need.
+      most: largest number of blocks, which determines the lengths of the levels; None for the number of these blocks.
     """
     levels, num_rows, owners = [], num_nodes, nodes
     while True:

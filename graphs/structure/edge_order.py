@@ -69,12 +69,12 @@ class EdgeOrder:
 
     @property
     def has_all_nodes(self) -> bool:
-        """Whether all nodes at this end are in range."""
+        """True if all nodes at this end are in range."""
         return not self.counts[[0, -1]].any()
 
     @property
     def all_count(self) -> bool:
-        """Whether both nodes of all edges are in range."""
+        """True if both nodes of all edges are in range."""
         return self.has_all_nodes and _in_range(self.others, self.num_others)
 
     @property

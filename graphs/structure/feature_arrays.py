@@ -102,7 +102,7 @@ def equal_or_nan(data: jax.Array, wanted: jax.Array) -> jax.Array:
 
 
 def reciprocal(data: jax.Array) -> jax.Array:
-    """Returns 1 divided by data, and 1 where they are 0."""
+    """Returns 1 divided by data, with 1 for zeros."""
     return 1 / jnp.where(data == 0, jnp.ones_like(data), data)
 
 
@@ -112,7 +112,7 @@ def inverse_degrees(degrees: jax.Array, features: jax.Array) -> jax.Array:
 
 
 def root_or_zero(data: jax.Array) -> jax.Array:
-    """Returns the square roots of data; 0 where data are not positive, with gradient 0 instead of infinity."""
+    """Returns the square roots of data; 0 if not positive, with gradient 0 instead of infinity."""
     has_no_root = data <= 0  # NaN stays
     return jnp.where(has_no_root, jnp.zeros_like(data), jnp.sqrt(jnp.where(has_no_root, jnp.ones_like(data), data)))
 

@@ -67,7 +67,7 @@ def drop_nodes(graph: Graph, rate: float, key: jax.Array) -> Graph:
       key: a random key; a fresh one drops other nodes, without a retrace.
 
     Returns:
-      The graph. It has no mailboxes, and `node_mask` and `edge_mask` are False for what is dropped.
+      The graph. It has no mailboxes, and `node_mask` and `edge_mask` are False for dropped nodes and edges.
 
     Raises:
       TypeError: it is another kind of graph, or the rate is no number.

@@ -24,7 +24,7 @@ class Collective:
       sent_bytes: bytes that each device must send at least, if devices do the reduction: 2 (n - 1) / n of an all-reduce
         in a group of n, (n - 1) / n of an all-gather, a reduce-scatter and an all-to-all, and all bytes of the others.
         0 for a ragged-all-to-all, which depends on the data.
-      times: how often it runs in one run of the program.
+      times: number of its executions per run of the program.
       op_name: the instruction's.
       stack_frame: the instruction's.
     """
@@ -57,8 +57,8 @@ def collectives(
     Args:
       program: the program of the instruction.
       instruction: an instruction of any opcode.
-      times: how often it runs.
-      kind: what it is together with instructions beside it; None for its opcode.
+      times: number of executions.
+      kind: its kind together with adjacent instructions; None for its opcode.
     """
     kind = kind or instruction.opcode.removesuffix("-start")
     if kind not in KINDS:

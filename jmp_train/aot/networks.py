@@ -73,10 +73,10 @@ class Network:
         return Route(axis, (), inside, inside / link, between, between / self.interconnect)
 
     def least_seconds(self, routes: Sequence[tuple[int, Route]]) -> float:
-        """Returns the least time of operations that may overlap where they take different links.
+        """Returns the least time of operations that may overlap if they use different links.
 
         Args:
-          routes: how often each is executed, and its way.
+          routes: number of executions and route of each operation.
 
         Example:
           >>> from jmp_train.aot.gpus import GPUS

@@ -29,7 +29,7 @@ def load_capsule(
 
     Args:
       path: a capsule's file. With several processes, pass any of their files, or `step_00000042.capsule` for all of
-        them. The files are in one folder, and if several processes load them, all do.
+        them. The files are in one folder. If one of several processes calls this, all must.
       state: a state with the parameters and the model state of the step: the state before the skip, the one after it,
         or a checkpoint of either. If the capsule stores the state, any state of the run fits. It is not changed.
       like: a batch, or its shapes, with the structure of the capsule's batch. Required if the batch

@@ -43,9 +43,9 @@ class SkipRecorder:
     At most four steps wait until the device reports whether they were skipped; then the recorder waits for the oldest
     one. Each keeps a reference to its batch and small arrays on the device. So a skip is seen a few steps late. If a
     later step was taken meanwhile, the capsule only fits the state before that step, such as one from a checkpoint;
-    `load_capsule` says so. Use `wait` or `save_state` if there is no such state. Without `wait`, NumPy arrays of a
-    batch must not be overwritten in place meanwhile. `close`, or the end of a `with`, writes the capsules of the last
-    steps.
+    otherwise `load_capsule` raises an error. Use `wait` or `save_state` if there is no such state. Without `wait`,
+    NumPy arrays of a batch must not be overwritten in place meanwhile. `close`, or the end of a `with`, writes the
+    capsules of the last steps.
 
     Args:
       directory: the folder of the capsules, created if needed. Each of several processes writes its own files there.

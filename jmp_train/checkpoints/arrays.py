@@ -30,7 +30,7 @@ def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
 
     Args:
       folder: a path that does not exist yet.
-      arrays: by their names, which become names of folders; none may be empty.
+      arrays: arrays by name, the name of a folder; none may be empty.
 
     Raises:
       OSError: something could not be written; its `filename` names it.

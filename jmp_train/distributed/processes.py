@@ -55,11 +55,11 @@ def initialize(
 
     A process that ends with an uncaught exception leaves at once, so that the others notice. By itself, jax would
     make it wait for them until `shutdown_timeout`, as it does after `sys.exit(1)`. A process that ends well while
-    others still train waits for that time, then says so and exits with code 1.
+    others still train waits for that time, reports it, and exits with code 1.
 
     Args:
       coordinator_address: "host:port" on which process 0 listens and which all can reach.
-      num_processes: number of processes; 1 for no others, whatever the environment says.
+      num_processes: number of processes; 1 for no others, regardless of the environment.
       process_id: index of this process, from 0.
       local_device_ids: this process's GPUs on this machine; None for all, or under Slurm and Open
         MPI for the one of its local rank.
@@ -70,11 +70,11 @@ def initialize(
         (on GPUs abort). None waits without end.
 
     Raises:
-      ValueError: a number is out of range, or there are several processes and jax cannot tell how they meet.
+      ValueError: a number is out of range, or there are several processes and jax cannot find their coordinator.
       RuntimeError: jax was used before, or this is the second call.
 
     Warns:
-      UserWarning: this process has TPUs, and its environment does not tell whether others share them. A machine of a
+      UserWarning: this process has TPUs, and its environment does not show whether others share them. A machine of a
         TPU pod on Compute Engine only learns this from a server, which `jax.distributed.initialize()` asks.
 
     Example:
@@ -185,7 +185,7 @@ def _launcher() -> str | None:
 
 
 def _warn_of_pod() -> None:
-    """Warns if this process may be one of a TPU pod's, which its environment does not tell."""
+    """Warns if this process may belong to a TPU pod that its environment does not describe."""
     platforms: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     has_tpus = (platforms or "").startswith("tpu")  # jax sets it if it finds TPUs and their library
     if has_tpus and not any(variable in os.environ for variable in _TPU_HOSTS):

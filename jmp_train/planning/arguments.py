@@ -27,7 +27,7 @@ def arguments_of(paths: Sequence[str], state: Any) -> dict[int, Argument]:
     """Returns the arguments of a step by their numbers, each in its group.
 
     Args:
-      paths: of state and batch, such as "state.params['kernel']".
+      paths: paths of state and batch, such as "state.params['kernel']".
       state: its shapes: a `TrainState`, flax's, nnx objects, or optax's states in tuples and dicts next to parameters.
         Parameters are then the arrays shaped like the moments, otherwise all other floats.
 

@@ -128,7 +128,7 @@ def roofline_chart(device: Device, rows: Sequence[PlanRow], styles: Mapping[str,
     Args:
       device: the device with the roofs.
       rows: the plan's rows of this device.
-      styles: of the policies of the whole plan.
+      styles: styles of the policies of the whole plan.
     """
     steps = [(row, point) for row in rows if (point := step_point(row)) is not None]
     if not steps:

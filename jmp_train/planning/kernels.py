@@ -13,8 +13,8 @@ class Kernels:
 
     Attributes:
       operation: jax's name of their operation, or the compiler's name.
-      dtypes: of the operands of their matrix products, XLA's names.
-      operations: of the matrix products in one execution of one of them.
+      dtypes: XLA's dtypes of the operands of their matrix products.
+      operations: operations of the matrix products in one execution.
       n_bytes: bytes that one execution reads and writes.
       times: number of executions in a step, of all together.
       seconds: the least time of one execution without the L2 cache.
@@ -37,7 +37,7 @@ def costliest_first(costs: Costs) -> list[Kernels]:
     """Returns the kernels of a step by the least time that they take together, without the L2 cache.
 
     Args:
-      costs: of the step.
+      costs: costs of the step.
     """
     alike: dict[tuple[object, ...], list[Kernels]] = {}
     for kernel in costs.kernels:

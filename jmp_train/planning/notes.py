@@ -18,7 +18,7 @@ def notes_of(device: Device, hlo: str, costs: Costs) -> Iterator[str]:
     Args:
       device: the device that runs it.
       hlo: the text of the program.
-      costs: of the program.
+      costs: costs of the program.
     """
     if not isinstance(device, TPU):
         return

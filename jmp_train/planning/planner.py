@@ -74,13 +74,13 @@ def plan(
       policies: one or several names, `Policy`s or AMP modes in which to plan a `TrainStep`; the state's parameters and
         optimizer state are made anew for each. AMP modes want an optimizer without a loss scale. None for the step as
         it is.
-      devices: how many GPUs of each host share the batch; or several such numbers. A slice of TPUs has its own.
-      hosts: how many hosts with so many GPUs share the batch; or several such numbers.
+      devices: number of GPUs of each host that share the batch, or several numbers. A slice of TPUs has its own.
+      hosts: number of hosts with that many GPUs, or several numbers.
       interconnect: bandwidth from a GPU to other hosts, in one direction: "400Gb/s", bytes per second, or one of "HDR",
         "NDR", "XDR" (an adapter of InfiniBand for each GPU), "p4d", "p5" (instances of AWS).
       mesh: the axes of the mesh of all devices and their lengths, such as {"data": 16, "model": 16}; the batch is split
         along "data". None for this one axis.
-      shardings: how several devices hold the state: "replicated"; "zero1" or "fsdp", over "data"; rules of
+      shardings: shardings of the state over several devices: "replicated"; "zero1" or "fsdp", over "data"; rules of
         `specs_by_path` for the parameters; a function of the state's shapes and a mesh that returns shardings; or
         several of these.
       find_placement: whether to search for the fastest placement that fits, instead of planning the given one: over
@@ -97,7 +97,7 @@ def plan(
       donate: whether the next state takes the place of the last.
       measure: whether to run the step, too, for the rows whose GPUs are here, with zeros as arguments and each in a
         process of its own; this process should have JAX_PLATFORMS=cpu, so that it does not hold the GPU.
-      jobs: how many programs to compile at one time; None for as many as there are cores and memory for.
+      jobs: number of simultaneous compilations; None for as many as cores and memory allow.
       timeout: seconds after which a compilation is killed.
       progress: called with the number of programs compiled so far and the name of the next.
 

@@ -17,7 +17,7 @@ class Remedy:
 
     Attributes:
       name: the change.
-      code: how to change it.
+      code: code of the change.
       peak_bytes: bytes allocated on each device.
       fits: True if that fits.
       step_seconds_bound: a lower bound of the step's time.

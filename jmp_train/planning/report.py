@@ -39,7 +39,7 @@ class Plan:
     """The result of `plan`; prints as a table.
 
     Attributes:
-      rows: by device, precision and placement, in this order.
+      rows: the rows, ordered by device, precision and placement.
       allowances: memory that a step cannot have.
       cuts: placements that a search did not compile, with reasons.
 

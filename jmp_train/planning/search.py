@@ -132,7 +132,7 @@ def searched(
 
 
 def _too_large(target: Target, usable: int) -> str | None:
-    """Returns why a target need not be compiled, None if it has to be."""
+    """Returns the reason not to compile a target, or None."""
     if target.variant.batch_size % target.multiple:
         return f"batch {target.variant.batch_size} is not a multiple of {target.multiple}"
     least = target.variant.state_bytes(target.placement)

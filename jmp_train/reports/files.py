@@ -37,7 +37,7 @@ def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequ
     Args:
       directory: an existing folder.
       task: the task's name.
-      runs: at least one; the others are compared with the first.
+      runs: the runs, at least one; the others are compared with the first.
       failures: (policy, reason) of each failed run.
     """
     from jmp_train.reports.charts import panels, png

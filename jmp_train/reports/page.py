@@ -35,7 +35,7 @@ def page(task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = (
 
     Args:
       task: the task's name.
-      runs: at least one; the others are compared with the first.
+      runs: the runs, at least one; the others are compared with the first.
       failures: (policy, reason) of each failed run.
     """
     said = [doc.Text(text) for text in (*sentences(runs), *explanations(runs))]

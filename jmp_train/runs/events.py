@@ -149,7 +149,7 @@ class Run:
       metrics: metrics of the evaluation, by name; the first one is the headline. Empty if the task has none.
       compile_seconds: time to compile the step.
       memory_of: "device" or "process", whose peak memory the epochs report.
-      batch_size: examples per step; None if the batches do not tell.
+      batch_size: examples per step; None if the batches do not determine it.
       epochs: the reports of all epochs.
       steps: the records of all steps.
       costs: costs of a step on any device; for a schedule, the mean fraction of flops in half precision, and the

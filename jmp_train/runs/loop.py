@@ -143,7 +143,7 @@ def train(
       ValueError: an unknown policy or mode, phases with different states or without steps, rules for a precision that
         does not autocast, a seed out of range, fewer than one epoch, a batch larger than the data or that cannot be
         sharded evenly, too few devices, batches that change or run out, or checkpoints of another run.
-      TypeError: the task's functions return other things than `Task` says.
+      TypeError: the task's functions return other types than `Task` requires.
       OSError: another run saves its checkpoints there.
       Stopped: `saving` requested a stop.
       StalledTrainingError: non-finite gradients caused every step to be skipped.

@@ -124,7 +124,7 @@ def unstacked(batch: Batch, accumulate_steps: int) -> Any:
 
     Args:
       batch: one micro-batch of one device.
-      accumulate_steps: for the message.
+      accumulate_steps: number of micro-batches, for the message.
 
     Raises:
       ValueError: a stack does not have exactly one graph.

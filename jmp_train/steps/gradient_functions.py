@@ -260,7 +260,7 @@ def keys_of_device(model_state: ModelState, axis_names: Sequence[str]) -> Any:
     """Returns the model state with different random keys on each device; the first device keeps its own.
 
     Args:
-      model_state: the same on all devices. Untyped keys stay, because they cannot be told from counts.
+      model_state: the same on all devices. Untyped keys stay, because they look like counts.
       axis_names: mesh axes over which the batch is split; none changes nothing.
     """
     if not axis_names:

@@ -62,7 +62,7 @@ def apply_gradients(
       result: the result of a gradient function, averaged over devices.
       rng: the random key of the next state, or None.
       axis_names: mesh axes whose devices take or skip the step together.
-      evaluate: from `evaluation`, for optimizers that evaluate the loss again.
+      evaluate: the result of `evaluation`, for optimizers that evaluate the loss again.
       with_additions: True to return the optimizer's addition to the parameters.
 
     Example:

@@ -24,8 +24,8 @@ class Count(NamedTuple):
     """The number of lost elements of one array, as whole-number scalars.
 
     Attributes:
-      lost: how many elements of `whole` are lost.
-      whole: how many elements are not zero.
+      lost: number of lost elements of `whole`.
+      whole: number of nonzero elements.
     """
 
     lost: jax.Array
@@ -63,7 +63,7 @@ def half_type_of(policy: Policy | PathPolicy | None, loss_fn: object) -> Callabl
 
 
 def count_lost_updates(addition: Addition) -> list[Count]:
-    """Returns for each array how many of its nonzero updates leave the parameter unchanged.
+    """Returns, for each array, the number of nonzero updates that leave the parameter unchanged.
 
     Args:
       addition: an optimizer's addition to the parameters.
@@ -87,7 +87,7 @@ def count_lost_updates(addition: Addition) -> list[Count]:
 def count_underflows(
     grads: Grads, params: Params, dtype_of: Callable[[str, DTypeLike], np.dtype], parts: int = 1
 ) -> list[Count]:
-    """Returns for each array how many of its nonzero gradients are subnormal numbers of a half type.
+    """Returns, for each array, the number of nonzero gradients that are subnormal in a half type.
 
     Args:
       grads: scaled, in float32 or higher precision.
@@ -116,7 +116,7 @@ def count_underflows(
 
 
 def _counted(lost: jax.Array, whole: jax.Array) -> Count:
-    """Returns how many flags are set in each of two arrays.
+    """Returns the number of True elements in each of two arrays.
 
     Both are counted in one reduction, in the two halves of a number, over as many elements as a half can count. XLA can
     reduce one array in its order in memory. For two arrays it cannot, and transposes a convolution's gradients.

@@ -58,7 +58,7 @@ class Float32Entry:
 
     @property
     def why(self) -> str:
-        """Text that says what half precision would lose, and the errors without the entry."""
+        """Description of the loss in half precision, and the errors without the entry."""
         lost = "" if self.lost is None else str(self.lost)
         without = "" if self.without is None else f"without it: {self.without}"
         reasons = lost, "added when autocast itself was run" if self.repaired else without
@@ -100,5 +100,5 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Text that says whether the rules pass, and with which errors."""
+        """Verdict on the rules, with their errors."""
         return f"under autocast itself it {'holds' if self.passed else 'does not hold'}: {self.errors}"

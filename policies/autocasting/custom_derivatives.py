@@ -133,7 +133,7 @@ def _for_float32(decisions: Sequence[Decision], half: str) -> Decision | None:
 def _in_float32(
     equation: JaxprEqn, inputs: Sequence[Value], decision: Decision, log: list[Decision] | None
 ) -> list[Value]:
-    """Runs a function as it was traced, and notes why."""
+    """Runs a function as traced, and records the reason."""
     atoms = zip(inputs, equation.invars, strict=True)
     results = as_traced(equation, *(x.to(traced_dtype(a)) if eligible(traced_dtype(a)) else x.array for x, a in atoms))
     if log is not None:

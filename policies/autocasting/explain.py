@@ -19,7 +19,7 @@ from jmp_train.policies.autocasting.values import chosen, replaced
 
 @dataclasses.dataclass(frozen=True)
 class AutocastReport(OperationsReport):
-    """A report of the decisions of autocast, as `explain_autocast` returns it; it prints as a table.
+    """The report of `explain_autocast`: the decisions of autocast. It prints as a table.
 
     Attributes:
       operations: the operations, in the order in which they run.

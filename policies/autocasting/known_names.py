@@ -23,7 +23,7 @@ def check_primitive(name: str) -> None:
     """Raises ValueError if neither jax nor an extension has registered a primitive with this name.
 
     Args:
-      name: in a table of rules.
+      name: a name in a table of rules.
 
     Example:
       >>> check_primitive("exp")
@@ -44,7 +44,7 @@ def check_function(name: str) -> None:
     Any other name may belong to a jitted function of the user.
 
     Args:
-      name: in a table of rules.
+      name: a name in a table of rules.
 
     Example:
       >>> check_function("attend")

@@ -37,7 +37,7 @@ _ONTO = ARITHMETIC | LAYOUT | {"select_n", "max"}  # operations that scale, mask
 
 
 class Readers(NamedTuple):
-    """Variables of a program, by what reads them.
+    """Variables of a program, by their readers.
 
     Attributes:
       in_float32: variables that are read only in float32.

@@ -78,7 +78,7 @@ def warn_user(text: str, category: type[Warning]) -> None:
     """Warns at the innermost line outside of installed packages; if there is none, outside of jax and this one.
 
     Args:
-      text: of the warning.
+      text: text of the warning.
       category: its class.
     """
     files = []

@@ -122,7 +122,7 @@ class Found:
 
     Attributes:
       unknown: the fraction of rows whose shadow the other program does not have.
-      apart: the mean difference of the shadows from those of the same rows there, relative to a row's norm.
+      apart: the mean difference of the shadows from those of the same rows in the other program, relative to the norm.
       difference: the mean difference from the same row of the other program, likewise; NaN if no row is known.
       error: the mean difference from the own shadow, likewise.
       only_seen: True if the rows are known and only the mask of their seen numbers is not.

@@ -79,7 +79,7 @@ class Operations:
     Attributes:
       train: the operations of training, in the order in which they run.
       infer: the operations of inference, likewise.
-      first: where the functions diverge; None if no operation differs.
+      first: the first operations that differ; None if none differs.
       mean: the mean of |log p_train - log p_infer| if operations run one by one; NaN if it is not finite.
     """
 

@@ -63,8 +63,8 @@ class Style:
     """The look of marks.
 
     Attributes:
-      color: of lines, dots and boxes.
-      legend: what the color means; the legend leaves out styles without it.
+      color: color of lines, dots and boxes.
+      legend: meaning of the color; the legend leaves out styles without it.
       width: of lines.
       dash: lengths of dashes and gaps, as in SVG; a solid line if empty.
       opacity: 0 to 1.
@@ -141,7 +141,7 @@ class Chart:
     """One chart.
 
     Attributes:
-      title: what it shows.
+      title: title of the chart.
       x: the horizontal axis.
       y: the vertical axis.
       marks: later ones are drawn above earlier ones.
@@ -219,10 +219,10 @@ class Row:
     """A bar.
 
     Attributes:
-      label: to the left of the bar, cut if it is long. A bar without one touches the bar above it.
-      pieces: from left to right.
-      text: to the right of the bar.
-      color: of the text.
+      label: text to the left of the bar, cut if it is long. A bar without one touches the bar above it.
+      pieces: the parts of the bar, from left to right.
+      text: text to the right of the bar.
+      color: color of the text.
       marks: across the bar; those beyond the end of the axis are left out.
     """
 
@@ -247,7 +247,7 @@ def bar_chart(
     """Returns a chart with a horizontal bar for each row.
 
     Args:
-      title: what it shows.
+      title: title of the chart.
       groups: rows by the heading above them, which may be empty.
       axis: the axis of the lengths.
       note: text below it on a page.

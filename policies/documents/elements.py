@@ -114,12 +114,12 @@ def _has_content(block: Block) -> bool:
 
 
 def text(blocks: Sequence[Block | None], width: int = 100, indent: str = "") -> str:
-    """Returns blocks as lines of text: what is within a section is indented; charts are left out.
+    """Returns blocks as lines of text, with indented sections and without charts.
 
     Args:
-      blocks: of a document.
-      width: of the lines; tables may be wider, code is cut.
-      indent: what all lines begin with.
+      blocks: blocks of a document.
+      width: width of the lines; tables may be wider, code is cut.
+      indent: beginning of all lines.
 
     Example:
       >>> print(text([Section("problem: overflow", [Code("y = x * x"), Text("it reaches 90000")])]))

@@ -51,7 +51,7 @@ def log_axis(
     With base 10, it begins and ends at 1, 2 or 5 times a power of ten; these are the ticks if there are no two powers.
 
     Args:
-      values: at least one.
+      values: the values, at least one.
       label: returns the label of a tick.
       base: 10, or 2 for an axis of powers of two.
       title: the title of the axis.
@@ -98,7 +98,7 @@ def placed(chart: Chart, *, is_whole: bool = True) -> tuple[list[Mark], float]:
 
 
 def _legend(chart: Chart) -> tuple[list[Mark], int]:
-    """Returns the keys of a chart with their texts, and how many rows they take."""
+    """Returns the keys of a chart with their texts, and the number of their rows."""
     marks: list[Mark] = []
     left = x = chart.margins[0]
     row = 1

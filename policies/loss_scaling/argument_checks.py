@@ -126,10 +126,10 @@ def check_loss_scale(scale: object, hint: str) -> None:
 
     Args:
       scale: the argument `loss_scale`, or one of a `PerLossScale`.
-      hint: where to get one, for the message.
+      hint: source of a loss scale, for the message.
 
     Raises:
-      TypeError: it lacks a name of a `LossScale`, or is not a pytree of numbers; the message tells which.
+      TypeError: it lacks a name of a `LossScale`, or is not a pytree of numbers; the message names it.
       ValueError: its scale is a Python number that is not finite and above 0.
     """
     text = repr(scale)

@@ -90,7 +90,7 @@ def check_loss_scales(loss_scale: object, hint: str) -> None:
 
     Args:
       loss_scale: the loss scale; each one of a `PerLossScale` is checked.
-      hint: where to get one, for the message.
+      hint: source of a loss scale, for the message.
     """
     for scale in loss_scale.loss_scales if isinstance(loss_scale, PerLossScale) else (loss_scale,):
         if isinstance(scale, PerLossScale):

@@ -57,9 +57,9 @@ def with_kahan(
 
     It goes outermost, in place of `with_master_weights`. The optimizer sees the sum of parameter and compensation
     in float32. The new sum is rounded to the parameter, and the remainder to the compensation. The sum has
-    about 17 significant bits in bfloat16, for 4 bytes per parameter instead of 6. In float16 it has about 22, but none
-    below 6e-8, so parameters below about 1e-3 have fewer. `optax.apply_updates` and `train_step` return bitwise the
-    same parameters; a skipped step changes none.
+    about 17 significant bits in bfloat16, for 4 bytes per parameter instead of 6. In float16 it has about 22 bits;
+    parameters below about 1e-3 have fewer, because float16 ends at 6e-8. `optax.apply_updates` and `train_step` return
+    bitwise the same parameters; a skipped step changes none.
 
     A compensation in int8 takes 3 bytes per parameter, for 16 significant bits; in float16 for 19, also for small
     parameters.
@@ -73,9 +73,9 @@ def with_kahan(
 
     Raises:
       TypeError: `optimizer` is not an optax optimizer; at `init`, parameters have flax's fp8 scales among them.
-      ValueError: `compensation_dtype` is another; at `init`, no parameter is in bfloat16 or float16, or the optimizer
-        has master weights or rounds stochastically; when called, `update` gets no parameters, or parameters in other
-        dtypes than at `init`.
+      ValueError: `compensation_dtype` is unsupported; at `init`, no parameter is in bfloat16 or float16, or the
+        optimizer has master weights or rounds stochastically; when called, `update` gets no parameters, or parameters
+        in other dtypes than at `init`.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -44,7 +44,7 @@ class CapsuleRecorder(Protocol):
 
 
 def skips_to_floor(loss_scale: LossScales) -> int:
-    """Returns how many consecutive overflows bring a loss scale from its current value to its lower bound.
+    """Returns the number of consecutive overflows that lower a loss scale to its lower bound.
 
     Args:
       loss_scale: a loss scale that is not traced. Without a lower bound above zero, the smallest normal

@@ -237,7 +237,7 @@ class _Kind(NamedTuple):
     """The common properties of arrays that are encoded in one loop.
 
     Attributes:
-      code: the stored dtype; "dynamic" for int8 and uint8, which the numbers of each array tell apart.
+      code: the stored dtype; "dynamic" for int8 and uint8, which the numbers of each array determine.
       block_size: largest number of elements per block.
       name: name of the parameter without numbers. It is the same in all blocks of a model, and so is the sharding.
         Other arrays of equal shapes may be sharded differently, and a stack would move them between devices.

@@ -50,7 +50,7 @@ def numbers_of(index: jax.Array, signed: bool | jax.Array) -> jax.Array:
 
 
 def count_below(x: jax.Array, signed: bool | jax.Array, *, middles: bool) -> jax.Array:
-    """Returns how many of 255 ascending numbers are below each element: int32, in the shape of `x`.
+    """Returns the number of 255 ascending numbers below each element, int32 in the shape of `x`.
 
     The upper 16 bits of a float32 determine its bucket. A bucket contains at most one of the numbers, so the count is
     one of two.
