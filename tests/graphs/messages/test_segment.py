@@ -331,7 +331,7 @@ def test_gather_reads_by_indices_of_any_shape() -> None:
     assert (grads.dtype, grads.tolist()) == (jnp.float16, [[5_000, 5_000]])
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16", "int32"])
 def test_integers_do_not_overflow_and_their_means_are_floats(dtype: str) -> None:
     random = np.random.default_rng(0)

@@ -175,6 +175,7 @@ def test_a_temperature_has_a_gradient_and_is_checked() -> None:
         fn.softmax("m", "x", "2")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 def test_autocast_stores_in_half_and_computes_in_float32(implementation: str) -> None:
     graph, h = hub("float16")

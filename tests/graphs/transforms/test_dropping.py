@@ -78,6 +78,7 @@ def check_structure(ends: Ends, seed: int, formats: tuple[str, ...], padded: boo
             assert of_targets == {edge: (v, u) for edge, (u, v) in of_sources.items()}
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("name", ["hub", "multi-edges"])
 def test_indices_have_the_kept_edges(name: str, formats: tuple[str, ...]) -> None:
@@ -191,6 +192,7 @@ def test_the_largest_nodes_are_found_at_their_places() -> None:
     assert mask[(places + starts[:, None])[places >= 0]].all()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("formats", FORMATS)
 def test_each_key_drops_others_in_one_trace(formats: tuple[str, ...]) -> None:
     traces, count = [], 3_000

@@ -85,6 +85,7 @@ def test_encodings_equal_dense_algebra(ends: Ends, k: int) -> None:
     check_distances(ends, k)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("network", [nx.star_graph(600), nx.barabasi_albert_graph(800, 2, seed=0)], ids=["hub", "many"])
 def test_of_many_nodes_by_the_sparse_eigensolver(network: nx.Graph) -> None:
     ends = np.array(network.to_directed().edges)

@@ -47,7 +47,7 @@ def stopped_or_ended(task: jt.Task, folder: Path, policy: str, stop_after: int =
             return None
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_run_in_parts_is_the_run_in_one_piece(source: str, tmp_path: Path) -> None:
     task = make_task(source)
@@ -119,6 +119,7 @@ def test_the_number_of_steps_is_known_where_the_batches_or_the_task_say_it() -> 
         assert [epoch.epoch for epoch in found.epochs] == [1, 2, 3]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("source", ["generator", "arrays"])
 def test_steps_replace_epochs(source: str) -> None:
     found = run(make_task(source), steps=7)

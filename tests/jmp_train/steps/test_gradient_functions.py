@@ -54,6 +54,7 @@ def own_step(gradients: GradientFunction, axis_names: tuple[str, ...] = ()) -> A
     return step
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("axis_names", [(), ("data",)])
 def test_a_step_of_four_parts_is_train_step(count: int, axis_names: tuple[str, ...]) -> None:
@@ -91,6 +92,7 @@ def with_penalty(gradients: GradientFunction) -> GradientFunction:
     return run
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_penalty_plugs_in(accumulate_steps: int) -> None:
     optimizer = jt.with_loss_scale(optax.sgd(1.0), jt.StaticLossScale(8.0))

@@ -194,6 +194,7 @@ def test_underflow_of_several_losses_counts_all_of_them() -> None:
     assert float(metrics["watch"]["underflow"]["params"]) == pytest.approx(2 / 10)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("shape", [(), (0, 3), (65_535,), (70_000,), (3, 40_000), (70_000, 2), (2, 300, 300)])
 def test_more_elements_than_16_bits_count_are_counted(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(2)
@@ -254,6 +255,7 @@ ROUTES: dict[str, Callable[[jt.steps.TrainStep], Any]] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("route", ROUTES)
 def test_eight_devices_find_what_one_finds(route: str) -> None:
     rng = np.random.default_rng(1)

@@ -154,7 +154,7 @@ def test_the_rate_warms_up_and_falls_to_a_tenth(steps: int, first: float, last: 
     assert rates == sorted(rates[:highest]) + sorted(rates[highest:], reverse=True)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", [*POLICIES, *MODES, *BFLOAT16_MODES])
 def test_gradients_are_finite_in_every_policy_and_mode_and_all_parameters_move(phrases: Task, name: str) -> None:
     phrases = dataclasses.replace(phrases, optimizer=relaxed(lm.optimizer(1e-2)))

@@ -173,6 +173,7 @@ def half_of_emulation(fn: Callable[..., Any], args: Any, rules: AutocastRules) -
     return found
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_may_be_half_is_what_autocast_runs_in_half(program: str) -> None:
     fn, args = PROGRAMS[program]()
@@ -197,6 +198,7 @@ def gradients_of(fn: Callable[..., Any], args: Any, **options: Any) -> np.ndarra
     return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(found)])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("program", ["module", "convolution", "derivatives"])
 def test_gradients_are_off_as_those_of_autocast(program: str) -> None:
     fn, args = PROGRAMS[program]()

@@ -70,6 +70,7 @@ custom_back.defvjp(lambda x: (squares(x), x), lambda x, g: (g * x,))
 ROUTES = (squares, jitted, scanned, looped, branched, rematerialized, vmapped, custom, custom_back)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("fn", ROUTES, ids=lambda fn: fn.__name__)
 def test_an_overflow_is_found_within_whatever_holds_it(fn: Callable[[jax.Array], jax.Array]) -> None:
     report = jt.diagnose(fn, jnp.full(3, 300.0, F16))
@@ -281,6 +282,7 @@ def adam_step(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return promoting(step), ((params, optimizer.init(params)), x)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_an_update_that_is_infinite_is_found_and_no_step_after_it(steps: int) -> None:
     step, args = adam_step(F16)

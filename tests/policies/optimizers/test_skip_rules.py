@@ -110,6 +110,7 @@ ROUTES: dict[str, Callable[[jt.steps.TrainStep], Any]] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_spike_on_one_device_is_skipped_by_all(route: str) -> None:
     run = ROUTES[route](jt.train_step(loss_fn, TX))

@@ -161,6 +161,7 @@ def encoding(count: int, dtypes: Any) -> Any:
     return jax.jit(wrapped.update, donate_argnums=1), (grads, wrapped.init(params), params)
 
 
+@pytest.mark.full
 def test_a_program_does_not_grow_with_the_blocks_of_a_model() -> None:
     """Loops are as many; lines of a program grow by what Adam and decoding take, and slices."""
     texts = []
@@ -173,6 +174,7 @@ def test_a_program_does_not_grow_with_the_blocks_of_a_model() -> None:
     assert more < 3 * more_of_adam + 12 * 40  # 12 arrays with two moments each; unrolled it was 200 lines for each
 
 
+@pytest.mark.full
 def test_arrays_in_a_loop_have_the_bits_that_they_have_alone() -> None:
     """Also of the keys of stochastic rounding, one for each; and their old arrays are taken for the new ones."""
     step, (grads, state, params) = encoding(4, {"mu": "int8", "nu": "uint8"})
@@ -267,7 +269,7 @@ def nestings() -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("nesting", nestings())
 def test_in_any_nesting_it_steps_without_retracing_and_a_skip_is_bitwise(nesting: str) -> None:
     optimizer = nestings()[nesting]()

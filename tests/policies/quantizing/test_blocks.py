@@ -146,6 +146,7 @@ def there_and_back(x: jax.Array, dtype: str, stochastic: bool) -> jax.Array:
     return dequantize(requantize(x, old, jax.random.key(4) if stochastic else None))
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("dtype", BLOCK_DTYPES)
 def test_numbers_stay_within_the_codes_error_and_nan_stays_nan(dtype: str, stochastic: bool) -> None:

@@ -168,6 +168,7 @@ def test_cached_logits_are_those_of_the_full_forward_pass(params: Any, prompt: i
     np.testing.assert_allclose(cached, full, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_cached_logits_in_half_differ_by_less_than_rounding_does(params: Any, dtype: Any) -> None:
     half = jax.tree.map(lambda x: x.astype(dtype), params)

@@ -36,6 +36,7 @@ def in_8_bits(x: Any, dtype: Any) -> Any:
     return (x * scale).astype(np.float32).astype(dtype).astype(np.float64) / scale
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("backward", ["HYBRID", "E4M3"])
 @pytest.mark.parametrize(("left", "right"), [("ab", "bc"), ("abc", "dcb"), ("bad", "cb")])
 def test_all_three_products_are_those_of_quantized_operands(left: str, right: str, backward: Any) -> None:
@@ -118,6 +119,7 @@ def test_rules_by_path_function_and_operation() -> None:
     assert Counter(rule for name, rule, _ in found if name in ("dot_general", "exp")) == {"fp8": 2, "float32": 2}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("recipe", RECIPES[::2])
 def test_through_loops_branches_and_checkpoints(recipe: Any) -> None:
     ws, x = normal(2, 32, 32), normal(8, 32)
