@@ -1,4 +1,4 @@
-"""What `jmp_train.diagnose` costs beside the step that it looks at: compile time, run time and memory.
+"""Measures compile time, run time and memory of `jmp_train.diagnose`, compared with the examined step.
 
     python benchmarks/diagnose.py [--rounds 1] [--policy mixed_float16] [--json FILE]
     python benchmarks/diagnose.py --cases vit-tiny --reports 30
