@@ -59,7 +59,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class LiveRanges:
-    """When instructions run and values are alive.
+    """The times at which instructions run and values are alive.
 
     Attributes:
       times: the time at which each instruction runs, by name; a loop's body runs before the loop's own time.

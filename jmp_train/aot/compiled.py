@@ -1,4 +1,4 @@
-"""What a compiled program would need on each of its devices."""
+"""Memory and costs of a compiled program on each of its devices."""
 
 import re
 from collections.abc import Sequence

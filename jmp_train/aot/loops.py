@@ -1,4 +1,4 @@
-"""How often the loops of a compiled program run."""
+"""Trip counts of the loops of a compiled program."""
 
 from jmp_train.aot.arithmetic import backend_config
 from jmp_train.aot.hlo import Instruction, Program

@@ -28,7 +28,7 @@ def checked_placements(
       hosts: number of hosts, or several numbers.
 
     Raises:
-      TypeError: an argument is neither one nor several.
+      TypeError: an argument is neither one item nor several.
       ValueError: a number is below 1, there is no such sharding, there are none, or a mesh has another number of
         devices.
     """

@@ -37,7 +37,7 @@ def checked_gpus(gpus: str | GPU | Sequence[str | GPU]) -> list[GPU]:
       gpus: see `plan`.
 
     Raises:
-      TypeError: it is neither one nor several.
+      TypeError: the argument is neither one item nor several.
       ValueError: there is no such GPU, or there are none.
     """
     found = several("gpus", gpus, (str, GPU))
@@ -54,7 +54,7 @@ def checked_tpus(tpus: str | TPU | Sequence[str | TPU]) -> list[TPU]:
       tpus: see `plan`; may be empty.
 
     Raises:
-      TypeError: it is neither one nor several.
+      TypeError: the argument is neither one item nor several.
       ValueError: there is no such slice; the message names the nearest.
     """
     found = [tpus] if isinstance(tpus, str | TPU) else list(tpus)

@@ -205,7 +205,7 @@ def several(name: str, given: Any, kinds: tuple[Any, ...]) -> list[Any]:
       kinds: the types of one.
 
     Raises:
-      TypeError: it is neither.
+      TypeError: `given` is neither one item nor several.
       ValueError: it is empty.
     """
     if isinstance(given, kinds):

@@ -38,7 +38,7 @@ class ResumeError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """Where and when a run saves.
+    """The place and times of a run's checkpoints.
 
     Attributes:
       store: the run's own store.
@@ -62,7 +62,7 @@ class Saved(NamedTuple):
       steps: their records.
       epochs: the records of the completed epochs.
       place: place of the next batch; None to compute it from the number of steps.
-      notes: lines that name changes in the task's file since.
+      notes: lines about changes in the task's file since then.
     """
 
     done: int

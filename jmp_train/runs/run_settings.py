@@ -55,7 +55,7 @@ class FewBits:
 
     @property
     def has_fp8_state(self) -> bool:
-        """Whether the fp8 recipe has a state."""
+        """True if the fp8 recipe has a state."""
         return self.fp8 == DelayedScaling.__name__
 
     def metadata(self) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class Amp:
 
     @property
     def enabled(self) -> bool:
-        """Whether the mode does anything; otherwise everything is computed as in float32."""
+        """True if the mode is active; otherwise everything is computed in float32."""
         return self.options.enabled
 
     @property

@@ -195,7 +195,7 @@ class NaiveOptions(_Options):
 
     @property
     def counts_zeros(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether zero gradients are counted."""
+        """True if zero gradients are counted."""
         return self.log_num_zeros_in_grad
 
     def precision(self, half: np.dtype) -> Precision:

@@ -49,7 +49,7 @@ class ParityReport(Differences):
 
     @property
     def first_difference(self) -> FirstDifference | None:
-        """Where the functions diverge; None if no operation differs, or if `parity` did not compare operations."""
+        """The first operations that differ; None if none differs, or if `parity` did not compare operations."""
         return self.operations.first if self.operations else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def named_policy(policy: object, name: str = "policy") -> Policy | PathPolicy:
       name: the argument's name, for messages.
 
     Raises:
-      TypeError: it is neither.
+      TypeError: `policy` is neither a policy nor a name.
       ValueError: there is no policy of that name.
 
     Example:

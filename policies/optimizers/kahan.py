@@ -61,7 +61,7 @@ def with_kahan(
     parameters below about 1e-3 have fewer, because float16 ends at 6e-8. `optax.apply_updates` and `train_step` return
     bitwise the same parameters; a skipped step changes none.
 
-    A compensation in int8 takes 3 bytes per parameter, for 16 significant bits; in float16 for 19, also for small
+    A compensation in int8 takes 3 bytes per parameter, for 16 significant bits, or 19 in float16, also for small
     parameters.
 
     Args:

@@ -78,7 +78,7 @@ def _take(table: np.ndarray, index: jax.Array) -> jax.Array:
 
 
 class _Buckets(NamedTuple):
-    """For each bucket, positive numbers first: the count of numbers below it, and the number within, or infinity."""
+    """The buckets, positive numbers first: the count of numbers below each, and the number within, or infinity."""
 
     counts: np.ndarray
     ends: np.ndarray
