@@ -137,7 +137,7 @@ def float32_nnx_statistics(model_state: Model) -> Model:
 
 @contextlib.contextmanager
 def float32_batch_norms_called() -> Iterator[None]:
-    """A context in which batch norms of linen and haiku compute in float32 or higher, and return half precision.
+    """Makes batch norms of linen and haiku within this context compute in float32 or higher, and return half precision.
 
     It affects calls and traces of a model, also within jit, grad and lifted transforms. The
     result has the dtype of the input; inputs in float32 or higher precision are unchanged. Keep the norms'
@@ -162,7 +162,7 @@ def float32_batch_norms_called() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_batch_norms_called() -> Iterator[None]:
-    """A context in which batch norms of linen and haiku in autocast regions return the dtype of their input.
+    """Makes batch norms of linen and haiku in autocast regions within this context return the dtype of their input.
 
     torch's batch norms do so under autocast, because each is one operation, which takes half inputs and float32
     parameters. Written in jax, its float32 parameters would make the result float32, and so everything stored for it.

@@ -339,8 +339,9 @@ class Amp:
             except (TypeError, ValueError, NotImplementedError) as error:
                 if self.dtype.name in str(error):
                     error.add_note(
-                        f"AMP mode {self} runs the model in {self.dtype}; an operation that has none, such as an "
-                        "fft or a decomposition, takes x.astype(jnp.float32), or mode 'torch', which casts by itself"
+                        f"AMP mode {self} runs the model in {self.dtype}. For operations without a half-precision "
+                        "version, such as an fft or a decomposition, cast the operand with x.astype(jnp.float32), or "
+                        "use mode 'torch', which casts it"
                     )
                 raise
 

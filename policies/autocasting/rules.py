@@ -173,7 +173,7 @@ def _merged(old: tuple[tuple[str, Word], ...], new: Mapping[str, Word] | None) -
 
 
 def _before(old: tuple[tuple[str, Rule], ...], new: Mapping[str, Rule] | None) -> tuple[tuple[str, Rule], ...]:
-    """Returns pairs of which the first match applies, the new ones first."""
+    """Returns pairs with the new ones first; the first pair that matches applies."""
     new = new or {}
     return (*new.items(), *(pair for pair in old if pair[0] not in new))
 

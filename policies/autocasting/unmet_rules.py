@@ -76,7 +76,7 @@ def warn_of_unmet(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> None
     warn_user(
         f"{entries} no operation of the function:\n  "
         + "\n  ".join(unmet[:_SHOWN])
-        + f"{more}\nThe names are wrong, or the code has changed since: mend them, or run tune again. explain_autocast "
+        + f"{more}\nThe names are wrong, or the code has changed: correct them, or run tune again. explain_autocast "
         "prints the path and the line of each operation.",
         UnmetRulesWarning,
     )

@@ -39,7 +39,7 @@ class Counterpart:
 
     Attributes:
       number: the number of the operation there.
-      axes: for each axis of its values, the own axis; None for an axis of which only the first element is used.
+      axes: for each axis of its values, the own axis; None if only the first element along it is used.
       apart: the relative difference of the values.
       alike: the similarity of the values up to a factor, from 0 to 1.
       misfit: the logarithm of the ratio of numbers of elements, own to other.

@@ -132,7 +132,7 @@ def _check_not_positive(values: np.ndarray, seen: np.ndarray, path: str, name: s
         index = tuple(int(i) for i in np.unravel_index(positive[0], values.shape))
         raise ValueError(
             f"{name}: {_at(path)} at {index} is {values[index]:g}, and {positive.size} of {seen.size} tokens are above "
-            "0: these are no log-probabilities; logits need jax.nn.log_softmax, and padding a where"
+            "0, so they are not log-probabilities; apply jax.nn.log_softmax to logits, and exclude padding with `where`"
         )
 
 

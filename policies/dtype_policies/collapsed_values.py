@@ -149,10 +149,10 @@ def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:
         half = np.dtype(policy.default.compute_dtype).name
         lines = [f"{path!r}: {text}" for path, text in found.items()]
         warn_user(
-            "floats of the batch are cast by the policy, and their values collapse:\n  "
+            "the policy casts floats of the batch, and different values become equal:\n  "
             + "\n  ".join(lines)
-            + f'\nScale them, pass them as integers, or take policy="autocast_{half}", which '
-            "casts nothing before it is used.",
+            + f'\nScale them, pass them as integers, or use policy="autocast_{half}", which casts values only where '
+            "operations use them.",
             CollapsedValuesWarning,
         )
 
@@ -247,7 +247,7 @@ def check_narrowed(tree: PyTree, what: str, *, floats: bool = True) -> None:
     lost = [f"{path or '(root)'!r}: {text}" for path, x in wide if floats and (text := _lost_in_float32(x))]
     if lost:
         warn_user(
-            f"{what} has float64 values, which JAX casts to float32, and they collapse:\n  "
+            f"{what} has float64 values, which JAX casts to float32, and different values become equal:\n  "
             + "\n  ".join(lost)
             + "\nSubtract an offset, or set jax_enable_x64.",
             CollapsedValuesWarning,

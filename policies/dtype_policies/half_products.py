@@ -61,10 +61,10 @@ def mixed_dtypes_explained(policy: Policy | PathPolicy | None) -> Iterator[None]
             assert policy is not None
             half = _half_name(policy)
             error.add_note(
-                f"The policy {_text(policy)} casts the arguments to {half}, and not what the function makes or "
-                "closes over, such as the first carry of a loop or an RNN, or one branch of a cond. "
-                f'policy="autocast_{half}" runs the function as it is, and its branches and carries meet in one dtype; '
-                "or make those arrays in the dtype of the inputs: carry = jax.tree.map(lambda c: c.astype(x.dtype), "
+                f"The policy {_text(policy)} casts the arguments to {half}. It does not cast arrays that the function "
+                "creates or closes over, such as the first carry of a loop or an RNN, or one branch of a cond. "
+                f'policy="autocast_{half}" runs the function as it is, and gives branches and carries a common dtype. '
+                "Or create those arrays in the dtype of the inputs: carry = jax.tree.map(lambda c: c.astype(x.dtype), "
                 "carry)."
             )
         raise
@@ -107,8 +107,8 @@ class FirstTrace:
         self.scale_missed = True
         warn_user(
             f"the policy {_text(policy)} computes in float16 and the optimizer has no loss scale: gradients below 6e-8 "
-            "become 0, and a step whose gradients overflow is not skipped. optimizer = jt.with_loss_scale(optimizer, "
-            "jt.torch_loss_scale()); if none is wanted, jt.with_loss_scale(optimizer, jt.NoOpLossScale()) says so",
+            "become 0, and steps whose gradients overflow are not skipped. Use jt.with_loss_scale(optimizer, "
+            "jt.torch_loss_scale()), or jt.with_loss_scale(optimizer, jt.NoOpLossScale()) if you want no scale",
             MissingLossScaleWarning,
         )
 
@@ -166,8 +166,8 @@ def warn_of_float32(
     under = f"the policy {_text(policy)}" if mode is None else f"AMP mode {mode}"
     way = f'policy="autocast_{half}"' if mode is None else 'Mode "torch"'
     warn_user(
-        f"{share_text(share, under, list(map(_line, in_float32)))}\n{way} runs them in half with the code as it is; or "
-        f"give the layers dtype={half}, and what is made within the dtype of the inputs. "
+        f"{share_text(share, under, list(map(_line, in_float32)))}\n{way} runs them in half precision without changes "
+        f"to the code. Or give the layers dtype={half}, and create arrays in the dtype of the inputs. "
         "explain_policy shows all operations.",
         Float32ProductsWarning,
     )

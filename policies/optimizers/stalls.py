@@ -171,8 +171,8 @@ def _describe_collapse(path: str, state: LossScaledState, warn_after: int) -> st
     return (
         f"{int(np.max(skipped))} steps were skipped, now and then, and the loss scale{where} is now {min(scales):g}, "
         f"at which float16 has zeros for gradients below {zero_below:.1g}. NaN or inf in some of the data, or an "
-        "overflow in the forward pass, lowers the scale each time, and a lower scale mends neither: look at a batch "
-        "that was skipped, by jmp_train.SkipRecorder and jmp_train.diagnose(step, state, batch)"
+        "overflow in the forward pass, lowers the scale each time, and a lower scale does not help. Inspect a skipped "
+        "batch with jmp_train.SkipRecorder and jmp_train.diagnose(step, state, batch)"
     )
 
 

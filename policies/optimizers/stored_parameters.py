@@ -18,7 +18,7 @@ from jmp_train.policies.types import Grads, OptState, Params
 
 
 class Addition(NamedTuple):
-    """The addition by which an optimizer steps, to measure what it loses.
+    """The addition that an optimizer makes in a step, to measure its rounding error.
 
     Attributes:
       params: the parameters before it, in the dtypes of the addition: master weights if there are any, and

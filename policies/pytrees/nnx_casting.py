@@ -81,7 +81,7 @@ def _values(x: Any, parameters: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _swapped(swaps: list[tuple[Any, Any, Any]]) -> Iterator[None]:
-    """A context in which variables have other values; each entry has the stored value and the other one."""
+    """Gives variables other values within this context; each entry has the stored value and the other one."""
     try:
         for variable, _, new in swaps:
             _set(variable, new)

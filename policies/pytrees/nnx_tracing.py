@@ -101,7 +101,7 @@ class Carried:
 
     @contextlib.contextmanager
     def at_home(self, arrays: Sequence[Any] = ()) -> Iterator[None]:
-        """A context in which the objects may change; after it they have their old values.
+        """Lets the objects change within this context; afterwards they have their old values.
 
         Args:
           arrays: the values of the variables among the arguments within it, in place of `self.arrays`.
