@@ -56,6 +56,9 @@ def in_float32(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
 def _bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     if primitive.name == "psum_invariant":  # which wants to know what varies over the mesh, as only whole programs do
         return [lax.psum(x, params["axes"]) for x in operands]
+    if primitive.name == "slice" and len(operands) > 1:  # the starts are operands
+        sizes = np.subtract(params["limit_indices"], params["start_indices"])
+        return [lax.dynamic_slice(operands[0], operands[1:], sizes)]
     results = primitive.bind(*operands, **params)
     return list(results) if primitive.multiple_results else [results]
 

@@ -4,6 +4,7 @@ Equal parts, such as those of a network's layers, are compiled once.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ class Operation:
 
     Attributes:
       equation: an equation of a traced program.
-      inputs: for each operand, the number of the value or the literal.
+      inputs: for each operand, the number of the value or the literal. The starts of a slice follow as literals.
       writes: numbers of its results.
       callers: the equations whose bodies were inlined around it, the outermost first.
     """
@@ -105,8 +106,40 @@ def _inline(
             results = _inline(equation.params[body], inputs, constants, operations, count, within)
             values.update(zip(equation.outvars, results, strict=True))
         else:
+            inputs = (*inputs, *_starts(equation))
             operations.append(Operation(equation, inputs, new(equation.outvars), callers))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of a program in the order of execution.
+
+    Attributes:
+      part: the operations that run together.
+      freed: numbers of the values that nothing reads afterwards.
+    """
+
+    part: "Part"
+    freed: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def staged(program: Any) -> tuple[Flat, list[Stage]]:
+    """Returns a program as one list of operations and as the parts that run one after the other.
+
+    Args:
+      program: a jaxpr, with its constants if it has any.
+    """
+    flat = flattened(program)
+    last_use = last_uses(flat)
+    stages, end = list[Stage](), 0
+    for operations in parts_of(flat.operations):
+        end += len(operations)
+        used = {number: last_use.get(number, -1) for op in operations for number in (*op.reads, *op.writes)}
+        part = Part(operations, frozenset(number for number, last in used.items() if last >= end))
+        stages.append(Stage(part, tuple(number for number, last in used.items() if last < end)))
+    return flat, stages
 
 
 def is_plain(equation: Any) -> bool:
@@ -170,7 +203,8 @@ class Part:
         self.wiring = tuple(wiring)
         self.wanted = tuple(number for op in operations for number in op.writes if number in wanted)
         self.returned = tuple(places[number] for number in self.wanted)
-        self._key = tuple(_key(op.equation) for op in operations), self.wiring, self.returned
+        keys = tuple(_types(op.equation) if _starts(op.equation) else _key(op.equation) for op in operations)
+        self._key = keys, self.wiring, self.returned
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -190,8 +224,23 @@ def _key(equation: Any) -> Any:
         hash(params)
     except TypeError:  # a parameter that cannot be hashed
         params = id(equation)
+    return params, _types(equation)
+
+
+def _types(equation: Any) -> Any:
+    """Returns the operation of an equation with the dtypes and shapes of its operands and results."""
     atoms = (*equation.invars, *equation.outvars)
-    return equation.primitive, params, tuple((dtype_of(x), getattr(x.aval, "shape", ())) for x in atoms)
+    return equation.primitive, tuple((dtype_of(x), getattr(x.aval, "shape", ())) for x in atoms)
+
+
+def _starts(equation: Any) -> tuple[np.ndarray, ...]:
+    """Returns where a slice starts, as further operands: slices of the same size are one program, wherever they start.
+
+    Empty for other equations and for slices with strides.
+    """
+    if equation.primitive.name != "slice" or equation.params["strides"] is not None:
+        return ()
+    return tuple(np.asarray(start, np.int32) for start in equation.params["start_indices"])
 
 
 def _of_parameter(value: Any) -> Any:

@@ -16,19 +16,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting import scan_counts
 from jmp_train.policies.diagnosing.arithmetic import bound
-from jmp_train.policies.diagnosing.devices import LARGE, compiled, each_device, mapped, stacking
-from jmp_train.policies.diagnosing.flattening import Operation, Part, flattened, is_plain, last_uses, parts_of
-from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing, totals_of
+from jmp_train.policies.diagnosing.devices import LARGE, compiled, stacking
+from jmp_train.policies.diagnosing.flattening import Operation, Part, is_plain, staged
+from jmp_train.policies.diagnosing.loops import PROGRAMS, manual_axes
+from jmp_train.policies.diagnosing.measures import combined, nothing, totals_of
 from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_once, with_shadow
-from jmp_train.policies.diagnosing.programs import count_rows, dtype_of
+from jmp_train.policies.diagnosing.programs import count_rows
+from jmp_train.policies.diagnosing.sampling import buffers_of, row_of, segment_of, stride_of, written
 from jmp_train.policies.pytrees import has_tracers, is_key
 
 _FIRST = np.float32(0)  # the number of the iteration outside of all loops
@@ -69,30 +68,22 @@ class Shadowing:
           program: a jaxpr, with its constants if it has any.
           operands: its arguments.
         """
-        flat = flattened(program)
+        flat, stages = staged(program)
         values = dict(zip(flat.operands, operands, strict=True))
         values |= {number: self._constant(array) for number, array in flat.constants.items()}
-        last_use = last_uses(flat)
         blocks: list[Block] = []
-        start = 0
-        for part in parts_of(flat.operations):
-            end = start + len(part)
-            needed = frozenset(x for op in part for x in op.writes if last_use.get(x, -1) >= end)
-            results, found = self._part(part, values, needed)
+        for stage in stages:
+            results, found = self._part(stage.part, values)
             blocks += found
             values |= results
-            for number in {x for op in part for x in (*op.reads, *op.writes)}:
-                if last_use.get(number, -1) < end:
-                    values.pop(number, None)  # arrays that nothing reads any more are freed
-            start = end
+            for number in stage.freed:
+                values.pop(number, None)  # arrays that nothing reads any more are freed
         return [_read(x, values) for x in flat.results], blocks
 
-    def _part(
-        self, part: list[Operation], values: dict[int, Pair], needed: frozenset[int]
-    ) -> tuple[dict[int, Pair], list[Block]]:
-        if is_plain(part[0].equation):
-            return self._plain(part, values, needed)
-        (op,) = part
+    def _part(self, part: Part, values: dict[int, Pair]) -> tuple[dict[int, Pair], list[Block]]:
+        if is_plain(part.operations[0].equation):
+            return self._plain(part, values)
+        (op,) = part.operations
         results, blocks = self.run_operation(op, [_read(x, values) for x in op.inputs])
         return dict(zip(op.writes, results, strict=True)), blocks
 
@@ -103,22 +94,21 @@ class Shadowing:
             return self._on_devices(equation, inputs)
         if name == "cond" and self.mesh is None and not has_tracers(inputs):
             return self._taken(equation.params["branches"], *inputs)
-        if name in _PROGRAMS:
+        if name == "scan" and self.mesh is None and not self.within and (stride := stride_of(equation)) > 1:
+            return self._sampled(op, inputs, stride)
+        if name in PROGRAMS:
             run = self._jit(_holding_program(Part([op], frozenset())))
             results, block, self.iteration = run(inputs, self.iteration)
             return results, [block]
         return [Pair(result) for result in bound(equation, [pair.actual for pair in inputs])], []
 
-    def _plain(
-        self, part: list[Operation], values: dict[int, Pair], needed: frozenset[int]
-    ) -> tuple[dict[int, Pair], list[Block]]:
+    def _plain(self, part: Part, values: dict[int, Pair]) -> tuple[dict[int, Pair], list[Block]]:
         """Runs equations, one after the other, as one program."""
-        whole = Part(part, needed)
-        results, rows = self._jit(_together(whole))([_read(x, values) for x in whole.given])
+        results, rows = self._jit(_together(part))([_read(x, values) for x in part.given])
         # What is alike is measured by the same program, but within a loop, which is one program.
         together = [rows] if self.within and rows else [[row] for row in rows]
         blocks = [self._jit(_measuring(), _MEASURED)(alike, self.iteration) for alike in together]
-        return dict(zip(whole.wanted, results, strict=True)), blocks
+        return dict(zip(part.wanted, results, strict=True)), blocks
 
     def _taken(self, branches: Sequence[Any], index: Pair, *operands: Pair) -> Results:
         """Runs the branch that is taken; of the others nothing is measured."""
@@ -126,6 +116,29 @@ class Shadowing:
         results, blocks = self.run(branches[taken], operands)
         before, after = (sum(map(count_rows, others)) for others in (branches[:taken], branches[taken + 1 :]))
         return results, [nothing(before), *blocks, nothing(after)]
+
+    def _sampled(self, op: Operation, inputs: list[Pair], stride: int) -> Results:
+        """Runs a scan of which each iteration after a stride is measured, and the first that loses finite numbers."""
+        part, params = Part([op], frozenset()), op.equation.params
+        segment, row, write = (self._jit(run(part)) for run in (_segment, _row, _written))
+        n_consts, n_carry = scan_counts(params)
+        consts, carry, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
+        carry, ys = [with_shadow(pair) for pair in carry], buffers_of(op.equation)
+        measures, number, lost = list[np.ndarray](), 0, False
+        while number < params["length"]:
+            results, blocks = self.run(params["jaxpr"], [*consts, *carry, *row(xs, number)])
+            results = [with_shadow(pair) for pair in results]
+            measures.append(np.concatenate([nothing(0), *map(np.asarray, blocks)]))
+            carry, ys = results[:n_carry], write(ys, results[n_carry:], number)
+            start, stop = number + 1, min((number // stride + 1) * stride, params["length"])
+            state, end, loses = segment(consts, (carry, ys), xs, start, stop, not lost)
+            number = int(end)
+            if loses and not lost:  # the last iteration is measured instead
+                number, lost = number - 1, True
+                state, _, _ = segment(consts, (carry, ys), xs, start, number, False)
+            carry, ys = state
+            self.iteration += number - start + 1
+        return [*carry, *ys], [combined(np.stack(measures))]
 
     def _jit(self, run: Callable[..., Any], large: int = LARGE) -> Callable[..., Any]:
         return jax.jit(run) if self.within else compiled(run, self.mesh, self.axes, large)
@@ -136,7 +149,7 @@ class Shadowing:
     def _on_devices(self, equation: Any, inputs: list[Pair]) -> Results:
         """Runs a `shard_map` whose arrays are there equation by equation, each on all devices."""
         params = equation.params
-        mesh, axes = params["mesh"], _manual_axes(params)
+        mesh, axes = params["mesh"], manual_axes(params)
         stacked = [
             jax.tree.map(stacking(mesh, axes, spec)[0], pair)
             for pair, spec in zip(inputs, params["in_specs"], strict=True)
@@ -161,108 +174,25 @@ def _in_body(program: Any, operands: Sequence[Pair], iteration: Any) -> tuple[li
     return [with_shadow(pair) for pair in results], jnp.concatenate([*blocks, nothing(0)]), inside.iteration
 
 
-def _scan(equation: Any) -> Callable[..., Any]:
-    params, program = equation.params, equation.params["jaxpr"]
-    n_consts, n_carry = scan_counts(params)
-    rows = count_rows(program)
-
-    def run(inputs: list[Pair], iteration: Any) -> Any:
-        consts, start, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
-
-        def body(carry: Any, x: list[Pair]) -> Any:
-            values, matrix, iteration = carry
-            outputs, found, iteration = _in_body(program, [*consts, *values, *x], iteration)
-            return (outputs[:n_carry], combine(matrix, found), iteration + 1), outputs[n_carry:]
-
-        first = [with_shadow(pair) for pair in start], nothing(rows), jnp.asarray(iteration)
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        (values, matrix, iteration), ys = lax.scan(body, first, xs, **options)
-        return [*values, *ys], matrix, iteration
-
-    return run
-
-
-def _while(equation: Any) -> Callable[..., Any]:
-    params = equation.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    condition, program = params["cond_jaxpr"], params["body_jaxpr"]
-    rows = count_rows(program)
-
-    def run(inputs: list[Pair], iteration: Any) -> Any:
-        cond_consts, body_consts, start = inputs[:n_cond], inputs[n_cond:][:n_body], inputs[n_cond + n_body :]
-
-        def go_on(carry: Any) -> jax.Array:
-            (flag,) = jex.jaxpr_as_fun(condition)(*(pair.actual for pair in (*cond_consts, *carry[0])))
-            return jnp.any(flag)
-
-        def body(carry: Any) -> Any:
-            values, matrix, iteration = carry
-            outputs, found, iteration = _in_body(program, [*body_consts, *values], iteration)
-            return outputs, combine(matrix, found), iteration + 1
-
-        first = [with_shadow(pair) for pair in start], nothing(rows), jnp.asarray(iteration)
-        return lax.while_loop(go_on, body, first)
-
-    return run
-
-
-def _cond(equation: Any) -> Callable[..., Any]:
-    branches = equation.params["branches"]
-    counts = [count_rows(branch) for branch in branches]
-
-    def taken(number: int) -> Callable[..., Any]:
-        def branch(operands: list[Pair], iteration: jax.Array) -> Any:
-            results, found, iteration = _in_body(branches[number], operands, iteration)
-            matrices: list[Block] = [nothing(count) for count in counts]
-            matrices[number] = found
-            return results, jnp.concatenate(matrices), iteration
-
-        return branch
-
-    def run(inputs: list[Pair], iteration: Any) -> Any:
-        index, *operands = inputs
-        programs = [taken(number) for number in range(len(branches))]
-        return lax.switch(index.actual, programs, operands, jnp.asarray(iteration))
-
-    return run
-
-
-def _shard_map(equation: Any) -> Callable[..., Any]:
-    """Returns a `shard_map` that is in a program compiled as a whole."""
-    params = equation.params
-    mesh, axes = params["mesh"], _manual_axes(params)
-    each = each_device(mesh, axes)
-
-    def run(inputs: list[Pair], iteration: Any) -> Any:
-        def body(inputs: list[Pair], iteration: jax.Array) -> Any:
-            results, matrix, iteration = _in_body(params["jaxpr"], inputs, iteration)
-            return results, matrix[None], iteration[None]
-
-        specs = [
-            Pair(spec, None if pair.shadow is None else spec)
-            for pair, spec in zip(inputs, params["in_specs"], strict=True)
-        ]
-        out_specs = [
-            Pair(spec, spec if is_float(dtype_of(variable)) else None)
-            for variable, spec in zip(equation.outvars, params["out_specs"], strict=True)
-        ]
-        on_devices = mapped(body, mesh, axes, (specs, P()), (out_specs, each, each))
-        results, matrices, iterations = on_devices(inputs, jnp.asarray(iteration))
-        return results, combined(matrices), iterations.max()
-
-    return run
+@functools.lru_cache(maxsize=1024)
+def _holding_program(part: Part) -> Callable[..., Any]:
+    equation = part.operations[0].equation
+    return PROGRAMS[equation.primitive.name](equation, _in_body)
 
 
 @functools.lru_cache(maxsize=1024)
-def _holding_program(part: Part) -> Callable[..., Any]:
-    return _PROGRAMS[part.operations[0].equation.primitive.name](part.operations[0].equation)
+def _segment(part: Part) -> Callable[..., Any]:
+    return segment_of(part.operations[0].equation, _in_body)
 
 
-_PROGRAMS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}
+@functools.lru_cache(maxsize=1024)
+def _row(part: Part) -> Callable[..., Any]:
+    return functools.partial(row_of, part.operations[0].equation)
 
 
-def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
-    return frozenset(params.get("manual_axes") or params["newly_manual_axes"])
+@functools.lru_cache(maxsize=1024)
+def _written(part: Part) -> Callable[..., Any]:
+    return functools.partial(written, part.operations[0].equation)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -288,7 +218,7 @@ def _measuring() -> Callable[[list[Ran], Any], jax.Array]:
 
 def forget_programs() -> None:
     """Forgets what was compiled, and gives its memory, hundreds of megabytes, back to the system."""
-    for cached in (_together, _measuring, _holding_program, compiled, stacking):
+    for cached in (staged, _together, _measuring, _holding_program, _segment, _row, _written, compiled, stacking):
         cached.cache_clear()
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
