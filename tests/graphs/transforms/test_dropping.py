@@ -100,15 +100,17 @@ def test_indices_of_odd_graphs_have_the_kept_edges(name: str, formats: tuple[str
     check_structure(ODD[name], 3, formats, padded=False)
 
 
-def batch_of_graphs() -> graphs.Graph:
-    """Returns a padded batch of odd graphs with features."""
+@pytest.fixture(name="graph", scope="module")
+def fixture_graph() -> graphs.Graph:
+    """Returns a padded batch of odd graphs with features in float64."""
     random = np.random.default_rng(0)
     parts = [ODD[name] for name in ("hub", "multi-edges", "one node", "isolated", "none")]
     parts.append((*random.integers(0, 30, (2, 90)), 30))
-    batch = graphs.batch([graphs.from_edges(*ends) for ends in parts])
-    batch = batch.with_nodes(h=random.normal(size=(batch.num_nodes, 3)), k=random.normal(size=(batch.num_nodes, 3)))
-    batch = batch.with_edges(w=random.normal(size=(batch.num_edges, 3)))
-    return graphs.pad(batch, batch.num_nodes + 5, batch.num_edges + 9)
+    with jax.enable_x64(True):
+        batch = graphs.batch([graphs.from_edges(*ends) for ends in parts])
+        nodes = {name: random.normal(size=(batch.num_nodes, 3)) for name in ("h", "k")}
+        batch = batch.with_nodes(**nodes).with_edges(w=random.normal(size=(batch.num_edges, 3)))
+        return graphs.pad(batch, batch.num_nodes + 5, batch.num_edges + 9)
 
 
 def few_of_batch(graph: graphs.Graph) -> dict[str, jax.Array]:
@@ -148,9 +150,8 @@ def of_batch(graph: graphs.Graph) -> dict[str, jax.Array]:
 
 
 @pytest.mark.parametrize("results", [few_of_batch, pytest.param(of_batch, marks=pytest.mark.full)])
-def test_batches_are_as_if_nodes_and_edges_were_removed(results: Any) -> None:
+def test_batches_are_as_if_nodes_and_edges_were_removed(graph: graphs.Graph, results: Any) -> None:
     with jax.enable_x64(True):
-        graph = batch_of_graphs()
         keys = jax.random.split(jax.random.key(0))
         drop = jax.jit(lambda graph: graphs.drop_edges(graphs.drop_nodes(graph, 0.3, keys[0]), 0.2, keys[1]))
         smaller = drop(graph)
@@ -176,15 +177,14 @@ def test_batches_are_as_if_nodes_and_edges_were_removed(results: Any) -> None:
             np.testing.assert_allclose(actual, rows, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
-def test_the_largest_nodes_are_found_at_their_places() -> None:
-    graph = batch_of_graphs()
-
+def test_the_largest_nodes_are_found_at_their_places(graph: graphs.Graph) -> None:
     @jax.jit
     def largest(graph: graphs.Graph) -> Any:
         smaller = graphs.drop_nodes(graph, 0.3, jax.random.key(0))
         return graphs.node_mask(smaller), graphs.topk_nodes(smaller, "h", 2, sortby=0)
 
-    mask, top = largest(graph)
+    with jax.enable_x64(True):
+        mask, top = largest(graph)
     starts = np.cumsum(graph.n_node) - graph.n_node
     places = np.asarray(top.places)
     for place, start, values in zip(places, starts, top.values, strict=True):

@@ -242,7 +242,7 @@ def test_the_steps_that_were_taken_are_counted() -> None:
     """Of a step with a loss scale, flax's states, and a state of one's own whose optimizer counts."""
     params, adam = {"count": jnp.ones(2)}, relaxed(optax.adam(1e-3))
     scaled = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
-    step = jt.train_step(jt.stateless(lambda params, x: (params["count"] * x).sum()), scaled)
+    step = jax.jit(jt.train_step(jt.stateless(lambda params, x: (params["count"] * x).sum()), scaled))
     fresh = jt.TrainState.create(params, scaled)
     skipped, _ = step(fresh, jnp.full(2, jnp.inf))
     taken, _ = step(skipped, jnp.ones(2))

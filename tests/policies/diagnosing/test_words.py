@@ -179,7 +179,7 @@ def test_a_state_that_was_lost_before_is_said_first(lost: str) -> None:
     params = {"w": PARAMS["w"] * (jnp.nan if lost == "params" else 1)}
     step, state = training(regression, params, "mixed_float16", jt.DynamicLossScale(jnp.float32(1.0)))
     if lost == "nothing":
-        state, _ = step(state, batch | {"x": X * jnp.nan})
+        state, _ = jax.jit(step)(state, batch | {"x": X * jnp.nan})
         said = "The loss scale at '0/opt_state' is at its floor of 1, and the last step was skipped."
         assert diagnosed(step, state, batch).explanation == said
         return
