@@ -30,7 +30,7 @@ def stride_of(equation: Any) -> int:
       equation: of the scan.
     """
     params = equation.params
-    if any(jax.dtypes.issubdtype(dtype_of(v), jax.dtypes.extended) for v in equation.outvars):
+    if any(jnp.issubdtype(dtype_of(v), jax.dtypes.extended) for v in equation.outvars):
         return 1  # no buffer is made of random keys
     measured = max(_FEWEST, _ELEMENTS // max(_elements(params["jaxpr"]), 1))
     return max(params["length"] // measured, 1)

@@ -42,7 +42,7 @@ def test_a_sample_is_measured_of_results_that_are_those_of_all_iterations(revers
     assert all(0 < row.largest < 0.05 for row in differences)
     assert all(row.inherited_error == 1 for row in differences)
     assert 8 <= product.runs <= 64 // 4
-    exact = np.cumprod(np.float64(factors)[::-1] if reverse else np.float64(factors))
+    exact = np.cumprod(np.asarray(factors, np.float64)[:: -1 if reverse else 1])
     assert 0.98 * exact.max() < product.largest < 1.001 * exact.max()
     assert 1e-4 < product.local_error < 3e-4
 
