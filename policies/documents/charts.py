@@ -1,4 +1,4 @@
-"""Charts as plain data: two axes, and marks in the units of the axes; lines, dashes and bars made of them."""
+"""Charts as plain data: two axes, and marks in their units. Makes curves, dashes and bar charts."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class Axis:
     Attributes:
       low: the value at the left or at the bottom.
       high: the value at the right or at the top.
-      ticks: values with their labels.
+      ticks: values and their labels.
       title: below the labels; only the horizontal axis shows one.
       is_log: True for a logarithmic scale. Values beyond the ends of such an axis, such as 0, are drawn at its ends.
       has_grid: True if a line crosses the chart at each tick.
@@ -47,7 +47,7 @@ class Axis:
     has_grid: bool = True
 
     def part(self, value: float) -> float:
-        """Returns where a value is: 0 at the lower end, 1 at the upper end.
+        """Returns the position of a value: 0 at the lower end, 1 at the upper end.
 
         Example:
           >>> Axis(0, 10).part(5), Axis(0.01, 100, is_log=True).part(1), Axis(0.01, 100, is_log=True).part(0)
@@ -79,7 +79,7 @@ class Style:
     is_hollow: bool = False
 
 
-# The `title` of a mark is what a browser shows where the mouse is.
+# The `title` of a mark is the tooltip that browsers show.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """A circle or a cross with a radius in pixels; `link` is where a click leads.
+    """A circle or a cross with a radius in pixels; `link` is the target of a click.
 
     A dot with text is moved down if it would cover an earlier one.
     """
@@ -144,10 +144,10 @@ class Chart:
       title: title of the chart.
       x: the horizontal axis.
       y: the vertical axis.
-      marks: later ones are drawn above earlier ones.
+      marks: the marks; later ones are drawn over earlier ones.
       size: width and height in pixels, without title and legend.
       margins: pixels left, right, above and below the axes.
-      note: text below it on a page.
+      note: text below the chart on a page.
     """
 
     title: str
@@ -249,8 +249,8 @@ def bar_chart(
     Args:
       title: title of the chart.
       groups: rows by the heading above them, which may be empty.
-      axis: the axis of the lengths.
-      note: text below it on a page.
+      axis: the horizontal axis.
+      note: text below the chart on a page.
       width: width of the chart in pixels.
       sides: pixels for labels to the left, and for texts to the right.
       pitch: pixels from row to row; a bar takes two thirds of them.

@@ -1,4 +1,4 @@
-"""The blocks of a document as plain data, such as tables and sections, and as text; numbers and data as text."""
+"""Blocks of a document as plain data, and renderings of blocks, numbers and records as text and JSON."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, Union
 
 from jmp_train.policies.documents.charts import Chart, Color
 
-# Of all blocks: `name` is the id, `look` the class, such as "soft" or "failed". Without content they are left out.
+# In all blocks, `name` is the HTML id and `look` the HTML class, such as "soft". Renderers skip blocks without content.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Code to be copied."""
+    """Code that users can copy."""
 
     text: str
     name: str = ""
@@ -30,7 +30,7 @@ class Code:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A cell of a table that is more than its text: `link` is where a click leads, `color` that of a dot before it."""
+    """A table cell with more than text: `link` is the target of a click, `color` the color of a dot before the text."""
 
     text: str
     look: str = ""
@@ -44,10 +44,10 @@ class Table:
 
     Attributes:
       heads: the titles of the columns.
-      rows: the cells, as many in each row as there are titles.
-      name: its id.
-      texts: the numbers of the columns that are aligned to the left.
-      note: below the table.
+      rows: the cells; each row has one cell per title.
+      name: the HTML id.
+      texts: numbers of the columns that are aligned to the left.
+      note: text below the table.
     """
 
     heads: Sequence[str]
@@ -64,7 +64,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Panels:
-    """Charts next to each other where there is room."""
+    """Charts side by side, if the page is wide enough."""
 
     charts: Sequence[Chart]
 
@@ -75,9 +75,9 @@ class Section:
 
     Attributes:
       title: the heading.
-      blocks: the content; None is left out.
-      name: its id.
-      look: its class, or that of the title of a fold.
+      blocks: the content; None is skipped.
+      name: the HTML id.
+      look: the HTML class of the section, or of the title if the section is folded.
       is_folded: whether the blocks are hidden until a reader opens them, or follows a link to the section.
     """
 
@@ -92,7 +92,7 @@ Block: TypeAlias = Union[Text, Code, Table, Panels, Section, Chart]  # noqa: UP0
 
 
 def shown(blocks: Sequence[Block | None]) -> list[Block]:
-    """Returns the blocks that have a content.
+    """Returns the blocks that have content.
 
     Example:
       >>> shown([None, Text(""), Section("Code", [Code("")]), Text("a")])
@@ -145,10 +145,10 @@ def _lines(block: Block, width: int, indent: str) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table whose columns start below each other.
+    """Returns the lines of a table with aligned columns.
 
     Args:
-      rows: cells, equally many in each; the first row is the head.
+      rows: rows of equally many cells; the first one is the head.
 
     Example:
       >>> aligned([("operation", "in"), ("mul", "f32")])
@@ -182,7 +182,7 @@ def counted(count: int, name: str) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """Returns data as JSON has it: records as dictionaries, tuples as lists, numbers that are not finite as None.
+    """Returns data as JSON values: dataclasses as dictionaries, tuples as lists, non-finite numbers as None.
 
     Example:
       >>> as_json({"a": (1, float("nan"))})

@@ -1,4 +1,4 @@
-"""Axes with round ticks, and where the parts of a chart are in pixels: marks, grid, labels, title and legend."""
+"""Makes axes with round ticks, and places the parts of a chart: marks, grid, labels, title and legend."""
 
 import dataclasses
 import math
@@ -114,7 +114,7 @@ def _legend(chart: Chart) -> tuple[list[Mark], int]:
 
 
 class _Area:
-    """The rectangle between the axes of a chart."""
+    """The rectangle between the axes of a chart, in pixels."""
 
     def __init__(self, chart: Chart, left: float, right: float, top: float, bottom: float) -> None:
         self.chart = chart
@@ -139,7 +139,7 @@ class _Area:
         yield Label(self.chart.x.title, (self.left + self.right) / 2, self.bottom + 36, "middle")
 
     def marks(self) -> Iterator[Mark]:
-        """Yields the marks; a dot with text is moved down from one that is there already."""
+        """Yields the marks; moves a dot with text down if it would cover an earlier one."""
         texts: list[tuple[float, float]] = []
         for mark in self.chart.marks:
             match mark:
@@ -162,14 +162,14 @@ class _Area:
                     yield Path(mark.style, lines, mark.title) if is_cross else dataclasses.replace(mark, x=x, y=y)
 
     def _free(self, x: float, y: float, size: float, taken: list[tuple[float, float]]) -> float:
-        """Returns a height at which nothing of this size is yet, at `y` or below."""
+        """Returns the first free height for a dot of this size, at `y` or below."""
         while any(abs(x - left) < size and abs(y - top) < size for left, top in taken) and y < self.bottom:
             y += size
         return y
 
 
 def _seen(run: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the points of a line, a dash at least as long as can be seen."""
+    """Returns the points of a line; lengthens a dash that is too short to be seen."""
     if len(run) == 2 and run[0][1] == run[1][1] and 0 <= run[1][0] - run[0][0] < _SHORTEST:
         return [run[0], (run[0][0] + _SHORTEST, run[0][1])]
     return run

@@ -1,4 +1,4 @@
-"""Documents as HTML and charts as SVG, which need no scripts and no network, light or dark as their surroundings."""
+"""Renders documents as HTML and charts as SVG, without scripts or network, for light and dark surroundings."""
 
 import functools
 import pathlib
@@ -20,8 +20,8 @@ def page(title: str, blocks: Sequence[Block | None], footer: Sequence[str] = ())
     """Returns a whole page.
 
     Args:
-      title: its heading.
-      blocks: its content; None is left out.
+      title: the heading.
+      blocks: the content; None is skipped.
       footer: small texts at the end.
 
     Example:
@@ -38,12 +38,12 @@ def fragment(blocks: Sequence[Block | None]) -> str:
 
 
 def svg(chart: Chart, *, is_whole: bool = True) -> str:
-    """Returns a chart as an element of a page; without title and legend if the page shows them elsewhere."""
+    """Returns a chart as an element of a page. If `is_whole` is False, the page shows title and legend itself."""
     return _svg(chart, is_whole, _themed)
 
 
 def svg_file(charts: Sequence[Chart]) -> str:
-    """Returns charts below each other as a file of its own, in light colors."""
+    """Returns the content of an SVG file: charts below each other, in light colors."""
     parts, height = [], 0.0
     for chart in charts:
         chart_height = placed(chart)[1]
