@@ -1,0 +1,46 @@
+"""Edges find their segments through blocks, however an incidence is built; those out of range count nowhere."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp_train.graphs.structure.incidence import Incidence
+from jmp_train.graphs.structure.incidence_building import fixed_incidence, incidence_of, padded_incidence
+
+pytestmark = pytest.mark.quick
+
+SEGMENTS = 6
+COUNTS = {"few": [3, 0, 32, 1, 0, 2], "blocks": [70, 0, 33, 64, 1, 0], "blocks of blocks": [1200, 5, 0, 1100, 32, 33]}
+BUILDERS: dict[str, Callable[[np.ndarray], Incidence]] = {
+    "traced": lambda ids: jax.jit(incidence_of, static_argnums=1)(ids, SEGMENTS),
+    "fixed": lambda ids: fixed_incidence(ids, SEGMENTS),
+    "padded": lambda ids: padded_incidence(ids[(ids >= 0) & (ids < SEGMENTS)], SEGMENTS, len(ids)),
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_edges_have_their_segments_and_those_out_of_range_none(counts: list[int], name: str) -> None:
+    outside = 80  # more than two blocks
+    ids = np.repeat([*range(SEGMENTS), SEGMENTS, -1], [*counts, outside - 7, 7])
+    ids = np.random.default_rng(0).permutation(ids).astype(np.int32)
+    made = BUILDERS[name](ids)
+    if name == "padded":  # which has the edges in range first
+        ids = np.concatenate([ids[(ids >= 0) & (ids < SEGMENTS)], np.full(outside, SEGMENTS)])
+    is_counted = (ids >= 0) & (ids < SEGMENTS)
+
+    @jax.jit
+    def run(incidence: Incidence) -> list[Any]:
+        rows = jnp.arange(SEGMENTS, dtype=jnp.float32) + 1
+        return [incidence.ids, incidence.is_counted, incidence.sum(jnp.ones(len(ids))), incidence.read(rows)]
+
+    segments, counted, sums, read = run(made)
+    assert made.degrees.tolist() == counts
+    np.testing.assert_array_equal(segments, np.where(is_counted, ids, SEGMENTS))
+    np.testing.assert_array_equal(counted, is_counted)
+    np.testing.assert_array_equal(sums, counts)
+    np.testing.assert_array_equal(read, np.where(is_counted, ids + 1, 0))
