@@ -4,17 +4,15 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import jraph
 import numpy as np
 
-from jmp_train.graphs.structure import Graph, as_count, from_jraph
+from jmp_train.graphs.structure import AnyBatch, Graph, as_count, batch_of, check_known
 from jmp_train.graphs.transforms.edge_lists import edges_on_host, owning_graphs
-from jmp_train.policies.pytrees import has_tracers
 
 DENSE_NODES = 512  # up to which all eigenvectors of a component are computed
 SAME = 1e-6  # relative difference up to which two entries have the same magnitude
 
-AnyBatch = Graph | jraph.GraphsTuple
+Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
 def laplacian_pe(graph: AnyBatch, k: int, key: jax.Array | None = None) -> np.ndarray:
@@ -49,7 +47,7 @@ def laplacian_pe(graph: AnyBatch, k: int, key: jax.Array | None = None) -> np.nd
     from scipy.sparse import diags_array
     from scipy.sparse.csgraph import connected_components
 
-    graph, k = _ours(graph), as_count("k", k)
+    graph, k = batch_of(graph), as_count("k", k)
     adjacency, owners = _matrix(graph), owning_graphs(graph)
     found = np.zeros((graph.num_nodes, k))
     if not found.size:
@@ -70,10 +68,6 @@ def laplacian_pe(graph: AnyBatch, k: int, key: jax.Array | None = None) -> np.nd
         for column, (_, nodes, vector) in enumerate(mine[1 : k + 1]):
             found[nodes, column] = sign[column] * vector
     return found.astype(np.float32)
-
-
-def _ours(graph: AnyBatch) -> Graph:
-    return from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
 
 
 def _matrix(graph: Graph, weight: str | None = None) -> Any:
@@ -137,7 +131,7 @@ def random_walk_pe(graph: AnyBatch, k: int, weight: str | None = None) -> np.nda
     """
     from scipy.sparse import diags_array
 
-    graph, k = _ours(graph), as_count("k", k)
+    graph, k = batch_of(graph), as_count("k", k)
     count, steps = graph.num_nodes, _matrix(graph, weight)
     totals = steps.sum(axis=1)
     steps = diags_array(1 / np.where(totals > 0, totals, 1)) @ steps
@@ -189,7 +183,7 @@ def shortest_path_distances(graph: AnyBatch, max_distance: int, max_nodes: int |
     """
     from scipy.sparse.csgraph import dijkstra
 
-    graph, limit = _ours(graph), as_count("max_distance", max_distance)
+    graph, limit = batch_of(graph), as_count("max_distance", max_distance)
     whole, sizes = _matrix(graph), np.asarray(graph.n_node)
     most = int(sizes.max(initial=0))
     places = most if max_nodes is None else as_count("max_nodes", max_nodes)
@@ -201,9 +195,6 @@ def shortest_path_distances(graph: AnyBatch, max_distance: int, max_nodes: int |
             distances = dijkstra(whole[end - size : end, end - size : end], unweighted=True, limit=limit)
             found[place, :size, :size] = np.where(np.isfinite(distances), distances, -1)
     return found
-
-
-Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
 def normalize_rows(features: Array) -> Array:
@@ -232,8 +223,7 @@ def normalize_rows(features: Array) -> Array:
     """
     if not isinstance(features, np.ndarray | jax.Array):
         raise TypeError(f"features must be an array, got {type(features).__name__}")
-    if has_tracers(features):
-        raise TypeError("features is traced: rows are normalized outside of jit")
+    check_known("features", features, "call normalize_rows outside of jit")
     if not jnp.issubdtype(features.dtype, jnp.floating):
         raise TypeError(f"features must be floating, got {features.dtype}")
     if features.ndim != 2:

@@ -63,5 +63,5 @@ def test_what_has_no_rows_of_floats_is_refused() -> None:
         normalize_rows(np.ones((2, 2), np.int64))
     with pytest.raises(ValueError, match=r"must have shape \[nodes, width\], got shape \(2,\)"):
         normalize_rows(np.ones(2))
-    with pytest.raises(TypeError, match="features is traced: rows are normalized outside of jit"):
+    with pytest.raises(TypeError, match="features is traced: call normalize_rows outside of jit"):
         jax.jit(normalize_rows)(jnp.ones((2, 2)))
