@@ -12,7 +12,7 @@ from jmp_train.policies.quantizing.blocks import quantize_bits as quantize_bits
 from jmp_train.policies.quantizing.blocks import requantize as requantize
 from jmp_train.policies.quantizing.blocks import requantize_bits as requantize_bits
 from jmp_train.policies.quantizing.blocks import to_bits as to_bits
-from jmp_train.policies.quantizing.draws import fold_in_each as fold_in_each
-from jmp_train.policies.quantizing.draws import split_in_two as split_in_two
 from jmp_train.policies.quantizing.dynamic_codes import dynamic_code as dynamic_code
+from jmp_train.policies.quantizing.rounding import fold_in_each as fold_in_each
 from jmp_train.policies.quantizing.rounding import round_to as round_to
+from jmp_train.policies.quantizing.rounding import split_in_two as split_in_two

@@ -13,9 +13,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.quantizing.draws import uniform
 from jmp_train.policies.quantizing.dynamic_codes import count_below, dynamic_code, numbers_of
-from jmp_train.policies.quantizing.rounding import from_float8_bits, round_to
+from jmp_train.policies.quantizing.rounding import from_float8_bits, round_to, uniform
 
 BLOCK_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 _SHARED_BY = 8  # number of devices that can share the axis of the blocks

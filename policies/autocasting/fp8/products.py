@@ -17,14 +17,15 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.fp8.quantizing import (
+from jmp_train.policies.autocasting.fp8.recipes import (
+    MXFP8BlockScaling,
+    Recipe,
     amax_of,
     dequantize_blocks,
     quantize,
     quantize_blocks,
     scale_of,
 )
-from jmp_train.policies.autocasting.fp8.recipes import MXFP8BlockScaling, Recipe
 
 Contract = tuple[tuple[int, ...], tuple[int, ...]]  # dimensions of lhs and of rhs, in pairs
 

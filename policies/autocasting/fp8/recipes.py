@@ -1,15 +1,21 @@
-"""Recipes of 8-bit matrix products: the formats of the operands and the origin of the scales.
+"""Recipes of 8-bit matrix products, and the saturating casts and scales of their operands.
 
-Names and defaults are those of Transformer Engine, `transformer_engine.common.recipe`.
+A recipe decides the formats of the operands and the origin of the scales, which use the full range of a type. Names and defaults are those of Transformer Engine, `transformer_engine.common.recipe`.
 """
 
 import dataclasses
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 Fp8Format = Literal["HYBRID", "E4M3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
+
+BLOCK = 32  # how many numbers share a scale in the MX formats
+_EXPONENT_BIAS, _MANTISSA_BITS = 127, 23  # of float32
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -26,6 +32,9 @@ class Recipe:
     """
 
     fp8_format: Fp8Format
+
+    def __post_init__(self) -> None:
+        _check_choice("fp8_format", self.fp8_format, Fp8Format)
 
     @property
     def forward_dtype(self) -> Any:
@@ -70,7 +79,7 @@ class DelayedScaling(Recipe):
     amax_compute_algo: AmaxAlgorithm = "max"
 
     def __post_init__(self) -> None:
-        _check_choice("fp8_format", self.fp8_format, Fp8Format)
+        super().__post_init__()
         _check_choice("amax_compute_algo", self.amax_compute_algo, AmaxAlgorithm)
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len={self.amax_history_len!r} must be an integer of at least 1")
@@ -99,9 +108,6 @@ class Float8CurrentScaling(Recipe):
 
     fp8_format: Fp8Format = "HYBRID"
 
-    def __post_init__(self) -> None:
-        _check_choice("fp8_format", self.fp8_format, Fp8Format)
-
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
@@ -127,9 +133,6 @@ class MXFP8BlockScaling(Recipe):
 
     fp8_format: Fp8Format = "E4M3"
 
-    def __post_init__(self) -> None:
-        _check_choice("fp8_format", self.fp8_format, Fp8Format)
-
 
 def _check_choice(name: str, value: object, kind: Any) -> None:
     if value not in get_args(kind):
@@ -137,3 +140,117 @@ def _check_choice(name: str, value: object, kind: Any) -> None:
 
 
 DEFAULT_RECIPE = Float8CurrentScaling()
+
+
+def quantize(x: jax.Array, dtype: DTypeLike, scale: ArrayLike = 1.0) -> jax.Array:
+    """Returns an array times a scale, rounded to the nearest value of an 8-bit type, ties to even.
+
+    Args:
+      x: floating array.
+      dtype: float8_e4m3fn, which has no infinity, or float8_e5m2.
+      scale: finite and positive, with a shape that broadcasts to the shape of `x`.
+
+    Returns:
+      The quantized array. Finite numbers beyond the type's range become its largest number of the same sign. Infinities
+      become NaN in both types, and NaN stays NaN, so that a loss scale can detect an overflow.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> quantize(jnp.array([1.1, 1000.0, -jnp.inf]), jnp.float8_e4m3fn).astype(jnp.float32)
+      Array([  1.125, 448.   ,     nan], dtype=float32)
+
+    Reference: Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433.
+    """
+    most = float(jnp.finfo(dtype).max)
+    scaled = jnp.clip(x.astype(jnp.float32) * scale, -most, most)
+    return jnp.where(jnp.isfinite(x), scaled, jnp.nan).astype(dtype)
+
+
+def amax_of(x: jax.Array) -> jax.Array:
+    """Returns the largest magnitude in an array as a float32 scalar: NaN if the array has NaN, 0 if it is empty."""
+    return jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32)
+
+
+def scale_of(amax: jax.Array, dtype: DTypeLike, margin: int = 0, old: ArrayLike = 1.0) -> jax.Array:
+    """Returns the scale that maps the largest magnitude to the largest number of a type.
+
+    Args:
+      amax: float32 array of largest magnitudes.
+      dtype: an 8-bit type.
+      margin: the scale is divided by `2**margin`.
+      old: the scale to use where `amax` is 0, infinite or NaN.
+
+    Returns:
+      float32 array of the shape of `amax`: (largest number of the type / amax) / 2**margin, at most the largest number
+      of float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> scale_of(jnp.array([2.0, 0.0, jnp.inf]), jnp.float8_e4m3fn, margin=1, old=4.0)
+      Array([112.,   4.,   4.], dtype=float32)
+
+    Reference: `compute_scale_from_amax` of Transformer Engine.
+    """
+    usable = (amax > 0) & jnp.isfinite(amax)
+    scale = float(jnp.finfo(dtype).max) / jnp.where(usable, amax, 1.0) / 2.0**margin
+    return jnp.where(usable, jnp.minimum(scale, float(jnp.finfo(jnp.float32).max)), old)
+
+
+def quantize_blocks(x: jax.Array, dimension: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Returns an array in an 8-bit type with one power-of-two scale per 32 numbers along a dimension.
+
+    Args:
+      x: floating array.
+      dimension: the dimension that is split into blocks. The last block may have fewer than 32 numbers.
+      dtype: an 8-bit type.
+
+    Returns:
+      The quantized array, with the shape of `x`, and one float8_e8m0fnu scale per block. The numbers of a block times
+      its scale approximate `x`. The scale is the smallest that clips no number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> quantized, scales = quantize_blocks(jnp.array([896.0, 1.0] + 30 * [0.0] + [448.0]), 0, jnp.float8_e4m3fn)
+      >>> scales.astype(jnp.float32), float(quantized[0])
+      (Array([2., 1.], dtype=float32), 448.0)
+
+    Reference: OCP Microscaling Formats (MX) Specification 1.0; Mishra et al., "Recipes for Pre-training LLMs with
+    MXFP8", https://arxiv.org/abs/2506.08027, for rounding the scale up.
+    """
+    blocks = _in_blocks(x.astype(jnp.float32), dimension)
+    amax = jnp.max(jnp.abs(blocks), axis=dimension + 1)
+    ratio = lax.bitcast_convert_type(amax / float(jnp.finfo(dtype).max), jnp.uint32)
+    exponent, mantissa = (ratio >> _MANTISSA_BITS) & 0xFF, ratio & (1 << _MANTISSA_BITS) - 1
+    half = 1 << _MANTISSA_BITS - 1  # for a subnormal ratio: up to this mantissa, 2**-127 is large enough
+    exponent += (mantissa > jnp.where(exponent == 0, half, 0)).astype(jnp.uint32)
+    exponent = jnp.where(jnp.isfinite(amax), exponent, _EXPONENT_BIAS)
+    factor = lax.bitcast_convert_type(2 * _EXPONENT_BIAS - exponent << _MANTISSA_BITS, jnp.float32)
+    quantized = quantize(blocks, dtype, jnp.expand_dims(factor, dimension + 1))
+    whole = quantized.reshape(*x.shape[:dimension], -1, *x.shape[dimension + 1 :])
+    scales = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    return lax.slice_in_dim(whole, 0, x.shape[dimension], axis=dimension), scales
+
+
+def dequantize_blocks(quantized: jax.Array, scales: jax.Array, dimension: int) -> jax.Array:
+    """Returns the values that `quantize_blocks` encodes, in float32: exact unless they underflow.
+
+    Args:
+      quantized: the 8-bit array.
+      scales: the scales of its blocks.
+      dimension: the dimension that is split into blocks.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> dequantize_blocks(*quantize_blocks(jnp.array([3.0, 900.0]), 0, jnp.float8_e4m3fn), 0)
+      Array([  3., 896.], dtype=float32)
+    """
+    of_each = jnp.repeat(scales.astype(jnp.float32), BLOCK, axis=dimension)
+    of_each = lax.slice_in_dim(of_each, 0, quantized.shape[dimension], axis=dimension)
+    return quantized.astype(jnp.float32) * of_each
+
+
+def _in_blocks(x: jax.Array, dimension: int) -> jax.Array:
+    """Returns an array with a dimension split into two, blocks and their numbers; zeros pad the last block."""
+    missing = -x.shape[dimension] % BLOCK
+    filled = lax.pad(x, jnp.zeros((), x.dtype), [(0, missing if i == dimension else 0, 0) for i in range(x.ndim)])
+    return filled.reshape(*x.shape[:dimension], -1, BLOCK, *x.shape[dimension + 1 :])

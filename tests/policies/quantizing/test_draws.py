@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_bitwise_equal
 
 from jmp_train.policies.quantizing import fold_in_each
-from jmp_train.policies.quantizing.draws import bits16, uniform
+from jmp_train.policies.quantizing.rounding import bits16, uniform
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 

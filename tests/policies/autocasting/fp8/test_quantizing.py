@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_train.policies.autocasting.fp8.quantizing import (
+from jmp_train.policies.autocasting.fp8.recipes import (
     amax_of,
     dequantize_blocks,
     quantize,
