@@ -1,6 +1,7 @@
 """Recipes of 8-bit matrix products, and the saturating casts and scales of their operands.
 
-A recipe decides the formats of the operands and the origin of the scales, which use the full range of a type. Names and defaults are those of Transformer Engine, `transformer_engine.common.recipe`.
+A recipe decides the formats of the operands and the origin of the scales, which use the full range of a type. Names
+and defaults are those of Transformer Engine, `transformer_engine.common.recipe`.
 """
 
 import dataclasses
