@@ -1,4 +1,4 @@
-"""Whole numbers that half precision changes: indices, buckets and positions, which the shadow follows."""
+"""Finds whole numbers that half precision changes: indices, buckets and positions, which the shadow follows."""
 
 import math
 from collections.abc import Callable, Iterator

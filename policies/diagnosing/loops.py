@@ -84,7 +84,7 @@ def _cond(equation: Any, in_body: InBody) -> Callable[..., Any]:
 
 
 def _shard_map(equation: Any, in_body: InBody) -> Callable[..., Any]:
-    """Returns a `shard_map` that is in a program compiled as a whole."""
+    """Returns a `shard_map` inside of a program that is compiled as a whole."""
     params = equation.params
     mesh, axes = params["mesh"], manual_axes(params)
     each = each_device(mesh, axes)

@@ -1,7 +1,7 @@
-"""Runs long scans over large arrays: compiled as they are, with a sample of their iterations measured.
+"""Runs long scans over large arrays as compiled programs, and measures a sample of their iterations.
 
-Every iteration runs beside its shadow in one program, whose arrays a compiler fuses away. The iterations of the sample
-run once more, equation by equation, and so does the first one whose results are not finite.
+Every iteration runs with its shadow in one program, whose intermediate arrays the compiler fuses away. The iterations
+of the sample run once more, equation by equation, and so does the first one whose results are not finite.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ InBody = Callable[[Any, Sequence[Pair], Any], tuple[list[Pair], jax.Array, Any]]
 
 
 def stride_of(equation: Any) -> int:
-    """Returns the number of iterations of a scan from one that is measured to the next.
+    """Returns the number of iterations of a scan between two measured ones.
 
     Args:
-      equation: of the scan.
+      equation: the equation of the scan.
     """
     params = equation.params
     if any(jnp.issubdtype(dtype_of(v), jax.dtypes.extended) for v in equation.outvars):
@@ -37,7 +37,7 @@ def stride_of(equation: Any) -> int:
 
 
 def _elements(program: Any) -> int:
-    """Returns the number of elements that a program's equations make and that are measured."""
+    """Returns the number of measured elements of a program's equations."""
     total = 0
     for equation in getattr(program, "jaxpr", program).eqns:
         if bodies := bodies_of(equation):
@@ -48,10 +48,10 @@ def _elements(program: Any) -> int:
 
 
 def buffers_of(equation: Any) -> list[Pair]:
-    """Returns arrays of zeros for what the iterations of a scan return, with shadows.
+    """Returns arrays of zeros for the outputs of a scan's iterations, with shadows.
 
     Args:
-      equation: of the scan.
+      equation: the equation of the scan.
     """
     avals = [v.aval for v in equation.outvars[scan_counts(equation.params)[1] :]]
     return [
@@ -64,7 +64,7 @@ def segment_of(equation: Any, in_body: InBody) -> Callable[..., Any]:
     """Returns a function that runs iterations of a scan without measuring them.
 
     Args:
-      equation: of the scan.
+      equation: the equation of the scan.
       in_body: runs its body.
     """
     params = equation.params
@@ -75,7 +75,7 @@ def segment_of(equation: Any, in_body: InBody) -> Callable[..., Any]:
     ) -> Any:
         """Returns the state, the number of the next iteration, and whether the last one lost finite numbers.
 
-        Iterations run from `start` to `stop`; if they are watched, the first that loses finite numbers is the last.
+        Iterations run from `start` to `stop`, or, if they are watched, to the first that loses finite numbers.
         """
 
         def go_on(values: Any) -> jax.Array:
@@ -95,13 +95,13 @@ def segment_of(equation: Any, in_body: InBody) -> Callable[..., Any]:
 
 
 def row_of(equation: Any, xs: list[Pair], number: Any) -> list[Pair]:
-    """Returns what an iteration of a scan reads of arrays."""
+    """Returns the rows that an iteration of a scan reads of arrays."""
     place = _place(equation, number)
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), xs)
 
 
 def written(equation: Any, ys: list[Pair], row: list[Pair], number: Any) -> list[Pair]:
-    """Returns arrays with what an iteration of a scan returned."""
+    """Returns arrays with the outputs of an iteration of a scan."""
     place = _place(equation, number)
     return jax.tree.map(lambda y, x: lax.dynamic_update_index_in_dim(y, x, place, 0), ys, row)
 
@@ -111,7 +111,7 @@ def _place(equation: Any, number: Any) -> Any:
 
 
 def _is_lost(results: Sequence[Pair]) -> jax.Array:
-    """Whether there are NaN among results, or infinities where the shadow has none."""
+    """Returns whether results have NaN, or infinities that the shadow lacks."""
     lost = jnp.asarray(False)
     for pair in results:
         if pair.shadow is not None:

@@ -1,11 +1,11 @@
-"""Runs a traced program as it is, and beside it a shadow: the same equations in float32.
+"""Runs a traced program and its shadow: the same equations in float32.
 
-Each value is a pair. The actual one is computed in the program's own dtypes; its shadow by the same operations in
-float32, from float32 operands, and is left out as long as it is the same number. Booleans and integers have no
-shadow: what was compared, picked or counted decides for both, so that both go the same way. Each equation that can
-lose something is run a third time, as it is on the shadow's operands, which parts its own error from what it inherits.
+Each value is a pair. The program's own dtypes compute the actual value; the same operations in float32, from float32
+operands, compute its shadow, which is left out while both are the same number. Booleans and integers have no shadow:
+comparisons, indices and counts of the actual values decide for both. Each equation that can lose digits runs a third
+time, in its own dtypes on the shadow's operands, which separates its own error from the inherited one.
 
-A few equations at a time are compiled together, and those that are alike once; so are those within a `shard_map`.
+A few equations at a time are compiled together, and equal ones once, also within a `shard_map`.
 Bodies of loops and branches are compiled as one program.
 """
 
@@ -39,11 +39,11 @@ Results = tuple[list[Pair], list[Block]]
 
 
 class Shadowing:
-    """Runs programs beside their shadows; compiles equations that are alike once.
+    """Runs programs with their shadows, and compiles equal equations once.
 
     Args:
       mesh: the devices of the `shard_map` that it runs in, whose values are stacked along a first axis; or None.
-      axes: of the mesh, that are mapped.
+      axes: the mapped axes of the mesh.
       iteration: number of the loop iteration that it runs in, counted over all loops around it; float32 scalar.
         None outside of all loops.
 
@@ -88,7 +88,7 @@ class Shadowing:
         return dict(zip(op.writes, results, strict=True)), blocks
 
     def run_operation(self, op: Operation, inputs: list[Pair]) -> Results:
-        """Runs an operation that holds a program, or one whose values are no arrays."""
+        """Runs an operation with a program, or with values that are not arrays."""
         equation, name = op.equation, op.equation.primitive.name
         if name == "shard_map" and self.mesh is None and not has_tracers(inputs):
             return self._on_devices(equation, inputs)
@@ -111,14 +111,14 @@ class Shadowing:
         return dict(zip(part.wanted, results, strict=True)), blocks
 
     def _taken(self, branches: Sequence[Any], index: Pair, *operands: Pair) -> Results:
-        """Runs the branch that is taken; of the others nothing is measured."""
+        """Runs the selected branch; the others are not measured."""
         taken = min(max(int(index.actual), 0), len(branches) - 1)
         results, blocks = self.run(branches[taken], operands)
         before, after = (sum(map(count_rows, others)) for others in (branches[:taken], branches[taken + 1 :]))
         return results, [nothing(before), *blocks, nothing(after)]
 
     def _sampled(self, op: Operation, inputs: list[Pair], stride: int) -> Results:
-        """Runs a scan of which each iteration after a stride is measured, and the first that loses finite numbers."""
+        """Runs a scan and measures the iterations at a stride, and the first one that loses finite numbers."""
         part, params = Part([op], frozenset()), op.equation.params
         segment, row, write = (self._jit(run(part)) for run in (_segment, _row, _written))
         n_consts, n_carry = scan_counts(params)
@@ -147,7 +147,7 @@ class Shadowing:
         return Pair(array if self.mesh is None or is_key(array) else np.asarray(array))
 
     def _on_devices(self, equation: Any, inputs: list[Pair]) -> Results:
-        """Runs a `shard_map` whose arrays are there equation by equation, each on all devices."""
+        """Runs a `shard_map` with known arrays equation by equation, each on all devices."""
         params = equation.params
         mesh, axes = params["mesh"], manual_axes(params)
         stacked = [
@@ -197,7 +197,7 @@ def _written(part: Part) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _together(part: Part) -> Callable[[list[Pair]], tuple[list[Pair], list[Ran]]]:
-    """Returns operations as a function of what they are given, to what is wanted of their results and is measured."""
+    """Returns operations as a function from their inputs to their wanted results and measures."""
 
     def run(given: list[Pair]) -> tuple[list[Pair], list[Ran]]:
         values, rows = list(given), list[Ran]()
@@ -212,12 +212,12 @@ def _together(part: Part) -> Callable[[list[Pair]], tuple[list[Pair], list[Ran]]
 
 @functools.cache
 def _measuring() -> Callable[[list[Ran], Any], jax.Array]:
-    """Returns what measures equations that ran, as an array [rows, columns]."""
+    """Returns a function that measures equations that ran, as an array [rows, columns]."""
     return lambda rows, iteration: totals_of([row.measures() for row in rows], iteration)
 
 
 def forget_programs() -> None:
-    """Forgets what was compiled, and gives its memory, hundreds of megabytes, back to the system."""
+    """Drops the compiled programs, and returns their memory, hundreds of megabytes, to the system."""
     for cached in (staged, _together, _measuring, _holding_program, _segment, _row, _written, compiled, stacking):
         cached.cache_clear()
     if sys.platform.startswith("linux"):
