@@ -1,9 +1,8 @@
 """Floor 1: dtypes, casting, loss scales and their optax wrapper.
 
-The way of the data: a `Policy` says which dtypes parameters, computation, outputs and gradient
-reductions have; a loss scale lifts half-precision gradients out of the range where they vanish;
-`with_loss_scale` keeps that scale inside the optax state, where it travels, is checkpointed and
-decides whether a step is taken.
+A `Policy` sets the dtypes of parameters, computation, outputs and gradient reductions. A loss scale keeps
+half-precision gradients from underflow. `with_loss_scale` stores that scale in the optax state, which checkpoints
+include, and decides whether a step is taken.
 """
 
 from jmp_train.policies import autocasting as autocasting

@@ -136,7 +136,7 @@ def _places(path: Path, indices: SupportsIndex | Sequence[SupportsIndex], count:
 
 
 def _put_together(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> Graph | HeteroGraph:
-    """Returns a graph built from its arrays, all of which must be used."""
+    """Returns a graph built from its arrays; it must use all of them."""
     try:
         graph = (_graph if what["kind"] == "graph" else _hetero_graph)(where, what, arrays, most)
         if arrays:

@@ -1,6 +1,6 @@
 """Variances, standard deviations and softmax aggregation of segments, in float32.
 
-The mean of squares minus the square of the mean, as it is written by hand, cancels: in float16, numbers about 30 with a
+The mean of squares minus the square of the mean cancels: in float16, numbers about 30 with a
 standard deviation of 0.2 have none left. Here rows are centered first, and the error of the mean is subtracted again.
 """
 

@@ -93,7 +93,7 @@ class LayerSampler:
         """Returns sizes that no batch exceeds.
 
         Args:
-          num_repeated: by node type, how many seeds may be the same node; types may be missing.
+          num_repeated: by node type, the number of seeds that may be the same node; types may be missing.
         """
         most, num_targets = [], self.num_seeds
         for fanout in reversed(self.fanouts):

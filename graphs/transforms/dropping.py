@@ -206,7 +206,7 @@ def _mask_of(edges: CSR, mask: jax.Array | None, is_kept: IsKept, nodes_are_send
 
 
 def _where(edges: CSR, mask: jax.Array) -> CSR:
-    """Returns sorted edges of which only those of a mask count: they move up, and their blocks stay."""
+    """Returns sorted edges where only those of a mask count: they move up, and their blocks stay."""
     count = edges.others.shape[0]
     ends = jnp.cumsum(edges.degrees)
     is_kept = mask & (jnp.arange(count, dtype=jnp.int32) < edges.degrees.sum(dtype=jnp.int32))

@@ -16,7 +16,7 @@ CHUNK = 2**18  # elements upcast at a time, which fit into caches
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Edges in groups, none of which is empty.
+    """Edges in nonempty groups.
 
     Attributes:
       rows: int [members], the row of each edge's features, group after group.

@@ -209,7 +209,7 @@ def normalize_rows(features: Array) -> Array:
       features: floating [nodes, width], an array of NumPy or jax.
 
     Returns:
-      [nodes, width] in the features' dtype, of NumPy or jax likewise. Half precision is computed in
+      [nodes, width] in the features' dtype, a NumPy or jax array like the features. Half precision is computed in
       float32 and rounded once; sums are float64.
 
     Raises:

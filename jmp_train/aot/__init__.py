@@ -1,4 +1,4 @@
-"""Ahead-of-time (AOT) compilation for GPUs and TPUs that need not be there."""
+"""Ahead-of-time (AOT) compilation for absent GPUs and TPUs."""
 
 from jmp_train.aot.buffers import Argument as Argument
 from jmp_train.aot.buffers import Buffer as Buffer

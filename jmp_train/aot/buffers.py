@@ -92,7 +92,7 @@ def buffers_at_peak(
       program: the same module, optimized.
       arguments: descriptions of the arguments, by their numbers in the program.
       platform: "cuda" or "tpu".
-      temp_bytes: the size of the block of temporary values, if it is larger than the text says, as on TPUs.
+      temp_bytes: the size of the block of temporary values, if it exceeds that of the text, as on TPUs.
 
     Raises:
       ValueError: a text is of another kind.

@@ -35,7 +35,7 @@ def compile_for_gpu(
     python: str | Path = sys.executable,
     timeout: float = 600,
 ) -> CompiledProgram:
-    """Compiles a function for a GPU in a separate process, and returns what it would need.
+    """Compiles a function for a GPU in a separate process, and returns its memory and costs.
 
     `target` names a builder: a function that gets `arguments`, all strings, and returns `(function,
     arguments)` or `(function, arguments, jit_kwargs)`. The function must not be jitted. `arguments` is
@@ -93,7 +93,7 @@ def compile_for_gpu(
 
 
 def target_mesh(gpu: str | GPU = "V100-16GB", devices: int = 1) -> Mesh:
-    """Returns a mesh of target GPUs, which need not exist; its one axis is "data".
+    """Returns a mesh of target GPUs, which may be absent; its one axis is "data".
 
     Args:
       gpu: the name of one of `GPUS`, or a `GPU`.
@@ -118,7 +118,7 @@ def compile_here(
     *,
     mesh: Mesh,
 ) -> CompiledProgram:
-    """Compiles a function for a GPU in this process, and returns what it would need.
+    """Compiles a function for a GPU in this process, and returns its memory and costs.
 
     The process must have been started with the settings of `compile_for_gpu`:
     `JAX_PLATFORMS=cpu`, so that the plugin does not look for CUDA, and `XLA_FLAGS` with

@@ -57,7 +57,7 @@ def _copy(folder: Path, dumped: str, of: str, name: str) -> None:
 
 
 def mesh_of(topology: Mapping[str, Any], axes: Sequence[tuple[str, int]]) -> Mesh:
-    """Returns a mesh of devices, which need not exist.
+    """Returns a mesh of devices, which may be absent.
 
     Args:
       topology: the arguments of `get_topology_desc`.

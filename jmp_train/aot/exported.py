@@ -136,11 +136,11 @@ def export_program(
 def compile_program(
     program: ExportedProgram, device: Device, *, hosts: int = 1, timeout: float = 1800, stop: Event | None = None
 ) -> CompiledProgram:
-    """Compiles an exported program for devices, which need not exist, in a separate process.
+    """Compiles an exported program for devices, which may be absent, in a separate process.
 
     Args:
       program: from `export_program`.
-      device: a GPU, of which the hosts have `program.devices`, or a slice of so many TPUs.
+      device: a GPU, `program.devices` of which the hosts have, or a slice with that many TPUs.
       hosts: number of hosts with GPUs.
       timeout: seconds after which the compilation is killed.
       stop: ends the compilation when another thread sets it.

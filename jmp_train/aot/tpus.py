@@ -75,7 +75,7 @@ class TPU:
         """Returns the bandwidth from a device to the others of a block of chips, in one direction.
 
         A chip has one link per direction of each axis. At the end of an axis that does not wrap around, only one is
-        left, which bounds what all of the devices exchange.
+        left, which limits the exchange of all devices.
 
         Args:
           extents: the chips of the block along each axis.
@@ -134,7 +134,7 @@ class TPU:
 
 @dataclass(frozen=True)
 class _Generation:
-    """A generation of TPUs: what its slices have in common, and which slices there are."""
+    """A generation of TPUs: common properties of its slices, and the slices that exist."""
 
     tpu: TPU
     slices: tuple[str, ...]

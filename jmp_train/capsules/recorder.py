@@ -59,7 +59,7 @@ class SkipRecorder:
       OSError: the directory cannot be created.
 
     Warns:
-      RuntimeWarning: a capsule could not be written; training goes on.
+      RuntimeWarning: a capsule could not be written; training continues.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax

@@ -83,7 +83,7 @@ def _all_of(array: np.ndarray) -> list[list[int]]:
 
 
 def restored(leaf: StoredLeaf, array: np.ndarray) -> Any:
-    """Returns a leaf of the kind that was stored, on the devices of its mesh if these are there.
+    """Returns a leaf of the stored kind, on the devices of its mesh if these are present.
 
     Raises:
       ValueError: it has 64 bits, and jax has them disabled.

@@ -64,7 +64,7 @@ def read_metadata(directory: Path, step: int) -> dict[str, Any]:
 
 
 def _read_by_main(read: Callable[[], Found], otherwise: Found) -> Found:
-    """Returns what process 0 reads, and a default in other processes; raises its error in all processes."""
+    """Returns the result of process 0, and a default in other processes; raises its error in all processes."""
     if jax.process_count() == 1:
         return read()
     found, failure = otherwise, ""

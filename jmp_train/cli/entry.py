@@ -218,7 +218,7 @@ def turn_ynn_fusion_off() -> None:
 
 
 def provide_cpu_devices(count: int) -> None:
-    """Splits a CPU into this many devices, before jax starts; accelerators stay as they are."""
+    """Splits a CPU into this many devices, before jax starts; accelerators are not changed."""
     if count == 1:
         return
     given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]

@@ -142,7 +142,7 @@ def end(children: Sequence[ChildProcess]) -> None:
     kills all processes at once and propagates.
 
     Args:
-      children: the processes to end. For those that have ended, it ends what they started.
+      children: the processes to end. It also ends the children of processes that have ended.
     """
     try:
         for child in children:

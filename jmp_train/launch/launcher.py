@@ -34,16 +34,16 @@ def launch(
     characters. When one process fails, the others are stopped. If restarts are left, all are
     restarted, and a script that saves checkpoints continues from the last one.
 
-    The processes and what they start end with this one, however it ends (see `jmp_train.launch.child_processes`).
+    The processes and their children end with this one, however it ends (see `jmp_train.launch.child_processes`).
     SIGTERM, SIGHUP, SIGQUIT and Ctrl-C ask them to end, and a second one kills them. Output that cannot be printed or
-    logged is dropped with a warning, and training goes on.
+    logged is dropped with a warning, and training continues.
 
     Args:
       command: a script and its arguments, or `-m`, a module and its arguments; the script may be `jmp-train`.
       count: number of processes.
       devices_per_process: GPUs per process, numbered through, or on a CPU virtual devices.
       logdir: folder for the output of each process, as `rank_0.log` and so on; None for no logs.
-      restarts: how many times to restart all processes after a failure.
+      restarts: number of restarts of all processes after failures.
       grace: seconds between asking a process to end and killing it.
       exit_timeout: seconds that processes may run on after the first has ended well; then they are stopped, which
         counts as a failure. None for no limit: `initialize` has its own time-outs.

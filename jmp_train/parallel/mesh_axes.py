@@ -165,7 +165,7 @@ def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: 
       parallel: the step with its axes.
       mesh: the devices.
       state: arrays, traced arrays or shapes.
-      batch: the whole batch, likewise.
+      batch: the whole batch, with the same requirement.
     """
     if not has_integers(state.model_state):
         return

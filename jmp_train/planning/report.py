@@ -172,7 +172,7 @@ def _rooflines(rows: Sequence[PlanRow]) -> Section | None:
 
 
 def _footer(rows: Sequence[PlanRow], allowances: Allowances) -> list[str]:
-    """Returns what the memory and the times are."""
+    """Returns the notes about memory and times."""
     shares = ("memory_fraction", "fragmentation")
     allowed = {name: f"{x:.0%}" if name in shares else gigabytes(x) for name, x in vars(allowances).items()}
     of_gpu = ", ".join(f"{name} {value}" for name, value in allowed.items())

@@ -114,7 +114,7 @@ class Variant:
         """Returns the step for a batch size, traced for some devices.
 
         Raises:
-          ExportError: the program cannot be compiled elsewhere; the message has the precision's name and what to do.
+          ExportError: the program cannot be compiled for other devices; the message names the precision and the remedy.
         """
         try:
             return self._exported(placement, size, donate, platform)

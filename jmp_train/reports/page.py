@@ -149,7 +149,7 @@ def _notes(run: Run, first: Run) -> Iterator[str]:
 
 
 def explain_failure(name: str, reason: str) -> str:
-    """Returns why a run failed and, after an overflow in a mode that is known for it, what the mode lacks.
+    """Returns the reason for a run's failure and, after an overflow in a mode prone to it, the mode's weakness.
 
     Example:
       >>> explain_failure("apex-O3", "devices=9: there is no more than 8 x cpu")

@@ -115,7 +115,7 @@ def _names(runs: Sequence[Run]) -> list[Cell]:
 
 
 def _first(runs: Sequence[Run]) -> list[str]:
-    """Returns what ratios are compared with; nothing for a single run."""
+    """Returns the label of the first run in ratios; empty for a single run."""
     return [f"1.00x: {runs[0].policy}"] if len(runs) > 1 else []
 
 

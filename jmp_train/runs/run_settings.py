@@ -171,7 +171,7 @@ class RunLength:
     """The length of a run.
 
     Attributes:
-      epochs: passes over the data, the last of which may end early.
+      epochs: passes over the data; the last may end early.
       total: steps of the run; None if the batches have no length.
       steps_per_epoch: batches per epoch; None if they have no length.
     """

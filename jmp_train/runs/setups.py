@@ -42,7 +42,7 @@ class Setup:
         parameters.
       forward: `forward(fn)` returns `fn(params, model_state, batch)` under the policy or mode, for evaluation.
       cast_params: returns the parameters that the task's `evaluate` gets.
-      cast_shared: casts the shared entries of all batches, on the host if they are there, as the step would cast them.
+      cast_shared: casts the shared entries of all batches like the step, on the host if they are on it.
     """
 
     step: TrainStep

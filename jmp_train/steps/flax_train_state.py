@@ -16,8 +16,8 @@ class FlaxTrainState(train_state.TrainState):
     """flax's `TrainState` whose `apply_gradients` takes scaled gradients and skips non-finite steps as a whole.
 
     Create and subclass it as flax's, with a `with_loss_scale` as `tx`. In a skipped step, parameters, optimizer
-    state and everything else passed to `apply_gradients`, such as batch statistics, stay unchanged. `step` and
-    random keys go on.
+    state and everything else passed to `apply_gradients`, such as batch statistics, stay unchanged. `step` and random
+    keys advance.
 
     Attributes:
       loss_scale: the scale of the next loss, for `scaled_value_and_grad`; a `NoOpLossScale` if `tx` has none.

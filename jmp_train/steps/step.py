@@ -41,12 +41,12 @@ def train_step(
 
     If the optimizer is a `with_loss_scale`, a step with non-finite gradients is skipped. Parameters, inner optimizer
     state and model state stay bitwise unchanged, the loss scale decreases, and the skip counters increase. `step` and
-    `rng` go on. A step that the optimizer's rule `skip` skips leaves the loss scale unchanged.
+    `rng` advance. A step that the optimizer's rule `skip` skips leaves the loss scale unchanged.
 
     Args:
       loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`; `stateless` adapts simpler
-        ones. It gets parameters and batch in the compute dtype, and the model state as it is stored. `rng` is a fresh
-        key in each step, or None if the state has none. Floating targets in the batch are cast too. If that loses too
+        ones. It gets parameters and batch in the compute dtype, and the model state in its stored dtypes. `rng` is a
+        fresh key in each step, or None if the state has none. Floating targets in the batch are cast too. If that loses too
         much, use `apply_policy` on the model inside `loss_fn`, and no policy here. `loss` may be a tuple of losses,
         whose sum is minimized. If the optimizer has a `PerLossScale`, each loss has its own scale.
       optimizer: any optax optimizer, usually a `with_loss_scale(...)`. It gets the loss as the extra argument `value`.
@@ -54,12 +54,12 @@ def train_step(
         the parameters, unless the step runs on several devices.
       policy: the dtypes, or the name of a policy; None casts nothing.
       accumulate_steps: number of micro-batches into which the batch is split; see `jmp_train.steps.accumulated`.
-      watch: what to count in every step, of "lost_updates" and "underflow"; see the metrics.
+      watch: the quantities to count in every step: "lost_updates" or "underflow"; see the metrics.
 
     Returns:
       A `TrainStep`: call it, jit it, or pass it to a parallel transform. Its metrics:
         * loss: float32 scalar, the mean over the batch, unscaled; the sum of several losses;
-        * aux: what `loss_fn` returned, in the output dtype; stacked over micro-batches;
+        * aux: the `aux` of `loss_fn`, in the output dtype; stacked over micro-batches;
         * grad_norm: float32 scalar, of the unscaled gradients before the optimizer clips them;
         * grads_finite: bool scalar, True if all gradients of this batch are finite;
         * loss_scale: float32 scalar, the scale of the next step; [losses] under a `PerLossScale`;

@@ -203,7 +203,7 @@ def _smallest(ranking: Sequence[Item], group_of: Callable[[Item], Hashable], suf
 
 
 def needed(items: Sequence[Item], suffices: Suffices[Item]) -> list[Item]:
-    """Returns a subset of the items that suffices, and of which every item is needed.
+    """Returns a sufficient subset of the items in which every item is necessary.
 
     Args:
       items: items that suffice together; the search tries to remove the last ones first.

@@ -52,7 +52,7 @@ def bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
 
 
 def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
-    """Returns the results before `note_integers`; the way an operation is bound decides what its gradient stores."""
+    """Returns the results before `note_integers`; the binding determines what the gradient stores."""
     equation: Any = step.equation
     name, half, dtypes, rule = equation.primitive.name, region.half, step.dtypes, step.rule
     if rule == "fp8":

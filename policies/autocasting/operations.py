@@ -29,7 +29,7 @@ class OperationReport:
       rule: "lower", "float32", "promote", "demote", "keep" or "fp8".
       reason: the reason for the rule.
       flops: the number of floating-point operations, in all iterations of a `scan` together.
-      elements: the number of elements of its results, likewise.
+      elements: the number of elements of its results, in the same iterations.
 
     Example:
       >>> import jax, jax.numpy as jnp

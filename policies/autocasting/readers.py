@@ -131,7 +131,7 @@ def _except_for(variables: set[Any], reader: JaxprEqn, refused: Sequence[bool]) 
 
 
 def _follows(reader: JaxprEqn, through: frozenset[str], added: frozenset[Any]) -> bool:
-    """Returns whether an equation's inputs are wanted if its results are, some of which are only added."""
+    """Returns whether an equation's inputs are wanted if its results, some only added, are wanted."""
     name = reader.primitive.name
     if name in PICKS:
         return name in through and not _repeats(reader)

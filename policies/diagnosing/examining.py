@@ -41,7 +41,7 @@ class Examination:
 
 
 def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Examination:
-    """Returns the examination of a function; it takes and raises what `diagnose` does.
+    """Returns the examination of a function; see `diagnose` for arguments and errors.
 
     Args:
       fn: a pure function.

@@ -177,7 +177,7 @@ def from_float8_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _format(dtype: DTypeLike) -> tuple[int, int, int]:
-    """Returns the number of mantissa bits, how many fewer that is than in float32, and the least normal exponent."""
+    """Returns the number of mantissa bits, its difference from float32's, and the least normal exponent."""
     info = jnp.finfo(dtype)
     return info.nmant, 23 - info.nmant, int(info.minexp)
 

@@ -51,7 +51,7 @@ def causal_attention(
     Args:
       query: floating [batch, tokens, heads, head_size].
       key: floating [batch, tokens, kv_heads, head_size]; kv_heads divide the heads.
-      value: likewise; query and key are rounded to its dtype.
+      value: the same shape; query and key are rounded to its dtype.
       largest_chunk: largest number of scores in memory; the number of queries per block is halved until it fits.
 
     Example:

@@ -178,7 +178,7 @@ class GPT(nnx.Module):
 
         Args:
           tokens: int32 [batch, tokens], at the positions from 0.
-          labels: the tokens after them, likewise.
+          labels: the next tokens, of the same shape.
         """
         x = self._features(tokens)
         with jax.named_scope("head"):
@@ -244,7 +244,7 @@ def cached_attention(query: jax.Array, key: jax.Array, value: jax.Array, seen: j
     Args:
       query: floating [batch, tokens, heads, head_size].
       key: floating [batch, others, kv_heads, head_size].
-      value: likewise, in the key's dtype.
+      value: the same shape, in the key's dtype.
       seen: True for the others that a token attends to, bool [tokens, others].
     """
     attend = partial(jax.nn.dot_product_attention, mask=seen[None, None])
