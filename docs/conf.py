@@ -40,7 +40,7 @@ nitpick_ignore_regex = [  # types in signatures that no reference has
     ("py:class", r"jax\._src\..*|jax\.numpy\.float(16|32)|flax\.core\..*|dataclasses\.InitVar"),
     ("py:class", r"Args|ArrayTree|Image|collections\.abc\.Mapping\[str"),  # of quoted annotations
     ("py:class", r"flax\.nnx\.module\.Module|flax\.typing\..*|jax\.nn\.initializers\.Initializer"),
-    ("py:class", r"SparseRows|SupportsDType"),  # parts of what api/types.rst describes
+    ("py:class", r"SupportsDType"),  # parts of what api/types.rst describes
 ]
 
 # Python

@@ -11,6 +11,10 @@ from jmp_train.graphs.file_formats import faults_named, read_csv_table
 from jmp_train.graphs.structure import LARGEST_COUNT
 from jmp_train.policies import CollapsedValuesWarning
 
+LARGEST_EXACT = 2**24  # up to which float32 represents all integers
+MOST_CLASSES = 2**16  # or the number of rows, so that a label in a damaged file does not make a model huge
+Table = Callable[..., np.ndarray]
+
 
 def find_file(folder: Path, names: Sequence[str]) -> Path | None:
     """Returns the first existing file of some names, or None.
@@ -74,12 +78,6 @@ def describe_files(names: Mapping[str, Sequence[str]], facts: Mapping[str, str])
       facts: by key, further text about it.
     """
     return "".join(f"\n  {' or '.join(choices)} ({facts[key]})" for key, choices in names.items())
-
-
-LARGEST_EXACT = 2**24  # up to which float32 represents all integers
-MOST_CLASSES = 2**16  # or the number of rows, so that a label in a damaged file does not make a model huge
-
-Table = Callable[..., np.ndarray]
 
 
 def read_table(path: Path, dtype: DTypeLike, rows: int | None = None, *, max_bytes: int | None) -> np.ndarray:

@@ -17,10 +17,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.file_formats import DTYPES, serialized
-from jmp_train.graphs.structure import Graph, HeteroGraph, formats_made
+from jmp_train.graphs.structure import Graph, HeteroGraph, check_known, formats_made
 from jmp_train.graphs.transforms import edges_on_host, ends_on_host
 from jmp_train.policies.files import write_atomically
-from jmp_train.policies.pytrees import has_tracers
 
 FORMAT, VERSION = "jmp_train.graphs", "1"
 Arrays = dict[str, np.ndarray]
@@ -105,8 +104,7 @@ def _hetero_taken_apart(name: str, graph: HeteroGraph) -> tuple[Arrays, dict[str
 
 
 def _check_values(name: str, graph: Graph | HeteroGraph) -> None:
-    if has_tracers(graph):
-        raise TypeError(f"{name} is traced: graphs are saved outside of jit")
+    check_known(name, graph, "graphs are saved outside of jit")
 
 
 def _named(of: str, features: Mapping[str, Any], where: str = "") -> Arrays:

@@ -23,6 +23,9 @@ from jmp_train.graphs.datasets.graph_data import NodeData
 _ENDINGS = (".csv.gz", ".csv")
 _PARTS = ("train", "valid", "test")
 
+PUBLIC = "OGB's data sets are public in https://ogb.stanford.edu/docs/nodeprop"
+_NEEDED = ("edge", "num-node-list", "num-edge-list", "node-feat", "node-label")
+
 
 def raw_folder(data_dir: Path | str) -> Path:
     """Returns the folder of the tables; raises ValueError if it has the binary layout."""
@@ -120,11 +123,6 @@ def with_inverse(ends: np.ndarray, edges: Mapping[str, np.ndarray]) -> tuple[np.
     """
     both = np.stack([ends, ends[:, ::-1]], axis=1).reshape(-1, 2)
     return both, {name: np.repeat(array, 2, axis=0) for name, array in edges.items()}
-
-
-PUBLIC = "OGB's data sets are public in https://ogb.stanford.edu/docs/nodeprop"
-
-_NEEDED = ("edge", "num-node-list", "num-edge-list", "node-feat", "node-label")
 
 
 def read_ogb(

@@ -15,6 +15,7 @@ from jmp_train.graphs.structure import (
     checked_features,
     filled,
     formats_of_size,
+    known_ids,
     make_adjacency_checked,
 )
 
@@ -69,8 +70,7 @@ def padded_sizes(
     chosen = _checked_places(data, places)
     if not 1 <= as_count("batch_size", batch_size) <= len(chosen):
         raise ValueError(f"batch_size={batch_size} must be between 1 and the {len(chosen)} graphs")
-    if as_count("buckets", buckets) < 1:
-        raise ValueError(f"buckets={buckets} must be at least 1")
+    as_count("buckets", buckets, least=1)
     counts = np.stack([data.n_node[chosen], data.n_edge[chosen]], 1).astype(np.int64)
     largest = np.sort(counts, axis=0)[-batch_size:].sum(0)
     random = np.random.default_rng(0)
@@ -177,16 +177,7 @@ def padded_batch(
 def _checked_places(data: GraphData, places: ArrayLike | Sequence[int] | None) -> np.ndarray:
     if places is None:
         return np.arange(len(data))
-    chosen = np.asarray(places)
-    if chosen.ndim != 1:
-        raise ValueError(f"places must have one axis, got shape {chosen.shape}")
-    if chosen.size and not np.issubdtype(chosen.dtype, np.integer):
-        raise TypeError(f"places must be integers, got {chosen.dtype}")
-    wrong = (chosen < 0) | (chosen >= len(data))
-    if wrong.any():
-        place = int(wrong.argmax())
-        raise ValueError(f"places[{place}] = {chosen[place]} is not one of the {len(data)} graphs")
-    return chosen.astype(np.int64)
+    return known_ids("places", places, len(data), "graphs").astype(np.int64)
 
 
 def _rows(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

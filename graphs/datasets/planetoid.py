@@ -13,6 +13,7 @@ import numpy as np
 from jmp_train.graphs.datasets.data_files import find_files
 from jmp_train.graphs.datasets.graph_data import NodeData
 from jmp_train.graphs.file_formats import SparseRows, check_bytes, faults_named, most_bytes, read_python2_pickle
+from jmp_train.graphs.structure import checked_word
 
 PLANETOID = ("cora", "citeseer", "pubmed")
 PLANETOID_ADDRESS = "https://github.com/kimiyoung/planetoid/tree/master/data"
@@ -40,7 +41,7 @@ def read_planetoid(data_dir: Path | str, name: str = "cora", *, max_bytes: int |
         100 times the size of the matrices' files, 256 MiB at least. The public data sets are far below.
 
     Returns:
-      The data. Each edge is there once in each direction, self-loops as in the file, sorted by receiver, then
+      The data. The graph has each edge once in each direction and the self-loops of the file, sorted by receiver, then
       sender; features are the file's, not normalized; ids of the split ascend. 15 papers of Citeseer,
       of which only the number is known, have features of 0 and the label -1.
 
@@ -62,8 +63,7 @@ https://github.com/kimiyoung/planetoid/tree/master/data
     https://arxiv.org/abs/1603.08861.
     """
     name = name.lower() if isinstance(name, str) else name
-    if name not in PLANETOID:
-        raise ValueError(f"name={name!r} must be one of {', '.join(map(repr, PLANETOID))}")
+    checked_word("name", name, PLANETOID)
     names = {suffix: (f"ind.{name}.{suffix}",) for suffix in _SUFFIXES}
     paths = find_files(Path(data_dir), names, f"Planetoid's files are public in {PLANETOID_ADDRESS}")
     with faults_named(paths["graph"]):
@@ -154,11 +154,7 @@ def _too_large(path: Path) -> str:
 def _read_labels(path: Path, max_bytes: int | None) -> np.ndarray:
     """Returns bool [rows, classes], True once per row."""
     with faults_named(path):
-        one_hot = read_python2_pickle(path, max_bytes=max_bytes)
-        return _one_hot(path, one_hot)
-
-
-def _one_hot(path: Path, one_hot: object) -> np.ndarray:
+        one_hot: object = read_python2_pickle(path, max_bytes=max_bytes)
     if not isinstance(one_hot, np.ndarray) or one_hot.ndim != 2:
         raise ValueError(f"{path} must hold an array of labels [rows, classes]")
     is_one_hot = ((one_hot == 0) | (one_hot == 1)).all(axis=1) & ((one_hot == 1).sum(axis=1) == 1)

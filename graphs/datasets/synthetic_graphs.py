@@ -13,6 +13,20 @@ _WITHIN_CLASS = 0.8  # fraction of citations within a class; 0.81 in Cora
 _WORDS = 18  # drawn for each paper, as many as Cora's papers have
 _OF_THE_CLASS = 0.25  # fraction of words drawn from those of the paper's class
 
+POSTS_NODES = 232_965
+POSTS_EDGES = 114_615_892
+POSTS_TRAIN, POSTS_TEST = 153_431, 55_703  # numbers of nodes; the other 23,831 are for validation
+_FEWEST = 100  # nodes
+_DENSEST = 1 / 8  # of all pairs
+_WITHIN = 3 / 4  # the fraction of a node's edges that go to its own class, if it has room
+_DRAWN_FOR_LARGEST = 36_000  # about 21,000 of them remain, because edges between hubs are drawn many times
+_DRAWN_AT_ONCE = 2**22
+PROTEINS_GRAPHS = 1113
+KINDS = 3  # helix, sheet, turn
+STAY = (0.8, 0.33)  # by class, the probability that an element has the kind of the one before it
+CONTACT = 0.3
+NOISE = 0.05
+
 
 def synthetic_cora(seed: int = 0) -> NodeData:
     """Returns synthetic papers that cite each other, with Cora's counts of nodes, words and classes.
@@ -76,17 +90,6 @@ def _words(random: np.random.Generator, labels: np.ndarray) -> np.ndarray:
     words = np.zeros((CORA_NODES, CORA_FEATURES), np.float32)
     np.put_along_axis(words, np.where(is_of_class, of_class, drawn), 1, axis=1)
     return words
-
-
-POSTS_NODES = 232_965
-POSTS_EDGES = 114_615_892
-POSTS_TRAIN, POSTS_TEST = 153_431, 55_703  # numbers of nodes; the other 23,831 are for validation
-
-_FEWEST = 100  # nodes
-_DENSEST = 1 / 8  # of all pairs
-_WITHIN = 3 / 4  # the fraction of a node's edges that go to its own class, if it has room
-_DRAWN_FOR_LARGEST = 36_000  # about 21,000 of them remain, because edges between hubs are drawn many times
-_DRAWN_AT_ONCE = 2**22
 
 
 def synthetic_reddit(scale: float = 1.0, seed: int = 0) -> NodeData:
@@ -225,13 +228,6 @@ def _draw_pairs(random: np.random.Generator, labels: np.ndarray, count: int) -> 
         share_of_new = max((len(pairs) - before) / wanted, 0.01)
     surplus = random.choice(len(pairs), len(pairs) - count, replace=False, shuffle=False)
     return np.delete(pairs, surplus)
-
-
-PROTEINS_GRAPHS = 1113
-KINDS = 3  # helix, sheet, turn
-STAY = (0.8, 0.33)  # by class, the probability that an element has the kind of the one before it
-CONTACT = 0.3
-NOISE = 0.05
 
 
 def synthetic_proteins(count: int = PROTEINS_GRAPHS, *, seed: int = 0) -> GraphData:

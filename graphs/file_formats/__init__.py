@@ -10,9 +10,9 @@ from jmp_train.graphs.file_formats.file_limits import faults_named as faults_nam
 from jmp_train.graphs.file_formats.file_limits import most_bytes as most_bytes
 from jmp_train.graphs.file_formats.file_limits import one_line as one_line
 from jmp_train.graphs.file_formats.npz_arrays import read_npz as read_npz
-from jmp_train.graphs.file_formats.python2_pickles import SparseRows as SparseRows
-from jmp_train.graphs.file_formats.python2_pickles import read_python2_pickle as read_python2_pickle
+from jmp_train.graphs.file_formats.pickle_files import SparseRows as SparseRows
+from jmp_train.graphs.file_formats.pickle_files import read_python2_pickle as read_python2_pickle
+from jmp_train.graphs.file_formats.pickle_files import read_torch_arrays as read_torch_arrays
 from jmp_train.graphs.file_formats.safetensors_format import DTYPES as DTYPES
 from jmp_train.graphs.file_formats.safetensors_format import SafetensorsFile as SafetensorsFile
 from jmp_train.graphs.file_formats.safetensors_format import serialized as serialized
-from jmp_train.graphs.file_formats.torch_files import read_torch_arrays as read_torch_arrays

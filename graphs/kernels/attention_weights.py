@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, largest, of_edges
 from jmp_train.graphs.kernels.spmm_sddmm import edge_rows
-from jmp_train.graphs.structure import CSR, accumulation_dtype, finite_or_zero, reciprocal
+from jmp_train.graphs.structure import CSR, CSRAndCSC, accumulation_dtype, finite_or_zero, reciprocal
+
+Inputs = TypeVar("Inputs")
 
 
 @jax.tree_util.register_dataclass
@@ -99,6 +101,16 @@ def dropout_and_weight(
 def times(data: jax.Array, factor: jax.Array | None) -> jax.Array:
     """Returns data times a factor in its dtype; None for 1."""
     return data if factor is None else data * factor.astype(data.dtype)
+
+
+class Saved(NamedTuple, Generic[Inputs]):
+    """The values that the gradient of attention needs; `largest` and `inverse` are those of `SoftmaxSum`."""
+
+    edges: CSRAndCSC
+    dropout: EdgeDropout | None
+    inputs: Inputs
+    largest: jax.Array
+    inverse: jax.Array
 
 
 class SoftmaxSum(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.kernels.attention_weights import EdgeDropout, dropout_and_weight, times
+from jmp_train.graphs.kernels.attention_weights import EdgeDropout, Saved, dropout_and_weight, times
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, largest, of_edges, run_chunked
 from jmp_train.graphs.kernels.implementations import EdgeOperation
 from jmp_train.graphs.kernels.spmm_sddmm import edge_rows
@@ -63,14 +63,7 @@ class DotResult(NamedTuple):
     log_sum: jax.Array
 
 
-class _Saved(NamedTuple):
-    """Values saved for the gradient: the largest logits, and 1 over the sums of exponentials relative to them."""
-
-    edges: CSRAndCSC
-    dropout: EdgeDropout | None
-    inputs: DotInputs
-    largest: jax.Array
-    inverse: jax.Array
+_Saved = Saved[DotInputs]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -111,7 +104,7 @@ def _forward(
     inverse = reciprocal(sizes)
     log_sum = jnp.where(sizes > 0, most + jnp.log(jnp.where(sizes > 0, sizes, jnp.ones_like(sizes))), 0)
     found = DotResult(total * inverse[..., None], edge_total[0] * inverse[..., None] if edge_total else None, log_sum)
-    return found, _Saved(edges, dropout, inputs, most, inverse)
+    return found, Saved(edges, dropout, inputs, most, inverse)
 
 
 def _backward(scale: float, saved: _Saved, gradient: DotResult) -> tuple[None, None, DotInputs]:
@@ -178,17 +171,14 @@ def _backward(scale: float, saved: _Saved, gradient: DotResult) -> tuple[None, N
         found = of_edges(into, of_each, like_row, _elements(into, inputs))
         of_features = found.astype(inputs.edge_features.dtype)
     of_edge_query = None if inputs.edge_query is None else of_queries[1].astype(inputs.edge_query.dtype)
-    return (
-        None,
-        None,
-        DotInputs(
-            of_queries[0].astype(query.dtype),
-            of_key.astype(key.dtype),
-            of_value.astype(value.dtype),
-            of_features,
-            of_edge_query,
-        ),
+    of_inputs = DotInputs(
+        of_queries[0].astype(query.dtype),
+        of_key.astype(key.dtype),
+        of_value.astype(value.dtype),
+        of_features,
+        of_edge_query,
     )
+    return None, None, of_inputs
 
 
 chunked_dot_attention.defvjp(_forward, _backward)

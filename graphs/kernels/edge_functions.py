@@ -25,6 +25,8 @@ from jmp_train.graphs.kernels.edge_reads import (
 from jmp_train.graphs.kernels.edge_terms import Inputs
 from jmp_train.graphs.structure import CSR, NOT_APART, CSRAndCSC, equal_or_nan, rows_like, upcast
 
+_NOTHING: Mapping[Any, jax.Array] = {}
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def largest_of_blocks(count: int, nodes: jax.Array, values: jax.Array, ties: jax.Array) -> jax.Array:
@@ -113,9 +115,6 @@ def first_of_blocks(count: int, nodes: jax.Array, values: jax.Array, first: jax.
     start = jnp.full((count, *first.shape[2:]), NONE, jnp.int32)
     first = _by_node(lambda rows, new: rows.min(new, mode="drop", indices_are_sorted=True), start, nodes, first)
     return jnp.where(first == NONE, -1, first)
-
-
-_NOTHING: Mapping[Any, jax.Array] = {}
 
 
 class Terms(NamedTuple):

@@ -9,13 +9,13 @@ because its factor is summed in the same pass.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.kernels.attention_weights import (
     EdgeDropout,
+    Saved,
     SoftmaxSum,
     dropout_and_weight,
     gradient_of_edge_weight,
@@ -50,14 +50,7 @@ class GATInputs:
         return self.features
 
 
-class _Saved(NamedTuple):
-    """Values saved for the gradient; `largest` and `inverse` are those of `SoftmaxSum`."""
-
-    edges: CSRAndCSC
-    dropout: EdgeDropout | None
-    inputs: GATInputs
-    largest: jax.Array
-    inverse: jax.Array
+_Saved = Saved[GATInputs]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -75,7 +68,7 @@ def _forward(
         result = on_cpus(functools.partial(_native_forward, negative_slope), forward, *arguments)
     else:
         result = forward(*arguments)
-    return result.total, _Saved(edges, dropout, inputs, result.largest, result.inverse)
+    return result.total, Saved(edges, dropout, inputs, result.largest, result.inverse)
 
 
 def _is_native(neighbors: CSR, dropout: EdgeDropout | None, inputs: GATInputs) -> bool:

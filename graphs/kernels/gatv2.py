@@ -8,13 +8,13 @@ all nodes of `left * q` and `right * q`, since `leaky_relu(y)` is its slope time
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.kernels.attention_weights import (
     EdgeDropout,
+    Saved,
     dropout_and_weight,
     gradient_of_edge_weight,
     softmax_sum,
@@ -47,14 +47,7 @@ class GATv2Inputs:
         return self.left
 
 
-class _Saved(NamedTuple):
-    """Values saved for the gradient; `largest` and `inverse` are those of `SoftmaxSum`."""
-
-    edges: CSRAndCSC
-    dropout: EdgeDropout | None
-    inputs: GATv2Inputs
-    largest: jax.Array
-    inverse: jax.Array
+_Saved = Saved[GATv2Inputs]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -77,7 +70,7 @@ def _forward(
     _, heads, width = left.shape
     elements = neighbors.width * heads * width // 2
     result = softmax_sum(neighbors, dropout, inputs.edge_weight, left, logits, elements)
-    saved = _Saved(edges, dropout, inputs, result.largest, result.inverse)
+    saved = Saved(edges, dropout, inputs, result.largest, result.inverse)
     return result.total, saved
 
 

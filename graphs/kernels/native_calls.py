@@ -28,6 +28,14 @@ from jmp_train.graphs.structure import CSR, common_dtype
 from jmp_train.policies.files import cache_folder
 from jmp_train.policies.pytrees import pvary
 
+SOURCE = Path(__file__).with_name("native_kernels.cc")
+TARGETS = ("jmp_weighted_sum", "jmp_edge_dot", "jmp_gat_forward", "jmp_gat_of_receivers", "jmp_gat_of_senders")
+COMPILERS = ("c++", "g++", "clang++")
+OPTIONS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-DNDEBUG", "-w")
+Result = TypeVar("Result")
+_DTYPES = {"float32", "float16", "bfloat16"}
+_IS_IN_USE = jax.make_user_context(False)  # jax traces anew where it changes
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +49,6 @@ class Scales:
 
     senders: jax.Array | None = None
     receivers: jax.Array | None = None
-
-
-SOURCE = Path(__file__).with_name("native_kernels.cc")
-TARGETS = ("jmp_weighted_sum", "jmp_edge_dot", "jmp_gat_forward", "jmp_gat_of_receivers", "jmp_gat_of_senders")
-COMPILERS = ("c++", "g++", "clang++")
-OPTIONS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-DNDEBUG", "-w")
 
 
 @functools.cache
@@ -96,25 +98,11 @@ def _compiler() -> list[str]:
 def _key(compiler: list[str]) -> str:
     """Returns a digest of everything that the compiled file depends on, including the CPU's instructions."""
     cpu = Path("/proc/cpuinfo")
-    flags = (
-        [line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))]
-        if cpu.exists()
-        else []
-    )
-    parts = (
-        SOURCE.read_text(),
-        metadata.version("jaxlib"),
-        compiler,
-        platform.platform(),
-        platform.processor(),
-        flags[:1],
-    )
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]
+    machine = platform.platform(), platform.processor()
+    parts = (SOURCE.read_text(), metadata.version("jaxlib"), compiler, *machine, flags)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-Result = TypeVar("Result")
-_DTYPES = {"float32", "float16", "bfloat16"}
-_IS_IN_USE = jax.make_user_context(False)  # jax traces anew where it changes
 
 
 @contextlib.contextmanager

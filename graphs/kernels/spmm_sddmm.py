@@ -6,7 +6,7 @@ of these two.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,22 +104,8 @@ def edge_rows(neighbors: CSR, chunk: Chunk, data: jax.Array) -> jax.Array:
     return chunk.where_edge(upcast_at(data, at(neighbors.edge_ids, chunk.positions)))
 
 
-class _OfSum(NamedTuple):
-    """Values saved for the gradient of `weighted_sum`."""
-
-    edges: CSRAndCSC
-    scales: Scales
-    data: jax.Array
-    weights: jax.Array | None
-
-
-class _OfDot(NamedTuple):
-    """Values saved for the gradient of `edge_dot`."""
-
-    edges: CSRAndCSC
-    scales: Scales
-    senders: jax.Array
-    receivers: jax.Array
+_OfSum = tuple[CSRAndCSC, Scales, jax.Array, jax.Array | None]
+_OfDot = tuple[CSRAndCSC, Scales, jax.Array, jax.Array]
 
 
 def _sum_forward(
@@ -129,8 +115,7 @@ def _sum_forward(
     data: jax.Array,
     weights: jax.Array | None,
 ) -> tuple[Any, _OfSum]:
-    result = weighted_sum(dtype, edges, scales, data, weights)
-    return result, _OfSum(edges, scales, data, weights)
+    return weighted_sum(dtype, edges, scales, data, weights), (edges, scales, data, weights)
 
 
 def _sum_backward(dtype: DTypeLike | None, saved: _OfSum, gradient: jax.Array) -> tuple[None, None, Any, Any]:
@@ -148,8 +133,7 @@ def _sum_backward(dtype: DTypeLike | None, saved: _OfSum, gradient: jax.Array) -
 
 
 def _dot_forward(edges: CSRAndCSC, scales: Scales, senders: jax.Array, receivers: jax.Array) -> tuple[Any, _OfDot]:
-    result = edge_dot(edges, scales, senders, receivers)
-    return result, _OfDot(edges, scales, senders, receivers)
+    return edge_dot(edges, scales, senders, receivers), (edges, scales, senders, receivers)
 
 
 def _dot_backward(saved: _OfDot, gradient: jax.Array) -> tuple[None, None, Any, Any]:

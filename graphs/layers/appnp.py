@@ -6,11 +6,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.layers.dropout import DropoutKeys
 from jmp_train.graphs.layers.gcn import NORMS
-from jmp_train.graphs.layers.layer_inputs import checked_word, in_dtype
+from jmp_train.graphs.layers.layer import DropoutKeys, Layer
 from jmp_train.graphs.layers.propagation import propagate
-from jmp_train.graphs.structure import Graph
+from jmp_train.graphs.structure import Graph, checked_word
 
 
 def appnp_conv(
@@ -65,7 +64,7 @@ def appnp_conv(
     )
 
 
-class APPNPConv(nnx.Module):
+class APPNPConv(Layer):
     """The layer of `appnp_conv`: `layer(graph, features, edge_weight=None)`. It has no parameters.
 
     Args:
@@ -100,10 +99,9 @@ class APPNPConv(nnx.Module):
         checked_word("norm", norm, NORMS)
         self.k = k
         self.alpha = alpha
-        self.edge_dropout = edge_dropout
         self.norm = norm
         self.dtype = dtype
-        self.dropout_keys = DropoutKeys({"edge_dropout": edge_dropout}, rngs)
+        self.dropout_keys = DropoutKeys(rngs, edge_dropout=edge_dropout)
 
     def __call__(
         self,
@@ -123,15 +121,5 @@ class APPNPConv(nnx.Module):
           deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
           rngs: random streams for dropout, in place of the layer's own.
         """
-        (features,) = in_dtype(self.dtype, features)
-        key = self.dropout_keys(deterministic, rngs)
-        return appnp_conv(
-            graph,
-            features,
-            self.k,
-            self.alpha,
-            norm=self.norm,
-            edge_weight=edge_weight,
-            edge_dropout=0.0 if key is None else self.edge_dropout,
-            dropout_key=key,
-        )
+        dropout = self.dropout_keys(deterministic, rngs)
+        return self.call(appnp_conv, graph, self.cast(features), edge_weight=edge_weight, **dropout)

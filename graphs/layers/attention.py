@@ -6,7 +6,7 @@ import jraph
 
 from jmp_train.graphs.array_types import Floats, Ids
 from jmp_train.graphs.kernels import GAT, GATV2, GATInputs, GATv2Inputs, edge_dropout
-from jmp_train.graphs.layers.dropout import check_dropout
+from jmp_train.graphs.layers.dense import check_dropout
 from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_graph
 from jmp_train.graphs.messages import checked_ids, frame_of, some_edges
 from jmp_train.graphs.structure import (
@@ -15,6 +15,7 @@ from jmp_train.graphs.structure import (
     EdgeType,
     Graph,
     HeteroGraph,
+    checked_word,
     from_jraph,
     graph_storage,
     in_float32,
@@ -56,8 +57,7 @@ def edge_softmax(
       >>> edge_softmax(graph, jnp.zeros((3, 1), jnp.float16)).tolist()
       [[0.5], [0.5], [1.0]]
     """
-    if norm_by not in ("dst", "src"):
-        raise ValueError(f"norm_by={norm_by!r} must be 'dst' or 'src'")
+    checked_word("norm_by", norm_by, ("dst", "src"))
     graph = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
     graph = graph.graph() if isinstance(graph, Block) else graph
     frame = frame_of(graph, etype)

@@ -8,9 +8,10 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import Floats, SparseRows
-from jmp_train.graphs.layers.dense import Activation, activated, uniform_between, with_bias
-from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_optional, end_rows, in_dtype, promoted
+from jmp_train.graphs.array_types import Floats
+from jmp_train.graphs.layers.dense import Activation, activated, with_bias
+from jmp_train.graphs.layers.layer import Layer, drawn, uniform_between
+from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_optional, end_rows, promoted
 from jmp_train.graphs.layers.propagation import (
     Hop,
     as_whole_graph,
@@ -20,14 +21,14 @@ from jmp_train.graphs.layers.propagation import (
     product_of_all,
     products_apart,
 )
-from jmp_train.graphs.structure import Graph, graph_storage, rows_like, upcast
+from jmp_train.graphs.structure import Graph, SparseFeatures, graph_storage, rows_like, upcast
 
 _Pair = tuple[jax.Array, jax.Array]
 
 
 def cheb_conv(
     graph: Graph | jraph.GraphsTuple,
-    features: Floats | SparseRows,
+    features: Floats | SparseFeatures,
     weight: Floats,
     bias: Floats | None = None,
     *,
@@ -144,7 +145,7 @@ def _polynomials(laplacian: _Laplacian, rows: jax.Array, count: int) -> jax.Arra
     return jnp.concatenate([rows[None], further])
 
 
-class ChebConv(nnx.Module):
+class ChebConv(Layer):
     """The layer of `cheb_conv`: `layer(graph, features, edge_weight=None)`.
 
     The weight [k, in, out] has a Glorot uniform initializer over the inputs of all terms; the bias [out] is 0.
@@ -186,16 +187,14 @@ class ChebConv(nnx.Module):
         self.lambda_max = lambda_max
         self.activation = activation
         self.dtype = dtype
-        limit = (6 / (k * in_features + out_features)) ** 0.5
-        self.weight = nnx.Param(uniform_between(limit)(rngs.params(), (k, in_features, out_features), param_dtype))
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if use_bias:
-            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+        uniform = uniform_between((6 / (k * in_features + out_features)) ** 0.5)
+        self.weight = drawn(rngs, uniform, (k, in_features, out_features), param_dtype)
+        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
 
     def __call__(
         self,
         graph: Graph | jraph.GraphsTuple,
-        features: Floats | SparseRows,
+        features: Floats | SparseFeatures,
         edge_weight: Floats | None = None,
         *,
         lambda_max: Floats | None = None,
@@ -208,13 +207,5 @@ class ChebConv(nnx.Module):
           edge_weight: see `cheb_conv`.
           lambda_max: see `cheb_conv`; None for the layer's.
         """
-        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
-        return cheb_conv(
-            graph,
-            features,
-            weight,
-            bias,
-            lambda_max=self.lambda_max if lambda_max is None else lambda_max,
-            edge_weight=edge_weight,
-            activation=self.activation,
-        )
+        lambda_max = self.lambda_max if lambda_max is None else lambda_max
+        return self.call(cheb_conv, graph, self.cast(features), edge_weight=edge_weight, lambda_max=lambda_max)

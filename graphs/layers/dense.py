@@ -1,18 +1,19 @@
-"""Dense operations on node features, stored in half precision, and the initializers that flax does not have."""
+"""Operations on node features, stored in half precision: products with weights, biases, activations, dropout."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.structure import SparseFeatures, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
 Activation = Callable[[jax.Array], jax.Array]
+
+Data = TypeVar("Data", jax.Array, SparseFeatures)
 
 
 def dense(features: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -59,22 +60,27 @@ def activated(features: jax.Array, *functions: Activation | None) -> jax.Array:
     return graph_storage(features)
 
 
-def uniform_between(bound: float) -> nnx.Initializer:
-    """Returns an initializer that draws uniformly between -bound and bound, as in torch's layers."""
+def check_dropout(name: str, rate: float, key: jax.Array | nnx.Rngs | None) -> None:
+    """Raises ValueError if a rate is not in [0, 1), or has no key."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name}={rate} must be in [0, 1)")
+    if rate and key is None:
+        raise ValueError(f"{name}={rate} needs a random key")
 
-    def init(key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, *_: Any) -> jax.Array:
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
 
-    return init
+def drop(data: Data, rate: float, key: jax.Array | None) -> Data:
+    """Returns data with entries dropped, and the others scaled up."""
+    if not rate or key is None:
+        return data
+    if isinstance(data, SparseFeatures):  # dropout leaves zeros at 0
+        return data.map_values(lambda values: drop(values, rate, key))
+    is_kept = jax.random.bernoulli(key, 1 - rate, data.shape)
+    return jnp.where(is_kept, data / jnp.asarray(1 - rate, data.dtype), jnp.zeros_like(data))
 
 
-def uniform_param(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param[jax.Array]:
-    """Returns a parameter as in `torch.nn.Linear`, uniform between -1 and 1 over the square root of `fan_in`.
-
-    Args:
-      rngs: flax's random streams; "params" is used.
-      shape: shape of a weight or a bias.
-      fan_in: number of inputs of the layer.
-      dtype: dtype of the parameter.
-    """
-    return nnx.Param(uniform_between(max(fan_in, 1) ** -0.5)(rngs.params(), shape, dtype))
+def split_key(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns two keys from one, or None twice without a key."""
+    if key is None:
+        return None, None
+    first, second = jax.random.split(key)
+    return first, second

@@ -7,10 +7,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import CHUNKED_ELEMENTS, BlockReduction, Messages, reduce_blocks
-from jmp_train.graphs.layers.dense import uniform_param
 from jmp_train.graphs.layers.edgeconv import AGGREGATORS, Apply, checked_halves, messages_of, of_ends
-from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, checked_word, in_dtype, promoted
-from jmp_train.graphs.structure import CSR, as_count, graph_storage, in_float32, upcast
+from jmp_train.graphs.layers.layer import Layer, uniform_param
+from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, promoted
+from jmp_train.graphs.structure import CSR, as_count, checked_word, graph_storage, in_float32, upcast
 from jmp_train.policies.autocasting import autocast_as
 
 ROWS = 256  # rows of distances computed at a time
@@ -37,17 +37,12 @@ def nearest_points(points: Floats, k: int, mask: ArrayLike | None = None) -> jax
       [[0, 1], [1, 0], [2, 1]]
     """
     array = as_floats("points", points, *_shape(points), "points", "dimensions")
-    _checked_k(k)
+    as_count("k", k, least=1)
     return _nearest(array, k, _checked_mask(mask, array))
 
 
 def _shape(points: Floats) -> tuple[int, ...]:
     return jnp.shape(jnp.asarray(points))[:-2]
-
-
-def _checked_k(k: int) -> None:
-    if as_count("k", k) == 0:
-        raise ValueError("k=0 must be at least 1")
 
 
 def _checked_mask(mask: ArrayLike | None, points: jax.Array) -> jax.Array:
@@ -127,7 +122,7 @@ def dynamic_edge_conv(
     chosen = None if implementation is None else checked_word("implementation", implementation, words)
     kernel, width = checked_halves(weight)
     rows = as_floats("features", features, *_shape(features), "points", width)
-    _checked_k(k)
+    as_count("k", k, least=1)
     rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, kernel.shape[1]))
     is_point = _checked_mask(mask, rows)
     edges = _nearest_edges(_nearest(rows, k, is_point), is_point)
@@ -179,7 +174,7 @@ def _whole(edges: CSR, messages: Messages, reduction: BlockReduction) -> jax.Arr
     return in_float32(reduce, rows)
 
 
-class DynamicEdgeConv(nnx.Module):
+class DynamicEdgeConv(Layer):
     """The layer of `dynamic_edge_conv`: `layer(features, mask=None)`.
 
     The weight [2 * in, out] and the bias [out] have torch's uniform initializer for linear layers.
@@ -222,16 +217,15 @@ class DynamicEdgeConv(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         checked_word("aggregator", aggregator, AGGREGATORS)
-        _checked_k(k)
+        as_count("k", k, least=1)
         self.apply = apply
         self.k = k
         self.aggregator = aggregator
         self.implementation = implementation
         self.dtype = dtype
         self.weight = uniform_param(rngs, (2 * in_features, out_features), 2 * in_features, param_dtype)
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if use_bias:
-            self.bias = uniform_param(rngs, (out_features,), 2 * in_features, param_dtype)
+        bias = uniform_param(rngs, (out_features,), 2 * in_features, param_dtype) if use_bias else None
+        self.bias = nnx.data(bias)
 
     def __call__(self, features: Floats, mask: ArrayLike | None = None) -> jax.Array:
         """Returns the convolution [..., points, out].
@@ -240,14 +234,4 @@ class DynamicEdgeConv(nnx.Module):
           features: see `dynamic_edge_conv`.
           mask: see `dynamic_edge_conv`.
         """
-        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
-        return dynamic_edge_conv(
-            features,
-            weight,
-            bias,
-            self.apply,
-            k=self.k,
-            mask=mask,
-            aggregator=self.aggregator,
-            implementation=self.implementation,
-        )
+        return self.call(dynamic_edge_conv, self.cast(features), mask=mask)

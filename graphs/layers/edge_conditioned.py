@@ -10,21 +10,21 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, NetworkMatrices, OfEdges
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense
+from jmp_train.graphs.layers.dense import Activation, activated, dense, with_bias
+from jmp_train.graphs.layers.layer import Layer, drawn
 from jmp_train.graphs.layers.layer_inputs import (
+    EndFeatures,
     as_edge_features,
     as_edge_weight,
     as_floats,
     as_graph,
     as_optional,
-    checked_word,
     end_rows,
-    in_dtype,
     promoted_with,
 )
-from jmp_train.graphs.structure import Block, Graph, inverse_degrees
+from jmp_train.graphs.structure import Block, Graph, checked_word, inverse_degrees
 
 Params = TypeVar("Params")
 AGGREGATORS = ("sum", "mean")
@@ -104,10 +104,7 @@ def nn_conv(
     inputs = MappedInputs(tuple(jax.tree.leaves(params)), of_each, rows.senders)
     scale = inverse_degrees(graph.in_degrees, rows.senders) if aggregator == "mean" else None
     result = MAPPED_SUM(implementation, graph.connections, matrices, inputs, scale)
-    if own is not None:
-        result = dense(rows.receivers, own, offset) + result
-    elif offset is not None:
-        result = add_bias(result, offset)
+    result = with_bias(result, offset) if own is None else dense(rows.receivers, own, offset) + result
     return activated(result, activation)
 
 
@@ -120,7 +117,7 @@ def _check_network(network: Callable[..., Any], params: Any, of_edges: jax.Array
         )
 
 
-class NNConv(nnx.Module):
+class NNConv(Layer):
     """The layer of `nn_conv`: `layer(graph, features, edge_features, edge_weight=None)`.
 
     The weight of the node itself has a Glorot uniform initializer; the bias is 0.
@@ -177,13 +174,10 @@ class NNConv(nnx.Module):
         self.aggregator = aggregator
         self.activation = activation
         self.dtype = dtype
-        self.self_weight: nnx.Param[jax.Array] | None = nnx.data(None)
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if use_self_weight:
-            init = nnx.initializers.glorot_uniform()
-            self.self_weight = nnx.Param(init(rngs.params(), (in_features, out_features), param_dtype))
-        if use_bias:
-            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+        glorot = nnx.initializers.glorot_uniform()
+        weight = drawn(rngs, glorot, (in_features, out_features), param_dtype) if use_self_weight else None
+        self.self_weight = nnx.data(weight)
+        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
 
     def __call__(
         self,
@@ -200,19 +194,13 @@ class NNConv(nnx.Module):
           edge_features: see `nn_conv`.
           edge_weight: see `nn_conv`.
         """
-        features, edge_features = in_dtype(self.dtype, features, edge_features)
-        self_weight, bias = in_dtype(self.dtype, self.self_weight, self.bias)
         definition, params = nnx.split(self.network)
-        return nn_conv(
+        return self.call(
+            nn_conv,
             graph,
-            features,
-            edge_features,
-            lambda params, rows: nnx.merge(definition, params)(rows),
-            params,
-            self.out_features,
-            self_weight,
-            bias,
-            aggregator=self.aggregator,
+            self.cast(features),
+            self.cast(edge_features),
+            network=lambda params, rows: nnx.merge(definition, params)(rows),
+            network_params=params,
             edge_weight=edge_weight,
-            activation=self.activation,
         )

@@ -8,23 +8,24 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import REDUCTIONS, BlockReduction, EdgeOperation, Messages, reduce_blocks
 from jmp_train.graphs.layers.aggregation import aggregate
-from jmp_train.graphs.layers.dense import activated, uniform_param
+from jmp_train.graphs.layers.dense import activated
+from jmp_train.graphs.layers.layer import Layer, uniform_param
 from jmp_train.graphs.layers.layer_inputs import (
+    EndFeatures,
     as_floats,
     as_graph,
     as_optional,
-    checked_word,
     end_rows,
-    in_dtype,
     promoted_with,
 )
 from jmp_train.graphs.structure import (
     Adjacency,
     Block,
     Graph,
+    checked_word,
     graph_storage,
     in_float32,
     rows_like,
@@ -185,7 +186,7 @@ def messages_of(senders: jax.Array, receivers: jax.Array, apply: Apply, dtype: D
 EDGE_FUNCTION = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements)
 
 
-class EdgeConv(nnx.Module):
+class EdgeConv(Layer):
     """The layer of `edge_conv`: `layer(graph, features)`.
 
     The weight [2 * in, out] and the bias [out] have torch's uniform initializer for linear layers.
@@ -233,9 +234,8 @@ class EdgeConv(nnx.Module):
         self.implementation = implementation
         self.dtype = dtype
         self.weight = uniform_param(rngs, (2 * in_features, out_features), 2 * in_features, param_dtype)
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if use_bias:
-            self.bias = uniform_param(rngs, (out_features,), 2 * in_features, param_dtype)
+        bias = uniform_param(rngs, (out_features,), 2 * in_features, param_dtype) if use_bias else None
+        self.bias = nnx.data(bias)
 
     def __call__(self, graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) -> jax.Array:
         """Returns the convolution [nodes, ...].
@@ -244,13 +244,4 @@ class EdgeConv(nnx.Module):
           graph: see `edge_conv`.
           features: see `edge_conv`.
         """
-        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
-        return edge_conv(
-            graph,
-            features,
-            weight,
-            bias,
-            self.apply,
-            aggregator=self.aggregator,
-            implementation=self.implementation,
-        )
+        return self.call(edge_conv, graph, self.cast(features))

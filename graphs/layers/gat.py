@@ -6,18 +6,18 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.attention import gat_attention
-from jmp_train.graphs.layers.attention_layer import AttentionLayer, checked_residual, glorot_param
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias, product
-from jmp_train.graphs.layers.dropout import check_dropout, split_key
+from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, product, split_key, with_bias
+from jmp_train.graphs.layers.layer import DropoutKeys, Layer, glorot_param
 from jmp_train.graphs.layers.layer_inputs import (
+    EndFeatures,
     as_floats,
     as_graph,
     as_optional,
     check_in_degrees,
+    checked_residual,
     end_rows,
-    in_dtype,
     promoted_with,
 )
 from jmp_train.graphs.structure import Block, Graph, upcast
@@ -115,8 +115,7 @@ def gat_conv(
     if residual:
         own = lambda features: features if residual_kernel is None else product(features, residual_kernel)
         result = result + rows.of_receivers(own)
-    if offset is not None:
-        result = add_bias(result, offset)
+    result = with_bias(result, offset)
     return activated(result.reshape(-1, heads, out), activation)
 
 
@@ -128,7 +127,7 @@ def _logits(table: jax.Array, vector: jax.Array) -> jax.Array:
     return (rows * vector.astype(rows.dtype)).sum(-1)
 
 
-class GATConv(AttentionLayer):
+class GATConv(Layer):
     """The layer of `gat_conv`: `layer(graph, features, edge_weight=None)`.
 
     Weights and vectors have a Glorot normal initializer with gain sqrt(2); the bias is 0.
@@ -180,26 +179,19 @@ class GATConv(AttentionLayer):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        super().__init__(
-            feature_dropout=feature_dropout,
-            attention_dropout=attention_dropout,
-            negative_slope=negative_slope,
-            residual=residual,
-            activation=activation,
-            allow_zero_in_degree=allow_zero_in_degree,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.negative_slope = negative_slope
+        self.residual = residual
+        self.activation = activation
+        self.allow_zero_in_degree = allow_zero_in_degree
+        self.dtype = dtype
+        self.dropout_keys = DropoutKeys(rngs, feature_dropout=feature_dropout, attention_dropout=attention_dropout)
         width = num_heads * out_features
+        has_weight = residual and in_features != width
         self.weight = glorot_param(rngs, (in_features, width), param_dtype)
         self.left = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
         self.right = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
-        self.residual_weight: nnx.Param[jax.Array] | None = nnx.data(None)
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if residual and in_features != width:
-            self.residual_weight = glorot_param(rngs, (in_features, width), param_dtype)
-        if use_bias:
-            self.bias = nnx.Param(jnp.zeros(width, param_dtype))
+        self.residual_weight = nnx.data(glorot_param(rngs, (in_features, width), param_dtype) if has_weight else None)
+        self.bias = nnx.data(nnx.Param(jnp.zeros(width, param_dtype)) if use_bias else None)
 
     def __call__(
         self,
@@ -219,17 +211,5 @@ class GATConv(AttentionLayer):
           deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
           rngs: random streams for dropout, in place of the layer's own.
         """
-        features, weight, residual_weight, bias = in_dtype(
-            self.dtype, features, self.weight, self.residual_weight, self.bias
-        )
-        return gat_conv(
-            graph,
-            features,
-            weight,
-            self.left,
-            self.right,
-            bias,
-            residual_weight=residual_weight,
-            edge_weight=edge_weight,
-            **self.options(deterministic, rngs),
-        )
+        given = {"left": self.left, "right": self.right, "edge_weight": edge_weight}  # never cast
+        return self.call(gat_conv, graph, self.cast(features), **given, **self.dropout_keys(deterministic, rngs))

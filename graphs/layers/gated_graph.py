@@ -11,14 +11,14 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats, Ids
 from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, MixedMatrices, OfEdges
 from jmp_train.graphs.layers.aggregation import aggregate
-from jmp_train.graphs.layers.dense import dense, uniform_between
+from jmp_train.graphs.layers.dense import dense
+from jmp_train.graphs.layers.layer import Layer, drawn, uniform_param
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_types,
     as_edge_weight,
     as_floats,
     as_graph,
     as_optional,
-    in_dtype,
     promoted,
 )
 from jmp_train.graphs.layers.recurrent import gru_shapes, gru_state
@@ -37,7 +37,7 @@ def gated_graph_conv(
     num_steps: int,
     edge_weight: Floats | None = None,
 ) -> jax.Array:
-    """Returns the states of nodes after several rounds, in each of which a GRU reads the sum of the messages.
+    """Returns the states of nodes after several rounds. In each, a GRU reads the sum of the messages.
 
     A message is the sender's state times the matrix of the edge's type. States are float32 from round to round, because
     slow changes of a state stagnate in half precision. Messages are stored in the features' dtype.
@@ -131,7 +131,7 @@ def _typed_messages(
     return MAPPED_SUM(None, graph.connections, MixedMatrices(), MappedInputs((matrices, None), of_edges, rows))
 
 
-class GatedGraphConv(nnx.Module):
+class GatedGraphConv(Layer):
     """The layer of `gated_graph_conv`: `layer(graph, features, edge_types=None, edge_weight=None)`.
 
     Matrices have a Glorot uniform initializer with gain sqrt(2), the GRU's weights and biases a uniform one between -1
@@ -178,17 +178,11 @@ class GatedGraphConv(nnx.Module):
             raise ValueError(f"in_features={in_features} must be at most out_features={out_features}")
         self.num_steps = num_steps
         self.dtype = dtype
-
-        def draw(init: nnx.Initializer, shape: tuple[int, ...]) -> nnx.Param[jax.Array]:
-            return nnx.Param(init(rngs.params(), shape, param_dtype))
-
         glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform", batch_axis=0)
-        self.weight = draw(glorot, (num_types, out_features, out_features))
-        self.message_bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if use_bias:
-            self.message_bias = nnx.Param(jnp.zeros((num_types, out_features), param_dtype))
-        uniform = uniform_between(out_features**-0.5)
-        self.gru_weights = nnx.List([draw(uniform, shape) for shape in gru_shapes(out_features)])
+        self.weight = drawn(rngs, glorot, (num_types, out_features, out_features), param_dtype)
+        self.message_bias = nnx.data(nnx.Param(jnp.zeros((num_types, out_features), param_dtype)) if use_bias else None)
+        shapes = gru_shapes(out_features)
+        self.gru_weights = nnx.List([uniform_param(rngs, shape, out_features, param_dtype) for shape in shapes])
 
     def __call__(
         self,
@@ -205,15 +199,5 @@ class GatedGraphConv(nnx.Module):
           edge_types: see `gated_graph_conv`.
           edge_weight: see `gated_graph_conv`.
         """
-        arrays = in_dtype(self.dtype, features, self.weight, self.message_bias, *self.gru_weights)
-        features, weight, message_bias, *gru_weights = arrays
-        return gated_graph_conv(
-            graph,
-            features,
-            weight,
-            gru_weights,
-            message_bias,
-            edge_types,
-            num_steps=self.num_steps,
-            edge_weight=edge_weight,
-        )
+        given = {"edge_types": edge_types, "edge_weight": edge_weight}
+        return self.call(gated_graph_conv, graph, self.cast(features), **given)

@@ -6,18 +6,18 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.attention import gatv2_attention
-from jmp_train.graphs.layers.attention_layer import AttentionLayer, checked_residual, glorot_param
-from jmp_train.graphs.layers.dense import Activation, activated, dense
-from jmp_train.graphs.layers.dropout import check_dropout, split_key
+from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, dense, split_key
+from jmp_train.graphs.layers.layer import DropoutKeys, Layer, glorot_param
 from jmp_train.graphs.layers.layer_inputs import (
+    EndFeatures,
     as_floats,
     as_graph,
     as_optional,
     check_in_degrees,
+    checked_residual,
     end_rows,
-    in_dtype,
     promoted_with,
 )
 from jmp_train.graphs.structure import Block, Graph
@@ -138,7 +138,7 @@ def _checked_pair(
     )
 
 
-class GATv2Conv(AttentionLayer):
+class GATv2Conv(Layer):
     """The layer of `gatv2_conv`: `layer(graph, features, edge_weight=None)`.
 
     Weights and vectors have a Glorot normal initializer with gain sqrt(2); biases are 0.
@@ -191,16 +191,12 @@ class GATv2Conv(AttentionLayer):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        super().__init__(
-            feature_dropout=feature_dropout,
-            attention_dropout=attention_dropout,
-            negative_slope=negative_slope,
-            residual=residual,
-            activation=activation,
-            allow_zero_in_degree=allow_zero_in_degree,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.negative_slope = negative_slope
+        self.residual = residual
+        self.activation = activation
+        self.allow_zero_in_degree = allow_zero_in_degree
+        self.dtype = dtype
+        self.dropout_keys = DropoutKeys(rngs, feature_dropout=feature_dropout, attention_dropout=attention_dropout)
         width = num_heads * out_features
 
         def dense_params(is_there: bool) -> list[nnx.Param[jax.Array] | None]:
@@ -231,18 +227,5 @@ class GATv2Conv(AttentionLayer):
           deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
           rngs: random streams for dropout, in place of the layer's own.
         """
-        features, *weights = in_dtype(self.dtype, features, self.left_weight, self.right_weight, self.residual_weight)
-        left_bias, right_bias, residual_bias = in_dtype(self.dtype, self.left_bias, self.right_bias, self.residual_bias)
-        return gatv2_conv(
-            graph,
-            features,
-            weights[0],
-            self.attention,
-            weights[1],
-            left_bias,
-            right_bias,
-            residual_weight=weights[2],
-            residual_bias=residual_bias,
-            edge_weight=edge_weight,
-            **self.options(deterministic, rngs),
-        )
+        given = {"attention": self.attention, "edge_weight": edge_weight}  # never cast
+        return self.call(gatv2_conv, graph, self.cast(features), **given, **self.dropout_keys(deterministic, rngs))

@@ -8,20 +8,20 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.aggregation import aggregate, degree_scale
 from jmp_train.graphs.layers.dense import Activation, activated, product, with_bias
+from jmp_train.graphs.layers.layer import Layer, drawn
 from jmp_train.graphs.layers.layer_inputs import (
+    EndFeatures,
     as_edge_weight,
     as_graph,
     as_optional,
     check_in_degrees,
-    checked_word,
     end_rows,
-    in_dtype,
     promoted,
 )
-from jmp_train.graphs.structure import Adjacency, Block, Graph, SparseFeatures, inverse_degrees, rows_like
+from jmp_train.graphs.structure import Adjacency, Block, Graph, SparseFeatures, checked_word, inverse_degrees, rows_like
 
 # The powers of the degrees of senders and receivers by which features are scaled.
 NORMS = {"none": (0, 0), "both": (-0.5, -0.5), "left": (-1, 0), "right": (0, -1)}
@@ -121,7 +121,7 @@ def degree_scales(graph: Graph | Block, norm: str, features: jax.Array) -> tuple
     return degree_scale(out_degrees, of_senders, features), receiver_scale
 
 
-class GraphConv(nnx.Module):
+class GraphConv(Layer):
     """The layer of `graph_conv`: `layer(graph, features, edge_weight=None)`.
 
     The weight [in, out] has a Glorot uniform initializer; the bias [out] is 0.
@@ -175,13 +175,9 @@ class GraphConv(nnx.Module):
         self.activation = activation
         self.allow_zero_in_degree = allow_zero_in_degree
         self.dtype = dtype
-        self.weight: nnx.Param[jax.Array] | None = nnx.data(None)
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if use_weight:
-            init = nnx.initializers.glorot_uniform()
-            self.weight = nnx.Param(init(rngs.params(), (in_features, out_features), param_dtype))
-        if use_bias:
-            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+        glorot = nnx.initializers.glorot_uniform()
+        self.weight = nnx.data(drawn(rngs, glorot, (in_features, out_features), param_dtype) if use_weight else None)
+        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
 
     def __call__(
         self, graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures, edge_weight: Floats | None = None
@@ -193,14 +189,4 @@ class GraphConv(nnx.Module):
           features: see `graph_conv`.
           edge_weight: see `graph_conv`.
         """
-        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
-        return graph_conv(
-            graph,
-            features,
-            weight,
-            bias,
-            norm=self.norm,
-            edge_weight=edge_weight,
-            activation=self.activation,
-            allow_zero_in_degree=self.allow_zero_in_degree,
-        )
+        return self.call(graph_conv, graph, self.cast(features), edge_weight=edge_weight)

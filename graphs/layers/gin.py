@@ -8,19 +8,19 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.fn import Reduction
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.layers.dense import Activation, activated
+from jmp_train.graphs.layers.layer import Layer
 from jmp_train.graphs.layers.layer_inputs import (
+    EndFeatures,
     as_edge_weight,
     as_graph,
-    checked_word,
     end_rows,
-    in_dtype,
     promoted_with,
 )
-from jmp_train.graphs.structure import Adjacency, Block, Graph
+from jmp_train.graphs.structure import Adjacency, Block, Graph, checked_word
 
 AGGREGATORS: tuple[Reduction, ...] = ("sum", "max", "mean")
 
@@ -87,7 +87,7 @@ def gin_conv(
     return activated(result, apply, activation)
 
 
-class GINConv(nnx.Module):
+class GINConv(Layer):
     """The layer of `gin_conv`: `layer(graph, features, edge_weight=None)`.
 
     Args:
@@ -128,9 +128,7 @@ class GINConv(nnx.Module):
         self.aggregator = aggregator
         self.activation = activation
         self.dtype = dtype
-        self.eps: nnx.Param[jax.Array] | float = (
-            nnx.Param(jnp.full(1, init_eps, param_dtype)) if learn_eps else init_eps
-        )
+        self.eps = nnx.Param(jnp.full(1, init_eps, param_dtype)) if learn_eps else init_eps
 
     def __call__(
         self, graph: Graph | jraph.GraphsTuple, features: Floats, edge_weight: Floats | None = None
@@ -142,13 +140,4 @@ class GINConv(nnx.Module):
           features: see `gin_conv`.
           edge_weight: see `gin_conv`.
         """
-        (features,) = in_dtype(self.dtype, features)
-        return gin_conv(
-            graph,
-            features,
-            self.apply,
-            self.eps,
-            self.aggregator,
-            edge_weight=edge_weight,
-            activation=self.activation,
-        )
+        return self.call(gin_conv, graph, self.cast(features), eps=self.eps, edge_weight=edge_weight)

@@ -8,10 +8,11 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import EdgeOperation, Inputs, chunked_sum
 from jmp_train.graphs.layers.dense import Activation, activated
-from jmp_train.graphs.layers.layer_inputs import as_floats, as_graph, end_rows, in_dtype, promoted_with
+from jmp_train.graphs.layers.layer import Layer
+from jmp_train.graphs.layers.layer_inputs import EndFeatures, as_edge_features, as_graph, end_rows, promoted_with
 from jmp_train.graphs.structure import Adjacency, Block, Graph, accumulation_dtype, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
@@ -55,7 +56,7 @@ def gine_conv(
     """
     graph = as_graph(graph, features)
     rows = end_rows(graph, features, "width")
-    edges = as_floats("edge_features", edge_features, graph.connections.receivers.num_edges, rows.senders.shape[1])
+    edges = as_edge_features(graph, edge_features, rows.senders.shape[1])
     rows, (edges,) = promoted_with(rows, edges)
     eps = jnp.asarray(eps)
     if eps.size != 1:
@@ -103,7 +104,7 @@ def _elements(senders: jax.Array, edges: jax.Array) -> int:
 RECTIFIED_SUM = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements)
 
 
-class GINEConv(nnx.Module):
+class GINEConv(Layer):
     """The layer of `gine_conv`: `layer(graph, features, edge_features)`.
 
     Args:
@@ -137,9 +138,7 @@ class GINEConv(nnx.Module):
         self.apply = apply
         self.activation = activation
         self.dtype = dtype
-        self.eps: nnx.Param[jax.Array] | float = (
-            nnx.Param(jnp.full(1, init_eps, param_dtype)) if learn_eps else init_eps
-        )
+        self.eps = nnx.Param(jnp.full(1, init_eps, param_dtype)) if learn_eps else init_eps
 
     def __call__(
         self, graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures, edge_features: Floats
@@ -151,5 +150,4 @@ class GINEConv(nnx.Module):
           features: see `gine_conv`.
           edge_features: see `gine_conv`.
         """
-        features, edge_features = in_dtype(self.dtype, features, edge_features)
-        return gine_conv(graph, features, edge_features, self.apply, self.eps, activation=self.activation)
+        return self.call(gine_conv, graph, self.cast(features), self.cast(edge_features), eps=self.eps)

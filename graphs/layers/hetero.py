@@ -9,11 +9,27 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.layers.layer_inputs import as_floats, checked_word, promoted
-from jmp_train.graphs.structure import Block, EdgeType, Graph, HeteroGraph, find_edge_type, graph_storage, upcast
+from jmp_train.graphs.layers.layer_inputs import as_floats, promoted
+from jmp_train.graphs.structure import (
+    Block,
+    EdgeType,
+    Graph,
+    HeteroGraph,
+    checked_word,
+    find_edge_type,
+    graph_storage,
+    upcast,
+)
 from jmp_train.policies.autocasting import autocast_as
 
 Blocks = Mapping[EdgeType, Block]
+
+Aggregate = str | Callable[[Sequence[jax.Array]], jax.Array]
+# A function of a graph or a block, of the nodes' features, and of inputs for the edges.
+EdgeLayer = Callable[..., jax.Array]
+TypedFeatures = Mapping[str, Floats]
+Kind = TypeVar("Kind", bound=str | EdgeType)
+AGGREGATES = ("sum", "mean", "max", "min", "stack")
 
 
 def checked_typed_edges(graph: Any) -> None:
@@ -23,7 +39,7 @@ def checked_typed_edges(graph: Any) -> None:
       graph: a graph of several types, or a block by edge type.
 
     Raises:
-      TypeError: it is neither.
+      TypeError: the graph is neither a HeteroGraph nor a block by edge type.
     """
     if isinstance(graph, HeteroGraph):
         return
@@ -56,7 +72,7 @@ def block_of(graph: HeteroGraph | Blocks, kind: EdgeType) -> Block:
 
 
 def num_rows(graph: HeteroGraph | Blocks, node_type: str, kinds: Iterable[EdgeType]) -> int | str:
-    """Returns the number of rows of the features of a node type; "nodes", any number, if blocks do not tell.
+    """Returns the number of rows of the features of a node type; "nodes", any number, if blocks do not determine it.
 
     Args:
       graph: see `checked_typed_edges`.
@@ -74,17 +90,9 @@ def num_rows(graph: HeteroGraph | Blocks, node_type: str, kinds: Iterable[EdgeTy
     return counts.pop() if counts else "nodes"
 
 
-Aggregate = str | Callable[[Sequence[jax.Array]], jax.Array]
-# A function of a graph or a block, of the nodes' features, and of inputs for the edges.
-Layer = Callable[..., jax.Array]
-TypedFeatures = Mapping[str, Floats]
-Kind = TypeVar("Kind", bound=str | EdgeType)
-AGGREGATES = ("sum", "mean", "max", "min", "stack")
-
-
 def hetero_graph_conv(
     graph: HeteroGraph | Blocks,
-    layers: Mapping[str, Layer] | Mapping[EdgeType, Layer],
+    layers: Mapping[str, EdgeLayer] | Mapping[EdgeType, EdgeLayer],
     features: TypedFeatures | tuple[TypedFeatures, TypedFeatures],
     aggregate: Aggregate = "sum",
     *,
@@ -210,7 +218,9 @@ class HeteroGraphConv(nnx.Module):
       ((2, 8), (1, 8))
     """
 
-    def __init__(self, layers: Mapping[str, Layer] | Mapping[EdgeType, Layer], aggregate: Aggregate = "sum") -> None:
+    def __init__(
+        self, layers: Mapping[str, EdgeLayer] | Mapping[EdgeType, EdgeLayer], aggregate: Aggregate = "sum"
+    ) -> None:
         if not callable(aggregate):
             checked_word("aggregate", aggregate, AGGREGATES)
         self.aggregate = aggregate

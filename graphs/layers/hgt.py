@@ -1,7 +1,7 @@
 """The layer of heterogeneous graph transformers (HGT): attention over the edges of all types that enter a node."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import DOT_ATTENTION, DotInputs, edge_dropout
-from jmp_train.graphs.layers.dense import activated, dense
-from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
+from jmp_train.graphs.layers.dense import activated, check_dropout, dense
 from jmp_train.graphs.layers.hetero import (
     Blocks,
     block_of,
@@ -20,7 +19,8 @@ from jmp_train.graphs.layers.hetero import (
     of_edge_types,
     parameter_names,
 )
-from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, in_dtype, promoted
+from jmp_train.graphs.layers.layer import DropoutKeys, Layer, drawn
+from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, promoted
 from jmp_train.graphs.structure import EdgeType, HeteroGraph, finite_or_zero, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
@@ -279,7 +279,7 @@ def _skipped(result: jax.Array, rows: jax.Array, skip: jax.Array) -> jax.Array:
     return share * upcast(result) + (1 - share) * upcast(rows)
 
 
-class HGTConv(nnx.Module):
+class HGTConv(Layer):
     """The layer of `hgt_conv`: `layer(graph, features)`.
 
     Weights have a Glorot uniform initializer; biases are 0, priors and skips 1.
@@ -326,16 +326,15 @@ class HGTConv(nnx.Module):
     ) -> None:
         if num_heads < 1 or out_features % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide out_features={out_features}")
-        self.attention_dropout = attention_dropout
         self.dtype = dtype
-        self.dropout_keys = DropoutKeys({"attention_dropout": attention_dropout}, rngs)
+        self.dropout_keys = DropoutKeys(rngs, attention_dropout=attention_dropout)
         self.edge_types = tuple(edge_types)
         width = out_features // num_heads
         glorot = nnx.initializers.glorot_uniform()
         of_heads = nnx.initializers.variance_scaling(1.0, "fan_avg", "uniform", batch_axis=0)
 
         def draw(init: nnx.Initializer, *shape: int) -> nnx.Param[jax.Array]:
-            return nnx.Param(init(rngs.params(), shape, param_dtype))
+            return drawn(rngs, init, shape, param_dtype)
 
         nodes, edges = {}, {}
         for name in node_types:
@@ -369,16 +368,14 @@ class HGTConv(nnx.Module):
           rngs: random streams for dropout, in place of the layer's own.
         """
 
-        def cast(weights: nnx.Dict) -> dict[str, jax.Array]:
-            return dict(zip(weights, in_dtype(self.dtype, *weights.values()), strict=True))
+        def cast(arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
+            return {name: self.cast(array) for name, array in arrays.items()}
 
-        key = self.dropout_keys(deterministic, rngs)
         names = parameter_names(self.edge_types)
         return hgt_conv(
             graph,
-            dict(zip(features, in_dtype(self.dtype, *features.values()), strict=True)),
+            cast(features),
             {name: HGTNodeWeights(**cast(weights)) for name, weights in self.node_weights.items()},
             {kind: HGTEdgeWeights(**cast(self.edge_weights[name])) for kind, name in names.items()},
-            attention_dropout=0.0 if key is None else self.attention_dropout,
-            dropout_key=key,
+            **self.dropout_keys(deterministic, rngs),
         )

@@ -9,9 +9,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.layers.dense import uniform_param
-from jmp_train.graphs.layers.layer_inputs import as_floats, checked_word, in_dtype, promoted
-from jmp_train.graphs.structure import graph_storage, in_float32, upcast
+from jmp_train.graphs.layers.layer import Layer, uniform_param
+from jmp_train.graphs.layers.layer_inputs import as_floats, promoted
+from jmp_train.graphs.structure import checked_word, graph_storage, in_float32, upcast
 
 MODES = ("cat", "max", "lstm")
 
@@ -133,7 +133,7 @@ def _states(
     return jax.lax.scan(step, (start, start), layers, reverse=reverse)[1]
 
 
-class JumpingKnowledge(nnx.Module):
+class JumpingKnowledge(Layer):
     """The layer of `jumping_knowledge`: `layer([first, second, ...])`.
 
     Weights of "lstm" have the uniform initializers of torch's LSTM and linear layers.
@@ -185,9 +185,7 @@ class JumpingKnowledge(nnx.Module):
         Args:
           layers: see `jumping_knowledge`.
         """
-        rows = in_dtype(self.dtype, *layers)
         weights = None
         if self.weights is not None:
-            given = [self.weights[name] for name in JumpingWeights._fields]
-            weights = JumpingWeights(*in_dtype(self.dtype, *given))
-        return jumping_knowledge(rows, self.mode, weights)
+            weights = JumpingWeights(**{name: self.cast(self.weights[name]) for name in JumpingWeights._fields})
+        return jumping_knowledge([self.cast(rows) for rows in layers], self.mode, weights)

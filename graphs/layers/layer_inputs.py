@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ import jraph
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats, Ids, SparseRows
-from jmp_train.graphs.layers.dropout import drop
+from jmp_train.graphs.array_types import Floats, Ids
+from jmp_train.graphs.layers.dense import drop
 from jmp_train.graphs.structure import (
     Block,
     Graph,
@@ -22,11 +22,15 @@ from jmp_train.graphs.structure import (
     common_dtype,
     first_rows,
     from_jraph,
+    known_ids,
     node_mask,
 )
 from jmp_train.policies.pytrees import has_tracers
 
-Word = TypeVar("Word", bound=str)
+# Features of all nodes, or of those that send and those that receive.
+EndFeatures = Floats | SparseFeatures | tuple[Floats, Floats]
+
+Axis = int | str | EllipsisType
 
 
 def as_graph(graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) -> Graph | Block:
@@ -48,7 +52,7 @@ def as_graph(graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) ->
     return graph
 
 
-def as_floats(name: str, array: Floats | SparseRows, *shape: int | str | EllipsisType) -> jax.Array:
+def as_floats(name: str, array: Floats | SparseFeatures, *shape: int | str | EllipsisType) -> jax.Array:
     """Returns a checked array.
 
     Args:
@@ -109,18 +113,14 @@ def as_edge_types(graph: Graph | Block, edge_types: Ids, num_types: int) -> jax.
       TypeError: they are not integers.
       ValueError: they have another shape, or one of them is out of range; the message names the edge.
     """
-    is_traced = has_tracers(edge_types)
-    array = cast(Any, edge_types) if is_traced else np.asarray(edge_types)
     num_edges = graph.connections.receivers.num_edges
+    array: Any = edge_types if has_tracers(edge_types) else np.asarray(edge_types)
     if array.shape != (num_edges,):
         raise ValueError(f"edge_types must be [{num_edges}], got shape {array.shape}")
-    if not jnp.issubdtype(array.dtype, jnp.integer) and num_edges:  # an empty list is float64
+    if not has_tracers(array):
+        array = known_ids("edge_types", array, num_types, "types")
+    elif not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"edge_types must be integers, got {array.dtype}")
-    if not is_traced:
-        wrong = (array < 0) | (array >= num_types)
-        if wrong.any():
-            edge = int(wrong.argmax())
-            raise ValueError(f"edge_types[{edge}] = {array[edge]} is out of range for {num_types} types")
     return jnp.asarray(array, jnp.int32)
 
 
@@ -129,32 +129,39 @@ def as_optional(name: str, array: Floats | None, *shape: int | str | EllipsisTyp
     return None if array is None else as_floats(name, array, *shape)
 
 
-def checked_word(name: str, word: str, words: Iterable[Word]) -> Word:
-    """Returns an argument that is one of some words; raises ValueError if it is another."""
-    known = list(words)
-    for each in known:
-        if each == word:
-            return each
-    raise ValueError(f"{name}={word!r} must be one of {', '.join(map(repr, known))}")
+def checked_residual(residual: bool, weight: Floats | None, width: int, out: int) -> jax.Array | None:
+    """Returns the weight of a layer's residual, or None.
+
+    Args:
+      residual: whether there is a residual.
+      weight: floating [width, out]; None if both are equal.
+      width: width of the features.
+      out: width of the result.
+
+    Raises:
+      ValueError: the shape does not fit, or there is a weight without a residual.
+      TypeError: it is not floating.
+    """
+    if weight is not None and not residual:
+        raise ValueError("residual_weight needs residual=True")
+    if residual and weight is None and width != out:
+        raise ValueError(
+            f"residual=True adds features of width {width} to {out}: residual_weight [{width}, {out}] is needed"
+        )
+    return as_optional("residual_weight", weight, width, out)
 
 
 def check_in_degrees(graph: Graph | Block, allow_zero_in_degree: bool) -> None:
-    """Raises ValueError if some node is known to have no incoming edge, and that is not allowed."""
-    if not allow_zero_in_degree and _has_zero_in_degree(graph):
+    """Raises ValueError if some node, except padding, is known to have no incoming edge, and that is not allowed."""
+    has_some = graph.connections.has_zero_in_degree
+    if has_some is None and isinstance(graph, Graph) and graph.is_padded:
+        is_known = not has_tracers((graph.in_degrees, graph.n_node))
+        has_some = is_known and (node_mask(graph) & (graph.in_degrees == 0)).any()
+    if has_some and not allow_zero_in_degree:
         raise ValueError(
             "some nodes have no incoming edges, so their results would not depend on their features: add "
             "self-loops, or pass allow_zero_in_degree=True"
         )
-
-
-def _has_zero_in_degree(graph: Graph | Block) -> bool | None:
-    """Returns whether some node, except padding, has no incoming edge; None if that is unknown."""
-    known = graph.connections.has_zero_in_degree
-    if known is not None or isinstance(graph, Block) or not graph.is_padded:
-        return known
-    if has_tracers((graph.in_degrees, graph.n_node)):
-        return None
-    return bool((node_mask(graph) & (graph.in_degrees == 0)).any())
 
 
 def promoted(*arrays: jax.Array | None) -> list[Any]:
@@ -175,9 +182,6 @@ def _in_dtype(dtype: DTypeLike, array: Any) -> Any:
     if isinstance(array, tuple):
         return tuple(in_dtype(dtype, *array))
     return array.astype(dtype) if isinstance(array, SparseFeatures) else jnp.asarray(array, dtype)
-
-
-Axis = int | str | EllipsisType
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,20 +9,30 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.fn import Reduce, copy_u, u_add_e
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense, uniform_param
+from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense
+from jmp_train.graphs.layers.layer import Layer, uniform_param
 from jmp_train.graphs.layers.layer_inputs import (
+    EndFeatures,
+    as_edge_features,
     as_floats,
     as_graph,
     as_optional,
-    checked_word,
     end_rows,
-    in_dtype,
     promoted_with,
 )
 from jmp_train.graphs.messages import update_all
-from jmp_train.graphs.structure import Adjacency, Block, Graph, accumulation_dtype, graph_storage, rows_like, upcast
+from jmp_train.graphs.structure import (
+    Adjacency,
+    Block,
+    Graph,
+    accumulation_dtype,
+    checked_word,
+    graph_storage,
+    rows_like,
+    upcast,
+)
 from jmp_train.policies.autocasting import autocast_as
 
 AGGREGATORS = ("mean", "max", "min", "std", "var", "sum")
@@ -95,9 +105,7 @@ def pna_conv(
     graph = as_graph(graph, features)
     rows = end_rows(graph, features, "in")
     width_in = rows.senders.shape[1]
-    edges = None
-    if edge_features is not None:
-        edges = as_floats("edge_features", edge_features, graph.connections.receivers.num_edges, "edge_in")
+    edges = None if edge_features is None else as_edge_features(graph, edge_features, "edge_in")
     length = 2 * width_in + (0 if edges is None else edges.shape[1])
     pre = as_floats("pre_weight", pre_weight, "towers", length, "width")
     towers, _, width = pre.shape
@@ -204,7 +212,7 @@ def _scaled(adjacency: Adjacency, scalers: Sequence[str], delta: float, parts: j
     return graph_storage(total(parts).astype(parts.dtype))
 
 
-class PNAConv(nnx.Module):
+class PNAConv(Layer):
     """The layer of `pna_conv`: `layer(graph, features, edge_features=None)`.
 
     Weights and biases have torch's uniform initializer for linear layers.
@@ -282,16 +290,4 @@ class PNAConv(nnx.Module):
           features: see `pna_conv`.
           edge_features: see `pna_conv`.
         """
-        weights = (self.pre_weight, self.post_weight, self.mix_weight)
-        biases = (self.pre_bias, self.post_bias, self.mix_bias)
-        features, edge_features, *arrays = in_dtype(self.dtype, features, edge_features, *weights, *biases)
-        return pna_conv(
-            graph,
-            features,
-            *arrays,
-            delta=self.delta,
-            aggregators=self.aggregators,
-            scalers=self.scalers,
-            edge_features=edge_features,
-            activation=self.activation,
-        )
+        return self.call(pna_conv, graph, self.cast(features), edge_features=self.cast(edge_features))

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import jraph
 
-from jmp_train.graphs.array_types import Floats, SparseRows
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.aggregation import aggregate
-from jmp_train.graphs.layers.dense import product
-from jmp_train.graphs.layers.dropout import check_dropout, drop
+from jmp_train.graphs.layers.dense import check_dropout, drop, product
 from jmp_train.graphs.layers.gcn import NORMS, degree_scales
-from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_graph, checked_word
+from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_graph
 from jmp_train.graphs.structure import (
     Adjacency,
     Block,
@@ -20,6 +19,7 @@ from jmp_train.graphs.structure import (
     SparseFeatures,
     accumulation_dtype,
     as_count,
+    checked_word,
     graph_storage,
     rows_like,
     upcast,
@@ -67,7 +67,7 @@ def make_hop(graph: Graph, norm: str, edge_weight: jax.Array | None, features: j
     return hop
 
 
-def as_whole_graph(graph: Graph | jraph.GraphsTuple, features: Floats | SparseRows) -> Graph:
+def as_whole_graph(graph: Graph | jraph.GraphsTuple, features: Floats | SparseFeatures) -> Graph:
     """Returns a graph of ours or jraph's as ours; raises TypeError for blocks, whose targets cannot send again."""
     whole = as_graph(graph, features)
     if isinstance(whole, Block):

@@ -7,22 +7,21 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats, Ids
+from jmp_train.graphs.array_types import Floats, Ids
 from jmp_train.graphs.kernels import MAPPED_SUM, DiagonalBlocks, MappedInputs, MixedMatrices, OfEdges
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense, uniform_between
-from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout, drop
+from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, dense, drop, with_bias
+from jmp_train.graphs.layers.layer import DropoutKeys, Layer, drawn, uniform_between
 from jmp_train.graphs.layers.layer_inputs import (
+    EndFeatures,
     as_edge_types,
     as_edge_weight,
     as_floats,
     as_graph,
     as_optional,
-    checked_word,
     end_rows,
-    in_dtype,
     promoted_with,
 )
-from jmp_train.graphs.structure import Block, Graph
+from jmp_train.graphs.structure import Block, Graph, checked_word
 from jmp_train.policies.pytrees import has_tracers
 
 REGULARIZERS = ("none", "basis", "bdd")
@@ -100,10 +99,7 @@ def rel_graph_conv(
     result = MAPPED_SUM(implementation, graph.connections, matrices, inputs)
     if norm is not None:
         result = activated(result, norm)
-    if own is not None:
-        result = dense(rows.receivers, own, offset) + result
-    elif offset is not None:
-        result = add_bias(result, offset)
+    result = with_bias(result, offset) if own is None else dense(rows.receivers, own, offset) + result
     return drop(activated(result, activation), dropout_rate, dropout_key)
 
 
@@ -161,7 +157,7 @@ def relation_norm(graph: Graph, edge_types: Ids) -> jax.Array:
     return jnp.asarray(1 / sizes, jnp.float32)
 
 
-class RelGraphConv(nnx.Module):
+class RelGraphConv(Layer):
     """The layer of `rel_graph_conv`: `layer(graph, features, edge_types, edge_weight=None)`.
 
     Matrices have a uniform initializer between -1 and 1 over the square root of their input width; coefficients
@@ -222,14 +218,13 @@ class RelGraphConv(nnx.Module):
             raise ValueError(
                 f"num_bases={bases} blocks must divide in_features={in_features} and out_features={out_features}"
             )
-        self.dropout_rate = dropout_rate
         self.norm = norm
         self.activation = activation
         self.dtype = dtype
-        self.dropout_keys = DropoutKeys({"dropout_rate": dropout_rate}, rngs)
+        self.dropout_keys = DropoutKeys(rngs, dropout_rate=dropout_rate)
 
         def draw(init: nnx.Initializer, *shape: int) -> nnx.Param[jax.Array]:
-            return nnx.Param(init(rngs.params(), shape, param_dtype))
+            return drawn(rngs, init, shape, param_dtype)
 
         glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform")
         shapes = {
@@ -239,15 +234,9 @@ class RelGraphConv(nnx.Module):
         }
         shape = shapes[regularizer]
         self.weight = draw(uniform_between(shape[-2] ** -0.5), *shape)
-        self.coefficients: nnx.Param[jax.Array] | None = nnx.data(None)
-        self.self_weight: nnx.Param[jax.Array] | None = nnx.data(None)
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if regularizer == "basis":
-            self.coefficients = draw(glorot, num_types, bases)
-        if use_self_weight:
-            self.self_weight = draw(glorot, in_features, out_features)
-        if use_bias:
-            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+        self.coefficients = nnx.data(draw(glorot, num_types, bases) if regularizer == "basis" else None)
+        self.self_weight = nnx.data(draw(glorot, in_features, out_features) if use_self_weight else None)
+        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
 
     def __call__(
         self,
@@ -269,20 +258,5 @@ class RelGraphConv(nnx.Module):
           deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
           rngs: random streams for dropout, in place of the layer's own.
         """
-        features, weight, coefficients = in_dtype(self.dtype, features, self.weight, self.coefficients)
-        self_weight, bias = in_dtype(self.dtype, self.self_weight, self.bias)
-        key = self.dropout_keys(deterministic, rngs)
-        return rel_graph_conv(
-            graph,
-            features,
-            edge_types,
-            weight,
-            coefficients,
-            self_weight,
-            bias,
-            edge_weight=edge_weight,
-            dropout_rate=0.0 if key is None else self.dropout_rate,
-            dropout_key=key,
-            activation=self.activation,
-            norm=self.norm,
-        )
+        given = {"edge_types": edge_types, "edge_weight": edge_weight}
+        return self.call(rel_graph_conv, graph, self.cast(features), **given, **self.dropout_keys(deterministic, rngs))

@@ -9,23 +9,22 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.aggregation import aggregate
-from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense, product, uniform_between
-from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
+from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, dense, product, with_bias
+from jmp_train.graphs.layers.layer import DropoutKeys, Layer, drawn, uniform_between
 from jmp_train.graphs.layers.layer_inputs import (
+    EndFeatures,
     EndRows,
     as_edge_weight,
     as_floats,
     as_graph,
     as_optional,
-    checked_word,
     end_rows,
-    in_dtype,
     promoted_with,
 )
 from jmp_train.graphs.layers.recurrent import lstm_aggregate, lstm_shapes
-from jmp_train.graphs.structure import Adjacency, Block, Graph, SparseFeatures, rows_like
+from jmp_train.graphs.structure import Adjacency, Block, Graph, SparseFeatures, checked_word, rows_like
 
 AGGREGATORS = ("mean", "gcn", "pool", "lstm")
 
@@ -107,10 +106,10 @@ def sage_conv(
         result = _collect(graph, products, aggregator, (), edge_weight)
     else:
         result = product(_collect(graph, rows, aggregator, inner, edge_weight), kernel)
-    if self_kernel is not None:
+    if self_kernel is None:
+        result = with_bias(result, offset)
+    else:
         result = rows.of_receivers(lambda features: dense(features, self_kernel, offset)) + result
-    elif offset is not None:
-        result = add_bias(result, offset)
     return activated(result, activation, norm)
 
 
@@ -156,7 +155,7 @@ def _mean_with_self(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> 
     return (total + rows) / rows_like(sizes, rows)
 
 
-class SAGEConv(nnx.Module):
+class SAGEConv(Layer):
     """The layer of `sage_conv`: `layer(graph, features, edge_weight=None)`.
 
     Weights have a Glorot uniform initializer with gain sqrt(2); biases and the LSTM's parameters are
@@ -203,25 +202,21 @@ class SAGEConv(nnx.Module):
     ) -> None:
         checked_word("aggregator", aggregator, AGGREGATORS)
         self.aggregator = aggregator
-        self.feature_dropout = feature_dropout
         self.norm = norm
         self.activation = activation
         self.dtype = dtype
-        self.dropout_keys = DropoutKeys({"feature_dropout": feature_dropout}, rngs)
+        self.dropout_keys = DropoutKeys(rngs, feature_dropout=feature_dropout)
 
         def draw(init: nnx.Initializer, *shape: int) -> nnx.Param[jax.Array]:
-            return nnx.Param(init(rngs.params(), shape, param_dtype))
+            return drawn(rngs, init, shape, param_dtype)
 
+        is_gcn = aggregator == "gcn"
         glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform")
         uniform = uniform_between(in_features**-0.5)
         self.weight = draw(glorot, in_features, out_features)
-        self.self_weight: nnx.Param[jax.Array] | None = nnx.data(None)
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if aggregator != "gcn":
-            self.self_weight = draw(glorot, in_features, out_features)
-        if use_bias:
-            is_gcn = aggregator == "gcn"
-            self.bias = draw(nnx.initializers.zeros if is_gcn else uniform, out_features)
+        self.self_weight = nnx.data(None if is_gcn else draw(glorot, in_features, out_features))
+        of_bias = nnx.initializers.zeros if is_gcn else uniform
+        self.bias = nnx.data(draw(of_bias, out_features) if use_bias else None)
         inits = {"pool": (glorot, uniform), "lstm": (uniform,) * 4}.get(aggregator, ())
         shapes = _inner_shapes(aggregator, in_features)
         self.aggregator_weights = nnx.List([draw(init, *shape) for init, shape in zip(inits, shapes, strict=True)])
@@ -244,20 +239,5 @@ class SAGEConv(nnx.Module):
           deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
           rngs: random streams for dropout, in place of the layer's own.
         """
-        arrays = (features, self.weight, self.self_weight, self.bias, *self.aggregator_weights)
-        features, weight, self_weight, bias, *inner = in_dtype(self.dtype, *arrays)
-        key = self.dropout_keys(deterministic, rngs)
-        return sage_conv(
-            graph,
-            features,
-            weight,
-            self_weight,
-            bias,
-            aggregator=self.aggregator,
-            aggregator_weights=inner,
-            edge_weight=edge_weight,
-            feature_dropout=0.0 if key is None else self.feature_dropout,
-            dropout_key=key,
-            activation=self.activation,
-            norm=self.norm,
-        )
+        dropout = self.dropout_keys(deterministic, rngs)
+        return self.call(sage_conv, graph, self.cast(features), edge_weight=edge_weight, **dropout)

@@ -6,25 +6,24 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import Floats, SparseRows
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.dense import product, with_bias
 from jmp_train.graphs.layers.gcn import NORMS
+from jmp_train.graphs.layers.layer import Layer, drawn
 from jmp_train.graphs.layers.layer_inputs import (
     as_floats,
     as_optional,
     check_in_degrees,
-    checked_word,
     end_rows,
-    in_dtype,
     promoted,
 )
 from jmp_train.graphs.layers.propagation import as_whole_graph, is_narrowing, propagate
-from jmp_train.graphs.structure import Graph
+from jmp_train.graphs.structure import Graph, SparseFeatures, checked_word
 
 
 def sg_conv(
     graph: Graph | jraph.GraphsTuple | None,
-    features: Floats | SparseRows,
+    features: Floats | SparseFeatures,
     weight: Floats,
     bias: Floats | None = None,
     *,
@@ -89,7 +88,7 @@ def sg_conv(
     return with_bias(result, offset)
 
 
-class SGConv(nnx.Module):
+class SGConv(Layer):
     """The layer of `sg_conv`: `layer(graph, features, edge_weight=None)`, or `layer(None, propagated)`.
 
     The weight [in, out] has a Glorot uniform initializer; the bias [out] is 0.
@@ -137,11 +136,8 @@ class SGConv(nnx.Module):
         self.norm = norm
         self.allow_zero_in_degree = allow_zero_in_degree
         self.dtype = dtype
-        init = nnx.initializers.glorot_uniform()
-        self.weight = nnx.Param(init(rngs.params(), (in_features, out_features), param_dtype))
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if use_bias:
-            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+        self.weight = drawn(rngs, nnx.initializers.glorot_uniform(), (in_features, out_features), param_dtype)
+        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
 
     def propagate(
         self, graph: Graph | jraph.GraphsTuple, features: Floats, edge_weight: Floats | None = None
@@ -153,15 +149,14 @@ class SGConv(nnx.Module):
           features: floating [nodes, in].
           edge_weight: see `sg_conv`.
         """
-        (features,) = in_dtype(self.dtype, features)
         whole = as_whole_graph(graph, features)
         check_in_degrees(whole, self.allow_zero_in_degree)
-        return propagate(whole, features, self.k, norm=self.norm, edge_weight=edge_weight)
+        return propagate(whole, self.cast(features), self.k, norm=self.norm, edge_weight=edge_weight)
 
     def __call__(
         self,
         graph: Graph | jraph.GraphsTuple | None,
-        features: Floats | SparseRows,
+        features: Floats | SparseFeatures,
         edge_weight: Floats | None = None,
     ) -> jax.Array:
         """Returns the convolution [nodes, out].
@@ -171,14 +166,4 @@ class SGConv(nnx.Module):
           features: see `sg_conv`.
           edge_weight: see `sg_conv`.
         """
-        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
-        return sg_conv(
-            graph,
-            features,
-            weight,
-            bias,
-            k=self.k,
-            norm=self.norm,
-            edge_weight=edge_weight,
-            allow_zero_in_degree=self.allow_zero_in_degree,
-        )
+        return self.call(sg_conv, graph, self.cast(features), edge_weight=edge_weight)

@@ -6,15 +6,14 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import Floats, SparseRows
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.dense import Activation, activated, with_bias
 from jmp_train.graphs.layers.gcn import NORMS
+from jmp_train.graphs.layers.layer import Layer, drawn
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_weight,
     as_optional,
-    checked_word,
     end_rows,
-    in_dtype,
     promoted,
 )
 from jmp_train.graphs.layers.propagation import (
@@ -26,12 +25,12 @@ from jmp_train.graphs.layers.propagation import (
     product_of_all,
     products_apart,
 )
-from jmp_train.graphs.structure import Graph, graph_storage, upcast
+from jmp_train.graphs.structure import Graph, SparseFeatures, checked_word, graph_storage, upcast
 
 
 def tag_conv(
     graph: Graph | jraph.GraphsTuple,
-    features: Floats | SparseRows,
+    features: Floats | SparseFeatures,
     weight: Floats,
     bias: Floats | None = None,
     *,
@@ -105,7 +104,7 @@ def _hops(hop: Hop, rows: jax.Array, count: int) -> jax.Array:
     return jnp.concatenate([rows[None], further])
 
 
-class TAGConv(nnx.Module):
+class TAGConv(Layer):
     """The layer of `tag_conv`: `layer(graph, features, edge_weight=None)`.
 
     The weight [k + 1, in, out] has a Glorot normal initializer with gain sqrt(2) over the inputs of all hops; the
@@ -153,13 +152,11 @@ class TAGConv(nnx.Module):
         self.activation = activation
         self.dtype = dtype
         init = nnx.initializers.normal((4 / ((k + 1) * in_features + out_features)) ** 0.5)
-        self.weight = nnx.Param(init(rngs.params(), (k + 1, in_features, out_features), param_dtype))
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        if use_bias:
-            self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+        self.weight = drawn(rngs, init, (k + 1, in_features, out_features), param_dtype)
+        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
 
     def __call__(
-        self, graph: Graph | jraph.GraphsTuple, features: Floats | SparseRows, edge_weight: Floats | None = None
+        self, graph: Graph | jraph.GraphsTuple, features: Floats | SparseFeatures, edge_weight: Floats | None = None
     ) -> jax.Array:
         """Returns the convolution [nodes, out].
 
@@ -168,7 +165,4 @@ class TAGConv(nnx.Module):
           features: see `tag_conv`.
           edge_weight: see `tag_conv`.
         """
-        features, weight, bias = in_dtype(self.dtype, features, self.weight, self.bias)
-        return tag_conv(
-            graph, features, weight, bias, norm=self.norm, edge_weight=edge_weight, activation=self.activation
-        )
+        return self.call(tag_conv, graph, self.cast(features), edge_weight=edge_weight)

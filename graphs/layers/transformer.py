@@ -6,17 +6,17 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.array_types import EndFeatures, Floats
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import DOT_ATTENTION, DotInputs, DotResult, edge_dropout
-from jmp_train.graphs.layers.dense import Activation, activated, dense
-from jmp_train.graphs.layers.dropout import DropoutKeys, check_dropout
+from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, dense
+from jmp_train.graphs.layers.layer import DropoutKeys, Layer, drawn
 from jmp_train.graphs.layers.layer_inputs import (
+    EndFeatures,
     as_edge_features,
     as_floats,
     as_graph,
     as_optional,
     end_rows,
-    in_dtype,
     promoted_with,
 )
 from jmp_train.graphs.structure import Block, Graph, graph_storage, upcast
@@ -170,7 +170,7 @@ def _gated(result: jax.Array, own: jax.Array, weight: jax.Array) -> jax.Array:
     return gate * own + (1 - gate) * result
 
 
-class TransformerConv(nnx.Module):
+class TransformerConv(Layer):
     """The layer of `transformer_conv`: `layer(graph, features, edge_features=None)`.
 
     Weights have a Glorot uniform initializer; biases are 0.
@@ -182,7 +182,7 @@ class TransformerConv(nnx.Module):
       edge_width: the width of the edges' features; None if they have none.
       use_bias: whether there are biases.
       use_self_weight: whether a node's own features count.
-      use_gate: whether a gate weights them, see `transformer_conv`.
+      use_gate: True to weight them by a gate, see `transformer_conv`.
       concat: see `transformer_conv`.
       attention_dropout: see `transformer_conv`; `train` and `eval` switch it on and off.
       activation: see `transformer_conv`.
@@ -224,16 +224,15 @@ class TransformerConv(nnx.Module):
             raise ValueError("use_gate=True needs use_self_weight=True")
         self.num_heads = num_heads
         self.concat = concat
-        self.attention_dropout = attention_dropout
         self.activation = activation
         self.dtype = dtype
-        self.dropout_keys = DropoutKeys({"attention_dropout": attention_dropout}, rngs)
+        self.dropout_keys = DropoutKeys(rngs, attention_dropout=attention_dropout)
         columns = num_heads * out_features
         out = columns if concat else out_features
 
         def draw(is_there: bool, *shape: int) -> nnx.Param[jax.Array] | None:
             init = nnx.initializers.glorot_uniform()
-            return nnx.data(nnx.Param(init(rngs.params(), shape, param_dtype)) if is_there else None)
+            return nnx.data(drawn(rngs, init, shape, param_dtype) if is_there else None)
 
         def zeros(is_there: bool, width: int) -> nnx.Param[jax.Array] | None:
             return nnx.data(nnx.Param(jnp.zeros(width, param_dtype)) if is_there else None)
@@ -267,27 +266,6 @@ class TransformerConv(nnx.Module):
           deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
           rngs: random streams for dropout, in place of the layer's own.
         """
-        features, edge_features, *weights = in_dtype(
-            self.dtype, features, edge_features, self.query_weight, self.key_weight, self.value_weight
-        )
-        biases = in_dtype(self.dtype, self.query_bias, self.key_bias, self.value_bias)
-        of_edges, self_weight, self_bias, gate = in_dtype(
-            self.dtype, self.edge_feature_weight, self.self_weight, self.self_bias, self.gate_weight
-        )
-        key = self.dropout_keys(deterministic, rngs)
-        return transformer_conv(
-            graph,
-            features,
-            *weights,
-            *biases,
-            num_heads=self.num_heads,
-            edge_features=edge_features,
-            edge_feature_weight=of_edges,
-            self_weight=self_weight,
-            self_bias=self_bias,
-            gate_weight=gate,
-            concat=self.concat,
-            attention_dropout=0.0 if key is None else self.attention_dropout,
-            dropout_key=key,
-            activation=self.activation,
-        )
+        features, edge_features = self.cast((features, edge_features))
+        dropout = self.dropout_keys(deterministic, rngs)
+        return self.call(transformer_conv, graph, features, edge_features=edge_features, **dropout)

@@ -7,8 +7,8 @@ from jmp_train.graphs.messages.frames import frame_of as frame_of
 from jmp_train.graphs.messages.frames import some_edges as some_edges
 from jmp_train.graphs.messages.message_passing import apply_edges as apply_edges
 from jmp_train.graphs.messages.message_passing import apply_nodes as apply_nodes
+from jmp_train.graphs.messages.message_passing import multi_update_all as multi_update_all
 from jmp_train.graphs.messages.message_passing import update_all as update_all
-from jmp_train.graphs.messages.multi_update import multi_update_all as multi_update_all
 from jmp_train.graphs.messages.partial_updates import prop_edges as prop_edges
 from jmp_train.graphs.messages.partial_updates import prop_nodes as prop_nodes
 from jmp_train.graphs.messages.partial_updates import pull as pull

@@ -34,7 +34,7 @@ _FIELDS = {"u": "senders", "v": "receivers", "e": "edge"}
 
 @dataclasses.dataclass(frozen=True)
 class _BuiltIn:
-    """What a built-in message makes of the rows at each of its ends."""
+    """A built-in message as a function of the rows at both ends and of the edge."""
 
     operation: Operation
     ends: tuple[str, ...]
@@ -46,7 +46,7 @@ class _BuiltIn:
 
 
 def elements_of_reductions(message: CheckedMessage, reductions: Reductions, *operands: jax.Array) -> int | None:
-    """Returns of how many elements a message of floats of one precision is; None of others.
+    """Returns the number of elements of a message of floats of one precision; None for other messages.
 
     Args:
       message: which.
@@ -60,7 +60,7 @@ def elements_of_reductions(message: CheckedMessage, reductions: Reductions, *ope
 
 
 def _heads(message: Message, operands: Sequence[jax.Array]) -> int | None:
-    """Returns how many heads a sum of senders' rows has that edges weight; None where it is not such a sum.
+    """Returns the number of heads of a sum of senders' rows, weighted by edges or not; None for other messages.
 
     The axes of the senders' features that the edges' have too are heads: an edge has one weight for each.
     """
@@ -80,19 +80,19 @@ def _heads(message: Message, operands: Sequence[jax.Array]) -> int | None:
 def chunked_reductions(
     adjacency: Adjacency, message: CheckedMessage, reductions: Reductions, *operands: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns what the receivers make of their messages, [receivers, ...] by name in at least float32.
+    """Returns the reductions of messages, [receivers, ...] by name in at least float32.
 
     Args:
       adjacency: who sends to whom, with `neighbors`.
       message: which.
       reductions: which.
-      *operands: the message's features, as they are stored.
+      *operands: the message's features in their stored dtypes.
     """
     ends = tuple(end for end, _ in message.message.operands)
     if not all(x.size for x in operands):
         assert message.dtype is not None  # or "xla" is chosen
         shape = adjacency.num_receivers, *message.shape
-        return {reduce.out: _of_nothing(reduce, shape, message.dtype) for reduce in reductions}
+        return {reduce.out: of_nothing(reduce, shape, message.dtype) for reduce in reductions}
     by_end = dict(zip(ends, operands, strict=True))
     heads = _heads(message.message, operands)
     if heads is None:
@@ -104,8 +104,8 @@ def chunked_reductions(
     return {name: x.reshape(-1, *message.shape) for name, x in found.items()}
 
 
-def _of_nothing(reduce: Reduce, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns what is made of no messages, or of messages without elements."""
+def of_nothing(reduce: Reduce, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the reduction of no messages, or of messages without elements."""
     is_place = reduce.reduction in ("argmax", "argmin")
     return jnp.full(shape, -1, jnp.int32) if is_place else jnp.zeros(shape, dtype)
 
@@ -144,7 +144,7 @@ def _weighted(adjacency: Adjacency, inputs: Inputs, *, is_mean: bool) -> jax.Arr
 
 
 def elements_of_dot(message: CheckedMessage, *operands: jax.Array) -> int | None:
-    """Returns how many elements are multiplied for an edge; None where it is not a product of rows of one shape.
+    """Returns the number of products for each edge; None if the message is not a product of rows of one shape.
 
     Args:
       message: which.
@@ -164,7 +164,7 @@ def chunked_dot(adjacency: Adjacency, message: CheckedMessage, *operands: jax.Ar
     Args:
       adjacency: who sends to whom, with `neighbors`.
       message: which.
-      *operands: its features, as they are stored.
+      *operands: its features in their stored dtypes.
     """
     by_end = {end: x for (end, _), x in zip(message.message.operands, operands, strict=True)}
     *inner, width = operands[0].shape[1:]

@@ -1,14 +1,14 @@
 """`per_edge`: messages made by a function of one edge, which is run for a chunk of edges at a time."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.kernels import EdgeIds, Inputs
-from jmp_train.graphs.messages.user_functions import EdgeBatch
+from jmp_train.graphs.messages.user_functions import EdgeBatch, Fields
 from jmp_train.graphs.structure import NOT_APART
 
 Features = Mapping[str, jax.Array]
@@ -70,16 +70,16 @@ class PerEdge:
         """Returns the messages [edges, ...] of some edges by name.
 
         Args:
-          rows: what is read, [edges, ...] by name.
-          ids: which edges these are.
+          rows: the rows to read, [edges, ...] by name.
+          ids: ids of the edges.
         """
-        return jax.vmap(lambda rows, ids: self._message(Inputs(*map(_Fields, _ENDS, rows)), ids))(rows, ids)
+        return jax.vmap(lambda rows, ids: self._message(Inputs(*map(Fields, _ENDS, rows)), ids))(rows, ids)
 
     def traced(self, features: Inputs, *, have_places: bool = True) -> tuple[Inputs, Shapes]:
         """Returns the names of the features that it reads, and the shapes of one edge's messages.
 
         Args:
-          features: of all edges and nodes, arrays or their shapes [rows, ...] by name.
+          features: features of all edges and nodes, arrays or their shapes [rows, ...] by name.
           have_places: whether edges have places of their own.
 
         Raises:
@@ -95,7 +95,7 @@ class PerEdge:
         read = Inputs(set(), set(), set())
 
         def run(rows: Inputs, ids: EdgeIds) -> dict[str, jax.Array]:
-            return self._message(Inputs(*map(_Fields, _ENDS, rows, read)), ids)
+            return self._message(Inputs(*map(Fields, _ENDS, rows, map(_noted_in, read))), ids)
 
         shapes = jax.eval_shape(run, Inputs(*map(rows_of, features)), ids)
         return Inputs(*map(sorted, read)), shapes
@@ -117,41 +117,25 @@ def chosen_features(features: Inputs, names: Inputs) -> Inputs:
 _ENDS = Inputs("edge feature", "sender feature", "receiver feature")
 
 
-class _Fields(Mapping[str, jax.Array]):
-    """Features of an edge or its ends by name, which notes what is read.
+def _noted_in(names: set[str]) -> Callable[[str, jax.Array], jax.Array]:
+    """Returns a function that reads features, and adds the names of those that it reads to a set."""
 
-    Args:
-      kind: what they are, for messages.
-      features: by name.
-      read: to which the names are added that are read.
-    """
+    def read(name: str, feature: jax.Array) -> jax.Array:
+        names.add(name)
+        return feature
 
-    def __init__(self, kind: str, features: Features, read: set[str] | None = None) -> None:
-        self._kind, self._features, self._read = kind, features, set() if read is None else read
-
-    def __getitem__(self, name: str) -> jax.Array:
-        if name not in self._features:
-            known = ", ".join(map(repr, self._features)) or "none"
-            raise KeyError(f"no {self._kind} {name!r}; there are: {known}")
-        self._read.add(name)
-        return self._features[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._features)
-
-    def __len__(self) -> int:
-        return len(self._features)
+    return read
 
 
 def per_edge(function: Callable[[Edge], Features]) -> PerEdge:
-    """Returns the message that a function makes of each edge, for `update_all` and its kin.
+    """Returns the message of a function of one edge, for `update_all` and similar functions.
 
     The function sees one edge, `edge.src["h"]` is of the shape of one row, and so cannot mix edges. That allows what
     no look at a function of all edges could show to be right: it is run for a chunk of edges at a time (`jax.vmap`),
     no message is stored, and the gradient runs it again.
 
     Args:
-      function: of `Edge` to a dictionary of arrays, the messages of that edge. Parameters that it closes over have
+      function: returns a dictionary of arrays, the messages of an `Edge`. Parameters that it closes over have
         gradients, as all that it reads.
 
     Example:

@@ -15,6 +15,7 @@ from jmp_train.graphs.structure import (
     EdgeType,
     Graph,
     HeteroGraph,
+    known_ids,
     make_adjacency_checked,
     make_adjacency_traced,
 )
@@ -32,7 +33,7 @@ class Frame:
       src: features [senders, ...] by name.
       dst: features [receivers, ...] by name.
       data: features [edges, ...] by name.
-      receiver_type: the type of the nodes that the edges enter; None where the graph has one only.
+      receiver_type: the type of the nodes that the edges enter; None if the graph has only one.
     """
 
     adjacency: Adjacency
@@ -47,7 +48,7 @@ class Nodes(NamedTuple):
 
     Attributes:
       features: arrays [nodes, ...] by name.
-      num_nodes: how many nodes there are.
+      num_nodes: number of nodes.
     """
 
     features: Mapping[str, jax.Array]
@@ -59,7 +60,7 @@ def frame_of(graph: Graph | HeteroGraph, etype: str | EdgeType | None) -> Frame:
 
     Args:
       graph: a graph.
-      etype: which edges; None where there is one type.
+      etype: the edge type; None if there is only one.
 
     Raises:
       ValueError: there is no such type, or there are several.
@@ -81,7 +82,7 @@ def nodes_of(graph: Graph | HeteroGraph, ntype: str | None) -> Nodes:
 
     Args:
       graph: a graph.
-      ntype: which nodes; None where there is one type.
+      ntype: the node type; None if there is only one.
 
     Raises:
       ValueError: there is no such type.
@@ -122,28 +123,24 @@ def where_edges(frame: Frame, is_kept: jax.Array) -> Frame:
 
 
 def checked_ids(name: str, ids: Ids, count: int) -> jax.Array:
-    """Returns the places of nodes or edges, checked where they are known.
+    """Returns the places of nodes or edges, checked if they are not traced.
 
     Args:
       name: "nodes" or "edges", for messages.
       ids: int [places], or one place.
-      count: how many there are.
+      count: number of nodes or edges.
 
     Raises:
       TypeError: they are not integers.
       ValueError: one does not exist.
     """
+    if not has_tracers(ids):
+        return jnp.asarray(known_ids(name, np.atleast_1d(np.asarray(ids)), count, name), jnp.int32)
     array = jnp.atleast_1d(jnp.asarray(ids))
-    if array.size and not jnp.issubdtype(array.dtype, jnp.integer):
+    if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {array.dtype}")
     if array.ndim != 1:
         raise ValueError(f"{name} must have one axis, got shape {array.shape}")
-    if not has_tracers(array) and array.size:
-        known = np.atleast_1d(np.asarray(ids))
-        wrong = (known < 0) | (known >= count)
-        if wrong.any():
-            place = int(wrong.argmax())
-            raise ValueError(f"{name}[{place}] = {known[place]} is not one of the {count} {name}")
     return array.astype(jnp.int32)
 
 

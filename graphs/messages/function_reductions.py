@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.fn import Reduce
 from jmp_train.graphs.kernels import (
     EdgeIds,
     EdgeOperation,
@@ -19,6 +18,7 @@ from jmp_train.graphs.kernels import (
     reduce_edges,
     reduce_rows,
 )
+from jmp_train.graphs.messages.chunked import of_nothing
 from jmp_train.graphs.messages.edge_messages import PerEdge, Shapes, chosen_features
 from jmp_train.graphs.messages.frames import Frame
 from jmp_train.graphs.messages.user_functions import call_message_function
@@ -43,7 +43,7 @@ _SHIFTED, _PLACES = ("var", "std", "softmax"), ("argmax", "argmin")
 
 
 def reduce_all(frame: Frame, messages: Messages, reductions: Reductions) -> dict[str, jax.Array]:
-    """Returns what receivers make of messages of all edges, [receivers, ...] by name.
+    """Returns reductions of the messages of all edges, [receivers, ...] by name.
 
     Args:
       frame: the edges.
@@ -79,7 +79,7 @@ def _traced(frame: Frame, message: PerEdge) -> tuple[Inputs, Shapes]:
 
 
 def _elements(frame: Frame, message: PerEdge, reductions: Reductions) -> int | None:
-    """Returns of how many elements the largest row is that an edge reads or makes; None of messages without floats."""
+    """Returns the size of the largest row that an edge reads or computes; None for messages that are not floats."""
     used, shapes = _traced(frame, message)
     _check_names(shapes, reductions)
     return _largest_row(used, shapes, reductions)
@@ -99,7 +99,8 @@ def _by_chunks(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions:
     edges, degrees = adjacency.neighbors, adjacency.in_degrees
     assert edges is not None
     if edges.by_target.num_blocks == 0 or not all(x.size for x in jax.tree.leaves((used, shapes))):
-        return {reduce.out: _of_nothing(reduce, len(degrees), shapes[reduce.message]) for reduce in reductions}
+        like = {name: ((len(degrees), *x.shape), x.dtype) for name, x in shapes.items()}
+        return {reduce.out: of_nothing(reduce, *like[reduce.message]) for reduce in reductions}
     elements = _largest_row(used, shapes, reductions) or 1
     wanted = sorted({(reduce.message, reduce.reduction, reduce.temperature) for reduce in reductions})
 
@@ -125,7 +126,7 @@ def _by_chunks(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions:
 
 
 def _terms_of_shifts(wanted: Sequence[Key], messages: Messages, ids: EdgeIds) -> Terms:
-    """Returns what means and largest logits are made of."""
+    """Returns the terms of the means and the largest logits."""
     del ids
     sums: Found = {}
     bounds: Found = {}
@@ -145,7 +146,7 @@ def _shifts(degrees: jax.Array, found: Reduced) -> Found:
 
 
 def _terms(wanted: Sequence[Key], shifts: Found, messages: Messages, ids: EdgeIds) -> Terms:
-    """Returns what is added up for reductions, and of what the largest is taken."""
+    """Returns the terms of the sums and of the extremes that reductions need."""
     sums: Found = {}
     largest: Found = {}
     first: Found = {}
@@ -187,12 +188,6 @@ def _result(key: Key, degrees: jax.Array, found: Reduced, shifts: Found) -> jax.
 
 def _mean(degrees: jax.Array, sums: jax.Array) -> jax.Array:
     return sums * rows_like(inverse_degrees(degrees, sums), sums)
-
-
-def _of_nothing(reduce: Reduce, count: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns what is made of no messages, or of messages without elements."""
-    shape = (count, *like.shape)
-    return jnp.full(shape, -1, jnp.int32) if reduce.reduction in _PLACES else jnp.zeros(shape, like.dtype)
 
 
 def _check_names(messages: Mapping[str, object], reductions: Reductions) -> None:

@@ -1,7 +1,14 @@
 """DGL's message passing as pure functions: each takes a graph, and returns one with new features."""
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.fn import Message
+from jmp_train.graphs.fn import Message, Reduce
 from jmp_train.graphs.messages.frames import (
     Edges,
     checked_ids,
@@ -10,7 +17,6 @@ from jmp_train.graphs.messages.frames import (
     nodes_of,
     some_edges,
 )
-from jmp_train.graphs.messages.multi_update import update_over_types
 from jmp_train.graphs.messages.segment import gather
 from jmp_train.graphs.messages.send_receive import Reduction, receive, send
 from jmp_train.graphs.messages.user_functions import (
@@ -21,7 +27,143 @@ from jmp_train.graphs.messages.user_functions import (
     with_edge_features,
     with_node_features,
 )
-from jmp_train.graphs.structure import EdgeType, HeteroGraph, OurGraph, accepts_jraph
+from jmp_train.graphs.structure import (
+    EdgeType,
+    HeteroGraph,
+    OurGraph,
+    accepts_jraph,
+    as_inexact,
+    checked_word,
+    rows_like,
+    upcast,
+    upcast_integers,
+)
+
+Functions = tuple[Message | EdgeFunction, Reduction] | tuple[Message | EdgeFunction, Reduction, NodeFunction]
+Cross = str | Callable[[Sequence[jax.Array]], jax.Array]
+CROSS_REDUCERS = ("sum", "mean", "max", "min", "stack")
+
+
+def multi_update_all(
+    graph: HeteroGraph,
+    functions: Mapping[str, Functions] | Mapping[EdgeType, Functions],
+    cross: Cross,
+    apply: NodeFunction | None = None,
+) -> HeteroGraph:
+    """Returns the graph after `update_all` over several edge types, with results reduced at each node.
+
+    Args:
+      graph: a graph with several edge types.
+      functions: by edge type, the message, the reduction and perhaps a function to apply to its result.
+      cross: the combination of results of one name: "sum", "mean", "max" or "min", in float32 and rounded once;
+        "stack" along axis 1 by the sorted edge types; or a function of the list of results. A single result is
+        unchanged.
+      apply: a function of `NodeBatch`, called with all nodes of each type that edges of these types enter.
+
+    Returns:
+      The graph. Under "max" and "min", edge types without messages for a node do not count.
+
+    Raises:
+      ValueError: `cross` or an edge type is unknown, or see `update_all`.
+      TypeError: see `update_all`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_train.graphs import fn, hetero_from_edges
+      >>> plays, makes = ("user", "plays", "game"), ("firm", "makes", "game")
+      >>> graph = hetero_from_edges(
+      ...     {plays: ([0, 1], [0, 0]), makes: ([0], [0])}, {"user": 2, "firm": 1, "game": 1},
+      ...     nodes={"user": {"h": jnp.ones(2)}, "firm": {"h": jnp.full(1, 5.0)}})
+      >>> send, add = fn.copy_u("h", "m"), fn.sum("m", "h")
+      >>> multi_update_all(graph, {plays: (send, add), makes: (send, add)}, "max").nodes["game"]["h"]
+      Array([5.], dtype=float32)
+    """
+    if not callable(cross):
+        checked_word("cross", cross, CROSS_REDUCERS)
+    if not isinstance(graph, HeteroGraph):
+        raise TypeError(f"graph must be a HeteroGraph, got {type(graph).__name__}")
+    by_type = {graph.edge_type(kind): value for kind, value in functions.items()}
+    parts: dict[str, dict[str, list[_Part]]] = {}
+    for kind in sorted(by_type):  # as jit sorts the keys of dictionaries
+        for name, part in _results(graph, kind, by_type[kind]).items():
+            parts.setdefault(kind[2], {}).setdefault(name, []).append(part)
+    for node_type, features in parts.items():
+        combined = {name: _combined(cross, results) for name, results in features.items()}
+        graph = with_node_features(graph, node_type, combined, apply)
+    return graph
+
+
+def update_over_types(
+    graph: HeteroGraph,
+    message: Message | EdgeFunction,
+    reduce: Reduction,
+    apply: NodeFunction | None,
+) -> HeteroGraph:
+    """Returns the graph after one reduction over the edges of all types.
+
+    Raises:
+      ValueError: a function is user-defined, or the reduction is none of sum, max and min: a mean of means is
+        not the mean.
+    """
+    if not (isinstance(message, Message) and isinstance(reduce, Reduce)) or (
+        reduce.reduction not in ("sum", "max", "min")
+    ):
+        raise ValueError(
+            "over several edge types, update_all supports only built-in messages with sum, max or min; select "
+            "one type with etype, or use multi_update_all"
+        )
+    functions = dict.fromkeys(graph.connections, (message, reduce))
+    return multi_update_all(graph, functions, reduce.reduction, apply)
+
+
+class _Part(NamedTuple):
+    """The result of one edge type: rows [nodes, ...], and whether they count, bool [nodes]."""
+
+    rows: jax.Array
+    counts: jax.Array
+
+
+def _results(graph: HeteroGraph, kind: EdgeType, functions: Functions) -> dict[str, _Part]:
+    if not isinstance(functions, tuple) or len(functions) not in (2, 3):
+        raise TypeError(f"functions[{kind}] must be (message, reduce[, apply]), got {functions!r}")
+    message, reduce, *rest = functions
+    frame = frame_of(graph, kind)
+    results = receive(frame, message, reduce)
+    degrees = frame.adjacency.in_degrees
+    if rest:
+        results |= call_node_function(rest[0], {**frame.dst, **results}, degrees.shape[0])
+    built_in = () if callable(reduce) else (reduce,) if isinstance(reduce, Reduce) else reduce
+    always = {one.out for one in built_in if one.reduction not in ("max", "min")}
+    has_extreme = len(built_in) > len(always)
+    counts = degrees > 0 if has_extreme else jnp.ones(degrees.shape, bool)
+    return {name: _Part(x, counts | (name in always)) for name, x in results.items()}
+
+
+def _combined(cross: Cross, parts: Sequence[_Part]) -> jax.Array:
+    rows = [part.rows for part in parts]
+    if callable(cross):
+        return cross(rows)
+    if len(parts) == 1:
+        return rows[0]
+    if cross == "stack":
+        return jnp.stack(rows, axis=1)
+    if cross in ("sum", "mean"):
+        rows = [upcast_integers(x) if cross == "sum" else as_inexact(x) for x in rows]
+        total = functools.reduce(jnp.add, map(upcast, rows))
+        return (total / len(rows) if cross == "mean" else total).astype(rows[0].dtype)
+    return _extreme(jnp.maximum if cross == "max" else jnp.minimum, parts)
+
+
+def _extreme(larger: Callable[[jax.Array, jax.Array], jax.Array], parts: Sequence[_Part]) -> jax.Array:
+    """Returns the extreme of the values that count, or 0 without any."""
+    first, *rest = parts
+    result, is_found = first.rows, rows_like(first.counts, first.rows)
+    for part in rest:
+        counts = rows_like(part.counts, part.rows)
+        both = larger(result, part.rows)
+        result = jnp.where(is_found & counts, both, jnp.where(counts, part.rows, result))
+        is_found = is_found | counts
+    return result
 
 
 @accepts_jraph
@@ -47,8 +189,8 @@ def update_all(
       etype: the edge type. Without it, a graph with several reduces over the edges of all.
       implementation: "chunked" goes over chunks of sorted edges, stores no message, and has reverse mode
         only; it takes built-in messages of floats of one precision, and functions of one edge. "xla" computes with
-        arrays of all edges, which XLA may fuse, and goes through every transform. None for "chunked" where the graph
-        has `formats=("csr",)` and messages are large.
+        arrays of all edges, which XLA may fuse, and goes through every transform. None for "chunked" if the graph has
+        `formats=("csr",)` and messages are large.
 
     Returns:
       The graph with the result among its nodes' features, in the messages' features' dtype: computed in
@@ -94,8 +236,8 @@ def apply_edges(
       graph: a graph of ours or jraph's.
       message: a message of `fn`, or a function of `EdgeBatch` to a dictionary of edge features.
       edges: int [some edges], or a pair of senders and receivers, all edges between which are meant; None
-        for all edges. The others keep what they have, or get 0.
-      etype: the edge type; needed where there are several.
+        for all edges. The others keep their features, or get 0 for a new name.
+      etype: the edge type; required if there are several.
       implementation: see `update_all`; `u_dot_v` can be chunked.
 
     Returns:
@@ -130,7 +272,7 @@ def apply_nodes(
     Args:
       graph: a graph of ours or jraph's.
       function: a function of `NodeBatch`, with an empty mailbox, to a dictionary of node features.
-      nodes: int [some nodes], which; None for all. The others keep what they have, or get 0.
+      nodes: int [some nodes], which; None for all. The others keep their features, or get 0 for a new name.
       ntype: the node type, of graphs with several.
 
     Returns:

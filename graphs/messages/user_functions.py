@@ -1,6 +1,7 @@
-"""User-defined functions: the views of edges, nodes and mailboxes that they take, and what becomes of results."""
+"""User-defined functions: the views of edges, nodes and mailboxes that they take, and the checks of results."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
@@ -20,27 +21,31 @@ from jmp_train.graphs.structure import (
 )
 from jmp_train.policies.pytrees import has_tracers
 
+Arrays = Mapping[str, jax.Array]
 
-class _Fields(Mapping[str, jax.Array]):
-    """Features by name, read for some rows when they are asked for.
+
+class Fields(Mapping[str, jax.Array]):
+    """Features by name, which are read when they are asked for.
 
     Args:
-      kind: what they are, for messages.
-      features: arrays [rows, ...] by name.
-      end: which of the rows each edge reads, with gradients that are added in float32; None for all.
+      kind: their kind, for messages.
+      features: arrays by name.
+      read: returns a feature, given its name and array; the array itself by default.
     """
 
-    def __init__(self, kind: str, features: Mapping[str, jax.Array], end: Incidence | None = None) -> None:
-        self._kind, self._features, self._end = kind, features, end
+    def __init__(
+        self,
+        kind: str,
+        features: Mapping[str, jax.Array],
+        read: Callable[[str, jax.Array], jax.Array] = lambda _, feature: feature,
+    ) -> None:
+        self._kind, self._features, self._read = kind, features, read
 
     def __getitem__(self, name: str) -> jax.Array:
         if name not in self._features:
             known = ", ".join(map(repr, self._features)) or "none"
             raise KeyError(f"no {self._kind} {name!r}; there are: {known}")
-        feature = self._features[name]
-        if self._end is None:
-            return feature
-        return self._end.read(upcast(feature)).astype(feature.dtype)
+        return self._read(name, self._features[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._features)
@@ -89,7 +94,7 @@ class EdgeBatch:
 
 @dataclasses.dataclass(frozen=True)
 class NodeBatch:
-    """The nodes that a reduce or apply function sees, all of one in-degree where there is a mailbox.
+    """The nodes that a reduce or apply function takes; with a mailbox, all of one in-degree.
 
     Attributes:
       data: features [nodes, ...] by name.
@@ -121,31 +126,24 @@ class NodeBatch:
         return self.batch_size()
 
 
-def _make_node_batch(
-    data: Mapping[str, jax.Array], ids: jax.Array, mailbox: Mapping[str, jax.Array] | None = None
-) -> NodeBatch:
-    """Returns the batch of these nodes, whose features and messages are named where one is missed."""
-    return NodeBatch(_Fields("node feature", data), _Fields("message", mailbox or {}), ids)
-
-
 EdgeFunction = Callable[[EdgeBatch], Mapping[str, jax.Array]]
 NodeFunction = Callable[[NodeBatch], Mapping[str, jax.Array]]
 
 
 def call_message_function(function: EdgeFunction, frame: Frame, ids: jax.Array | None) -> dict[str, jax.Array]:
-    """Returns what a function makes of edges, [edges, ...] by name, checked.
+    """Returns the checked results of a message function, [edges, ...] by name.
 
     Args:
-      function: of the edges.
-      frame: which edges, with their features.
+      function: a function of the edges.
+      frame: the edges with their features.
       ids: int [edges], the places of these edges in the graph; None if they are all.
     """
     senders, receivers = frame.adjacency.senders, frame.adjacency.receivers
     count = receivers.num_edges
     batch = EdgeBatch(
-        _Fields("sender feature", frame.src, senders),
-        _Fields("receiver feature", frame.dst, receivers),
-        _Fields("edge feature", frame.data),
+        Fields("sender feature", frame.src, functools.partial(_of_edges, senders)),
+        Fields("receiver feature", frame.dst, functools.partial(_of_edges, receivers)),
+        Fields("edge feature", frame.data),
         senders.ids,
         receivers.ids,
         jnp.arange(count, dtype=jnp.int32) if ids is None else ids,
@@ -153,14 +151,20 @@ def call_message_function(function: EdgeFunction, frame: Frame, ids: jax.Array |
     return _checked_results("message", function(batch), count)
 
 
+def _of_edges(end: Incidence, name: str, feature: jax.Array) -> jax.Array:
+    """Returns a feature's rows [edges, ...] at one end of edges, with gradients that are added in float32."""
+    del name
+    return end.read(upcast(feature)).astype(feature.dtype)
+
+
 def call_reduce_function(
     function: NodeFunction, frame: Frame, messages: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Returns what a function makes of nodes and their messages, [receivers, ...] by name, checked.
+    """Returns the checked results of a reduce function, [receivers, ...] by name.
 
     Args:
-      function: of the nodes of one in-degree with their messages.
-      frame: which edges, with the receivers' features.
+      function: a function of the nodes of one in-degree with their messages.
+      frame: the edges with the receivers' features.
       messages: arrays [edges, ...] by name.
 
     Raises:
@@ -180,7 +184,7 @@ def call_reduce_function(
     for box in mailboxes:
         data = {name: feature[box.nodes] for name, feature in frame.dst.items()}
         mailbox = {name: message[box.edges] for name, message in messages.items()}
-        batch = _make_node_batch(data, box.nodes, mailbox)
+        batch = NodeBatch(Fields("node feature", data), Fields("message", mailbox), box.nodes)
         for name, rows in _checked_results("reduce", function(batch), batch.batch_size()).items():
             start = results.get(name, jnp.zeros((count, *rows.shape[1:]), rows.dtype))
             results[name] = start.at[box.nodes].set(rows)
@@ -193,25 +197,27 @@ def call_node_function(
     count: int,
     ids: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns what a function makes of nodes without messages, [nodes, ...] by name, checked.
+    """Returns the checked results of a function of nodes without messages, [nodes, ...] by name.
 
     Args:
-      function: of the nodes.
+      function: a function of the nodes.
       features: arrays [nodes, ...] by name.
-      count: how many nodes there are.
+      count: number of nodes.
       ids: int [nodes], the places of these nodes in the graph; None if they are all.
     """
     ids = jnp.arange(count) if ids is None else ids
-    return _checked_results("node", function(_make_node_batch(features, ids)), count)
+    return _checked_results(
+        "node", function(NodeBatch(Fields("node feature", features), Fields("message", {}), ids)), count
+    )
 
 
 def _checked_results(name: str, results: object, rows: int) -> dict[str, jax.Array]:
-    """Returns what a user-defined function gave, checked.
+    """Returns the results of a user-defined function as checked arrays.
 
     Args:
-      name: of the function, for messages.
-      results: what should be arrays [rows, ...] by name.
-      rows: how many rows each should have.
+      name: name of the function, for messages.
+      results: the results to check, arrays [rows, ...] by name.
+      rows: the required number of rows.
 
     Raises:
       TypeError: it is not a dictionary.
@@ -227,9 +233,6 @@ def _checked_results(name: str, results: object, rows: int) -> dict[str, jax.Arr
     return arrays
 
 
-Arrays = Mapping[str, jax.Array]
-
-
 def with_node_features(
     graph: OurGraph, ntype: str | None, features: Arrays, apply: NodeFunction | None = None
 ) -> OurGraph:
@@ -237,7 +240,7 @@ def with_node_features(
 
     Args:
       graph: a graph.
-      ntype: which nodes; None where there is one type.
+      ntype: the node type; None if there is only one.
       features: arrays [nodes, ...] by name.
       apply: a function of all these nodes, called with the new features, to further ones.
     """
@@ -257,7 +260,7 @@ def with_edge_features(graph: OurGraph, etype: str | EdgeType | None, features: 
 
     Args:
       graph: a graph.
-      etype: which edges; None where there is one type.
+      etype: the edge type; None if there is only one.
       features: arrays [edges, ...] by name.
     """
     if isinstance(graph, Graph):
@@ -266,7 +269,7 @@ def with_edge_features(graph: OurGraph, etype: str | EdgeType | None, features: 
 
 
 def merged(old: Arrays, new: Arrays, is_written: jax.Array) -> dict[str, jax.Array]:
-    """Returns new features in the rows of a mask, and elsewhere the old ones, or 0 where there are none.
+    """Returns new features in the rows of a mask, and in the others the old ones, or 0 for a new name.
 
     Where the dtypes differ, the result has one that holds both.
     """
@@ -278,7 +281,7 @@ def merged(old: Arrays, new: Arrays, is_written: jax.Array) -> dict[str, jax.Arr
 
 
 def placed(old: Arrays, new: Arrays, ids: jax.Array, count: int) -> dict[str, jax.Array]:
-    """Returns new features in the rows `ids`, and elsewhere the old ones, or 0 where there are none.
+    """Returns new features in the rows `ids`, and in the others the old ones, or 0 for a new name.
 
     Where the dtypes differ, the result has one that holds both.
     """

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from jmp_train.graphs.sampling import HostEdges, host_edges
-from jmp_train.graphs.structure import Graph, as_count
+from jmp_train.graphs.structure import Graph, as_count, checked_word
 from jmp_train.graphs.transforms import edges_on_host
 
 SLACK = 1.05  # largest size of a part relative to the mean, so that nodes can join their neighbors
@@ -44,9 +44,7 @@ def partition_nodes(graph: Graph | HostEdges, n_parts: int, *, method: str = "gr
     """
     edges = edges_of(graph)
     count = checked_count(n_parts, edges)
-    if method not in _METHODS:
-        raise ValueError(f"method={method!r} must be one of {', '.join(_METHODS)}, or the part of each node")
-    return _METHODS[method](edges, count)
+    return _METHODS[checked_word("method", method, _METHODS)](edges, count)
 
 
 def edges_of(graph: Graph | HostEdges) -> HostEdges:

@@ -20,6 +20,7 @@ from jmp_train.graphs.structure import (
     check_formats,
     check_int32,
     filled,
+    known_ids,
     make_adjacency_checked,
     stack,
 )
@@ -201,16 +202,11 @@ def _cpu() -> Any:
 
 def _checked(method: Ids, edges: HostEdges, count: int) -> np.ndarray:
     """Returns the checked parts of the nodes, given as an array."""
-    owners = np.asarray(method)
-    if owners.shape != (edges.num_targets,) or not np.issubdtype(owners.dtype, np.integer):
+    owners = known_ids("method", method, count, "parts")
+    if len(owners) != edges.num_targets:
         raise ValueError(
-            f"method must be a name, or integers [{edges.num_targets}], the part of each node; got {owners.dtype}"
-            f"{list(owners.shape)}"
+            f"method must be a name, or integers [{edges.num_targets}], the part of each node, got shape {owners.shape}"
         )
-    wrong = (owners < 0) | (owners >= count)
-    if wrong.any():
-        node = int(wrong.argmax())
-        raise ValueError(f"method[{node}] = {owners[node]} is out of range for n_parts={count}")
     return owners.astype(np.int32)
 
 

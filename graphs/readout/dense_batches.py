@@ -1,5 +1,6 @@
 """Dense arrays of a batch: a row of places for the nodes of each graph, and a matrix for its edges; and back."""
 
+import contextlib
 from collections.abc import Sequence
 
 import jax
@@ -8,12 +9,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.readout.graph_features import AnyBatch, batch_of, checked_rows, graph_segments, rows_of
+from jmp_train.graphs.readout.graph_features import checked_rows, graph_segments, rows_of
 from jmp_train.graphs.structure import (
     DEFAULT_FORMATS,
+    AnyBatch,
     Graph,
     as_count,
     batch,
+    batch_of,
+    check_known,
     from_edges,
     graph_mask,
     in_float32,
@@ -147,8 +151,7 @@ def from_dense_adj(
 
     Reference: dense_to_sparse of PyTorch Geometric, https://pyg.org.
     """
-    if has_tracers(adjacency):
-        raise TypeError("adjacency is traced: graphs are made outside of jit, and passed to it")
+    check_known("adjacency", adjacency, "graphs are made outside of jit, and passed to it")
     array = np.asarray(adjacency)
     matrices = array[None] if array.ndim == 2 else array
     if matrices.ndim != 3 or matrices.shape[1] != matrices.shape[2]:
@@ -171,17 +174,17 @@ def _places(graph: Graph, max_nodes: int | None) -> tuple[int, jax.Array]:
     Nodes without a place have the number of all places.
     """
     is_known = not has_tracers((graph.n_node, graph.connections))
-    segments = graph_segments(graph, "nodes")
-    if max_nodes is None:
-        if not is_known:
-            raise TypeError("max_nodes is needed under jit: shapes cannot depend on the sizes of graphs")
-        max_nodes = int(np.max(graph.n_node, where=np.asarray(graph_mask(graph)), initial=0))
-    width = as_count("max_nodes", max_nodes)
-    counts, owners = graph.n_node, segments.ids
-    starts = jnp.cumsum(counts) - counts
-    places = jnp.arange(graph.num_nodes, dtype=jnp.int32) - starts[owners]
-    has_place = segments.is_counted & (places < width)
-    if is_known and (missing := (segments.is_counted & ~has_place)).any():
-        node = int(missing.argmax())
-        raise ValueError(f"max_nodes={width} is too small: a graph has more nodes, among them node {node}")
-    return width, jnp.where(has_place, owners * width + places, len(counts) * width).astype(jnp.int32)
+    if max_nodes is None and not is_known:
+        raise TypeError("max_nodes is needed under jit: shapes cannot depend on the sizes of graphs")
+    with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():  # jit may close over a known graph
+        if max_nodes is None:
+            max_nodes = int(graph.n_node.max(where=graph_mask(graph), initial=0))
+        width = as_count("max_nodes", max_nodes)
+        segments, counts = graph_segments(graph, "nodes"), graph.n_node
+        owners, starts = segments.ids, jnp.cumsum(counts) - counts
+        places = jnp.arange(graph.num_nodes, dtype=jnp.int32) - starts[owners]
+        has_place = segments.is_counted & (places < width)
+        if is_known and (missing := (segments.is_counted & ~has_place)).any():
+            node = int(missing.argmax())
+            raise ValueError(f"max_nodes={width} is too small: a graph has more nodes, among them node {node}")
+        return width, jnp.where(has_place, owners * width + places, len(counts) * width).astype(jnp.int32)

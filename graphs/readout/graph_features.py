@@ -7,15 +7,16 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import jraph
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.structure import (
+    AnyBatch,
     Graph,
     Incidence,
     as_inexact,
+    batch_of,
+    checked_word,
     first_padding,
-    from_jraph,
     in_float32,
     incidence_of,
     upcast,
@@ -23,20 +24,6 @@ from jmp_train.graphs.structure import (
 )
 
 Part = Literal["nodes", "edges"]
-AnyBatch = Graph | jraph.GraphsTuple
-
-
-def batch_of(graph: AnyBatch) -> Graph:
-    """Returns a graph of ours or jraph's as ours.
-
-    Raises:
-      TypeError: it is neither.
-    """
-    if isinstance(graph, jraph.GraphsTuple):
-        return from_jraph(graph)
-    if not isinstance(graph, Graph):
-        raise TypeError(f"graph must be a Graph or a jraph.GraphsTuple, got {type(graph).__name__}")
-    return graph
 
 
 def graph_segments(graph: Graph, part: Part) -> Incidence:
@@ -86,7 +73,7 @@ def checked_rows(name: str, rows: Floats, count: int, kind: str) -> jax.Array:
       name: the argument's name, for messages.
       rows: an array [count, ...].
       count: the expected number of rows.
-      kind: what the rows belong to, for messages.
+      kind: "node", "edge" or "graph", for messages.
 
     Raises:
       ValueError: there is another number of rows.
@@ -223,12 +210,10 @@ def edge_cumsum(
     """
     graph = batch_of(graph)
     rows = rows_of(graph, "edges", values)
-    if by == "graph":
+    if checked_word("by", by, ("dst", "src", "graph")) == "graph":
         segments = graph_segments(graph, "edges")
-    elif by in ("dst", "src"):
-        segments = graph.connections.receivers if by == "dst" else graph.connections.senders
     else:
-        raise ValueError(f"by={by!r} must be 'dst', 'src' or 'graph'")
+        segments = graph.connections.receivers if by == "dst" else graph.connections.senders
 
     def compute(rows: jax.Array) -> jax.Array:
         return segments.cumsum(upcast(upcast_integers(rows)), exclusive=exclusive, reverse=reverse)

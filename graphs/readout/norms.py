@@ -9,8 +9,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.readout.graph_features import AnyBatch, batch_of, graph_segments, rows_of
-from jmp_train.graphs.structure import accumulation_dtype, in_float32, incidence_of, upcast
+from jmp_train.graphs.readout.graph_features import graph_segments, rows_of
+from jmp_train.graphs.structure import AnyBatch, accumulation_dtype, batch_of, in_float32, incidence_of, upcast
 from jmp_train.policies.autocasting import autocast_as
 
 

@@ -9,9 +9,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.readout.graph_features import AnyBatch, batch_of, graph_segments, rows_of
+from jmp_train.graphs.readout.graph_features import graph_segments, rows_of
 from jmp_train.graphs.readout.topk import sort_pooling
-from jmp_train.graphs.structure import Incidence, as_count, common_dtype, in_float32, upcast
+from jmp_train.graphs.structure import AnyBatch, Incidence, as_count, batch_of, common_dtype, in_float32, upcast
 
 Gate = Callable[[jax.Array], jax.Array]
 LSTMWeights = tuple[Floats, Floats, Floats, Floats]

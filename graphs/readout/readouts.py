@@ -13,8 +13,8 @@ import jax
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.fn import Reduction
 from jmp_train.graphs.kernels import REDUCTIONS
-from jmp_train.graphs.readout.graph_features import AnyBatch, Part, batch_of, graph_segments, rows_of
-from jmp_train.graphs.structure import Adjacency, common_dtype, in_float32, upcast
+from jmp_train.graphs.readout.graph_features import Part, graph_segments, rows_of
+from jmp_train.graphs.structure import Adjacency, AnyBatch, batch_of, checked_word, common_dtype, in_float32, upcast
 
 _NAMES: tuple[Reduction, ...] = ("sum", "mean", "max", "min", "var", "std")
 OPERATIONS: Mapping[str, Callable[[Adjacency, jax.Array], jax.Array]] = {name: REDUCTIONS[name] for name in _NAMES}
@@ -284,8 +284,7 @@ def min_edges(graph: AnyBatch, feature: str | Floats, weight: str | Floats | Non
 
 
 def _readout(graph: AnyBatch, part: Part, feature: str | Floats, weight: str | Floats | None, op: str) -> jax.Array:
-    if op not in OPERATIONS:
-        raise ValueError(f"op={op!r} must be one of {', '.join(OPERATIONS)}")
+    reduce = OPERATIONS[checked_word("op", op, OPERATIONS)]
     graph = batch_of(graph)
     rows = rows_of(graph, part, feature)
     segments = graph_segments(graph, part)
@@ -294,7 +293,7 @@ def _readout(graph: AnyBatch, part: Part, feature: str | Floats, weight: str | F
     @jax.checkpoint
     def compute(rows: jax.Array, *weights: jax.Array) -> jax.Array:
         rows = functools.reduce(_product, weights, upcast(rows))
-        return OPERATIONS[op](Adjacency((segments, segments)), rows)
+        return reduce(Adjacency((segments, segments)), rows)
 
     return in_float32(compute, rows, *weights)
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.readout.graph_features import AnyBatch, Part, batch_of, graph_segments, rows_of
-from jmp_train.graphs.structure import Incidence, as_count, in_float32, upcast
+from jmp_train.graphs.readout.graph_features import Part, graph_segments, rows_of
+from jmp_train.graphs.structure import AnyBatch, Incidence, as_count, batch_of, in_float32, upcast
 
 
 class TopK(NamedTuple):

@@ -11,8 +11,8 @@ from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.sampling.edge_exclusion import Excluded, checked_exclusion
 from jmp_train.graphs.sampling.host_edge_index import HostEdges
 from jmp_train.graphs.sampling.layer_sampler import EdgeIds, LayerSampler, Sizes, checked_fanouts
-from jmp_train.graphs.sampling.sampled_layer import EDGE, Edges, Layer, Nodes, node_counts
-from jmp_train.graphs.structure import EdgeType, as_count, checked_ends, filled
+from jmp_train.graphs.sampling.sampled_layer import EDGE, Edges, Layer, Nodes, edges_by_type, node_counts
+from jmp_train.graphs.structure import EdgeType, as_count, checked_ends, filled, known_ids
 
 Ends = Mapping[EdgeType, tuple[np.ndarray, np.ndarray]]
 
@@ -139,7 +139,10 @@ class EdgeSampler:
             if kind not in self.ends:
                 known = ", ".join(map(str, self.ends))
                 raise ValueError(f"edge_ids has edge type {kind!r}, which is not one of the sampler's: {known}")
-        ids = {kind: _checked_ids(by_type.get(kind, []), len(senders)) for kind, (senders, _) in self.ends.items()}
+        ids = {
+            kind: known_ids("edge_ids", by_type.get(kind, []), len(senders), "edges")
+            for kind, (senders, _) in self.ends.items()
+        }
         count = sum(map(len, ids.values()))
         if count > self.batch_size:
             raise ValueError(f"edge_ids must be at most {self.batch_size} edges, the batch size, got {count}")
@@ -254,18 +257,10 @@ def edge_sampler(
     Reference: as_edge_prediction_sampler of Deep Graph Library, https://www.dgl.ai.
     """
     is_alone = isinstance(edges, HostEdges)
-    if not is_alone and not isinstance(edges, Mapping):
-        raise TypeError(
-            "edges must be a result of host_edges, or a mapping from edge types to such results, got "
-            f"{type(edges).__name__}"
-        )
-    by_type: Edges = {EDGE: edges} if is_alone else edges
+    by_type = edges_by_type(edges)
     ends = _checked_ends(by_type, *(_by_type(name, ids, is_alone) for name, ids in _named(senders, receivers)))
-    size, num_negatives = as_count("batch_size", batch_size), as_count("negatives", negatives)
-    trials = as_count("num_trials", num_trials)
-    for name, number in (("batch_size", size), ("num_trials", trials)):
-        if number == 0:
-            raise ValueError(f"{name}=0 must be positive")
+    size, num_negatives = as_count("batch_size", batch_size, least=1), as_count("negatives", negatives)
+    trials = as_count("num_trials", num_trials, least=1)
     own_reverse = None if reverse_ids is None else _by_type("reverse_ids", reverse_ids, is_alone)
     excluded = checked_exclusion(by_type, ends, exclude, own_reverse, reverse_types)
     most_ends = _most_ends(by_type, ends, size, num_negatives)
@@ -315,13 +310,3 @@ def _most_ends(edges: Edges, ends: Ends, size: int, negatives: int) -> dict[str,
             of_each = (kind[0] == node_type) + (kind[2] == node_type) * (1 + negatives)
             most[node_type] = max(most.get(node_type, 0), min(size * of_each, counts[node_type]))
     return most
-
-
-def _checked_ids(edge_ids: Any, count: int) -> np.ndarray:
-    ids = np.asarray(edge_ids)
-    ids = ids if ids.size else ids.astype(np.int32)  # an empty list is float64
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"edge_ids must be integers [edges], got {ids.dtype} {ids.shape}")
-    if len(ids) and not 0 <= ids.min() <= ids.max() < count:
-        raise ValueError(f"edge_ids must be between 0 and {count - 1}, got {ids.min()} to {ids.max()}")
-    return ids

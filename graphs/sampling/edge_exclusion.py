@@ -7,7 +7,7 @@ import numpy as np
 
 from jmp_train.graphs.sampling.host_edge_index import HostEdges
 from jmp_train.graphs.sampling.sampled_layer import EDGE, Edges
-from jmp_train.graphs.structure import EdgeType
+from jmp_train.graphs.structure import EdgeType, checked_word, known_ids
 
 Excluded = Mapping[EdgeType, Mapping[EdgeType, np.ndarray]]
 WORDS = ("self", "reverse", "reverse_types")
@@ -32,8 +32,8 @@ def checked_exclusion(
     Raises:
       ValueError: see `edge_sampler`.
     """
-    if exclude is not None and exclude not in WORDS:
-        raise ValueError(f"exclude={exclude!r} must be 'self', 'reverse', 'reverse_types' or None")
+    if exclude is not None:
+        checked_word("exclude", exclude, WORDS)
     if (exclude == "reverse") != (reverse_ids is not None):
         raise ValueError("reverse_ids and exclude='reverse' need each other; compute reverse_ids with reverse_edge_ids")
     if (exclude == "reverse_types") != (reverse_types is not None):
@@ -59,11 +59,9 @@ def _checked_reverse(kind: EdgeType, reverse_ids: Mapping[EdgeType, Any], count:
     if kind not in reverse_ids:
         raise ValueError(f"reverse_ids lacks edge type {kind!r}")
     name = "reverse_ids" if kind == EDGE else f"reverse_ids[{kind!r}]"
-    reverse = np.asarray(reverse_ids[kind])
-    if reverse.shape != (count,) or not np.issubdtype(reverse.dtype, np.integer):
-        raise ValueError(f"{name} must be integers [{count}], got {reverse.dtype} {reverse.shape}")
-    if count and not -1 <= reverse.min() <= reverse.max() < count:
-        raise ValueError(f"{name} must be between -1 and {count - 1}, got {reverse.min()} to {reverse.max()}")
+    reverse = known_ids(name, reverse_ids[kind], count, "edges", least=-1)
+    if len(reverse) != count:
+        raise ValueError(f"{name} must have {count} rows, one for each of the edges, got {len(reverse)}")
     return reverse
 
 
@@ -85,17 +83,14 @@ def _checked_reverse_type(
             f"reverse_types[{kind!r}] = {other!r} has {these.num_edges} edges, but {len(senders)} edges need a reverse"
         )
     if these.edge_ids is not None:
-        is_other = (_in_given_order(these, these.sources) != receivers) | (_targets(these) != senders)
+        sources, targets = (_in_given_order(these, ids) for ids in (these.sources, these.receivers))
+        is_other = (sources != receivers) | (targets != senders)
         if is_other.any():
             raise ValueError(
                 f"reverse_types[{kind!r}] = {other!r}: edge {int(is_other.argmax())} is not the reverse of the "
                 "edge at the same index; both types must have their edges in the same order"
             )
     return other
-
-
-def _targets(edges: HostEdges) -> np.ndarray:
-    return _in_given_order(edges, edges.receivers)
 
 
 def _in_given_order(edges: HostEdges, values: np.ndarray) -> np.ndarray:

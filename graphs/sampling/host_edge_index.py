@@ -71,7 +71,7 @@ class HostEdges:
 
     @functools.cached_property
     def has_zero_in_degree(self) -> bool:
-        """Whether some node has no incoming edge."""
+        """True if some node has no incoming edge."""
         return bool((self.in_degrees == 0).any())
 
     @functools.cached_property
@@ -148,21 +148,6 @@ def host_edges(
         edge_ids = np.arange(len(receivers)) if order is None else order
     sources = senders if order is None else senders[order]
     return HostEdges(starts, sources.astype(np.int32, copy=False), edge_ids, num_sources, known)
-
-
-def integer_ids(name: str, ids: Ids, unit: str) -> np.ndarray:
-    """Returns ids as an array of one axis; raises TypeError if they are not integers.
-
-    Args:
-      name: the argument's name, for messages.
-      ids: the ids.
-      unit: what there is one for, for messages.
-    """
-    array = np.asarray(ids)
-    array = array if array.size else array.astype(np.int32)  # an empty list is float64
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name} must be integers [{unit}], got {array.dtype} {array.shape}")
-    return array
 
 
 def checked_times(name: str, times: ArrayLike | Sequence[float], count: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.structure import SparseFeatures, as_count, most_in_as_many_levels, padded_block
+from jmp_train.graphs.structure import SparseFeatures, as_count, known_ids, most_in_as_many_levels, padded_block
 
 
 def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
@@ -29,10 +29,7 @@ def take_rows(array: np.ndarray, ids: np.ndarray, dtype: DTypeLike | None = None
     """
     if ids is None:
         raise TypeError("ids is None: edge ids are stored only by host_edges(..., keep_edge_ids=True)")
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise TypeError(f"ids must be integers, got {ids.dtype}")
-    if ids.size and not -1 <= ids.min() <= ids.max() < len(array):
-        raise ValueError(f"ids must be between -1 and {len(array) - 1}, got {ids.min()} to {ids.max()}")
+    known_ids("ids", ids.ravel(), len(array), "rows", least=-1)
     is_padding = ids < 0
     if len(array) == 0:
         return np.zeros((len(ids), *array.shape[1:]), dtype or array.dtype)
@@ -73,8 +70,7 @@ def take_sparse_rows(
     if not scipy.sparse.issparse(matrix) or matrix.format != "csr" or matrix.dtype.kind != "f":
         raise TypeError(f"matrix must be a floating csr matrix of scipy, got {type(matrix).__name__}")
     num_rows, width = matrix.shape
-    if ids.size and not -1 <= ids.min() <= ids.max() < num_rows:
-        raise ValueError(f"ids must be between -1 and {num_rows - 1}, got {ids.min()} to {ids.max()}")
+    known_ids("ids", ids, num_rows, "rows", least=-1)
     counts = np.diff(matrix.indptr)
     if num_entries is None:
         num_entries = int(np.partition(counts, max(num_rows - len(ids), 0))[-len(ids) :].sum()) if ids.size else 0

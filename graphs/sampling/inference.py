@@ -15,6 +15,7 @@ from jmp_train.graphs.sampling.sampled_layer import (
     Edges,
     LayerSizes,
     blocks_of,
+    edges_by_type,
     inputs_of,
     node_counts,
     sample_layer,
@@ -63,11 +64,10 @@ def layerwise_inference(
 
     Reference: the inference of DGL's and PyG's GraphSAGE examples.
     """
-    by_type: Edges = {EDGE: edges} if isinstance(edges, HostEdges) else dict(edges)
+    by_type = edges_by_type(edges)
     is_alone = isinstance(edges, HostEdges)
     for name, number in (("batch_size", batch_size), ("max_edges", max_edges)):
-        if as_count(name, number, sys.maxsize) == 0:
-            raise ValueError(f"{name}=0 must be positive")
+        as_count(name, number, sys.maxsize, least=1)
     batch_size, max_edges = min(batch_size, LARGEST_COUNT), min(max_edges, LARGEST_COUNT)
     rows = {EDGE[0]: features} if is_alone else dict(features)
     for node_type, count in node_counts(by_type).items():

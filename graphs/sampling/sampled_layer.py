@@ -115,6 +115,18 @@ def _without(
     return owners[is_kept], places[is_kept]
 
 
+def edges_by_type(edges: HostEdges | Mapping[EdgeType, HostEdges]) -> Edges:
+    """Returns edges by type, under `EDGE` if there is one type; raises TypeError for other arguments."""
+    if isinstance(edges, HostEdges):
+        return {EDGE: edges}
+    if not isinstance(edges, Mapping):
+        raise TypeError(
+            "edges must be a result of host_edges, or a mapping from edge types to such results, got "
+            f"{type(edges).__name__}"
+        )
+    return dict(edges)
+
+
 def node_counts(edges: Edges) -> dict[str, int]:
     """Returns the number of nodes of each type; raises ValueError if edge types disagree."""
     counts: dict[str, int] = {}
@@ -150,7 +162,7 @@ def largest_sizes(
     Args:
       edges: the edges by type.
       num_targets: by node type; types may be missing.
-      num_repeated: by node type, how many of these may be the same node; types may be missing.
+      num_repeated: by node type, the number of these that may be the same node; types may be missing.
       fanout: the fanout by edge type.
       replace: see `sample_in_edges`.
     """

@@ -15,8 +15,8 @@ import numpy as np
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.sampling.host_edge_index import HostEdges
 from jmp_train.graphs.sampling.layer_sampler import LayerSampler, checked_fanouts
-from jmp_train.graphs.sampling.sampled_layer import EDGE, Edges, Layer, LayerSizes, node_counts
-from jmp_train.graphs.structure import EdgeType, as_count, filled
+from jmp_train.graphs.sampling.sampled_layer import Edges, Layer, LayerSizes, edges_by_type, node_counts
+from jmp_train.graphs.structure import EdgeType, as_count, checked_word, filled, known_ids
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +79,8 @@ class NeighborSampler:
           random: NumPy's generator; the same one gives the same batch.
 
         Raises:
-          ValueError: there are too many seeds, or one is out of range or not an integer.
+          TypeError: seeds are not integers.
+          ValueError: there are too many seeds, or one is out of range.
         """
         return self.sample_several([seeds], random)[0]
 
@@ -91,6 +92,7 @@ class NeighborSampler:
           random: see `sample`.
 
         Raises:
+          TypeError: see `sample`.
           ValueError: see `sample`.
         """
         parts = [self._checked_seeds(seeds) for seeds in parts]
@@ -106,7 +108,7 @@ class NeighborSampler:
         return LayerSampler(self.edges, self.fanouts, {self.seed_type: self.batch_size}, self.replace, self.sizes)
 
     def _checked_seeds(self, seeds: Ids) -> np.ndarray:
-        seeds = _checked_seeds(seeds, node_counts(self.edges)[self.seed_type])
+        seeds = known_ids("seeds", seeds, node_counts(self.edges)[self.seed_type])
         if len(seeds) > self.batch_size:
             raise ValueError(f"seeds must be at most {self.batch_size} nodes, the batch size, got {len(seeds)}")
         return seeds
@@ -157,42 +159,22 @@ def neighbor_sampler(
     Reference: Hamilton et al., Inductive Representation Learning on Large Graphs,
     https://arxiv.org/abs/1706.02216; DGL's NeighborSampler.
     """
-    if not isinstance(edges, HostEdges | Mapping):
-        raise TypeError(
-            "edges must be a result of host_edges, or a mapping from edge types to such results, got "
-            f"{type(edges).__name__}"
-        )
+    by_type = edges_by_type(edges)
     if isinstance(fanouts, int):
         raise TypeError(f"fanouts={fanouts} must have one number for each layer: ({fanouts},) for one layer")
-    by_type = {EDGE: edges} if isinstance(edges, HostEdges) else dict(edges)
     counts = node_counts(by_type)
-    if as_count("batch_size", batch_size) == 0:
-        raise ValueError("batch_size=0 must be positive")
+    as_count("batch_size", batch_size, least=1)
     if seed_type is None and len(counts) > 1:
         raise ValueError(f"seed_type is needed, one of {', '.join(map(repr, counts))}")
     seed_type = next(iter(counts)) if seed_type is None else seed_type
-    if seed_type not in counts:
-        known = ", ".join(map(repr, counts))
-        raise ValueError(f"seed_type={seed_type!r} is not one of {known}")
-    seeds = _checked_seeds(seeds, counts[seed_type])
+    checked_word("seed_type", seed_type, counts)
+    seeds = known_ids("seeds", seeds, counts[seed_type])
     if len(seeds) == 0:
         raise ValueError("seeds is empty")
-    if as_count("num_trials", num_trials) == 0:
-        raise ValueError("num_trials=0 must be positive")
+    as_count("num_trials", num_trials, least=1)
     num_seeds = {seed_type: batch_size}
     layers = LayerSampler(by_type, checked_fanouts(fanouts, by_type), num_seeds, replace)
     trials = (np.random.default_rng(trial) for trial in range(num_trials))
     some = (layers.layers({seed_type: random.permutation(seeds)[:batch_size]}, random) for random in trials)
     sizes = layers.measured_sizes(some, layers.most_sizes(num_seeds))
     return NeighborSampler(by_type, layers.fanouts, seed_type, batch_size, replace, sizes)
-
-
-def _checked_seeds(seeds: Ids, count: int) -> np.ndarray:
-    seeds = np.asarray(seeds)
-    if seeds.size == 0:
-        seeds = seeds.astype(np.int32)  # an empty list is float64
-    if seeds.ndim != 1 or not np.issubdtype(seeds.dtype, np.integer):
-        raise ValueError(f"seeds must be integers [nodes], got {seeds.dtype} {seeds.shape}")
-    if len(seeds) and not 0 <= seeds.min() <= seeds.max() < count:
-        raise ValueError(f"seeds must be between 0 and {count - 1}, got {seeds.min()} to {seeds.max()}")
-    return seeds

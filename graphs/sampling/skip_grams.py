@@ -116,8 +116,7 @@ def skip_gram_sampler(
     Reference: Perozzi et al., DeepWalk, https://arxiv.org/abs/1403.6652; PyTorch Geometric's Node2Vec.
     """
     for name, number in (("batch_size", batch_size), ("length", length), ("window", window)):
-        if as_count(name, number) == 0:
-            raise ValueError(f"{name}=0 must be positive")
+        as_count(name, number, least=1)
     node2vec_walk(edges, (), 0, np.random.default_rng(0), p=p, q=q)  # checks the edges and the numbers
     return SkipGramSampler(edges, batch_size, length, window, p, q)
 

@@ -17,6 +17,7 @@ from jmp_train.graphs.structure import (
     Graph,
     as_count,
     checked_features,
+    checked_word,
     filled,
     formats_of_size,
     make_adjacency_checked,
@@ -60,7 +61,7 @@ class SaintSampler:
 
     Attributes:
       edges: the edges of one type.
-      mode: what is drawn.
+      mode: the kind of drawing.
       batch_size: number of draws per batch.
       length: number of steps of a walk.
       node_norm: float32 [nodes], see `SubgraphBatch`.
@@ -168,12 +169,9 @@ def saint_sampler(
     """
     if not isinstance(edges, HostEdges):
         raise TypeError(f"edges must be a result of host_edges, got {type(edges).__name__}")
-    known: Mode | None = next((each for each in MODES if each == mode), None)
-    if known is None:
-        raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, MODES))}")
+    known = checked_word("mode", mode, MODES)
     for name, number in (("batch_size", batch_size), ("length", length), ("num_trials", num_trials)):
-        if as_count(name, number) == 0:
-            raise ValueError(f"{name}=0 must be positive")
+        as_count(name, number, least=1)
     count = edges.num_sources
     if count == 0 or edges.num_targets != count or (mode == "edge" and edges.num_edges == 0):
         raise ValueError(f"edges must be between the same nodes, and some, got {edges.num_edges} of {count} nodes")
@@ -219,7 +217,7 @@ def subgraph(edges: HostEdges, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _weights(edges: HostEdges, mode: Mode) -> np.ndarray:
-    """Returns in proportion to what nodes, or edges, are drawn."""
+    """Returns the weights with which nodes, or edges, are drawn."""
     if mode == "node":
         return np.maximum(edges.out_degrees, 1)
     if mode == "walk":
@@ -235,7 +233,7 @@ def _drawn(
 
     Args:
       edges: the edges of the whole graph.
-      mode: what is drawn.
+      mode: the kind of drawing.
       ends: the running sums of the weights.
       length: number of steps of a walk.
       seeds: see `SaintSampler.sample`.

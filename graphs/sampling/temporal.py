@@ -7,8 +7,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.sampling.host_edge_index import HostEdges, checked_times, integer_ids, random_subsets
-from jmp_train.graphs.structure import as_count
+from jmp_train.graphs.sampling.host_edge_index import HostEdges, checked_times, random_subsets
+from jmp_train.graphs.structure import as_count, checked_word, known_ids
 
 STRATEGIES = ("last", "uniform")
 
@@ -75,11 +75,8 @@ def temporal_neighbors(
     """
     if edges.times is None:
         raise ValueError("edges have no times: pass times= to host_edges")
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} must be one of {', '.join(map(repr, STRATEGIES))}")
-    k, ids = as_count("k", k), integer_ids("nodes", nodes, "nodes")
-    if len(ids) and not -1 <= ids.min() <= ids.max() < edges.num_targets:
-        raise ValueError(f"nodes must be between -1 and {edges.num_targets - 1}, got {ids.min()} to {ids.max()}")
+    checked_word("strategy", strategy, STRATEGIES)
+    k, ids = as_count("k", k), known_ids("nodes", nodes, edges.num_targets, least=-1)
     starts = edges.starts[np.maximum(ids, 0)] if edges.num_targets else np.zeros(len(ids), np.int64)
     ends = _ends_before(edges, ids, checked_times("times", times, len(ids)), starts)
     degrees = ends - starts

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.sampling.host_edge_index import HostEdges, integer_ids
-from jmp_train.graphs.structure import EdgeType, as_count, find_edge_type
+from jmp_train.graphs.sampling.host_edge_index import HostEdges
+from jmp_train.graphs.structure import EdgeType, as_count, find_edge_type, known_ids
 
 
 def random_walk(
@@ -174,12 +174,8 @@ def _metapath(edges: HostEdges | Mapping[EdgeType, HostEdges], metapath: Sequenc
 
 
 def _begun(nodes: Ids, count: int, steps: int) -> np.ndarray:
-    """Returns walks of which only the starts are set, checked, int32 [walks, steps + 1]."""
-    array = integer_ids("nodes", np.atleast_1d(nodes), "walks")
-    wrong = (array < -1) | (array >= count)
-    if wrong.any():
-        place = int(wrong.argmax())
-        raise ValueError(f"nodes[{place}] = {array[place]} is not one of the {count} nodes")
+    """Returns walks with checked starts and no further nodes, int32 [walks, steps + 1]."""
+    array = known_ids("nodes", np.atleast_1d(nodes), count, least=-1)
     walks = np.empty((len(array), steps + 1), np.int32)
     walks[:, 0] = array
     return walks

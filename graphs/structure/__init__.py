@@ -23,6 +23,9 @@ from jmp_train.graphs.structure.counts import LARGEST_COUNT as LARGEST_COUNT
 from jmp_train.graphs.structure.counts import as_count as as_count
 from jmp_train.graphs.structure.counts import as_counts as as_counts
 from jmp_train.graphs.structure.counts import check_int32 as check_int32
+from jmp_train.graphs.structure.counts import check_known as check_known
+from jmp_train.graphs.structure.counts import checked_word as checked_word
+from jmp_train.graphs.structure.counts import known_ids as known_ids
 from jmp_train.graphs.structure.csr import CSR as CSR
 from jmp_train.graphs.structure.csr import NOT_APART as NOT_APART
 from jmp_train.graphs.structure.csr import CSRAndCSC as CSRAndCSC
@@ -59,9 +62,11 @@ from jmp_train.graphs.structure.incidence_building import incidence_of as incide
 from jmp_train.graphs.structure.incidence_building import (
     most_in_as_many_levels as most_in_as_many_levels,
 )
+from jmp_train.graphs.structure.jraph_conversion import AnyBatch as AnyBatch
 from jmp_train.graphs.structure.jraph_conversion import AnyGraph as AnyGraph
 from jmp_train.graphs.structure.jraph_conversion import OurGraph as OurGraph
 from jmp_train.graphs.structure.jraph_conversion import accepts_jraph as accepts_jraph
+from jmp_train.graphs.structure.jraph_conversion import batch_of as batch_of
 from jmp_train.graphs.structure.jraph_conversion import first_padding as first_padding
 from jmp_train.graphs.structure.jraph_conversion import from_jraph as from_jraph
 from jmp_train.graphs.structure.jraph_conversion import to_jraph as to_jraph

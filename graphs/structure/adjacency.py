@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure.counts import check_int32
-from jmp_train.graphs.structure.csr import NOT_APART, CSRAndCSC, csr_and_csc
+from jmp_train.graphs.structure.csr import NOT_APART, CSRAndCSC, host_csr_and_csc
 from jmp_train.graphs.structure.edge_order import clipped_ids, edge_order
 from jmp_train.graphs.structure.incidence import Incidence
 from jmp_train.graphs.structure.incidence_building import (
@@ -217,7 +217,8 @@ def make_adjacency_checked(
             ends = incidence_on_host(by_source), incidence_on_host(by_target)
         if has_csr:
             is_small = len(senders) <= FIXED_EDGES
-            neighbors = csr_and_csc(by_source, by_target, have_places=has_ends, is_fixed=is_fixed or is_small)
+            found = host_csr_and_csc(by_source, by_target, have_places=has_ends, is_fixed=is_fixed or is_small)
+            neighbors = jax.tree.map(jnp.asarray, found)
         has_zero_in_degree = None if is_fixed else bool((by_target.degrees == 0).any())
     mailboxes = make_mailboxes(receivers, num_receivers) if "mailbox" in formats else None
     return Adjacency(ends, neighbors, mailboxes, has_zero_in_degree)

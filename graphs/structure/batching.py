@@ -8,10 +8,9 @@ import jraph
 import numpy as np
 
 from jmp_train.graphs.structure.adjacency import FORMATS, formats_made, formats_of_size
-from jmp_train.graphs.structure.counts import as_count, check_int32
+from jmp_train.graphs.structure.counts import as_count, check_int32, check_known
 from jmp_train.graphs.structure.graph import Graph
 from jmp_train.graphs.structure.jraph_conversion import first_padding, from_jraph, to_jraph
-from jmp_train.policies.pytrees import has_tracers
 
 
 def batch(graphs: Sequence[Graph], *, formats: Sequence[str] | None = None) -> Graph:
@@ -230,8 +229,7 @@ def _from_jraph(
 
 def _check_on_host(name: str, graph: Graph) -> None:
     _check_graph(name, graph)
-    if has_tracers(graph):
-        raise TypeError(f"{name} is traced: graphs are batched and padded outside of jit")
+    check_known(name, graph, "graphs are batched and padded outside of jit")
 
 
 def _check_graph(name: str, graph: Graph) -> None:

@@ -1,26 +1,33 @@
-"""Checks of numbers of nodes and edges: integers, not negative, within int32."""
+"""Checks of arguments: numbers and ids of nodes and edges, words, and arrays that must be known."""
 
 import operator
 import reprlib
-from typing import SupportsIndex
+from collections.abc import Iterable
+from typing import SupportsIndex, TypeVar
 
 import numpy as np
 from jax.typing import ArrayLike
 
+from jmp_train.graphs.array_types import Ids
+from jmp_train.policies.pytrees import has_tracers
+
+Word = TypeVar("Word", bound=str)
+
 LARGEST_COUNT = 2**31 - 1  # ids, degrees and places are int32 on the device
 
 
-def as_count(name: str, count: SupportsIndex, most: int = LARGEST_COUNT) -> int:
+def as_count(name: str, count: SupportsIndex, most: int = LARGEST_COUNT, *, least: int = 0) -> int:
     """Returns a number of nodes or edges as an int.
 
     Args:
       name: the argument's name, for the message.
-      count: an integer from 0 to `most`.
+      count: an integer from `least` to `most`.
       most: the largest valid number.
+      least: the smallest valid number.
 
     Raises:
       TypeError: it is not an integer; a bool is not one.
-      ValueError: it is negative, or more than `most`.
+      ValueError: it is less than `least`, or more than `most`.
 
     Example:
       >>> as_count("n_node", 2**31)
@@ -33,8 +40,8 @@ def as_count(name: str, count: SupportsIndex, most: int = LARGEST_COUNT) -> int:
         raise TypeError(f"{name}={reprlib.repr(count)} must be an integer") from None
     if isinstance(count, bool | np.bool_):
         raise TypeError(f"{name}={count} must be an integer")
-    if number < 0:
-        raise ValueError(f"{name}={_shown(number)} must be at least 0")
+    if number < least:
+        raise ValueError(f"{name}={_shown(number)} must be at least {least}")
     if number > most:
         raise ValueError(f"{name}={_shown(number)} must be at most {most}")
     return number
@@ -80,6 +87,54 @@ def as_counts(name: str, counts: ArrayLike) -> np.ndarray:
         place = int(wrong.argmax())
         as_count(f"{name}[{place}]", array[place])
     return array.astype(np.int64)
+
+
+def check_known(name: str, argument: object, hint: str) -> None:
+    """Raises TypeError, with a hint, if an argument has arrays that are traced by jit."""
+    if has_tracers(argument):
+        raise TypeError(f"{name} is traced: {hint}")
+
+
+def known_ids(name: str, ids: Ids, count: int, kind: str = "nodes", *, least: int = 0) -> np.ndarray:
+    """Returns ids as an array of integers, int [ids].
+
+    Args:
+      name: the argument's name, for messages.
+      ids: integers from `least` to `count - 1`.
+      count: the number of nodes or edges.
+      kind: "node" or "edge", for messages.
+      least: the smallest valid id; -1 if that stands for none.
+
+    Raises:
+      TypeError: they are traced, or not integers.
+      ValueError: they have several axes, or one is out of range; the message names it.
+
+    Example:
+      >>> known_ids("seeds", [0, 3], 3)
+      Traceback (most recent call last):
+      ValueError: seeds[1] = 3 is out of range for 3 nodes
+    """
+    check_known(name, ids, "pass ids that are known, outside of jit")
+    array = np.asarray(ids)
+    array = array if array.size else array.astype(np.int32)  # an empty list is float64
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} must be integers, got {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
+    wrong = (array < least) | (array >= count)
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise ValueError(f"{name}[{place}] = {array[place]} is out of range for {count} {kind}")
+    return array
+
+
+def checked_word(name: str, word: str, words: Iterable[Word]) -> Word:
+    """Returns an argument that is one of some words; raises ValueError if it is another."""
+    known = list(words)
+    for each in known:
+        if each == word:
+            return each
+    raise ValueError(f"{name}={word!r} must be one of {', '.join(map(repr, known))}")
 
 
 def _shown(number: int) -> str:

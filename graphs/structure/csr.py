@@ -120,12 +120,6 @@ class CSRAndCSC:
         return CSRAndCSC(self.by_target, self.by_source)
 
 
-def csr_and_csc(by_source: EdgeOrder, by_target: EdgeOrder, *, have_places: bool, is_fixed: bool = False) -> CSRAndCSC:
-    """Returns the result of `host_csr_and_csc` on the default device."""
-    found = host_csr_and_csc(by_source, by_target, have_places=have_places, is_fixed=is_fixed)
-    return jax.tree.map(jnp.asarray, found)
-
-
 def host_csr_and_csc(
     by_source: EdgeOrder, by_target: EdgeOrder, *, have_places: bool, is_fixed: bool = False
 ) -> CSRAndCSC:
@@ -195,7 +189,7 @@ def from_degrees(
       others: int [counted edges], the nodes at the other ends, sorted by the node at this end.
       edges: int [counted edges], ids of these edges; None if they have no places of their own.
       num_edges: number of edges, including those that do not count.
-      is_fixed: see `csr_and_csc`.
+      is_fixed: see `host_csr_and_csc`.
 
     Raises:
       ValueError: int32 cannot number the places in the blocks, or the rows.

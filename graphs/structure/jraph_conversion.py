@@ -25,6 +25,7 @@ from jmp_train.policies.pytrees import has_tracers, named_leaves, path_name
 Params = ParamSpec("Params")
 AnyGraph = TypeVar("AnyGraph", Graph, HeteroGraph, jraph.GraphsTuple)
 OurGraph = TypeVar("OurGraph", Graph, HeteroGraph)
+AnyBatch = Graph | jraph.GraphsTuple
 
 
 def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequence[str] = ("coo",)) -> Graph:
@@ -92,6 +93,15 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
         globals=graphs.globals,
         is_padded=padded,
     )
+
+
+def batch_of(graph: AnyBatch) -> Graph:
+    """Returns a graph of ours or jraph's as ours; raises TypeError for other arguments."""
+    if isinstance(graph, jraph.GraphsTuple):
+        return from_jraph(graph)
+    if not isinstance(graph, Graph):
+        raise TypeError(f"graph must be a Graph or a jraph.GraphsTuple, got {type(graph).__name__}")
+    return graph
 
 
 def to_jraph(graph: Graph) -> jraph.GraphsTuple:

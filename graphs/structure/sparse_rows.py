@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.structure.adjacency import Adjacency, make_adjacency
-from jmp_train.policies.pytrees import has_tracers
+from jmp_train.graphs.structure.counts import check_known
 
 
 @jax.tree_util.register_dataclass
@@ -92,8 +92,7 @@ def sparse_features(matrix: Any) -> SparseFeatures:
     """
     import scipy.sparse
 
-    if has_tracers(matrix):
-        raise TypeError("matrix is traced: sparse features are made outside of jit")
+    check_known("matrix", matrix, "sparse features are made outside of jit")
     array: Any = matrix if scipy.sparse.issparse(matrix) or isinstance(matrix, jax.Array) else np.asarray(matrix)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"matrix must be floating, got {array.dtype}")

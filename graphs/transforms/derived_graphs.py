@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jmp_train.graphs.sampling import take_rows
 from jmp_train.graphs.structure import Graph, accepts_jraph, check_int32
 from jmp_train.graphs.transforms.edge_lists import (
     EdgeList,
@@ -91,18 +92,11 @@ def add_virtual_node(graph: Graph, *, formats: Sequence[str] | None = None) -> G
     virtual = np.cumsum(np.asarray(graph.n_node)) + np.arange(num_graphs)
     rows = np.full(count + num_graphs, -1)
     rows[new] = np.arange(count)
-    nodes = {name: _rows_or_zeros(np.asarray(features), rows) for name, features in graph.nodes.items()}
+    nodes = {name: take_rows(np.asarray(features), rows) for name, features in graph.nodes.items()}
     places = np.concatenate([np.arange(len(edges.senders)), np.full(2 * count, -1)])
-    features = {name: _rows_or_zeros(values, places) for name, values in edges.features.items()}
+    features = {name: take_rows(values, places) for name, values in edges.features.items()}
     hubs = virtual[owners]
     senders = np.concatenate([new[edges.senders], new, hubs])
     receivers = np.concatenate([new[edges.receivers], hubs, new])
     all_owners = np.repeat(np.arange(num_graphs), np.asarray(graph.n_node) + 1)
     return with_parts(graph, nodes, all_owners, EdgeList(senders, receivers, features), formats)
-
-
-def _rows_or_zeros(features: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns rows of features, zeros for -1."""
-    found = np.zeros((len(rows), *features.shape[1:]), features.dtype)
-    found[rows >= 0] = features[rows[rows >= 0]]
-    return found

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -13,12 +12,15 @@ from jmp_train.graphs.structure import (
     Adjacency,
     Graph,
     check_formats,
+    check_known,
     checked_ends,
     checked_features,
     formats_made,
+    known_ids,
     make_adjacency_checked,
 )
-from jmp_train.policies.pytrees import has_tracers
+
+ID = "_ID"  # the feature with original ids, like DGL's NID and EID
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +70,7 @@ def edges_on_host(graph: Graph) -> EdgeList:
     if not isinstance(graph, Graph):
         kind = type(graph).__name__
         raise TypeError(f"graph must be a Graph or a GraphsTuple, got {kind}")
-    if has_tracers(graph):
-        raise TypeError("graph is traced: transforms run outside of jit")
+    check_known("graph", graph, "transforms run outside of jit")
     if graph.is_padded:
         raise ValueError("graph is padded: unpad it first")
     if graph.kept_nodes is not None:
@@ -173,9 +174,6 @@ def _check_apart(of_senders: np.ndarray, of_receivers: np.ndarray) -> None:
         )
 
 
-ID = "_ID"  # the feature with original ids, like DGL's NID and EID
-
-
 def chosen_ids(name: str, ids: Ids, count: int, *, distinct: bool = True) -> np.ndarray:
     """Returns checked ids of nodes or edges, int64 [chosen].
 
@@ -193,24 +191,13 @@ def chosen_ids(name: str, ids: Ids, count: int, *, distinct: bool = True) -> np.
       >>> chosen_ids("nodes", [2, 0], 3), chosen_ids("nodes", np.array([True, False, True]), 3)
       (array([2, 0]), array([0, 2]))
     """
-    if has_tracers(ids):
-        raise TypeError(f"{name} is traced: transforms run outside of jit")
+    check_known(name, ids, "transforms run outside of jit")
     array = np.atleast_1d(np.asarray(ids))
-    if array.size == 0 and not isinstance(ids, np.ndarray | jax.Array):
-        array = array.astype(np.int64)  # an empty list is float64
     if array.dtype == np.bool_:
         if array.shape != (count,):
             raise ValueError(f"{name} must be a mask of shape ({count},), got shape {array.shape}")
         return np.flatnonzero(array)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name} must be integers or booleans, got {array.dtype}")
-    if array.ndim != 1:
-        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
-    wrong = (array < 0) | (array >= count)
-    if wrong.any():
-        place = int(wrong.argmax())
-        raise ValueError(f"{name}[{place}] = {array[place]} is out of range for {count}")
-    array = array.astype(np.int64)
+    array = known_ids(name, array, count, name.partition("[")[0]).astype(np.int64)
     if distinct and len(array) > 1:
         order = np.argsort(array, kind="stable")
         again = np.flatnonzero(array[order[1:]] == array[order[:-1]])

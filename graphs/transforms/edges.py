@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.structure import Graph, accepts_jraph
+from jmp_train.graphs.structure import Graph, accepts_jraph, checked_word
 from jmp_train.graphs.transforms.edge_groups import REDUCTIONS, Groups, groups_of, rounded
 from jmp_train.graphs.transforms.edge_lists import EdgeList, edges_on_host, with_edge_list
 
@@ -138,9 +138,12 @@ def to_simple(
       >>> simple.senders.tolist(), simple.edges["w"].tolist(), simple.edges["times"].tolist()
       ([0, 1], [2.0, 2.0], [2, 1])
     """
-    _check_reduce(reduce)
+    checked_word("reduce", reduce, ("first", *REDUCTIONS))
     edges = edges_on_host(graph)
-    _check_count(count, edges)
+    if count is not None and not isinstance(count, str):
+        raise TypeError(f"count must be the name of an edge feature or None, got {count!r}")
+    if count in edges.features:
+        raise ValueError(f"count={count!r} is already an edge feature")
     groups = groups_of(edges.keys)
     features = {name: groups.reduce(name, rows, reduce) for name, rows in edges.features.items()}
     if count is not None:
@@ -174,7 +177,7 @@ def to_bidirected(graph: Graph, reduce: str = "first", *, formats: Sequence[str]
       >>> both.senders.tolist(), both.receivers.tolist(), both.edges["w"].tolist()
       ([0, 1, 1, 2], [1, 0, 2, 1], [3.0, 3.0, 4.0, 4.0])
     """
-    _check_reduce(reduce)
+    checked_word("reduce", reduce, ("first", *REDUCTIONS))
     edges = edges_on_host(graph)
     places = np.arange(len(edges.senders))
     reversed_ = places[~edges.is_self_loop]
@@ -224,17 +227,3 @@ def _check_fill_value(fill_value: float | str) -> None:
     if np.ndim(fill_value) or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         kind = type(fill_value).__name__
         raise TypeError(f"fill_value must be a number or one of {known}, got {kind}")
-
-
-def _check_reduce(reduce: str) -> None:
-    if reduce not in ("first", *REDUCTIONS):
-        raise ValueError(f"reduce={reduce!r} must be one of first, {', '.join(REDUCTIONS)}")
-
-
-def _check_count(count: str | None, edges: EdgeList) -> None:
-    if count is None:
-        return
-    if not isinstance(count, str):
-        raise TypeError(f"count must be the name of an edge feature or None, got {count!r}")
-    if count in edges.features:
-        raise ValueError(f"count={count!r} is already an edge feature")

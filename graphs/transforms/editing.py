@@ -16,6 +16,7 @@ from jmp_train.graphs.structure import (
     accepts_jraph,
     checked_ends,
     checked_features,
+    checked_word,
     from_jraph,
     to_jraph,
 )
@@ -172,8 +173,7 @@ def reorder(
 
     Reference: Cuthill and McKee, Reducing the bandwidth of sparse symmetric matrices, 1969.
     """
-    if not isinstance(by, str) or by not in _ORDERS:
-        raise ValueError(f"by={by!r} must be one of {', '.join(_ORDERS)}")
+    checked_word("by", by, _ORDERS)
     if isinstance(graph, jraph.GraphsTuple):
         ours, order = _reordered(from_jraph(graph), by, formats)
         return cast(AnyGraph, to_jraph(ours)), order

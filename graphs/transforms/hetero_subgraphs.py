@@ -8,9 +8,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.structure import DEFAULT_FORMATS, EdgeType, HeteroGraph, formats_made, hetero_from_edges
+from jmp_train.graphs.structure import (
+    DEFAULT_FORMATS,
+    EdgeType,
+    HeteroGraph,
+    check_known,
+    formats_made,
+    hetero_from_edges,
+)
 from jmp_train.graphs.transforms.edge_lists import ID, as_they_come, chosen_ids, ends_on_host, mask_of
-from jmp_train.policies.pytrees import has_tracers
 
 Ends = Mapping[EdgeType, tuple[np.ndarray, np.ndarray]]
 
@@ -102,8 +108,7 @@ def hetero_edge_subgraph(
 
 
 def _ends_by_type(graph: HeteroGraph, name: str, chosen: object) -> Ends:
-    if has_tracers(graph):
-        raise TypeError("graph is traced: transforms run outside of jit")
+    check_known("graph", graph, "transforms run outside of jit")
     if not isinstance(chosen, Mapping):
         raise TypeError(
             f"{name} of a graph with several types must be a mapping from types, got {type(chosen).__name__}"

@@ -9,9 +9,16 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_train.graphs.structure import EdgeType, Graph, HeteroGraph, from_edges, hetero_from_edges
+from jmp_train.graphs.structure import (
+    EdgeType,
+    Graph,
+    HeteroGraph,
+    check_known,
+    from_edges,
+    hetero_from_edges,
+    known_ids,
+)
 from jmp_train.graphs.transforms.edge_lists import ID, check_keeps_edges, edges_on_host, ends_on_host, formats_of
-from jmp_train.policies.pytrees import has_tracers
 
 TYPE = "_TYPE"  # the feature with the type of a node or an edge, like DGL's NTYPE and ETYPE
 
@@ -50,8 +57,7 @@ def to_homogeneous(
     """
     if not isinstance(graph, HeteroGraph):
         raise TypeError(f"graph must be a HeteroGraph, got {type(graph).__name__}")
-    if has_tracers(graph):
-        raise TypeError("graph is traced: transforms run outside of jit")
+    check_known("graph", graph, "transforms run outside of jit")
     counts = [count for _, count in graph.n_node]
     starts = dict(zip(graph.node_types, np.cumsum([0, *counts]).tolist(), strict=False))
     senders, receivers, sizes = [], [], []
@@ -177,14 +183,7 @@ def _types(of: str, field: str, features: Mapping[str, jax.Array], count: int) -
     """Returns the type of each row, int64 [rows]."""
     if field not in features:
         raise ValueError(f"{of} must have a feature {field!r} with their types")
-    types = np.asarray(features[field])
-    if types.ndim != 1 or not np.issubdtype(types.dtype, np.integer):
-        raise TypeError(f"{of}[{field!r}] must be integers with one axis, got {types.dtype} {types.shape}")
-    wrong = (types < 0) | (types >= count)
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise ValueError(f"{of}[{field!r}][{row}] = {types[row]} is out of range for {count} types")
-    return types.astype(np.int64)
+    return known_ids(f"{of}[{field!r}]", features[field], count, "types").astype(np.int64)
 
 
 def _taken(features: Mapping[str, ArrayLike], ids: np.ndarray, field: str) -> dict[str, np.ndarray]:

@@ -9,8 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.structure import Graph, as_count, ascends, from_edges
-from jmp_train.policies.pytrees import has_tracers
+from jmp_train.graphs.structure import Graph, as_count, ascends, check_known, from_edges
 
 Pairs = tuple[np.ndarray, np.ndarray]  # senders and receivers
 SAME = 1e-9  # relative difference up to which a tree's distances may be equal
@@ -167,8 +166,7 @@ def _connected(
 
 def _checked_points(points: ArrayLike) -> np.ndarray:
     """Returns float64 [points, dimensions]."""
-    if has_tracers(points):
-        raise TypeError("points is traced: search near points outside of jit")
+    check_known("points", points, "search near points outside of jit")
     array = points if isinstance(points, jax.Array) else np.asarray(points)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"points must be floating, got {array.dtype}")
@@ -183,8 +181,7 @@ def _checked_points(points: ArrayLike) -> np.ndarray:
 
 def _sizes(graph_ids: Ids, count: int) -> np.ndarray:
     """Returns the number of points of each graph, int64 [graphs]."""
-    if has_tracers(graph_ids):
-        raise TypeError("graph_ids is traced: search near points outside of jit")
+    check_known("graph_ids", graph_ids, "search near points outside of jit")
     ids = np.asarray(graph_ids)
     ids = ids if ids.size else ids.astype(np.int32)  # an empty list is float64
     if not np.issubdtype(ids.dtype, np.integer):

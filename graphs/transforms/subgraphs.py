@@ -9,11 +9,19 @@ Reference: dgl.subgraph of Deep Graph Library, https://www.dgl.ai.
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-import jraph
 import numpy as np
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.structure import AnyGraph, EdgeType, Graph, HeteroGraph, accepts_jraph, as_count, from_jraph
+from jmp_train.graphs.structure import (
+    AnyBatch,
+    AnyGraph,
+    EdgeType,
+    Graph,
+    HeteroGraph,
+    accepts_jraph,
+    as_count,
+    batch_of,
+)
 from jmp_train.graphs.transforms.edge_lists import (
     ID,
     EdgeList,
@@ -285,7 +293,7 @@ def _within_hops(
     is_in: bool,
 ) -> tuple[AnyGraph, np.ndarray]:
     as_count("k", k)
-    ours = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else cast(Graph, graph)
+    ours = batch_of(cast(AnyBatch, graph))
     edges = edges_on_host(ours)
     seeds = chosen_ids("nodes", nodes, ours.num_nodes, distinct=False)
     ends = (edges.receivers, edges.senders) if is_in else (edges.senders, edges.receivers)

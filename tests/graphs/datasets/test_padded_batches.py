@@ -75,7 +75,7 @@ def test_wrong_arguments_are_named() -> None:
         graphs.padded_sizes(data, 31)
     with pytest.raises(ValueError, match="buckets=0 must be at least 1"):
         graphs.padded_sizes(data, 3, buckets=0)
-    with pytest.raises(ValueError, match=r"places\[1\] = 30 is not one of the 30 graphs"):
+    with pytest.raises(ValueError, match=r"places\[1\] = 30 is out of range for 30 graphs"):
         graphs.padded_batch(data, [0, 30])
     with pytest.raises(TypeError, match="places must be integers, got float64"):
         graphs.padded_batch(data, np.array([0.5]))

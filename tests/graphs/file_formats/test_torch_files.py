@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch_file_bytes import STORAGES, in_a_row, tensor, with_tensors, zipped
 
-from jmp_train.graphs.file_formats.torch_files import read_torch_arrays
+from jmp_train.graphs.file_formats.pickle_files import read_torch_arrays
 
 pytestmark = pytest.mark.quick
 

@@ -222,7 +222,7 @@ def test_autocast_stores_in_half_and_adds_in_float32(half: str) -> None:
 def test_wrong_arguments_are_named() -> None:
     graph = graphs.from_edges([0, 1], [1, 0], 2)
     z, end = jnp.ones((2, 1, 3)), jnp.ones((2, 1))
-    with pytest.raises(ValueError, match="norm_by='in' must be 'dst' or 'src'"):
+    with pytest.raises(ValueError, match="norm_by='in' must be one of 'dst', 'src'"):
         graphs.edge_softmax(graph, jnp.ones(2), norm_by="in")
     pair: Any = (jnp.array([0]), jnp.array([1]))
     with pytest.raises(ValueError, match=r"edges must have one axis, got shape \(2, 1\)"):

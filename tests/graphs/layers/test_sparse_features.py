@@ -50,7 +50,7 @@ def loss_and_gradient(layer: Any, features: Any) -> tuple[Any, Any]:
     return rows, gradient
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_compute_what_they_do_of_all_zeros(name: str) -> None:
     layer = layer_of(name)
@@ -99,7 +99,7 @@ def test_rows_of_sparse_matrices_are_padded_as_is_asked() -> None:
             "matrix must be a floating csr matrix of scipy, got",
         ),
         (TypeError, lambda: graphs.take_sparse_rows(matrix.tocsc(), ids), "matrix must be a floating csr matrix"),
-        (ValueError, lambda: graphs.take_sparse_rows(matrix, ids + 60), "ids must be between -1 and 59, got 59 to 67"),
+        (ValueError, lambda: graphs.take_sparse_rows(matrix, ids + 60), r"ids\[\d\] = \d+ is out of range for 60 rows"),
         (ValueError, lambda: graphs.take_sparse_rows(matrix, ids, num_entries=1), "num_entries=1 is less than the"),
     ]
     for kind, call, message in cases:

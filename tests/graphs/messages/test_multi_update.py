@@ -113,7 +113,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match=r"functions\[.*plays.*\] must be \(message, reduce"):
         graphs.multi_update_all(make_graph(), cast(Any, {PLAYS: fn.copy_u("h", "m")}), "sum")
     graph, step = make_graph(), (fn.copy_u("h", "m"), fn.mean("m", "x"))
-    with pytest.raises(ValueError, match="cross='prod' must be a function or one of sum, mean, max"):
+    with pytest.raises(ValueError, match="cross='prod' must be one of 'sum', 'mean', 'max'"):
         graphs.multi_update_all(graph, {PLAYS: step}, "prod")
     with pytest.raises(ValueError, match="etype='eats' is not an edge type; there are: "):
         graphs.multi_update_all(graph, {"eats": step}, "sum")

@@ -220,10 +220,11 @@ def test_rows_of_parts() -> None:
 
 def test_bad_arguments_are_named() -> None:
     graph = graphs.from_edges([0, 1], [1, 2], 3)
-    for method in (np.array([0, 1]), np.ones(3)):
-        with pytest.raises(ValueError, match=r"method must be a name, or integers \[3\], the part of each node; got"):
-            graphs.partition(graph, 2, method=method)
-    with pytest.raises(ValueError, match=r"method\[1\] = 2 is out of range for n_parts=2"):
+    with pytest.raises(ValueError, match=r"method must be a name, or integers \[3\], the part of each node, got"):
+        graphs.partition(graph, 2, method=np.array([0, 1]))
+    with pytest.raises(TypeError, match="method must be integers, got float64"):
+        graphs.partition(graph, 2, method=np.ones(3))
+    with pytest.raises(ValueError, match=r"method\[1\] = 2 is out of range for 2 parts"):
         graphs.partition(graph, 2, method=[0, 2, 1])
     with pytest.raises(ValueError, match=r'formats has "mailbox", whose shapes differ'):
         graphs.partition(graph, 2, formats=("coo", "mailbox"))

@@ -120,6 +120,15 @@ def test_under_jit_there_is_one_trace_for_a_size() -> None:
     assert mask.tolist() == [[True]]
 
 
+def test_a_known_graph_needs_no_width_in_a_jitted_function_that_closes_over_it() -> None:
+    graph = make(ODD["multi-edges"])
+    dense, mask = jax.jit(lambda rows: graphs.to_dense_batch(graph, rows))(graph.nodes["h"])
+    np.testing.assert_array_equal(dense[0], graph.nodes["h"])
+    assert mask.all()
+    with pytest.raises(ValueError, match="max_nodes=1 is too small"):
+        jax.jit(lambda rows: graphs.to_dense_batch(graph, rows, 1))(graph.nodes["h"])
+
+
 def test_parallel_edges_are_added_in_float32() -> None:
     graph = graphs.from_edges(np.zeros(5000, int), np.ones(5000, int), 2, formats=("coo",))
     found = jax.jit(lambda graph, rows: graphs.to_dense_adj(graph, rows, 2))(graph, jnp.ones(5000, jnp.float16))

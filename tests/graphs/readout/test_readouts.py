@@ -135,7 +135,7 @@ def test_running_sums_along_edges_of_nodes_and_graphs() -> None:
             mine = np.flatnonzero(owners == owner)
             wanted[mine] = np.cumsum(np.asarray(values)[mine])
         assert run(by).tolist() == wanted.tolist()
-    with pytest.raises(ValueError, match="by='edge' must be 'dst', 'src' or 'graph'"):
+    with pytest.raises(ValueError, match="by='edge' must be one of 'dst', 'src', 'graph'"):
         graphs.edge_cumsum(batch, values, "edge")
 
 
@@ -182,7 +182,7 @@ def test_wrong_arguments_are_named() -> None:
         graphs.mean_nodes(graph, jnp.ones(3))
     with pytest.raises(ValueError, match=r"weight must fit the shape of the feature, \(2, 3\)"):
         graphs.max_nodes(graph, "h", jnp.ones((2, 2)))
-    with pytest.raises(ValueError, match="op='prod' must be one of sum, mean, max, min, var, std"):
+    with pytest.raises(ValueError, match="op='prod' must be one of 'sum', 'mean', 'max', 'min', 'var', 'std'"):
         graphs.readout_nodes(graph, "h", op="prod")
     with pytest.raises(ValueError, match="of_graphs must have 1 rows, one for each of the graphs"):
         graphs.broadcast_nodes(graph, jnp.ones((2, 3)))

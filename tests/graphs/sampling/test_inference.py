@@ -93,7 +93,7 @@ def test_wrong_calls_are_refused() -> None:
     on_host = graphs.host_edges([0], [1], 2)
     with pytest.raises(ValueError, match="features of 'node' must have 2 rows, got 3 rows"):
         graphs.layerwise_inference([], on_host, np.ones((3, 1)))
-    with pytest.raises(ValueError, match="max_edges=0 must be positive"):
+    with pytest.raises(ValueError, match="max_edges=0 must be at least 1"):
         graphs.layerwise_inference([], on_host, np.ones((2, 1)), max_edges=0)
     by_type = {("a", "to", "b"): graphs.host_edges([0], [1], 2, 3)}
     with pytest.raises(ValueError, match="features of 'b' must have 3 rows, got none"):

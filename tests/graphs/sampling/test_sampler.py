@@ -209,25 +209,25 @@ def test_wrong_calls_are_refused() -> None:
         graphs.neighbor_sampler(edges, (0,), some, 2)
     with pytest.raises(ValueError, match="fanouts is empty"):
         graphs.neighbor_sampler(edges, (), some, 2)
-    with pytest.raises(ValueError, match="num_trials=0 must be positive"):
+    with pytest.raises(ValueError, match="num_trials=0 must be at least 1"):
         graphs.neighbor_sampler(edges, (1,), some, 2, num_trials=0)
     with pytest.raises(ValueError, match="seeds is empty"):
         graphs.neighbor_sampler(edges, (1,), [], 2)
-    with pytest.raises(ValueError, match="batch_size=0 must be positive"):
+    with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
         graphs.neighbor_sampler(edges, (1,), some, 0)
-    with pytest.raises(ValueError, match="seeds must be between 0 and 1, got 0 to 2"):
+    with pytest.raises(ValueError, match=r"seeds\[\d\] = 2 is out of range for 2 nodes"):
         graphs.neighbor_sampler(edges, (1,), [0, 2], 2)
     sampler = graphs.neighbor_sampler(edges, (1,), some, 2)
     with pytest.raises(ValueError, match="seeds must be at most 2 nodes, the batch size, got 3"):
         sampler.sample([0, 1, 0], np.random.default_rng(0))
-    with pytest.raises(ValueError, match="seeds must be between 0 and 1, got 0 to 2"):
+    with pytest.raises(ValueError, match=r"seeds\[\d\] = 2 is out of range for 2 nodes"):
         sampler.sample([0, 2], np.random.default_rng(0))
-    with pytest.raises(ValueError, match=r"seeds must be integers \[nodes\], got float64 \(1,\)"):
+    with pytest.raises(TypeError, match="seeds must be integers, got float64"):
         sampler.sample(np.array([0.5]), np.random.default_rng(0))
     by_type = typed_edges()
     with pytest.raises(ValueError, match="seed_type is needed, one of 'author', 'paper'"):
         graphs.neighbor_sampler(by_type, (1,), some, 2)
-    with pytest.raises(ValueError, match="seed_type='book' is not one of 'author', 'paper'"):
+    with pytest.raises(ValueError, match="seed_type='book' must be one of 'author', 'paper'"):
         graphs.neighbor_sampler(by_type, (1,), some, 2, seed_type="book")
     with pytest.raises(ValueError, match=r"fanouts lacks edge type \('paper', 'cites', 'paper'\)"):
         graphs.neighbor_sampler(by_type, ({WRITES: 1},), some, 2, seed_type=PAPER)

@@ -162,8 +162,8 @@ def test_batches_of_pairs_have_one_shape() -> None:
 def test_what_walks_refuse() -> None:
     index, random = graphs.host_edges(*ODD["hub"]), np.random.default_rng(0)
     cases: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-        (graphs.random_walk, (index, [40], random), {"length": 1}, ValueError, r"nodes\[0\] = 40 is not one of the 40"),
-        (graphs.random_walk, (index, [0.5], random), {"length": 1}, TypeError, r"nodes must be integers \[walks\]"),
+        (graphs.random_walk, (index, [40], random), {"length": 1}, ValueError, r"nodes\[0\] = 40 is out of range for"),
+        (graphs.random_walk, (index, [0.5], random), {"length": 1}, TypeError, "nodes must be integers, got float64"),
         (graphs.random_walk, (index, [0], random), {}, ValueError, "either length or metapath is needed"),
         (graphs.random_walk, (index, [0], random), {"length": -1}, ValueError, "length=-1 must be at least 0"),
         (graphs.random_walk, (by_type(), [0], random), {"length": 1}, TypeError, "a metapath takes several"),

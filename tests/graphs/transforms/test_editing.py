@@ -68,7 +68,7 @@ def test_edges_that_cannot_be_removed() -> None:
         ([4], ValueError, r"edges\[0\] = 4 is out of range for 4"),
         ([-1], ValueError, r"edges\[0\] = -1 is out of range for 4"),
         ([[0]], ValueError, r"edges must have one axis, got shape \(1, 1\)"),
-        ([0.0], TypeError, "edges must be integers or booleans, got float64"),
+        ([0.0], TypeError, "edges must be integers, got float64"),
         ([True], ValueError, r"edges must be a mask of shape \(4,\), got shape \(1,\)"),
     ]
     for edges, kind, message in cases:

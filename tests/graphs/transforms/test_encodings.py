@@ -122,7 +122,7 @@ def test_what_encodings_refuse() -> None:
     cases: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
         (graphs.laplacian_pe, (graph, -1), ValueError, "k=-1 must be at least 0"),
         (graphs.laplacian_pe, (graphs.pad(graph, 50, 90), 1), ValueError, "graph is padded: unpad it first"),
-        (graphs.laplacian_pe, (3, 1), TypeError, "graph must be a Graph or a GraphsTuple, got int"),
+        (graphs.laplacian_pe, (3, 1), TypeError, "graph must be a Graph or a jraph.GraphsTuple, got int"),
         (graphs.random_walk_pe, (graph, 1.5), TypeError, "k=1.5 must be an integer"),
         (
             graphs.random_walk_pe,

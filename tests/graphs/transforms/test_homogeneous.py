@@ -78,7 +78,7 @@ def test_what_is_refused() -> None:
     cases: list[tuple[type[Exception], graphs.Graph, list[Any], str]] = [
         (ValueError, graph, [("a", "to", "a")], "edge 0 is of type .*, but connects 'a' with 'b'"),
         (ValueError, graph.with_nodes(_TYPE=jnp.array([0, 2])), ["to"], r"nodes\['_TYPE'\]\[1\] = 2 is out of range"),
-        (TypeError, graph.with_edges(_TYPE=jnp.ones(1)), ["to"], r"edges\['_TYPE'\] must be integers with one axis"),
+        (TypeError, graph.with_edges(_TYPE=jnp.ones(1)), ["to"], r"edges\['_TYPE'\] must be integers, got float32"),
         (ValueError, graphs.rand_graph(2, 1), ["to"], "nodes must have a feature '_TYPE' with their types"),
     ]
     for kind, one, names, message in cases:

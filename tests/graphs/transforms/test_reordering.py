@@ -112,5 +112,5 @@ def test_what_is_computed_goes_back_to_the_old_names(by: str) -> None:
 
 
 def test_an_unknown_order_is_named() -> None:
-    with pytest.raises(ValueError, match="by='metis' must be one of degree, rcm"):
+    with pytest.raises(ValueError, match="by='metis' must be one of 'degree', 'rcm'"):
         graphs.reorder(graphs.rand_graph(3, 3), "metis")
