@@ -113,7 +113,7 @@ def _opened(content: bytes) -> "ImageFile":
 
 
 class _ReadAFewTimes(io.BytesIO):
-    """A file's content that can be read only a few times over, because all tags of a TIFF may be the same megabyte."""
+    """A file that limits how often its content is read, because all tags of a TIFF may refer to the same megabyte."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)

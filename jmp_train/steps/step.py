@@ -46,8 +46,8 @@ def train_step(
     Args:
       loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`; `stateless` adapts simpler
         ones. It gets parameters and batch in the compute dtype, and the model state in its stored dtypes. `rng` is a
-        fresh key in each step, or None if the state has none. Floating targets in the batch are cast too. If that loses too
-        much, use `apply_policy` on the model inside `loss_fn`, and no policy here. `loss` may be a tuple of losses,
+        fresh key in each step, or None if the state has none. Floating targets in the batch are cast too. If that loses
+        too much, use `apply_policy` on the model inside `loss_fn`, and no policy here. `loss` may be a tuple of losses,
         whose sum is minimized. If the optimizer has a `PerLossScale`, each loss has its own scale.
       optimizer: any optax optimizer, usually a `with_loss_scale(...)`. It gets the loss as the extra argument `value`.
         Line searches, as in `optax.lbfgs`, and `optax.contrib`'s `sophia` and `sam` also get the loss as a function of
