@@ -20,8 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-import numpy as np
-
 from jmp_train.checkpoints.file_locks import is_read
 from jmp_train.checkpoints.leaves import shown
 from jmp_train.checkpoints.manifest import (
@@ -46,15 +44,11 @@ _OLD_TEMPORARY = re.compile(rf"{STEP}\.{BEING_WRITTEN}")  # the name in earlier 
 def checked_step(step: SupportsIndex) -> int:
     """Returns a step's number; raises TypeError or ValueError if it is none."""
     try:
-        number = None if isinstance(step, bool | np.bool_) else operator.index(step)
+        number = operator.index(step)
     except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"step={shown(step)} must be a whole number")
-    if number < 0:
-        raise ValueError(f"step={number} must be at least 0")
-    if number >= 2**63:
-        raise ValueError("step must be below 2**63, to fit into int64")
+        raise TypeError(f"step={shown(step)} must be a whole number") from None
+    if not 0 <= number < 2**63:
+        raise ValueError(f"step={shown(step)} must be at least 0 and below 2**63")
     return number
 
 
@@ -140,7 +134,7 @@ def commit(folder: Path, writer: str, manifest: dict[str, Any], write: Callable[
 
 
 def _replace(folder: Path, new: Path, writer: str) -> None:
-    """Replaces a folder by another, so that one of them is there whenever the process is killed."""
+    """Replaces a folder by another, so that one of them exists whenever the process is killed."""
     whole, old = _renamed(folder, writer, COMPLETE), _renamed(folder, writer, BEING_DELETED)
     new.rename(whole)  # a name that readers look for
     try:

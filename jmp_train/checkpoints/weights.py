@@ -173,22 +173,12 @@ def _named(argument: str, tree: PyTree) -> dict[str, Any]:
             collisions.append(f"{name!r}: of {paths[name]} and of {spelled}")
         elif name == _METADATA:
             collisions.append(f"{name!r}: of {spelled} and of safetensors itself")
-        elif not _is_unicode(name):
-            collisions.append(f"{name!r}: of {spelled}, which UTF-8 cannot encode")
         leaves[name], paths[name] = x, spelled
     if wrong:
         raise TypeError(_listing(f"{argument} must contain only arrays", wrong))
     if collisions:
         raise ValueError(_listing(f"{argument} must give each leaf its own name", collisions))
     return leaves
-
-
-def _is_unicode(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
 
 
 def _why_not_stored(x: object) -> str | None:

@@ -90,13 +90,10 @@ def _moment(args: argparse.Namespace, name: str) -> tuple[PreparedRun, TrainStat
         prepared, state = load_job(args, name).prepare(name, with_metadata=args.checkpoint_dir is not None)
         total = math.inf if prepared.length.total is None else prepared.length.total
         skipped = None if args.capsule is None else capsule_step(args.capsule)
-        after = args.after or 0
-        if after > total:
-            raise WrongCall(f"--after {after}: the run has {total} steps")
     saved = saved_state(args, prepared, state)
-    done = saved.done
+    done, after = saved.done, args.after or 0
     if done + after > total:
-        raise WrongCall(f"--after {after}: the run has {total} steps, and {done} are done")
+        raise WrongCall(f"--after {after}: the run has {total} steps{f', and {done} are done' * bool(done)}")
     if skipped is not None and args.after is None:
         after = int(min(max(skipped - done, 0), total - done))
     state, batch = prepared.advance(saved.state, done, after, saved.place)

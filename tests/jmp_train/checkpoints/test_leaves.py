@@ -174,13 +174,11 @@ def test_a_state_that_cannot_come_back_is_refused(tmp_path: Path) -> None:
     [
         (1.5, TypeError, "step=1.5 must be a whole number"),
         (2.0, TypeError, "step=2.0 must be a whole number"),
-        (True, TypeError, "step=True must be a whole number"),
-        (np.bool_(False), TypeError, "must be a whole number"),
         ("1", TypeError, "step='1' must be a whole number"),
         (None, TypeError, "step=None must be a whole number"),
         (jnp.ones(2, jnp.int32), TypeError, "must be a whole number"),
         (-1, ValueError, "step=-1 must be at least 0"),
-        (2**63, ValueError, r"step must be below 2\*\*63"),
+        (2**63, ValueError, r"must be at least 0 and below 2\*\*63"),
     ],
 )
 def test_a_step_that_is_no_count_is_refused(step: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
