@@ -180,7 +180,7 @@ class Task:
 
         Raises:
           ValueError: `optimizer` is a function of the number of steps, and the number is unknown.
-          TypeError: it does not return an optax optimizer.
+          TypeError: `optimizer` does not return an optax optimizer.
         """
         if isinstance(self.optimizer, optax.GradientTransformation):
             return self.optimizer
@@ -197,7 +197,7 @@ class Task:
 
         Raises:
           ValueError: `learning_rate` is a function of the number of steps, and the number is unknown.
-          TypeError: it does not return a schedule.
+          TypeError: `learning_rate` does not return a schedule.
         """
         if self.learning_rate is None:
             return None

@@ -41,7 +41,7 @@ def as_graph(graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) ->
       features: the layer's own, [nodes, ...], which determine the number of nodes of jraph's graphs under jit.
 
     Raises:
-      TypeError: it is of another kind.
+      TypeError: the graph is of another kind.
     """
     if isinstance(graph, jraph.GraphsTuple):
         nodes = jnp.asarray(cast(Any, features)) if has_tracers(graph.n_node) else None
@@ -61,8 +61,8 @@ def as_floats(name: str, array: Floats | SparseFeatures, *shape: int | str | Ell
       *shape: the expected axes: a length, the name of any length, or, last, any axes.
 
     Raises:
-      TypeError: it is not floating.
-      ValueError: it has another shape.
+      TypeError: the array is not floating.
+      ValueError: the array has another shape.
     """
     if array is None:
         raise TypeError(f"{name} must be floats, got None")
@@ -140,7 +140,7 @@ def checked_residual(residual: bool, weight: Floats | None, width: int, out: int
 
     Raises:
       ValueError: the shape does not fit, or there is a weight without a residual.
-      TypeError: it is not floating.
+      TypeError: the array is not floating.
     """
     if weight is not None and not residual:
         raise ValueError("residual_weight needs residual=True")

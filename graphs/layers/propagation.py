@@ -153,8 +153,8 @@ def checked_terms(count: str, weight: Floats) -> jax.Array:
       weight: weight of at least one term.
 
     Raises:
-      TypeError: it is not floating.
-      ValueError: it has another rank, or no terms.
+      TypeError: the weight is not floating.
+      ValueError: the weight has another rank, or no terms.
     """
     kernel = as_floats("weight", weight, count, "in", "out")
     if len(kernel) == 0:

@@ -220,7 +220,7 @@ def _checked_results(name: str, results: object, rows: int) -> dict[str, jax.Arr
       rows: the required number of rows.
 
     Raises:
-      TypeError: it is not a dictionary.
+      TypeError: the result is not a dictionary.
       ValueError: an array has another number of rows.
     """
     if not isinstance(results, Mapping):

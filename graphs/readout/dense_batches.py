@@ -42,7 +42,7 @@ def to_dense_batch(graph: AnyBatch, feature: str | Floats, max_nodes: int | None
 
     Raises:
       ValueError: the feature is missing, or `max_nodes` is too small, outside of jit.
-      TypeError: it is no graph, or `max_nodes` is not an integer, or None under jit.
+      TypeError: `graph` is not a graph, or `max_nodes` is not an integer, or None under jit.
 
     Example:
       >>> from jmp_train.graphs import batch, from_edges
@@ -74,7 +74,7 @@ def from_dense_batch(graph: AnyBatch, dense: Floats) -> jax.Array:
 
     Raises:
       ValueError: there is another number of graphs, or fewer places than nodes, outside of jit.
-      TypeError: it is no graph.
+      TypeError: `graph` is not a graph.
 
     Example:
       >>> from jmp_train.graphs import batch, from_edges

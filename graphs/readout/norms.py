@@ -137,7 +137,7 @@ def graph_norm(
 
     Raises:
       ValueError: shapes do not fit.
-      TypeError: it is no graph.
+      TypeError: `graph` is not a graph.
 
     Example:
       >>> from jmp_train.graphs import batch, from_edges

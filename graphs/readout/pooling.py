@@ -30,7 +30,7 @@ def attention_pooling(graph: AnyBatch, features: Floats, logits: Floats) -> jax.
 
     Raises:
       ValueError: shapes do not fit.
-      TypeError: it is no graph.
+      TypeError: `graph` is not a graph.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -129,7 +129,7 @@ def set2set(graph: AnyBatch, features: Floats, weights: Sequence[LSTMWeights], s
 
     Raises:
       ValueError: shapes do not fit.
-      TypeError: it is no graph, or `steps` is not an integer.
+      TypeError: `graph` is not a graph, or `steps` is not an integer.
 
     Example:
       >>> from jmp_train.graphs import from_edges

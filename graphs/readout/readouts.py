@@ -37,7 +37,7 @@ def readout_nodes(
 
     Raises:
       ValueError: a feature is missing, shapes do not fit, or `op` is unknown.
-      TypeError: it is no graph.
+      TypeError: `graph` is not a graph.
 
     Example:
       >>> import jax.numpy as jnp
@@ -66,7 +66,7 @@ def readout_edges(
 
     Raises:
       ValueError: a feature is missing, shapes do not fit, or `op` is unknown.
-      TypeError: it is no graph.
+      TypeError: `graph` is not a graph.
 
     Example:
       >>> import jax.numpy as jnp

@@ -46,7 +46,7 @@ def topk_nodes(
 
     Raises:
       ValueError: the feature is missing, `k` is negative, or `sortby` is out of range.
-      TypeError: it is no graph, or `k` is not an integer.
+      TypeError: `graph` is not a graph, or `k` is not an integer.
 
     Example:
       >>> from jmp_train.graphs import batch, from_edges
@@ -141,7 +141,7 @@ def sort_pooling(graph: AnyBatch, features: Floats, k: int) -> jax.Array:
 
     Raises:
       ValueError: shapes do not fit.
-      TypeError: it is no graph.
+      TypeError: `graph` is not a graph.
 
     Example:
       >>> from jmp_train.graphs import from_edges

@@ -26,8 +26,8 @@ def as_count(name: str, count: SupportsIndex, most: int = LARGEST_COUNT, *, leas
       least: the smallest valid number.
 
     Raises:
-      TypeError: it is not an integer; a bool is not one.
-      ValueError: it is less than `least`, or more than `most`.
+      TypeError: the number is not an integer; a bool is not one.
+      ValueError: the number is less than `least`, or more than `most`.
 
     Example:
       >>> as_count("n_node", 2**31)

@@ -84,7 +84,7 @@ def sparse_features(matrix: Any) -> SparseFeatures:
 
     Raises:
       TypeError: the matrix is not floating, or traced.
-      ValueError: it has another rank than 2.
+      ValueError: the rank of the matrix is not 2.
 
     Example:
       >>> sparse_features(np.eye(3, dtype=np.float32)).num_entries

@@ -94,7 +94,7 @@ def unstack(stack: GraphStack) -> list[Any]:
       stack: from `stack`.
 
     Raises:
-      TypeError: it is not a stack.
+      TypeError: the argument is not a stack.
 
     Example:
       >>> from jmp_train.graphs import from_edges

@@ -33,7 +33,7 @@ def drop_edges(graph: Dropped, rate: float, key: jax.Array) -> Dropped:
       The graph. It has no mailboxes, and `edge_mask` is False for dropped edges.
 
     Raises:
-      TypeError: it is another kind of graph, or the rate is no number.
+      TypeError: the graph is of another kind, or the rate is not a number.
       ValueError: the rate is not between 0 and 1.
 
     Example:
@@ -70,7 +70,7 @@ def drop_nodes(graph: Graph, rate: float, key: jax.Array) -> Graph:
       The graph. It has no mailboxes, and `node_mask` and `edge_mask` are False for dropped nodes and edges.
 
     Raises:
-      TypeError: it is another kind of graph, or the rate is no number.
+      TypeError: the graph is of another kind, or the rate is not a number.
       ValueError: the rate is not between 0 and 1.
 
     Example:
@@ -112,7 +112,7 @@ def drop_features(
       The graph; features keep their dtypes.
 
     Raises:
-      TypeError: it is another kind of graph, or the rate is no number.
+      TypeError: the graph is of another kind, or the rate is not a number.
       ValueError: the rate is not between 0 and 1, or there is no such feature.
 
     Example:

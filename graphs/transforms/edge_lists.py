@@ -64,8 +64,8 @@ def edges_on_host(graph: Graph) -> EdgeList:
       graph: an unpadded Graph with values.
 
     Raises:
-      TypeError: it is not a Graph, or traced.
-      ValueError: it is padded, or an id is out of range, which a graph made under jit may have.
+      TypeError: the argument is not a Graph, or is traced.
+      ValueError: the graph is padded, or has an id out of range, which is possible if it was made under jit.
     """
     if not isinstance(graph, Graph):
         kind = type(graph).__name__

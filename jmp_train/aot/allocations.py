@@ -92,7 +92,7 @@ def read_allocations(text: str) -> tuple[Allocation, ...]:
       text: the text of "...-buffer-assignment.txt".
 
     Raises:
-      ValueError: it is not such a text.
+      ValueError: the text has another format.
 
     Example:
       >>> allocation, = read_allocations('''BufferAssignment:
@@ -133,7 +133,7 @@ def read_live_ranges(text: str) -> LiveRanges:
       text: the text of "...-live-range.txt".
 
     Raises:
-      ValueError: it is not such a text.
+      ValueError: the text has another format.
 
     Example:
       >>> ranges = read_live_ranges('''HloLiveRange (max 2):

@@ -94,7 +94,7 @@ def compiler_path(platform: str = "cuda") -> Path | None:
       platform: "cuda" or "tpu".
 
     Raises:
-      PluginError: it is in neither, or the environment's does not match jaxlib; the message has the command.
+      PluginError: the compiler is in neither, or the environment's does not match jaxlib; the message has the command.
     """
     return _tpu_path() if platform == "tpu" else _cuda_path()
 

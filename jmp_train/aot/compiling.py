@@ -78,7 +78,7 @@ def run_process(
       stop: kills it too, when another thread sets it.
 
     Raises:
-      RuntimeError: it failed; the message has the traceback, or the end of its output.
+      RuntimeError: the process failed; the message has the traceback, or the end of its output.
       TimeoutError: it took longer than `timeout`.
       InterruptedError: `stop` was set.
     """

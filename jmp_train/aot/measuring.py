@@ -73,7 +73,7 @@ def measure_program(program: ExportedProgram, *, runs: int = 10, timeout: float 
       timeout: seconds.
 
     Raises:
-      RuntimeError: it failed, for example because memory ran out; the message has the traceback.
+      RuntimeError: the program failed, for example because memory ran out; the message has the traceback.
       TimeoutError: it took longer than `timeout`.
     """
     return Measured(**_run(program, runs, timeout))

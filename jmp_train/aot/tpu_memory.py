@@ -21,7 +21,7 @@ def tpu_allocations(assignment: str) -> tuple[Allocation, ...]:
       assignment: the text of "...-buffer-assignment.txt".
 
     Raises:
-      ValueError: it is not such a text.
+      ValueError: the text has another format.
     """
     return tuple(_as_reported(a) for a in read_allocations(assignment) if a.color == _MAIN and not _is_empty(a))
 

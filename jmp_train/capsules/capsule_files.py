@@ -67,7 +67,7 @@ def capsule_files(path: Path) -> list[Path]:
 
     Raises:
       FileNotFoundError: the capsule, or the file of a process, does not exist.
-      ValueError: it does not have a capsule's name.
+      ValueError: the file does not have a capsule's name.
     """
     match = _NAME.fullmatch(path.name)
     if match is None:

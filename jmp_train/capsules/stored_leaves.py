@@ -48,8 +48,8 @@ def stored(x: Any) -> tuple[StoredLeaf, list[np.ndarray]]:
     """Returns a leaf's metadata, and the parts of it that this process has.
 
     Raises:
-      TypeError: it is neither an array nor a number.
-      ValueError: it was deleted.
+      TypeError: the leaf is neither an array nor a number.
+      ValueError: the array was deleted.
     """
     if isinstance(x, jax.Array):
         return _stored_array(x)
@@ -86,7 +86,7 @@ def restored(leaf: StoredLeaf, array: np.ndarray) -> Any:
     """Returns a leaf of the stored kind, on the devices of its mesh if these are present.
 
     Raises:
-      ValueError: it has 64 bits, and jax has them disabled.
+      ValueError: the leaf has 64 bits, which are disabled in jax.
     """
     if leaf.kind in _NUMBERS:
         return _NUMBERS[leaf.kind](array.item())

@@ -26,8 +26,8 @@ def stacked_count(stack: int | None) -> int:
       stack: number of graphs per stack; None for no stack.
 
     Raises:
-      TypeError: it is not an integer.
-      ValueError: it is not positive.
+      TypeError: the number is not an integer.
+      ValueError: the number is not positive.
 
     Example:
       >>> stacked_count(None), stacked_count(4)

@@ -21,7 +21,7 @@ def open_regular(path: Path | str) -> Iterator[BufferedReader]:
       The open file.
 
     Raises:
-      OSError: it is missing, cannot be read, or is a folder, a pipe, a socket or a device.
+      OSError: the file is missing, cannot be read, or is a folder, a pipe, a socket or a device.
       MemoryError: the code within the `with` ran out of memory; the message names the file.
 
     Example:
@@ -53,7 +53,7 @@ def read_bytes(path: Path, *, max_bytes: int = 2**30) -> bytes:
       max_bytes: the largest size to read.
 
     Raises:
-      ValueError: it is larger than `max_bytes`; the message names it.
+      ValueError: the file is larger than `max_bytes`; the message names it.
       OSError: see `open_regular`.
     """
     with open_regular(path) as file:

@@ -67,7 +67,7 @@ def checked_interconnect(interconnect: str | float) -> float:
       interconnect: bytes per second, a text such as "400Gb/s", or one of `INTERCONNECTS`.
 
     Raises:
-      ValueError: it is none of these.
+      ValueError: `interconnect` is none of these.
 
     Example:
       >>> checked_interconnect("400Gb/s") == checked_interconnect("NDR") == checked_interconnect(50e9)

@@ -13,7 +13,7 @@ def checked_prices(price: Mapping[str, float] | None, kinds: Sequence[Device]) -
       kinds: the planned devices.
 
     Raises:
-      TypeError: it is no mapping.
+      TypeError: `price` is not a mapping.
       ValueError: a name is not a planned device, or a price is not above 0.
     """
     if not isinstance(price, Mapping | None):

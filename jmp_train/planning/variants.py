@@ -206,7 +206,7 @@ def several(name: str, given: Any, kinds: tuple[Any, ...]) -> list[Any]:
 
     Raises:
       TypeError: `given` is neither one item nor several.
-      ValueError: it is empty.
+      ValueError: `given` is empty.
     """
     if isinstance(given, kinds):
         return [given]

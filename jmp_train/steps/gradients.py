@@ -69,7 +69,7 @@ def scaled_value_and_grad(
 
     Warns:
       Float32ProductsWarning: on the first call or trace, which traces `loss_fn` once more.
-      CpuConvolutionWarning: it has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
+      CpuConvolutionWarning: the loss has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
 
     Example:
       >>> import jax.numpy as jnp

@@ -129,7 +129,7 @@ def check_loss_scale(scale: object, hint: str) -> None:
       hint: source of a loss scale, for the message.
 
     Raises:
-      TypeError: it lacks a name of a `LossScale`, or is not a pytree of numbers; the message names it.
+      TypeError: the value lacks a name of a `LossScale`, or is not a pytree of numbers; the message names it.
       ValueError: its scale is a Python number that is not finite and above 0.
     """
     text = repr(scale)

@@ -167,7 +167,7 @@ class StaticLossScale:
       loss_scale: the number; scalar.
 
     Raises:
-      ValueError: it is not a number or array. `with_loss_scale` and `scaled_value_and_grad` require one that is
+      ValueError: the scale is not a number or array. `with_loss_scale` and `scaled_value_and_grad` require one that is
         finite and above 0, but do not check a jax array.
 
     Example:

@@ -27,7 +27,7 @@ class PerLossScale:
       loss_scales: the loss scales, at least one.
 
     Raises:
-      TypeError: it is not a tuple.
+      TypeError: the argument is not a tuple.
       ValueError: there is none.
 
     Example:
