@@ -37,7 +37,7 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
       folder: the folder of the step; its name begins with the step's number.
 
     Raises:
-      DamagedError: the manifest is missing, was changed after it was written, or has a format that this version does not write.
+      DamagedError: the manifest is missing or changed, or has a format that this version does not write.
     """
     if not stat.S_ISDIR(_mode(folder)):
         raise DamagedError(f"{folder} is not a folder")
