@@ -335,3 +335,21 @@ def test_a_fill_value_that_half_precision_makes_infinite_is_named() -> None:
 
     (problem,) = jt.diagnose(promoting(filled), jnp.ones((4, 4), F16), mask.at[0].set(0)).problems
     assert (problem.kind, problem.remedy.value) == ("invalid mask", -65504)
+
+
+@pytest.mark.parametrize(
+    ("fn", "evidence"),
+    [
+        (
+            lambda x: lax.scan(lambda total, v: (total + v, None), BF16(0), x)[0],
+            "adds in 600 iterations changes nothing",
+        ),
+        (lambda x: jax.ops.segment_sum(x, jnp.zeros(600, int), 1), "adds up is lost"),
+    ],
+    ids=["loop", "segment"],
+)
+def test_a_running_sum_that_stagnates_is_found(fn: Callable[[jax.Array], jax.Array], evidence: str) -> None:
+    """Of 600 ones, bfloat16 adds 256 and loses the other 344."""
+    (problem,) = jt.diagnose(fn, jnp.ones(600, BF16)).problems
+    assert (problem.severity, problem.kind) == ("problem", "stagnation")
+    assert problem.evidence.startswith(f"{344 / 600:.1%} of what ") and problem.evidence.endswith(evidence)
