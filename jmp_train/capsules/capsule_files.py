@@ -1,6 +1,7 @@
-"""A capsule's file: a JSON header, the bytes of arrays, and a sha256 of both at the end.
+"""A capsule's file: a JSON header, the bytes of arrays, and a sha256 of both at the end; and its content.
 
 Its name is `step_00000042.capsule`; each of several processes writes its own, `step_00000042.process_0_of_2.capsule`.
+It holds the batch, the changed part of the state, and the rest of the state or only its fingerprints.
 """
 
 import hashlib

@@ -1,4 +1,9 @@
-"""Batches of many small graphs for training loops: shuffled, padded, and moved to the devices ahead of time."""
+"""Batches of many small graphs for training loops: shuffled, padded, and moved to the devices ahead of time.
+
+The order is that in which grain shuffles examples, computed for a whole epoch at once. grain finds the place of one
+example by a cipher on at least 2**16 numbers, applied until the result is an existing place: 350 times for 188
+examples. Here the cipher is applied to all numbers at once.
+"""
 
 import functools
 import math

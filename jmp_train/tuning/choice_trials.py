@@ -1,4 +1,7 @@
-"""Trials: one compiled program tests on examples which operations must run in float32."""
+"""Trials of operations in float32 by one compiled program, and the search for a smallest choice that suffices.
+
+The search does not depend on precision: a test function tells whether a set of items suffices.
+"""
 
 import math
 import time
@@ -35,7 +38,7 @@ class Trials:
 
     Args:
       run: `run(flags, loss scale, example number)` -> errors.
-      scale: loss scale of the first trials.
+      scale: loss scale of the first trials; set `scale` to continue with another and the trials made with it.
       examples: number of examples.
       flops: [units], flops of each unit.
       tolerance: tolerance of the errors.
@@ -63,14 +66,6 @@ class Trials:
         self.seconds = 0.0
         self.count = 0
         self._made: dict[float, dict[frozenset[int], Trial]] = {}
-
-    def rescale(self, scale: float) -> None:
-        """Continues with another loss scale and the trials made with it.
-
-        Args:
-          scale: the loss scale.
-        """
-        self.scale = scale
 
     @property
     def made(self) -> dict[frozenset[int], Trial]:

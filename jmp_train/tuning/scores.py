@@ -1,8 +1,9 @@
-"""Scores of operations: adjoint times local error, forward and backward, computed in one run.
+"""Scores of operations: adjoint times local error, forward and backward, computed in one run; and loss scales.
 
 Let x be the value of an operand or result, c its adjoint and d() the rounding error. The score of an operation is the
 sum of |d(x) c| + |x d(c)|; an overflow counts as an error of a thousand times the value. Values and scaled adjoints
-that overflow or become zero are counted too.
+that overflow or become zero are counted too. The loss scales to choose from are those that training with the rules can
+reach.
 """
 
 import dataclasses

@@ -157,7 +157,7 @@ def _ranked(
     except (ValueError, TypeError, NotImplementedError):  # a program without a derivative, such as a while loop
         return sorted(range(len(units)), key=lambda i: units[i].flops), no_scores(len(units))
     found = {scale: np.sum([run(scale, number) for number in range(seen)], 0) for scale in scales}
-    trials.rescale(best_scale(found))
+    trials.scale = best_scale(found)
     overflowing = found[trials.scale][:, OVERFLOWING] > 0  # whatever the loss scale is
     trials.settle(scales, frozenset(np.flatnonzero(overflowing).tolist()))
     scores = found[trials.scale]

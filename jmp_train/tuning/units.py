@@ -1,4 +1,7 @@
-"""Units of tuning: operations with their addresses, and the flags that choose their precision at run time."""
+"""Units of tuning: operations with their addresses, the run-time flags of their precision, and entries of rules.
+
+An entry has the shortest expressions that match only its operations.
+"""
 
 import dataclasses
 import re

@@ -28,7 +28,7 @@ def test_the_largest_finite_loss_scale() -> None:
     trials.settle(SCALES, frozenset())
     assert (trials.scale, ran) == (64.0, [4096.0, 512.0, 64.0])
     assert trials.suffices(frozenset())
-    trials.rescale(4096.0)
+    trials.scale = 4096.0
     assert not trials.suffices(frozenset())
     assert len(ran) == trials.count == 3
 
