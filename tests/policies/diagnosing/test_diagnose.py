@@ -353,3 +353,21 @@ def test_a_running_sum_that_stagnates_is_found(fn: Callable[[jax.Array], jax.Arr
     (problem,) = jt.diagnose(fn, jnp.ones(600, BF16)).problems
     assert (problem.severity, problem.kind) == ("problem", "stagnation")
     assert problem.evidence.startswith(f"{344 / 600:.1%} of what ") and problem.evidence.endswith(evidence)
+
+
+@pytest.mark.parametrize(
+    ("ids", "severity", "evidence"),
+    [
+        ([257, 601, 1003, 2009], "note", "100.0% of whole numbers up to 2009 are rounded in bfloat16 ("),
+        (
+            [512, 513, 514, 515],
+            "problem",
+            "75.0% of whole numbers up to 515 are rounded in bfloat16, 50.0% become their",
+        ),
+    ],
+)
+def test_whole_numbers_are_a_problem_where_two_become_one(ids: list[int], severity: str, evidence: str) -> None:
+    """Bfloat16 has every second number up to 512, and every fourth up to 1,024."""
+    (problem,) = jt.diagnose(lambda ids: ids.astype(BF16) * BF16(2), jnp.array(ids)).problems
+    assert (problem.severity, problem.kind) == (severity, "integer precision lost")
+    assert problem.evidence.startswith(evidence)
