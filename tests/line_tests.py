@@ -87,7 +87,7 @@ class Recording:
         def order(test: str) -> tuple[Any, ...]:
             of_room, at = room_of(test) == room_of(file), file_of(test)
             cost = self.costs.get(test, 0.0)
-            return (not of_room, test not in ran, Path(at).name != own, by_file.get(at, 0.0), at, cost)
+            return (not of_room, test not in ran, Path(at).name != own, by_file.get(at, 0.0), at, cost, test)
 
         by_file: dict[str, float] = {}
         for test in ran:
@@ -208,7 +208,7 @@ def _cpu() -> float:
 def preload() -> None:
     """Imports what tests import from elsewhere, so that forks need not; nothing of the project is imported."""
     importlib.import_module("conftest")  # sets the devices and XLA's flags before jax reads them
-    for name in ("flax.linen", "flax.nnx", "haiku", "hypothesis.strategies", "jraph", "optax", "orbax.checkpoint"):
+    for name in ("flax.linen", "flax.nnx", "haiku", "jraph", "optax", "orbax.checkpoint"):
         importlib.import_module(name)
     assert "jmp_train" not in sys.modules
 
@@ -234,9 +234,14 @@ def outcome_of(tree: Path, tests: Collection[str], known: Collection[str], most_
     process.start()
     sender.close()
     try:
-        return receiver.recv() if receiver.poll(_HANGS["wall"]) else Outcome("hangs", most_cpu, 0)
-    except EOFError:  # it ended by a signal
-        return Outcome("hangs or crashes", time.monotonic() - begin, 0)
+        if not receiver.poll(_HANGS["wall"]):
+            return Outcome("hangs", most_cpu, 0)
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        if process.exitcode is None or process.exitcode >= 0:  # not by a signal
+            raise SystemExit(f"pytest did not run: the fork ended with {process.exitcode}") from None
+        return Outcome(f"ends by signal {-process.exitcode}", time.monotonic() - begin, 0)
     finally:
         assert process.pid is not None
         with suppress(ProcessLookupError):

@@ -42,6 +42,7 @@ _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+LINE_END = "\n"
 _NOT_RUN = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
 _SELECTS = {"where", "select", "select_tree", "cond"}  # whose last two arguments are alternatives
 
@@ -56,6 +57,7 @@ class Fault:
       old: its source.
       new: what takes its place.
       start: of the expression in the file, in characters.
+      planted_line: the line with the fault, which names it in `equivalent_faults.txt`.
     """
 
     file: str
@@ -63,14 +65,10 @@ class Fault:
     old: str
     new: str
     start: int
+    planted_line: str
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {_in_one_line(self.old)}  ->  {_in_one_line(self.new)}"
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What names the fault in `equivalent_faults.txt`; lines may move."""
-        return self.file, _in_one_line(self.old), _in_one_line(self.new)
 
     def planted(self, text: str) -> str:
         """Returns the file's text with the fault."""
@@ -121,8 +119,10 @@ def faults_of(file: str, text: str) -> list[Fault]:
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         old = data[begin:end].decode()
         for changed in _changes(node):
-            # Parentheses keep the expression whole wherever it stands.
-            found.append(Fault(file, node.lineno, old, f"({ast.unparse(changed)})", len(data[:begin].decode())))
+            before, after = data[:begin].decode(), data[end:].decode()
+            new = f"({ast.unparse(changed)})"  # whole wherever it stands
+            line = f"{before.rpartition(LINE_END)[2]}{new}{after.partition(LINE_END)[0]}".strip()
+            found.append(Fault(file, node.lineno, old, new, len(before), line))
     return found
 
 
@@ -136,6 +136,8 @@ def _expressions(tree: ast.AST) -> Iterator[ast.expr]:
                 continue
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
                 continue
+            if isinstance(node, ast.keyword) and node.arg == "strict":
+                continue  # of zip: as an assert, it holds or ends the program
             if isinstance(node, ast.expr):
                 yield node
             yield from _expressions(node)
@@ -193,11 +195,11 @@ def _in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def equivalent_faults() -> dict[tuple[str, str, str], str]:
-    """Returns the reason of each fault that changes nothing which could be seen, by `Fault.key`."""
+def equivalent_faults() -> dict[tuple[str, str], str]:
+    """Returns the reasons of faults that change nothing which could be seen, by file and line with the fault."""
     lines = [line for line in EQUIVALENT.read_text().splitlines() if line and not line.startswith("#")]
-    parts = [line.split(" | ") for line in lines]
-    return {(file, old, new): reason for file, old, new, reason in parts}
+    parts = [(*line.split(" | ", 1)[:1], *line.split(" | ", 1)[1].rsplit(" | ", 1)) for line in lines]
+    return {(file, planted): reason for file, planted, reason in parts}
 
 
 def drawn_faults(rooms: Sequence[str], count: int, seed: int) -> list[Fault]:
@@ -210,7 +212,7 @@ def drawn_faults(rooms: Sequence[str], count: int, seed: int) -> list[Fault]:
     """
     equivalent = equivalent_faults()
     found = [fault for file in modules(rooms) for fault in faults_of(file, (ROOT / file).read_text())]
-    found = [fault for fault in found if fault.key not in equivalent]
+    found = [fault for fault in found if (fault.file, fault.planted_line) not in equivalent]
     return random.Random(seed).sample(found, min(count, len(found)))
 
 
