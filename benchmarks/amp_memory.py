@@ -1,15 +1,15 @@
-"""The memory that a training step needs on an A100-40GB in every AMP mode, compared with the tutorials' figures.
+"""Prints the memory of a training step on an A100-40GB in every AMP mode, compared with the tutorials' figures.
 
     python benchmarks/amp_memory.py [--tasks vit-b16 cifar10 mnist gpt2-small] [--modes float32 torch] [--json FILE]
 
-No GPU is needed: the whole step of a task (model, loss, optimizer, loss scale, at the task's own batch size) is
-compiled ahead of time for a target GPU, and the compiler says what it allocates. All that lives on the device is an
-argument of the step and so is counted: parameters, master weights, optimizer state, statistics, batch. The tutorials'
-figures are their authors': ColossalAI's page on AMP for ViT-B/16, PyTorch users' notebook for MNIST.
+No GPU is needed: the whole step of a task (model, loss, optimizer, loss scale, at the task's batch size) is compiled
+ahead of time for a target GPU, and the compiler reports its allocations. All data on the device are arguments of the
+step, and so they are counted: parameters, master weights, optimizer state, statistics, batch. The tutorials' figures
+are their authors': ColossalAI's page on AMP for ViT-B/16, a PyTorch user's notebook for MNIST.
 
-Last is the array with the most elements that the program stores. Of gpt2-small, 8 windows of 1,024 tokens, all scores
-of an attention would have 100,663,296 of them and all logits 411,705,344. Its attention here is the one by blocks of
-queries; cuDNN's, which a process with such a GPU takes, is not compiled without one.
+The last column is the array with the most elements that the program stores. For gpt2-small, with 8 windows of 1,024
+tokens, all attention scores of a layer would have 100,663,296 elements and all logits 411,705,344. Its attention works
+on blocks of queries; cuDNN's attention, which a process with such a GPU uses, is not compiled without a GPU.
 """
 
 import argparse

@@ -8,11 +8,11 @@ and the task `mnist`'s network. Four things are printed:
 
 1. The optimized HLO of loss and gradients on this backend: its instructions, fused ones included,
    and how many of them are `convert`; for float32, for flax's `dtype=` set by hand, for autocast.
-2. The time to trace the gradients, all caches empty, plain and in autocast, in turn; also of 20
-   layers within 0 to 6 functions that are jitted, each within the next.
+2. The time to trace the gradients with empty caches, plain and in autocast, in turn; also of 20
+   layers within 0 to 6 nested jitted functions.
 3. The bytes that `jax.vjp` keeps for the backward pass (the leaves of the function it returns,
    parameters included), plain and in autocast. Nothing is computed.
-4. The time of a step of SGD in float32 and in bfloat16: by hand, in autocast and, where torch is
+4. The time of a step of SGD in float32 and in bfloat16: by hand, in autocast and, if torch is
    installed, in `torch.autocast`: same architectures, sizes and data, one process, in turn. Each
    library has its own default number of threads and its own attention, torch a fused one.
 

@@ -2,20 +2,20 @@
 
     python benchmarks/autocast_parity.py [--seeds 16] [--dtypes bfloat16 float16] [--models cnn ...] [--json FILE]
 
-Ten models are written twice, in jax.numpy and in torch, with the same parameters, data and float64 reference, at
-which the two agree. A row is a model, and two numbers each a library: the distance of the examples' losses, and of
-the gradients of their mean, from float64's, as fractions of these, each the root of the mean square over the seeds.
-Last come the ratios, ours to torch's: at most 1.05 is the goal.
+Ten models are written twice, in jax.numpy and in torch, with the same parameters, data and float64 reference, on which
+both agree. A row is a model, with two numbers per library: the distances of the examples' losses, and of the gradients
+of their mean, from float64's, relative to these, each as the root of the mean square over the seeds. The last columns
+are the ratios of ours to torch's; the goal is at most 1.05.
 
-What is left above it has two reasons. torch's CPU kernels add a layer's bias to the product before they round
-it, once; XLA's CPU rounds the product, and then the sum (XLA's products by themselves are as exact as their dtype
-allows). On GPUs XLA gives the bias to cuBLAS, which adds it before it rounds, as long as the product is half; written
-as a float32 product, the sum would be rounded once on CPUs too, but six layers of 2,048 features and 8,192 rows
-compiled for an A100 then take 848 MB in place of 646. And what a LayerNorm saves for its gradient, its centered and its
-scaled features, is rounded to half before it is used; torch's is one kernel, which rounds its result.
+Larger ratios have two reasons. torch's CPU kernels add a layer's bias to the product before they round once; XLA's CPU
+backend rounds the product, and then the sum (XLA's products by themselves are as exact as their dtype allows). On
+GPUs, XLA passes the bias to cuBLAS, which adds it before rounding if the product is half. As a float32 product, the
+sum would be rounded once on CPUs too, but six layers of 2,048 features and 8,192 rows compiled for an A100 then take
+848 MB instead of 646. And the values that a LayerNorm saves for its gradient, its centered and its scaled features,
+are rounded to half before use; torch's LayerNorm is one kernel, which rounds its result.
 
-torch is not a dependency: `pip install torch==2.13.0`, or a folder that has it in PYTHONPATH, `PYTHONPATH=FOLDER
-python benchmarks/autocast_parity.py`. Without it only our own columns are printed, and why.
+torch is not a dependency: install it by `pip install torch==2.13.0`, or put a folder with it in PYTHONPATH. Without
+it, only our columns are printed, with the reason.
 """
 
 import argparse

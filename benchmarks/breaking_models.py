@@ -1,8 +1,8 @@
 """Eight losses after public code that half precision breaks, so that `tune.py` has something to search for.
 
-Each is written anew in plain JAX, at the sizes of a CPU. Its docstring names the repository and the file that it
-follows, and what it leaves out or exaggerates. What breaks it is what its field is known for: large logits, distances
-as differences of squares, narrow bins, derivatives of fast waves, narrow Gaussians, values far from 1.
+Each is rewritten in plain JAX, at sizes for a CPU. Its docstring names the repository and the file that it follows,
+and what it leaves out or exaggerates. Each breaks by a known problem of its field: large logits, distances as
+differences of squares, narrow bins, derivatives of fast waves, narrow Gaussians, values far from 1.
 """
 
 import itertools

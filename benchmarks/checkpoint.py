@@ -2,12 +2,12 @@
 
     python benchmarks/checkpoint.py [--every 50] [--batch-size 32] [--rounds 5] [--json FILE]
 
-Rounds of as many steps as there are between two checkpoints (Adam, mixed_float16, synthetic images) are run in turn:
-without saving, with `CheckpointStore`, with orbax's `StandardCheckpointer`, which is asynchronous too but neither
-checks nor keeps count, and, where torch is installed, with `torch.save` of the same arrays, which is not. Printed
-are the median seconds of a round, the median of its ratio to the round without, and the seconds that the call
-itself took. A round ends when its steps are done: what is still being written then slows the next, which is of
-the same way; each way has one round that does not count.
+Each round runs the steps between two checkpoints (Adam, mixed_float16, synthetic images), in turn: without saving,
+with `CheckpointStore`, with orbax's `StandardCheckpointer`, which is asynchronous too but neither verifies nor counts
+checkpoints, and, if torch is installed, with `torch.save` of the same arrays, which is synchronous. The script prints
+the median seconds of a round, the median of its ratio to the round without saving, and the seconds of the call itself.
+A round ends when its steps are done, so a write in progress slows the next round, which saves in the same way. The
+first round of each way does not count.
 """
 
 import argparse

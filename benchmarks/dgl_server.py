@@ -1,7 +1,7 @@
-"""DGL's forms of the rows that `graphs.py` measures, in a process of their own; `graph_dgl.py` talks to it.
+"""Runs DGL's versions of the rows of `graphs.py` in a separate process, for `graph_dgl.py`.
 
-It runs on the Python of `make .venv-dgl/.dgl`, with DGL 2.1.0 and torch 2.2.1, the last releases that go together on a
-CPU. Arrays come in a file; for each line of standard input, a command, one of "ok" is printed when it is done.
+It runs on the Python of `make .venv-dgl/.dgl`, with DGL 2.1.0 and torch 2.2.1, the last releases that work together on
+a CPU. Arrays come in a file. Each line of standard input is a command, and "ok" is printed when it is done.
 """
 
 import importlib

@@ -4,15 +4,15 @@
     python benchmarks/diagnose.py --cases vit-tiny --reports 30
     python benchmarks/diagnose.py --tiny --rounds 1     # in a small size, to see that it runs
 
-Three steps with a loss scale, each in a process of its own: the task `mnist`'s network, a small vision
+The script measures three steps with a loss scale, each in its own process: the task `mnist`'s network, a small vision
 transformer (ViT-tiny's width, depth and heads, on images of 32 pixels), and a graph attention network on a synthetic
-graph like Reddit's. Compile time is that of tracing and compiling, in seconds of CPU as well: of the diagnosis its
-first call less one run. The run of a diagnosis is what each further step of it takes, and its first report what a user
-waits for; on a busy machine the seconds of CPU count. Memory of the step is what XLA plans for arguments, results
-and temporaries; of the diagnosis the most that its arrays took at any time, looked at every 20 milliseconds, without
-what is within one of its programs.
+graph like Reddit's. Compile time includes tracing, and is also given in CPU seconds; for the diagnosis, it is the
+first call minus one run. The run is the time of each further step of a diagnosis, and the first report is the time
+that a user waits; on a busy machine, compare CPU seconds. Memory of the step is XLA's plan for arguments, results and
+temporaries. Memory of the diagnosis is the maximum over its arrays, sampled every 20 milliseconds, without temporaries
+inside of its programs.
 
-Then one process makes `--reports` reports of a small vision transformer, and says by how much its memory grows.
+Then one process makes `--reports` reports of a small vision transformer, and prints the growth of its memory.
 """
 
 import argparse

@@ -4,10 +4,11 @@
     python benchmarks/fp8.py --steps 3 --seeds 1     # to see that it runs
     python benchmarks/fp8.py --memory                # of a step, compiled for an H100; needs the extra [plan]
 
-Each way trains `--model tiny` for one pass over the text with the task's optimizer, from the same parameters and in the
-same order of windows for each seed. Bits per byte are those of the held-out tenth of the text, under the same policy.
-In 8 bits are the dense layers of the blocks; the logits are bfloat16's, as in Transformer Engine. With `--memory` it is
-the peak of a step of eight SwiGLU blocks, 4,096 wide, of 16,384 tokens in bfloat16, by plain gradient descent.
+Each way trains `--model tiny` for one pass over the text with the task's optimizer, from the same parameters and in
+the same order of windows for each seed. Bits per byte are those of the held-out tenth of the text, under the same
+policy. The dense layers of the blocks run in 8 bits; the logits are bfloat16, as in Transformer Engine. `--memory`
+prints the peak of a step of eight SwiGLU blocks, 4,096 wide, on 16,384 tokens in bfloat16, with plain gradient
+descent.
 """
 
 import argparse

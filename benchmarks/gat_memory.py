@@ -1,11 +1,11 @@
-"""The memory that a training step of DGL's guide, a GAT on Reddit's graph, needs on a V100-16GB.
+"""Prints the memory of the training step of DGL's guide, a GAT on Reddit's graph, on a V100-16GB.
 
     python benchmarks/gat_memory.py [--python .venv-plan/bin/python] [--gpu V100-16GB] [--json FILE]
 
-No GPU is needed: the whole step (three layers, hidden 256, self-loops, Adam, weight decay, dynamic loss
-scale) is compiled ahead of time for a target GPU, with the sizes of the real graph, and the compiler says what
-it allocates. All that lives on the device is an argument of the step and so is counted: graph, features,
-parameters, optimizer state. DGL's figures are those of its guide, measured by the guide's authors.
+No GPU is needed: the whole step (three layers, hidden 256, self-loops, Adam, weight decay, dynamic loss scale) is
+compiled ahead of time for a target GPU, with the sizes of the real graph, and the compiler reports its allocations.
+All data on the device are arguments of the step, and so they are counted: graph, features, parameters, optimizer
+state. DGL's figures are from its guide, measured by its authors.
 """
 
 import argparse

@@ -5,22 +5,22 @@
     python benchmarks/gpu.py --parts mnist gat --again
     python benchmarks/gpu.py --tiny      # in a small size, for a machine that has a CPU only
 
-A part is some variants of a workload, and takes less than 9 minutes; `gpu_parts.py` lists them. When one has ended, its
-figures go to a file in `results/`, one for each kind of device, and it is not run again with the same driver and
-versions, unless by `--again`. The last lines say which goals the figures meet.
+A part is some variants of a workload, and takes less than 9 minutes; `gpu_parts.py` lists them. The results of a
+finished part go to a file in `results/`, one per kind of device. The part runs again only with another driver or other
+versions, or with `--again`. The last lines list the goals that the figures meet.
 
-Each variant (who steps, and in which precision) lives in a process of its own, so that its peak memory
-is its own, and compiles there. Then all step in turn, round after round, so that what slows the machine
-slows all of them. Printed are medians over the rounds, and ratios to the same way in float32. torch runs
-where it is installed, in its documented best form: channels_last, cudnn.benchmark, fused optimizers,
-in-place ReLU, scaled_dot_product_attention; eager and with torch.compile. No data and no network are needed.
+Each variant (a library in a precision) has its own process, so that peak memory and compilation are separate. All
+variants take turns in each round, so that disturbances affect all of them. The script prints medians over the rounds,
+and ratios to the same library in float32. torch runs, if it is installed, in its documented best form: channels_last,
+cudnn.benchmark, fused optimizers, in-place ReLU, scaled_dot_product_attention; eager and with torch.compile. It needs
+no data and no network.
 
-`mnist` is the training step of a convolutional network. `resnet34` and `vit-b16` are those of the tasks
-`cifar10` and `vit-b16`, in float32 and in every AMP mode; modes stand where precisions do, and torch
-trains the same networks by autocast. `gat` is the step of the task `reddit`, on a synthetic graph of 114.8
-million edges, compared with PyTorch Geometric's layers on as many edges as fit, and ours on these too.
-`graph-ops` are sums, softmax, dot and attention on a power-law graph. The variants of all but `mnist` and
-`resnet34`, which may fill the device, take turns as a whole; making the graph counts among a part's minutes.
+`mnist` is the training step of a convolutional network. `resnet34` and `vit-b16` are those of the tasks `cifar10` and
+`vit-b16`, in float32 and in every AMP mode; torch trains the same networks by autocast. `gat` is the step of the task
+`reddit`, on a synthetic graph of 114.8 million edges, compared with PyTorch Geometric's layers on as many edges as
+fit, and with ours on these too. `graph-ops` are sums, softmax, dot and attention on a power-law graph. All variants
+but those of `mnist` and `resnet34` may fill the device, so each finishes before the next starts; generating the graph
+counts toward a part's minutes.
 """
 
 import argparse

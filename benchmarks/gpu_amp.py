@@ -1,9 +1,9 @@
 """The workloads `resnet34` and `vit-b16` of `gpu.py`: the steps of the tasks `cifar10` and `vit-b16`.
 
-Ours are the tasks' whole steps, as `jmp-train train` makes them, in float32 and in every AMP mode; the step makes its
-inputs of bytes. Beside them torch trains the same networks, given images that are ready. The learning rates are
-constant, so that after a few steps on one batch the losses can be compared; a mode whose scale begins too high for its
-gradients skips those steps, and its facts say how many.
+Our steps are the tasks' whole steps, as in `jmp-train train`, in float32 and in every AMP mode; a step converts its
+inputs from bytes. torch trains the same networks on images that are ready. The learning rates are constant, so that
+losses after a few steps on one batch can be compared. A mode with a scale too high for its gradients skips its first
+steps, and its facts have their number.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The workload `gat` of `gpu.py`: the step of the task `reddit`, in jmp_train and in PyTorch Geometric.
 
-The graph takes long to make, so a process of its own makes it once a run, on the host, and all others load
-it. PyTorch Geometric stores messages and may need more memory than there is: then its process halves the
-edges until they fit, keeping the first nodes and the edges between them, and says how many were left.
+Generating the graph takes long, so a separate process does it once per run, on the host, and all others load it.
+PyTorch Geometric stores messages, which may not fit: its process then halves the edges until they fit, keeping the
+first nodes and the edges between them, and reports the fraction.
 """
 
 import gc

@@ -1,8 +1,7 @@
-"""The parts of `gpu.py`: what each measures, on which machine, and which goals the figures meet.
+"""The parts of `gpu.py`: their measurements, their machines, and the goals for the figures.
 
-The file of results is one JSON object: the machine that ran last, the parts by their names, each with the machine that
-it ran on, and the goals. It is written anew, atomically, when a part has ended, and a part whose machine and versions
-are those of now is not run again.
+The file of results is one JSON object: the last machine, the parts by name, each with its machine, and the goals. It
+is rewritten atomically after each part. A part with the present machine and versions is not run again.
 """
 
 import importlib.metadata

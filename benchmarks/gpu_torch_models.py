@@ -1,6 +1,6 @@
 """The networks of the workloads `resnet34` and `vit-b16` in plain torch, their submodules named as ours are.
 
-Only what runs torch imports this file.
+Only processes that run torch import this file.
 """
 
 import importlib

@@ -3,9 +3,9 @@
     python benchmarks/graph_batches.py [--graphs 188] [--batch-size 32] [--batches 200] [--json FILE]
 
 The graphs have the sizes of MUTAG: 10 to 28 nodes, 2.2 edges per node, labels of nodes and edges. The second row is
-what `graph_batches` did before it made the order of an epoch at once: the same batches, to the bit. jraph's rows batch
-and pad lists of graphs on the host, in order, without shuffling; `jraph.batch` computes with jax op by op. The CPU time
-of all threads depends less on other work of the machine than the time by the clock.
+`graph_batches` before it computed the order of an epoch at once, with bitwise the same batches. jraph's rows batch and
+pad lists of graphs on the host, in order, without shuffling; `jraph.batch` runs jax operation by operation. CPU time
+of all threads depends less on other load than wall-clock time.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python benchmarks/graph_building.py [--nodes 232965] [--edges 20000000] [--rounds 3] [--json FILE]
 
-The edges are drawn uniformly, in no order. numpy sorts both ends, which gives an order and no more; scipy makes
-CSR and CSC of the same edges, with which edge each entry is. All ways are run in turn; printed are medians of CPU
-seconds, which depend less on what else the machine does than seconds by the clock.
+The edges are uniformly random, in random order. numpy only sorts both ends; scipy makes CSR and CSC of the same edges,
+with the edge of each entry. All ways take turns. The figures are medians of CPU seconds, which depend less on other
+load than wall-clock time.
 """
 
 import argparse

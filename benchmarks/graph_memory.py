@@ -3,12 +3,12 @@
     python benchmarks/graph_memory.py [--only built_in functions layers structures] [--dtype float16] [--json FILE]
     python benchmarks/graph_memory.py --gpu V100-16GB [--python .venv-plan/bin/python]     # compiled, no GPU needed
 
-Rows are every built-in message and every reduction of it, user-defined messages, each layer that
-`jmp_train.graphs` has, and graphs as batches, padded graphs and sampled blocks are. "forward" is what the
-compiled program allocates in addition to its arguments and results; "gradient" the same of forward and backward, in
-all floating inputs. Nothing is run. A program that stores the messages needs one unit or more; a chunk of
-edges, and some arrays as long as the nodes, take a few hundredths. On a CPU the graph has 20,000 nodes and
-520,000 edges; for a GPU, whose chunks are larger, 100,000 and 4,000,000.
+Rows are every built-in message and every reduction of it, user-defined messages, each layer of `jmp_train.graphs`, and
+graphs as batches, padded graphs and sampled blocks. "forward" is the compiled program's allocation in addition to its
+arguments and results; "gradient" is the same for forward and backward, with respect to all floating inputs. Nothing
+runs. A program that stores the messages needs one unit or more; a chunk of edges, and some arrays as long as the
+nodes, take a few hundredths. On a CPU the graph has 20,000 nodes and 520,000 edges; for a GPU, with larger chunks,
+100,000 and 4,000,000.
 """
 
 import argparse

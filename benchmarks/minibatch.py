@@ -13,8 +13,8 @@ together, as training has them, the threads sharing the processors with the step
 Geometric's NeighborLoader with the same fanouts and features, by itself or with a worker that loads ahead, alone and
 in the same rounds, where torch_geometric and pyg_lib or torch_sparse are there.
 
-`--memory` compiles each step ahead of time for a target GPU, and prints the memory that it needs beside the size of
-the graph and its features, which stay in the host's.
+`--memory` compiles each step ahead of time for a target GPU, and prints its memory next to the size of the graph and
+its features, which stay in host memory.
 """
 
 import argparse

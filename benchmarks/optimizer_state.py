@@ -5,13 +5,12 @@
     python benchmarks/optimizer_state.py --parts bytes --without-peaks     # nothing is compiled
     python benchmarks/optimizer_state.py --tiny     # a few steps of the smallest case, to see that it runs
 
-`bytes` plans the steps of GPT-2 small (task lm) and ViT-B/16, with AdamW, for an A100-40GB: what parameters and
-optimizer state take, by the arguments of the step, and the peak of the program. No GPU is needed. `training` trains
-on the CPU, each choice with the same seeds, of which each gives parameters and the order of the data: digits as the
-task has it, a ResNet with one block a stage of 8 to 64 channels on the synthetic images of task cifar10, and the
-language model `lm --model tiny` on a part of its text; all with Adam. Optax's own are Adam in float32 and with its
-`mu_dtype`. `compile` compiles the step of a nanoGPT of 148 arrays: lines of HLO, seconds of CPU, memory, and the step's
-time.
+`bytes` plans the steps of GPT-2 small (task lm) and ViT-B/16 with AdamW for an A100-40GB: bytes of parameters and
+optimizer state, by the arguments of the step, and the peak of the program. No GPU is needed. `training` trains on the
+CPU, each choice with the same seeds for parameters and the order of the data: the task digits, a ResNet with one block
+per stage of 8 to 64 channels on the synthetic images of task cifar10, and the language model `lm --model tiny` on a
+part of its text, all with Adam. Optax's own choices are Adam in float32 and with its `mu_dtype`. `compile` compiles
+the step of a nanoGPT of 148 arrays, and prints lines of HLO, CPU seconds, memory, and the step's time.
 """
 
 import argparse

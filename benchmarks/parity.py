@@ -3,11 +3,11 @@
     python benchmarks/parity.py [--seeds 3] [--steps 150] [--json FILE]
     python benchmarks/parity.py --seeds 1 --steps 2     # to see that it runs
 
-The GPT of task `lm`, of two blocks of width 64, learns Python's documentation for some steps in float32. Then the
-log-probabilities of held-out bytes by the full forward pass are compared with those of the same bytes one after the
-other through the cache of keys and values, as a sampler has them, in float32, float16 and bfloat16: each function is
-compiled as a whole, as users do, and once more run operation by operation, without what the compiler fuses. Seeds are
-of the parameters and of the bytes.
+The GPT of task `lm`, with two blocks of width 64, learns Python's documentation for some steps in float32. Then the
+script compares the log-probabilities of held-out bytes by the full forward pass with those of the same bytes one by
+one through the cache of keys and values, as in a sampler, in float32, float16 and bfloat16. Each function runs
+compiled as a whole, as users run it, and operation by operation, without fusion by the compiler. Seeds determine the
+parameters and the bytes.
 """
 
 import argparse

@@ -3,13 +3,12 @@
     python benchmarks/plan.py [--parts largest shardings tables measured] [--cases mnist resnet34 vit-b16 gat]
     python benchmarks/plan.py --tiny                # one small case of each part, to see that it runs
 
-No GPU is needed: all steps are compiled ahead of time. `largest` searches for the largest batch of each model that
-fits on each GPU, and prints how much one more example takes; of the GAT it is the largest graph, with 50 edges a node.
-It takes an hour on two cores where nothing is compiled yet. `shardings` compiles the tasks' steps for eight GPUs.
-`tables` compiles what `amp_memory.py` and `gat_memory.py` do: their peaks are by XLA's count of what is alive, which a
-plan has too, beside what is allocated, with gaps. `measured` runs the cases in float32 and in the policy on the GPU
-that is here, and prints peak and time beside the plan's; without a GPU it compares what a CPU's program has in common
-with a GPU's, the bytes of arguments.
+No GPU is needed: all steps are compiled ahead of time. `largest` searches for the largest batch of each model on each
+GPU, and prints the memory of one more example; for the GAT it is the largest graph, with 50 edges per node. Without a
+cache, it takes an hour on two cores. `shardings` compiles the tasks' steps for eight GPUs. `tables` compiles the steps
+of `amp_memory.py` and `gat_memory.py`, whose peaks are XLA's count of live values; a plan has this and the allocated
+bytes, with gaps. `measured` runs the cases in float32 and in the policy on this machine's GPU, and prints peak and
+time next to the plan's; without a GPU, it compares the bytes of arguments in a CPU's program.
 """
 
 import argparse

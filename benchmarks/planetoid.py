@@ -2,10 +2,10 @@
 
     python benchmarks/planetoid.py [--data-dir ../shared/data/planetoid] [--datasets cora] [--seeds 10] [--json FILE]
 
-Each data set whose files are in the folder has its tables. Models and training are the papers'
-(`jmp_train/tasks/cora.py`), and were fixed before the first run, as was the rule by which the validation nodes
-select the epoch. The test nodes are looked at once a seed, with the parameters of that epoch. A seed gives parameters
-and dropout, the same in each policy, so that half precision is compared with float32 seed by seed. Features are sparse.
+The script prints tables for each data set with files in the folder. Models and training are the papers'
+(`jmp_train/tasks/cora.py`). They and the rule by which the validation nodes select the epoch were fixed before the
+first run. Each seed evaluates the test nodes once, with the parameters of that epoch. A seed determines parameters and
+dropout, the same in each policy, so that half precision is compared with float32 seed by seed. Features are sparse.
 
 - GCN, https://arxiv.org/abs/1609.02907: 200 epochs. The paper stops by the validation loss; here the epoch
   with the lowest one is selected.

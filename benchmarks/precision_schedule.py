@@ -5,13 +5,14 @@
 `regression` fits a product of a sine and a cosine by two hidden layers of 64 and Adam, whose learning rate falls by a
 cosine to a tenth; `digits` and `lm` are the tasks of `jmp-train`.
 
-Of each seed one run is in float32 and one in each policy, which is copied before its last tenth: one copy goes on as it
-is, the other in float32, so that the two differ in these steps alone. A seed gives parameters, dropout and the order of
-the data, the same in each policy. All are evaluated in float32, so that the losses say what was learned; the half run
-in its own precision, too. Parameters that a policy stores in half precision stay so in the float32 phase.
+For each seed, one run is in float32 and one in each policy. Each policy's run is copied before its last tenth: one
+copy continues unchanged, the other in float32, so that the two differ only in these steps. A seed determines
+parameters, dropout and the order of the data, the same in each policy. All runs are evaluated in float32; the
+half-precision run also in its own precision. Parameters that a policy stores in half precision stay so in the float32
+phase.
 
-The gap is what a policy's runs have more than float32's. It is noisy, as runs that differ in their rounding soon differ
-in all else; what the end changes is less so, as both runs have the same steps up to it.
+The gap is the excess of a policy's loss over float32's. It is noisy, because runs with different rounding soon differ
+in everything. The effect of the float32 end is less noisy, because both runs share the steps before it.
 """
 
 import argparse

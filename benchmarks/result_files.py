@@ -1,6 +1,6 @@
-"""Files of results: what a script has measured, and of each run that it is of when, on which device, by which command.
+"""Files of results: a script's measurements, and for each run its date, device and command.
 
-The site shows `benchmarks/results/*.json` with these, and has none without them.
+The site shows `benchmarks/results/*.json` with these facts.
 """
 
 import datetime

@@ -2,17 +2,15 @@
 
     python benchmarks/scaling.py [--devices 1 2 4 8] [--rounds 100] [--steps 5] [--json FILE]
 
-One model (the digits CNN: BatchNorm, dropout, Adam, float16 computation) is stepped with as many rows for
-each device, however many there are, by `data_parallel`, `sharded_step` and `pmap_step`, and by a
-`jax.shard_map` written by hand that does the same: dynamic loss scale, gradients averaged in float32, a
-overflow check that all devices agree on, skipping by selection, averaged batch statistics, the same metrics
-and counters. The devices are virtual ones of the CPU, each number of them in a process of its own, in
-which the ways are run in turn and every step is waited for; all donate the state.
+One model (the digits CNN: BatchNorm, dropout, Adam, float16 computation) runs with a fixed number of rows per device,
+by `data_parallel`, `sharded_step` and `pmap_step`, and by a `jax.shard_map` written by hand that does the same:
+dynamic loss scale, gradients averaged in float32, an overflow check on which all devices agree, skipping by selection,
+averaged batch statistics, the same metrics and counters. The devices are virtual CPU devices, each number of them in
+its own process, where the ways take turns and every step is awaited; all donate the state.
 
-The devices share the cores, so the ideal is not the time of one device but, where that is longer, the CPU
-time of one for each of them, spread over the cores. The step by hand takes part twice: the ratio of the
-two ("noise"), which should be 1, says how far the other ratio is to be trusted. The routes have an eighth
-of the rounds.
+The devices share the cores, so the ideal time is that of one device or, if longer, its CPU time for each device,
+spread over the cores. The step by hand takes part twice: the ratio of the two ("noise") should be 1, and shows how
+reliable the other ratios are. The routes have an eighth of the rounds.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python benchmarks/sharded_features.py [--devices 8] [--reads 8000] [--rounds 10] [--json FILE]
 
-`shard_features` sends ids and rows by all-to-all; the others are `array[ids]` of a sharded array, whose collectives jax
-inserts, and all ids gathered with the rows added up by a reduce-scatter. Bytes are those of the compiled program's
-collectives, a round of `shard_features`. Virtual devices of the CPU unless there are others; times are the least of the
-rounds, in which all programs take turns.
+`shard_features` sends ids and rows by all-to-all. The others are `array[ids]` of a sharded array, with collectives
+from jax, and a gather of all ids with a reduce-scatter of the rows. Bytes are those of the compiled program's
+collectives, for one round of `shard_features`. Without several devices, they are virtual CPU devices. Times are the
+minimum over the rounds, in which all programs take turns.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/sparse_features.py [--rounds 20] [--json FILE]
 
 Papers and words are random, as many as Citeseer's: 3,327 papers, 3,703 words, 32 words per paper. Times are the
-least of the rounds, in which both kinds take turns.
+minimum over the rounds, in which both kinds take turns.
 """
 
 import argparse

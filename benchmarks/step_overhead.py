@@ -2,16 +2,15 @@
 
     python benchmarks/step_overhead.py [--rounds 60] [--steps 20] [--json FILE] [--watch [--examples 32]]
 
-One model (the digits CNN: BatchNorm, dropout, Adam, float16 computation) is stepped four ways, in one
-process and in turn: by `jmp_train.train_step`, by hand with jmp, by hand with flax's `DynamicScale`, and
-without any scaling. The first three skip non-finite steps without a trace in parameters, optimizer and
-batch statistics, and all return the same metrics and counters. Printed are the median time of a step,
-the median of its ratio to the fastest scaled way of the same round, and the number of instructions in
-the compiled HLO.
+One model (the digits CNN: BatchNorm, dropout, Adam, float16 computation) runs in four ways, in one process and in
+turn: by `jmp_train.train_step`, by hand with jmp, by hand with flax's `DynamicScale`, and without scaling. The first
+three skip non-finite steps, leaving parameters, optimizer and batch statistics unchanged, and all return the same
+metrics and counters. The script prints the median time of a step, the median of its ratio to the fastest scaled way of
+the same round, and the number of instructions in the compiled HLO.
 
-With `--watch` it prints instead what `train_step(..., watch=...)` costs: MNIST's network and a small vision
-transformer (width 128, four blocks), with float32 parameters in mixed_float16 and mixed_bfloat16, without watches,
-with each and with both, in turn; next to each median the median of its ratio to the step without in the same round.
+`--watch` instead prints the cost of `train_step(..., watch=...)`: MNIST's network and a small vision transformer
+(width 128, four blocks), with float32 parameters in mixed_float16 and mixed_bfloat16, without watches, with each and
+with both, in turn. Next to each median is the median of its ratio to the step without watches in the same round.
 """
 
 import argparse

@@ -4,16 +4,16 @@
     python benchmarks/tune.py --parts breaking      # models that break in half precision
     python benchmarks/tune.py --tiny --rounds 1     # in small sizes, to see that it runs
 
-A case is the loss of a model and its gradient, each in a process of its own: MNIST's network, ResNet-34, a vision
-transformer of ViT-tiny's sizes, a graph attention network, a language model whose blocks are a scan, and the models
-of `rescue_models`, which torch's table in float16 does not train. Compile time is that of all programs of a tuning,
-search that of its trials alone. The peer tries rules the plain way: `autocast` with them, `jax.jit`, run on all
-examples of the search; `--rounds` of its trials are timed, the first with nothing in float32, and each further one
-with one more of the entries that `tune` found. A search by it would take that time for each trial.
+A case is the loss of a model and its gradient, each in its own process: MNIST's network, ResNet-34, a vision
+transformer of ViT-tiny's sizes, a graph attention network, a language model whose blocks are a scan, and the models of
+`rescue_models`, which torch's table in float16 does not train. Compile time is that of all programs of a tuning,
+search time only that of its trials. The peer runs `autocast` with the rules under `jax.jit` on all examples of the
+search. `--rounds` of its trials are timed, the first without float32 entries, and each further one with one more of
+the entries that `tune` found. A search by it would take that time per trial.
 
-`breaking` tunes the models of `breaking_models`, whose loss or gradient half precision makes wrong. Errors are the
-largest of all examples, those that the search has not seen included; fractions are of what may run in half
-precision. In the file null stands for infinity. A file that exists keeps its other part.
+`breaking` tunes the models of `breaking_models`, whose loss or gradient is wrong in half precision. Errors are the
+largest over all examples, including those outside of the search; fractions are of the operations that may run in half
+precision. In the file, null stands for infinity. An existing file keeps its other part.
 """
 
 import argparse

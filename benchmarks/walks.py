@@ -2,10 +2,10 @@
 
     python benchmarks/walks.py [--nodes 200000] [--edges 4000000] [--walks 50000] [--length 40] [--json FILE]
 
-The graph is random and undirected. Plain Python walks on lists of neighbors, as the reference code of node2vec does
-before its first walk has made tables for each edge; networkx asks the graph for the neighbors of each node. Both take
-fewer walks. Each figure is the best of the rounds: steps per second by the clock and per CPU second of this process,
-which depends less on other work of the machine. All of it runs in one thread.
+The graph is random and undirected. Plain Python walks on lists of neighbors, like the reference code of node2vec
+before it makes tables for each edge; networkx looks up the neighbors of each node. Both take fewer walks. Each figure
+is the best of the rounds: steps per second of wall-clock time, and per CPU second of this process, which depends less
+on other load. All of it runs in one thread.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Small models that train in float32, and do not under autocast to float16 by torch's table.
 
-Each is a function of a seed. A line of theirs that ends in `# guilty` computes what float16 cannot hold; with these in
-float32 they train as in float32, and all else may stay in half precision.
+Each is a function of a seed. Lines that end in `# guilty` compute values that float16 cannot hold. With these in
+float32, the models train as in float32, and everything else may stay in half precision.
 """
 
 from rescue_models import equinox_models, haiku_models, linen_models, nnx_models, plain_models
