@@ -3,6 +3,7 @@
 Equal parts, such as those of a network's layers, are compiled once.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -118,10 +119,12 @@ class Stage:
     Attributes:
       part: the operations that run together.
       freed: numbers of the values that nothing reads afterwards.
+      runs: number of equal parts in the program.
     """
 
     part: "Part"
     freed: tuple[int, ...]
+    runs: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,13 +136,14 @@ def staged(program: Any) -> tuple[Flat, list[Stage]]:
     """
     flat = flattened(program)
     last_use = last_uses(flat)
-    stages, end = list[Stage](), 0
+    parts, freed, end = list[Part](), list[tuple[int, ...]](), 0
     for operations in parts_of(flat.operations):
         end += len(operations)
         used = {number: last_use.get(number, -1) for op in operations for number in (*op.reads, *op.writes)}
-        part = Part(operations, frozenset(number for number, last in used.items() if last >= end))
-        stages.append(Stage(part, tuple(number for number, last in used.items() if last < end)))
-    return flat, stages
+        parts.append(Part(operations, frozenset(number for number, last in used.items() if last >= end)))
+        freed.append(tuple(number for number, last in used.items() if last < end))
+    runs = collections.Counter(parts)
+    return flat, [Stage(part, own, runs[part]) for part, own in zip(parts, freed, strict=True)]
 
 
 def is_plain(equation: Any) -> bool:

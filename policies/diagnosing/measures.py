@@ -43,6 +43,8 @@ MAXIMA = (
 )
 COLUMNS = (*SUMS, *MAXIMA)
 
+_LARGE = 2**15  # elements above which each maximum has a loop of its own: a loop that also adds up is not vectorized
+
 _NOTHING = np.array([0.0] * len(SUMS) + [-np.inf] * len(MAXIMA), np.float32)
 
 
@@ -95,8 +97,8 @@ def measured(
     exact = actual if shadow is None else shadow
     as_float32 = lax.convert_element_type(actual, exact.dtype)
     magnitude, finite = lax.abs(exact), lax.is_finite(exact)
-    largest = _where(finite, magnitude, -np.inf)
-    found: Elementwise = {"nan": _is_nan(as_float32), "infinite": _is_infinite(as_float32), "largest": largest}
+    found: Elementwise = {"nan": _is_nan(as_float32), "infinite": _is_infinite(as_float32)}
+    found["largest"] = _magnitudes(exact)
     if shadow is not None:
         error = lax.abs(as_float32 - shadow)
         found["shadow_nan"], found["shadow_infinite"] = _is_nan(shadow), _is_infinite(shadow)
@@ -111,12 +113,21 @@ def measured(
         kept, positive = lax.is_finite(rounded), lax.gt(magnitude, lax.full_like(magnitude, 0))
         found["local_error"] = _where(finite & kept, lax.abs(rounded - exact), 0)
         found["overflowed"] = finite & ~kept
-        found["smallest"] = _where(finite & positive, -magnitude, -np.inf)
+        found["smallest"] = _magnitudes(exact, negated=True)
         if is_low(actual.dtype):
             zero = lax.eq(rounded, lax.full_like(rounded, 0))
             found["flushed"] = zero & positive
             found["subnormal"] = ~zero & _less(lax.abs(rounded), float(jnp.finfo(actual.dtype).tiny))
     return found
+
+
+def _magnitudes(exact: jax.Array, *, negated: bool = False) -> jax.Array:
+    """Returns the magnitudes of finite numbers, or those of numbers that are not zero, negated."""
+    exact = lax.optimization_barrier(exact)  # or they are not fused into the loop that compares them
+    magnitude, finite = lax.abs(exact), lax.is_finite(exact)
+    if not negated:
+        return _where(finite, magnitude, -np.inf)
+    return _where(finite & lax.gt(magnitude, lax.full_like(magnitude, 0)), lax.neg(magnitude), -np.inf)
 
 
 def measured_absorbed(actual: jax.Array, first: jax.Array, second: jax.Array) -> Elementwise:
@@ -180,13 +191,14 @@ def totals_of(rows: Sequence[Sequence[Elementwise]], iteration: jax.Array) -> ja
       rows: for each equation, the measures of the elements of its results.
       iteration: number of the loop iteration, float32 scalar.
     """
-    by_shape: dict[tuple[int, ...], dict[Any, Any]] = {}
+    by_loop: dict[tuple[tuple[int, ...], str], dict[Any, Any]] = {}
     for number, row in enumerate(rows):
         for result, found in enumerate(row):
             for column, values in found.items():
-                by_shape.setdefault(jnp.shape(values), {})[number, result, column] = values
+                alone = column if column not in SUMS and np.size(values) > _LARGE else ""
+                by_loop.setdefault((jnp.shape(values), alone), {})[number, result, column] = values
     totals: dict[tuple[int, str], Any] = {}
-    for found in by_shape.values():
+    for found in by_loop.values():
         for (number, _, column), total in _reduced(found).items():
             old = totals.get((number, column))
             add = lax.add if column in SUMS else lax.max

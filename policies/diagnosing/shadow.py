@@ -21,8 +21,8 @@ import numpy as np
 
 from jmp_train.policies.autocasting import scan_counts
 from jmp_train.policies.diagnosing.arithmetic import bound
-from jmp_train.policies.diagnosing.devices import LARGE, compiled, stacking
-from jmp_train.policies.diagnosing.flattening import Operation, Part, is_plain, staged
+from jmp_train.policies.diagnosing.devices import compiled, stacking
+from jmp_train.policies.diagnosing.flattening import Operation, Part, Stage, is_plain, staged
 from jmp_train.policies.diagnosing.loops import PROGRAMS, manual_axes
 from jmp_train.policies.diagnosing.measures import combined, nothing, totals_of
 from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_once, with_shadow
@@ -31,6 +31,8 @@ from jmp_train.policies.diagnosing.sampling import buffers_of, row_of, segment_o
 from jmp_train.policies.pytrees import has_tracers, is_key
 
 _FIRST = np.float32(0)  # the number of the iteration outside of all loops
+_LARGE = 2**21  # elements of an array from which on a program that runs once is compiled to run faster
+_ITERATIONS = 4  # that a loop of unknown length is taken to have
 _MEASURED = 2**15  # elements from which on what measures is compiled to run faster, as few programs run often
 
 
@@ -61,29 +63,30 @@ class Shadowing:
         self.within = iteration is not None
         self.iteration = iteration if self.within else _FIRST
 
-    def run(self, program: Any, operands: Sequence[Pair]) -> Results:
+    def run(self, program: Any, operands: Sequence[Pair], runs: int = 1) -> Results:
         """Returns the results, and the measures of the program's equations as blocks [rows, columns].
 
         Args:
           program: a jaxpr, with its constants if it has any.
           operands: its arguments.
+          runs: how often it runs.
         """
         flat, stages = staged(program)
         values = dict(zip(flat.operands, operands, strict=True))
         values |= {number: self._constant(array) for number, array in flat.constants.items()}
         blocks: list[Block] = []
         for stage in stages:
-            results, found = self._part(stage.part, values)
+            results, found = self._part(stage, values, runs)
             blocks += found
             values |= results
             for number in stage.freed:
                 values.pop(number, None)  # arrays that nothing reads any more are freed
         return [_read(x, values) for x in flat.results], blocks
 
-    def _part(self, part: Part, values: dict[int, Pair]) -> tuple[dict[int, Pair], list[Block]]:
-        if is_plain(part.operations[0].equation):
-            return self._plain(part, values)
-        (op,) = part.operations
+    def _part(self, stage: Stage, values: dict[int, Pair], runs: int) -> tuple[dict[int, Pair], list[Block]]:
+        if is_plain(stage.part.operations[0].equation):
+            return self._plain(stage.part, values, runs * stage.runs)
+        (op,) = stage.part.operations
         results, blocks = self.run_operation(op, [_read(x, values) for x in op.inputs])
         return dict(zip(op.writes, results, strict=True)), blocks
 
@@ -97,14 +100,15 @@ class Shadowing:
         if name == "scan" and self.mesh is None and not self.within and (stride := stride_of(equation)) > 1:
             return self._sampled(op, inputs, stride)
         if name in PROGRAMS:
-            run = self._jit(_holding_program(Part([op], frozenset())))
+            runs = max(equation.params.get("length", _ITERATIONS), 1)
+            run = self._jit(_holding_program(Part([op], frozenset())), _LARGE // runs)
             results, block, self.iteration = run(inputs, self.iteration)
             return results, [block]
         return [Pair(result) for result in bound(equation, [pair.actual for pair in inputs])], []
 
-    def _plain(self, part: Part, values: dict[int, Pair]) -> tuple[dict[int, Pair], list[Block]]:
+    def _plain(self, part: Part, values: dict[int, Pair], runs: int) -> tuple[dict[int, Pair], list[Block]]:
         """Runs equations, one after the other, as one program."""
-        results, rows = self._jit(_together(part))([_read(x, values) for x in part.given])
+        results, rows = self._jit(_together(part), _LARGE // runs)([_read(x, values) for x in part.given])
         # What is alike is measured by the same program, but within a loop, which is one program.
         together = [rows] if self.within and rows else [[row] for row in rows]
         blocks = [self._jit(_measuring(), _MEASURED)(alike, self.iteration) for alike in together]
@@ -120,13 +124,13 @@ class Shadowing:
     def _sampled(self, op: Operation, inputs: list[Pair], stride: int) -> Results:
         """Runs a scan and measures the iterations at a stride, and the first one that loses finite numbers."""
         part, params = Part([op], frozenset()), op.equation.params
-        segment, row, write = (self._jit(run(part)) for run in (_segment, _row, _written))
+        segment, row, write = (self._jit(run(part), 0) for run in (_segment, _row, _written))
         n_consts, n_carry = scan_counts(params)
         consts, carry, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
         carry, ys = [with_shadow(pair) for pair in carry], buffers_of(op.equation)
         measures, number, lost = list[np.ndarray](), 0, False
         while number < params["length"]:
-            results, blocks = self.run(params["jaxpr"], [*consts, *carry, *row(xs, number)])
+            results, blocks = self.run(params["jaxpr"], [*consts, *carry, *row(xs, number)], params["length"] // stride)
             results = [with_shadow(pair) for pair in results]
             measures.append(np.concatenate([nothing(0), *map(np.asarray, blocks)]))
             carry, ys = results[:n_carry], write(ys, results[n_carry:], number)
@@ -140,7 +144,7 @@ class Shadowing:
             self.iteration += number - start + 1
         return [*carry, *ys], [combined(np.stack(measures))]
 
-    def _jit(self, run: Callable[..., Any], large: int = LARGE) -> Callable[..., Any]:
+    def _jit(self, run: Callable[..., Any], large: int) -> Callable[..., Any]:
         return jax.jit(run) if self.within else compiled(run, self.mesh, self.axes, large)
 
     def _constant(self, array: Any) -> Pair:
