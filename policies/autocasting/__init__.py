@@ -51,7 +51,6 @@ from jmp_train.policies.autocasting.rules import AutocastRules as AutocastRules
 from jmp_train.policies.autocasting.rules import Rule as Rule
 from jmp_train.policies.autocasting.rules_as_code import replace_arguments as replace_arguments
 from jmp_train.policies.autocasting.rules_as_code import rules_code as rules_code
-from jmp_train.policies.autocasting.source_lines import address_of as address_of
 from jmp_train.policies.autocasting.source_lines import lines_of as lines_of
 from jmp_train.policies.autocasting.source_lines import source_of as source_of
 from jmp_train.policies.autocasting.source_lines import user_line_of as user_line_of
