@@ -22,6 +22,9 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
     equation is evaluated three times: in its own dtypes; in float32; and in its own dtypes on the float32 operands. The
     third result separates the error of the operation itself from the errors of its operands.
 
+    A scan with many iterations over large arrays runs as a whole, and a sample of its iterations is measured: at least
+    eight at equal distances, and the first one with results that are not finite.
+
     Args:
       fn: a pure function, with or without `jax.jit`, such as a `train_step` with its policy. It may be wrapped in any
         parallel transformation.

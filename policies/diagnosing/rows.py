@@ -23,7 +23,7 @@ class OperationNumerics:
       dtypes_in: dtypes of its operands.
       dtype: dtype of its result.
       shape: shape of its result, on one device.
-      runs: number of runs.
+      runs: number of measured runs.
       overflowed: fraction of elements that became infinite or NaN here and are finite in the shadow.
       flushed: fraction of elements that became zero here and are not in the shadow.
       subnormal: fraction of nonzero elements below the smallest normal number of the dtype.
