@@ -157,8 +157,10 @@ def cases() -> dict[str, tuple[Any, list[Any]]]:
     }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", cases())
+QUICK = "relational, bases and weights"  # what all edges share has a gradient of all chunks
+
+
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(x, marks=pytest.mark.full) for x in cases() if x != QUICK)])
 def test_chunked_equals_xla_in_float64(name: str) -> None:
     function, shapes = cases()[name]
     graph = graph_with_hub()
