@@ -82,7 +82,7 @@ def group_names(params: Params) -> list[str]:
 
 
 def _without_value(path: KeyPath) -> KeyPath:
-    return path[:-1] if len(path) > 1 and path[-1] == GetAttrKey("value") else path
+    return path[:-1] if path and path[-1] == GetAttrKey("value") else path
 
 
 def watch_metrics(

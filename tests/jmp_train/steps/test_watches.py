@@ -227,7 +227,7 @@ def test_groups_are_the_modules_under_the_root() -> None:
     assert group_names(haiku) == ["mlp/~/linear_0"] * 2 + ["mlp/~/linear_1"]
     assert group_names({"w": 0, "b": 0}) == ["b", "w"]
     assert group_names({"dense": {"w": 0, "b": 0}}) == ["b", "w"]
-    assert group_names(0) == ["params"]
+    assert group_names(0) == group_names(nnx.Param(jnp.zeros(2))) == ["params"]
     assert group_names([0, {"w": 0}]) == ["0", "1"]
 
 
