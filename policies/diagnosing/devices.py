@@ -12,9 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.policies.diagnosing.compiling import compiler_options
-
 LARGE = 2**19  # elements of an array, with which compiling longer is made up for by running faster
+# What a program rounds has to be rounded here too.
+_EVERYWHERE = {"xla_allow_excess_precision": False}
+_SOON = {
+    "cpu": {
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,  # or small programs take twice as long
+    },
+    "gpu": {"xla_gpu_autotune_level": 0},
+}
+_LARGE = {"cpu": {"xla_backend_optimization_level": 1}}
 
 
 @functools.lru_cache(maxsize=512)  # each is a part of a process' memory maps, of which there is a limit
@@ -73,3 +83,24 @@ def _parted(tree: Any) -> tuple[Any, Any]:
     """Returns the arrays of a tree that are stacked over devices, and the replicated ones."""
     stacked = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, tree)
     return stacked, jax.tree.map(lambda x: None if isinstance(x, jax.Array) else x, tree)
+
+
+@functools.cache
+def compiler_options(platform: str, large: bool) -> dict[str, bool | int]:
+    """Returns the options of XLA for a platform that this version has.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+      large: True if the programs have large arrays, for which longer compilation pays off.
+    """
+    options = _EVERYWHERE | _SOON.get(platform, {}) | (_LARGE.get(platform, {}) if large else {})
+    return {name: value for name, value in options.items() if _is_option(name, value)}
+
+
+@functools.cache
+def _is_option(name: str, value: bool | int) -> bool:
+    try:
+        jax.jit(jnp.negative, compiler_options={name: value}).lower(jnp.float32(0)).compile()
+    except (jax.errors.JaxRuntimeError, ValueError):
+        return False
+    return True
