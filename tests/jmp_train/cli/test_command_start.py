@@ -71,6 +71,7 @@ def test_an_interrupt_while_modules_are_imported_is_quiet(name: str, when: str, 
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_an_interrupt_of_the_command_or_at_the_end_is_quiet(tmp_path: Path) -> None:
     for when in ("sklearn", "exit"):

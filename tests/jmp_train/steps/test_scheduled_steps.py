@@ -81,7 +81,7 @@ def first_state(name: str) -> jt.TrainState:
     return jt.TrainState.create(params(CASES[name][3]), CASES[name][1], rng=jax.random.key(0))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_goes_on_from_a_checkpoint_on_either_side_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     whole = trained(name, first_state(name))
