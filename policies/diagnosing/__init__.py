@@ -9,14 +9,14 @@ from jmp_train.policies.diagnosing.flattening import Operation as Operation
 from jmp_train.policies.diagnosing.flattening import Part as Part
 from jmp_train.policies.diagnosing.flattening import flattened as flattened
 from jmp_train.policies.diagnosing.flattening import last_uses as last_uses
-from jmp_train.policies.diagnosing.held_programs import HeldPrograms as HeldPrograms
-from jmp_train.policies.diagnosing.held_programs import ValueKind as ValueKind
 from jmp_train.policies.diagnosing.measures import is_low as is_low
 from jmp_train.policies.diagnosing.pairs import Pair as Pair
-from jmp_train.policies.diagnosing.places import place_of as place_of
 from jmp_train.policies.diagnosing.problems import Problem as Problem
+from jmp_train.policies.diagnosing.problems import place_of as place_of
+from jmp_train.policies.diagnosing.recording import HeldPrograms as HeldPrograms
 from jmp_train.policies.diagnosing.recording import Key as Key
 from jmp_train.policies.diagnosing.recording import Recorded as Recorded
+from jmp_train.policies.diagnosing.recording import ValueKind as ValueKind
 from jmp_train.policies.diagnosing.recording import key_of as key_of
 from jmp_train.policies.diagnosing.recording import record as record
 from jmp_train.policies.diagnosing.remedies import Remedy as Remedy

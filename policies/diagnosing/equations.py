@@ -15,9 +15,9 @@ import jax.extend.core as jex
 import numpy as np
 
 from jmp_train.policies.autocasting import DECIDED, join, lines_of, scan_counts
+from jmp_train.policies.diagnosing.arithmetic import BODIES, bodies_of, dtype_of, is_measured
 from jmp_train.policies.diagnosing.constants import epsilon_in_code
 from jmp_train.policies.diagnosing.measures import is_float, is_low
-from jmp_train.policies.diagnosing.programs import BODIES, bodies_of, dtype_of, is_measured
 
 Direction = Literal["forward", "backward", "update"]
 

@@ -6,13 +6,12 @@ import jax.extend.core as jex
 import numpy as np
 
 from jmp_train.policies.autocasting import lines_of
+from jmp_train.policies.diagnosing.arithmetic import dtype_of
 from jmp_train.policies.diagnosing.constants import epsilon_in_code
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_low
 from jmp_train.policies.diagnosing.names import named
-from jmp_train.policies.diagnosing.places import place_of
-from jmp_train.policies.diagnosing.problems import Problem, where_is
-from jmp_train.policies.diagnosing.programs import dtype_of
+from jmp_train.policies.diagnosing.problems import Problem, place_of, where_is
 
 _LISTED = 4  # leaves
 _DIRECTIONS = {"backward": "Gradients", "forward": "Results", "update": "Results of the update"}

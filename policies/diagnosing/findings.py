@@ -14,15 +14,13 @@ import numpy as np
 
 from jmp_train.policies.autocasting import PRODUCTS
 from jmp_train.policies.diagnosing.amplifying import named_row
-from jmp_train.policies.diagnosing.arguments import collapsed_arguments, nonfinite_arguments
-from jmp_train.policies.diagnosing.arithmetic import SUMS
+from jmp_train.policies.diagnosing.arithmetic import SUMS, dtype_of
 from jmp_train.policies.diagnosing.constants import epsilon_in_code, is_zero_by_default, number_in_code
 from jmp_train.policies.diagnosing.equations import Site, is_infinite, user_line
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.problems import Problem, problem_at, worst_first
-from jmp_train.policies.diagnosing.programs import dtype_of
 from jmp_train.policies.diagnosing.remedies import (
     LINEAR,
     Remedy,
@@ -33,8 +31,16 @@ from jmp_train.policies.diagnosing.remedies import (
     smaller_fill,
     smaller_scale,
 )
-from jmp_train.policies.diagnosing.results import grown_infinities, is_undefined_at_zero, wrong_results
-from jmp_train.policies.diagnosing.stagnation import accumulations, stagnating_state, stagnating_sums
+from jmp_train.policies.diagnosing.results import (
+    accumulations,
+    collapsed_arguments,
+    grown_infinities,
+    is_undefined_at_zero,
+    nonfinite_arguments,
+    stagnating_state,
+    stagnating_sums,
+    wrong_results,
+)
 from jmp_train.policies.diagnosing.subjects import is_loss, is_reduction
 
 _LOST_DIGITS = 0.1  # relative error of one operation of the forward pass

@@ -13,7 +13,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from jmp_train.policies.autocasting import PRODUCTS
-from jmp_train.policies.diagnosing.programs import BODIES, bodies_of, dtype_of
+from jmp_train.policies.diagnosing.arithmetic import BODIES, bodies_of, dtype_of
 
 _LONGEST = 24  # operations of a part: of fewer there are more programs to compile, of more fewer are alike
 

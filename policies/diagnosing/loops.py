@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting import scan_counts
+from jmp_train.policies.diagnosing.arithmetic import bodies_of, count_rows, dtype_of, is_measured
 from jmp_train.policies.diagnosing.devices import each_device, mapped
 from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing, widened
 from jmp_train.policies.diagnosing.pairs import Pair, with_shadow
-from jmp_train.policies.diagnosing.programs import bodies_of, count_rows, dtype_of, is_measured
 
 _ELEMENTS = 2**24  # that are measured of a scan, about
 _FEWEST = 8  # iterations that are measured at least

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_train.policies.diagnosing.arithmetic import bound, in_float32, magnitude_of_terms, rounded
+from jmp_train.policies.diagnosing.arithmetic import (
+    bound,
+    decides,
+    dtype_of,
+    in_float32,
+    is_measured,
+    magnitude_of_terms,
+    rounded,
+)
 from jmp_train.policies.diagnosing.measures import (
     Elementwise,
     is_float,
@@ -17,7 +25,6 @@ from jmp_train.policies.diagnosing.measures import (
     measured_whole,
     widened,
 )
-from jmp_train.policies.diagnosing.programs import decides, dtype_of, is_measured
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 import dataclasses
 import linecache
+import os
 from typing import Any, Literal
 
 from jmp_train.policies.autocasting import AutocastRules
 from jmp_train.policies.diagnosing.equations import Direction
 from jmp_train.policies.diagnosing.evidence import Evidence
-from jmp_train.policies.diagnosing.places import place_of
 from jmp_train.policies.diagnosing.remedies import (
     Remedy,
     float32_argument,
@@ -143,3 +143,20 @@ def _by_the_user(evidence: Evidence, row: int, remedy: Remedy, *, is_whole: bool
         is_stored = evidence.low_results & {row, *evidence.after(row)}
         return full_state(evidence.rows[row].dtype) if is_stored else full_gradients()
     return remedy
+
+
+def place_of(file: str, line: int) -> str:
+    """Returns file and line, from the current folder if it is below that.
+
+    Args:
+      file: path of the file.
+      line: number of the line; 0 if unknown.
+
+    Example:
+      >>> place_of("", 0)
+      '?'
+    """
+    if not line:
+        return "?"
+    path = os.path.relpath(file)
+    return f"{file if path.startswith('..') else path}:{line}"

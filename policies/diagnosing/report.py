@@ -8,8 +8,7 @@ from typing import Any
 
 from jmp_train.policies import documents as doc
 from jmp_train.policies.autocasting import AutocastRules, rules_code
-from jmp_train.policies.diagnosing.places import place_of
-from jmp_train.policies.diagnosing.problems import Problem, where_is
+from jmp_train.policies.diagnosing.problems import Problem, place_of, where_is
 from jmp_train.policies.diagnosing.remedies import merged_rules
 from jmp_train.policies.diagnosing.rows import OperationNumerics
 

@@ -1,15 +1,16 @@
 """Errors without a single cause: results far from float32's, and infinities from growing errors."""
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jmp_train.policies.diagnosing.amplifying import addition_before, gradients_error, terms_error
-from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.problems import Problem, problem_at
-from jmp_train.policies.diagnosing.remedies import operands_in_float32
+from jmp_train.policies.diagnosing.remedies import Remedy, full_state, in_float32, operands_in_float32
 
 _WRONG = 0.5  # relative error of a result
 _LOST_DIGITS = 0.1  # relative error of one operation that has lost its result's digits
@@ -17,6 +18,11 @@ _ROUNDING = 1e-3  # relative error that operands have at least
 
 Named = Mapping[Any, tuple[int, Problem]]
 Found = Iterator[tuple[int, Problem]]
+_LOST_TERMS = 0.02  # share of a sum's terms
+_ABSORBED = 0.1  # share of the additions of a loop
+_UNCHANGED = 0.5  # share of a state leaf's elements that should change
+_BEFORE_ALL = -1  # the number of a row that comes before all operations
+_REACHED = 0.05  # relative error of a result, or of the backward pass, that a problem has to make
 
 
 def grown_infinities(known: Named, evidence: Evidence) -> Found:
@@ -96,3 +102,75 @@ def _operands_error(evidence: Evidence, row: int) -> float:
 
 def _times(error: float) -> str:
     return f"{error:.1%}" if error < 10 else f"{error:.3g} times itself"
+
+
+def stagnating_sums(evidence: Evidence) -> Found:
+    """Finds sums that lose a fraction of their terms."""
+    for i, row in enumerate(evidence.rows):
+        if row.lost_terms < _LOST_TERMS or row.overflowed or row.primitive in ("add", "sub", "add_any"):
+            continue
+        text = f"{row.lost_terms:.1%} of what {named(evidence, i)} adds up is lost"
+        harmful = evidence.reaches(i, _LOST_TERMS / 2)
+        yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
+
+
+def accumulations(evidence: Evidence) -> Found:
+    """Finds sums over a loop's iterations that most terms no longer change."""
+    for i, row in enumerate(evidence.rows):
+        if row.absorbed < _ABSORBED or row.primitive not in ("add", "sub") or not evidence.feeds_itself(i):
+            continue
+        text = f"{row.absorbed:.1%} of what {named(evidence, i)} adds in {row.runs} iterations changes nothing"
+        harmful = evidence.reaches(i, _LOST_TERMS / 2)
+        yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
+
+
+def stagnating_state(evidence: Evidence) -> Found:
+    """Finds leaves of the state that should change, but whose elements mostly stay the same."""
+    for leaves in _by_line(evidence):
+        share = sum(leaf.unchanged for leaf in leaves) / sum(leaf.changing for leaf in leaves)
+        more = f" and of {len(leaves) - 1} more lea{'f' if len(leaves) == 2 else 'ves'}" if len(leaves) > 1 else ""
+        first = leaves[0]
+        text = f"{share:.1%} of {first.path!r}{more} stay the same {first.dtype} though they should change"
+        row = max(first.rows)
+        is_number = all(evidence.rows[max(leaf.rows)].shape == () for leaf in leaves)
+        yield problem_at(evidence, row, "stagnation", text, full_state(first.dtype, is_number=is_number))
+
+
+def _by_line(evidence: Evidence) -> Iterable[list[StateLeaf]]:
+    """Returns the leaves of the state that stay the same, grouped by the line that updates them."""
+    together: dict[str, list[StateLeaf]] = {}
+    for leaf in evidence.state:
+        if leaf.rows and leaf.unchanged > _UNCHANGED * leaf.changing:
+            together.setdefault(evidence.sites[max(leaf.rows)].line, []).append(leaf)
+    return together.values()
+
+
+def nonfinite_arguments(evidence: Evidence) -> Found:
+    """Finds arguments that are not finite; without a NaN from them, as from a mask, they do no harm.
+
+    A lost state has one problem for all leaves.
+    """
+    harmful = bool(evidence.column("shadow_nan").any())
+    lost = list(evidence.lost_state)
+    for number, path in evidence.nonfinite_arguments.items():
+        rows = [i for i, site in enumerate(evidence.sites) if -1 - number in site.sources]
+        if not rows or path in lost[1:]:
+            continue
+        text, remedy = f"the argument {path!r} is not finite", f"mend {path!r} before the function is called"
+        if path in lost:
+            more = len(lost) - 1
+            text += f", and so {'are' if more > 1 else 'is'} {more} more of the state's leaves" if more else ""
+            remedy = "go back to a state that is finite, and diagnose the step that has lost it"
+        problem = problem_at(evidence, rows[0], "NaN made", text, Remedy("mathematics", remedy), harmful=harmful)[1]
+        if path in lost:  # whichever line reads it first is not to blame
+            problem = dataclasses.replace(problem, file="", line=0, subject=f"the argument {path!r}")
+        yield _BEFORE_ALL, problem
+
+
+def collapsed_arguments(evidence: Evidence) -> Found:
+    """Finds arguments with different values that a cast makes equal."""
+    for row in range(len(evidence.sites)):
+        path = evidence.argument(row)
+        if text := evidence.collapsed.get(path):
+            harmful = evidence.reaches(row, _REACHED)
+            yield problem_at(evidence, row, "values collapse", text, in_float32(evidence, row), harmful=harmful)

@@ -5,9 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_train.policies.diagnosing.arithmetic import dtype_of
 from jmp_train.policies.diagnosing.equations import Direction, Site
 from jmp_train.policies.diagnosing.measures import COLUMNS
-from jmp_train.policies.diagnosing.programs import dtype_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import scan_counts
-from jmp_train.policies.diagnosing.arithmetic import bound
+from jmp_train.policies.diagnosing.arithmetic import bound, count_rows
 from jmp_train.policies.diagnosing.devices import compiled, stacking
 from jmp_train.policies.diagnosing.flattening import Operation, Part, Stage, is_plain, staged
 from jmp_train.policies.diagnosing.loops import (
@@ -34,7 +34,6 @@ from jmp_train.policies.diagnosing.loops import (
 )
 from jmp_train.policies.diagnosing.measures import combined, nothing, totals_of
 from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_once, with_shadow
-from jmp_train.policies.diagnosing.programs import count_rows
 from jmp_train.policies.pytrees import has_tracers, is_key
 
 _FIRST = np.float32(0)  # the number of the iteration outside of all loops
