@@ -1,4 +1,4 @@
-"""Errors without a single cause: results far from float32's, and infinities from growing errors."""
+"""Problems that arguments, sums, the state and results show: lost terms, lost updates, results far from float32."""
 
 import dataclasses
 import math
