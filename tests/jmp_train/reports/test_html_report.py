@@ -126,6 +126,7 @@ def test_light_and_dark(browser: webdriver.Chrome, report: Path) -> None:
     assert colors["dark"][1] > 200
 
 
+@pytest.mark.full
 def test_a_screenshot_has_the_runs_colors(browser: webdriver.Chrome, report: Path, tmp_path: Path) -> None:
     from matplotlib.image import imread
 

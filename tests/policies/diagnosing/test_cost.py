@@ -57,6 +57,7 @@ def test_only_the_branch_that_is_taken_is_measured(taken: int) -> None:
             assert row.local_error == 0
 
 
+@pytest.mark.full
 def test_nothing_of_a_report_is_kept() -> None:
     def kept() -> tuple[int, int]:
         jt.diagnose(lambda x: loops(jnp.exp(x), 1).sum(), X)

@@ -64,6 +64,7 @@ NEAR = X, X + 0.1 * jax.random.normal(jax.random.key(1), (16, 8))
 W = jnp.eye(8) + 0.1 * jax.random.normal(jax.random.key(2), (8, 8))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.full)])
 def test_a_cancellation_over_several_operations_is_named_where_it_is_and_mended(dtype: Any) -> None:
     step, state = training(kernel, W, f"autocast_{jnp.dtype(dtype).name}")

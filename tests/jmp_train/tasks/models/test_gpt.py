@@ -241,6 +241,7 @@ def test_a_cache_has_the_models_dtype_and_counts_its_tokens(params: Any) -> None
     assert isinstance(rotations(jnp.arange(2), 4), Rotation)
 
 
+@pytest.mark.full
 def test_all_dense_layers_of_the_blocks_can_be_in_8_bits(params: Any) -> None:
     rules = jt.TORCH_CUDA.replace(paths={"attention|mlp": "fp8"})
     shapes = jax.eval_shape(lambda: params)
