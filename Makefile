@@ -92,10 +92,11 @@ format: .venv/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Needs no network once the environment and the compiler for the tutorial about plans are there. A notebook that has run
+# Needs no network once the environment and the compilers for the tutorial about plans are there. A notebook that has run
 # is run again where its text has changed, or after `make clean`.
 docs: .venv/.dev
 	$(BIN)/jmp-train plan --install
+	$(BIN)/jmp-train plan --install tpu
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs out/docs
 	@echo "wrote out/docs/index.html"
 

@@ -273,7 +273,7 @@ def test_the_code_of_a_tutorial_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("compiler", "tpu_compiler")
 def test_the_code_of_the_tutorial_about_plans_runs(tmp_path: Path) -> None:
     _run_cells("plan", tmp_path)
 
