@@ -136,7 +136,8 @@ class _Area:
             x = self.x(value)
             yield from [Path(_GRID, [[(x, self.top), (x, self.bottom)]])] * self.chart.x.has_grid
             yield Label(text, x, self.bottom + 16, "middle")
-        yield Label(self.chart.x.title, (self.left + self.right) / 2, self.bottom + 36, "middle")
+        if self.chart.x.title:
+            yield Label(self.chart.x.title, (self.left + self.right) / 2, self.bottom + 36, "middle")
 
     def marks(self) -> Iterator[Mark]:
         """Yields the marks; moves a dot with text down if it would cover an earlier one."""
