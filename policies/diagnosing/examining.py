@@ -1,24 +1,175 @@
-"""Runs a function with its shadow, and finds its problems."""
+"""Traces a function, runs it with its shadow for one step or several, and finds its problems."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import FlatCall
-from jmp_train.policies.diagnosing.equations import Site
-from jmp_train.policies.diagnosing.evidence import Evidence
+from jmp_train.policies.diagnosing.equations import Site, sites_of
+from jmp_train.policies.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.policies.diagnosing.findings import problems_of
+from jmp_train.policies.diagnosing.measures import combined, is_float, is_low, nothing
+from jmp_train.policies.diagnosing.pairs import Pair
 from jmp_train.policies.diagnosing.problems import Problem
 from jmp_train.policies.diagnosing.rows import row_of
+from jmp_train.policies.diagnosing.shadow import Shadowing
 from jmp_train.policies.diagnosing.subjects import subject_of
-from jmp_train.policies.diagnosing.tracing import Run, run_beside_shadow
 from jmp_train.policies.dtype_policies import lost_in_cast
 from jmp_train.policies.loss_scaling import DynamicLossScale, is_loss_scale, scales_in
 from jmp_train.policies.optimizers import scaled_states
-from jmp_train.policies.pytrees import is_float_array, path_name
+from jmp_train.policies.pytrees import check_values, is_float_array, path_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run of a function with its shadow.
+
+    Attributes:
+      sites: sites of the rows.
+      measures: [rows, columns], over all steps.
+      results: the rows from which each result comes.
+      names: paths of the results.
+      carried: number of the arguments' arrays that are a state, with the structure of the first results.
+      state: those in lower precision.
+      low_results: the rows from which results in lower precision come, except copies of float32 ones.
+      steps: number of runs.
+      has_effects: True if it calls back into Python, or prints.
+      outputs: the floats among the last results, in the shadow.
+    """
+
+    sites: list[Site]
+    measures: np.ndarray
+    results: list[frozenset[int]]
+    names: list[str]
+    carried: int
+    state: list[StateLeaf]
+    low_results: frozenset[int]
+    steps: int
+    has_effects: bool
+    outputs: list[jax.Array]
+
+
+def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Run:
+    """Runs a function with its shadow.
+
+    Args:
+      fn: a pure function.
+      args: its arguments, arrays with values.
+      steps: number of runs; the first results replace the first arguments of the same structure.
+
+    Raises:
+      TypeError: an argument is traced or has no values, or, with several steps, the first result has another structure
+        than the first argument.
+      ValueError: `steps` is not a positive integer.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r} must be an integer of at least 1")
+    check_values(args, "diagnose")
+    structures: list[Any] = []
+
+    def noted(*args: object) -> Any:
+        result = fn(*args)
+        leaves = jax.tree_util.tree_leaves_with_path(result)
+        names = [path_name(path) for path, leaf in leaves if isinstance(leaf, jax.Array)]
+        structures[:] = [names, _carried(args, result)]
+        return result
+
+    call = FlatCall(args, {})
+    leaves = [leaf for leaf, is_array in zip(jax.tree.leaves(args), call.are_arrays, strict=True) if is_array]
+    program = jax.make_jaxpr(call.of_arrays(noted))(*leaves)
+    (names, carried) = structures
+    if steps > 1 and not carried:
+        raise TypeError("steps above 1 need a fn whose first result is like its first argument, as a train step's is")
+    sites, results = sites_of(program)
+    shadowing, measures = Shadowing(), list[np.ndarray]()
+    values, counts = _bound_to_device(leaves), np.zeros((carried, 2), np.int64)
+    done, outputs = 0, list[Pair]()
+    while done < steps:
+        outputs, blocks = shadowing.run(program, [Pair(x) for x in values])
+        measures.append(np.concatenate([nothing(0), *map(np.asarray, blocks)]))
+        counts += _changes(values[:carried], outputs[:carried])
+        done += 1
+        old, values = values, [*(pair.actual for pair in outputs[:carried]), *values[carried:]]
+        if done < steps and any(
+            _is_finite(before) and not _is_finite(x) for before, x in zip(old, values, strict=True)
+        ):
+            break  # what comes of a lost state says nothing
+    state = [
+        StateLeaf(names[i], results[i], int(counts[i, 0]), int(counts[i, 1]), str(values[i].dtype))
+        for i in range(carried)
+        if is_low(values[i].dtype) and not _is_copy(values[i], values[:carried])
+    ]
+    others = [rows for i, rows in enumerate(results) if i >= carried and is_low(program.out_avals[i].dtype)]
+    low_results = frozenset().union(*others, *(leaf.rows for leaf in state))
+    has_effects = bool(program.effects) or any("callback" in site.equation.primitive.name for site in sites)
+    exact = [pair.actual if pair.shadow is None else pair.shadow for pair in outputs]
+    floats = [x for x in exact if is_float(x.dtype)]
+    return Run(
+        sites, combined(np.stack(measures)), results, names, carried, state, low_results, done, has_effects, floats
+    )
+
+
+def _is_finite(x: jax.Array) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(np.asarray(x)).all())
+
+
+def _changes(before: Sequence[Any], after: Sequence[Pair]) -> np.ndarray:
+    """Returns, for each leaf in lower precision, the numbers of elements that change in the shadow and only there."""
+    return np.array(
+        [
+            _count_changes(old, new.actual, new.shadow) if is_low(old.dtype) and new.shadow is not None else (0, 0)
+            for old, new in zip(before, after, strict=True)
+        ],
+        np.int64,
+    ).reshape(-1, 2)
+
+
+@jax.jit
+def _count_changes(old: jax.Array, new: jax.Array, shadow: jax.Array) -> tuple[jax.Array, jax.Array]:
+    changing = old.astype(shadow.dtype) != shadow
+    return jnp.sum(changing), jnp.sum(changing & (new == old))
+
+
+def _is_copy(leaf: Any, leaves: Sequence[Any]) -> bool:
+    """Returns whether a leaf is the rounded copy of a float32 leaf, such as its master weights."""
+    masters = (x for x in leaves if x.shape == leaf.shape and x.dtype == jnp.float32)
+    return any(bool((x.astype(leaf.dtype) == leaf).all()) for x in masters)
+
+
+def _bound_to_device(leaves: list[Any]) -> list[Any]:
+    """Returns arrays that are all bound to a device if one is, so that a second step is not recompiled."""
+    bound = {x.device for x in leaves if isinstance(x, jax.Array) and x.committed and len(x.devices()) == 1}
+    spread = any(len(x.devices()) > 1 for x in leaves if isinstance(x, jax.Array))
+    return jax.device_put(leaves, bound.pop()) if len(bound) == 1 and not spread else leaves
+
+
+def _carried(args: tuple[Any, ...], result: Any) -> int:
+    """Returns the number of arrays in the first arguments that the first results replace: the state of a step."""
+    results = result if isinstance(result, tuple) else (result,)
+    if args and _types(result) == _types(args[0]):
+        results = (result,)  # a state that is a tuple itself
+    alike = itertools.takewhile(lambda pair: _types(pair[0]) == _types(pair[1]), zip(args, results, strict=False))
+    return sum(_is_array(leaf) for old, _ in alike for leaf in jax.tree.leaves(old))
+
+
+def _is_array(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _types(tree: Any) -> Any:
+    """Returns the structure, shapes and dtypes of a tree of arrays, which may have functions, as in equinox's models.
+
+    A tree with other leaves equals no other tree.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if not all(_is_array(leaf) or callable(leaf) for leaf in leaves):
+        return object()
+    return structure, [(leaf.shape, leaf.dtype) if _is_array(leaf) else id(leaf) for leaf in leaves]
 
 
 @dataclasses.dataclass(frozen=True)
