@@ -130,19 +130,18 @@ class EdgeSampler:
         return self.neighbors.layers(self._ends(ids, random)[0], random, self._left_out(ids))
 
     def _checked(self, edge_ids: Any) -> dict[EdgeType, np.ndarray]:
-        by_type = edge_ids
+        by_type: Mapping[EdgeType, Any] = edge_ids
         if not isinstance(edge_ids, Mapping):
             if len(self.ends) > 1:
                 raise ValueError(f"edge_ids must be a mapping from edge types: {', '.join(map(str, self.ends))}")
-            by_type = dict.fromkeys(self.ends, edge_ids)
+            by_type = {next(iter(self.ends)): edge_ids}
         for kind in by_type:
             if kind not in self.ends:
                 known = ", ".join(map(str, self.ends))
                 raise ValueError(f"edge_ids has edge type {kind!r}, which is not one of the sampler's: {known}")
-        ids = {
-            kind: known_ids("edge_ids", by_type.get(kind, []), len(senders), "edges")
-            for kind, (senders, _) in self.ends.items()
-        }
+        ids = {kind: np.empty(0, np.int32) for kind in self.ends}
+        for kind, some in by_type.items():
+            ids[kind] = known_ids("edge_ids", some, len(self.ends[kind][0]), "edges")
         count = sum(map(len, ids.values()))
         if count > self.batch_size:
             raise ValueError(f"edge_ids must be at most {self.batch_size} edges, the batch size, got {count}")
