@@ -124,3 +124,10 @@ def test_a_block_cannot_send_again() -> None:
     graph: Any = block
     with pytest.raises(TypeError, match="several hops need a Graph, got a Block"):
         graphs.propagate(graph, jnp.ones((1, 1)), 2)
+
+
+def test_first_weights_of_tag_are_normal_with_glorots_variance_and_the_gain_of_relu() -> None:
+    """Two times 2 / (fan in + fan out), as in Deep Graph Library, where all hops enter."""
+    layer = graphs.TAGConv(150, 100, 3, rngs=nnx.Rngs(0))
+    weight = np.asarray(layer.weight[...], np.float64)
+    assert weight.std() == pytest.approx((2 * 2 / (4 * 150 + 100)) ** 0.5, rel=0.02)
