@@ -119,7 +119,7 @@ def test_what_is_not_finite_makes_its_block_nan_and_zeros_stay() -> None:
     x = np.ones((4, 512), np.float32)
     x[0, 0], x[1, 100], x[2, 511] = np.nan, np.inf, -1
     x[3] = 0
-    extreme = np.float32([[3.4e38, -3.4e38], [-3.4e38, 1.0]])
+    extreme = np.array([[3.4e38, -3.4e38], [-3.4e38, 1.0]], np.float32)
     run = jax.jit(lambda x, y: [dequantize(quantize(x, "uint8")), dequantize(quantize(y, "int8"))])
     after, finite = map(np.asarray, run(x, extreme))
     lost = np.isnan(after).reshape(4, 8, 64)
