@@ -8,9 +8,9 @@ before. `jmp-train plan --install` and `--install tpu` install the compilers. A 
 time. `--json` adds to what FILE has, so parts and machines can run one by one.
 
 `scaling` plans eight windows of 1,024 tokens per chip: weak scaling, in which arithmetic per chip stays the same.
-`search` finds the fastest placement of 512 windows. `tasks` compares a plan's memory with libtpu's own. `published`
-plans configurations whose memory others have reported; `published_fits.py` has the reports. Times of a plan are CPU
-seconds of tracing and compiling.
+`search` finds the fastest placement on two machines, with eight windows per chip of the larger one. `tasks` compares a
+plan's memory with libtpu's own. `published` plans configurations whose memory others have reported;
+`published_fits.py` has the reports. Times of a plan are CPU seconds of tracing and compiling.
 """
 
 import argparse
@@ -37,12 +37,14 @@ from jmp_train.tasks import find_task, load_task
 SLICES = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:8x8", "v5e:16x16")
 CLUSTERS = ("1x1", "1x8", "2x8", "8x8")  # hosts, GPUs of each
 GPU = "H100-80GB"
-SEARCHED = ("v5e:4x4", "v5e:8x8", "v5e:16x16")
+SEARCHES: dict[str, dict[str, Any]] = {
+    "8 and 64 H100": {"gpus": "H100-80GB", "devices": 8, "hosts": [1, 8]},
+    "64 and 256 v5e": {"tpus": ["v5e:8x8", "v5e:16x16"]},
+}
 TASKS = ("digits", "karate", "cora", "lm", "mnist", "proteins", "reddit", "cifar10", "vit-b16")
 CHIPS = ("v5e:1x1", "v6e:1x1")
 POLICY = "autocast_bfloat16"
 WINDOWS = 8  # per chip
-STEP_WINDOWS = 512  # of a step in `search`: half a million tokens, as in GPT-2's training
 
 
 def main() -> None:
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--slices", nargs="*", default=SLICES, help="of TPUs, for scaling")
     parser.add_argument("--clusters", nargs="*", default=CLUSTERS, metavar="HOSTSxGPUS", help="for scaling")
     parser.add_argument("--shardings", nargs="+", default=["replicated", "fsdp"])
+    parser.add_argument("--searches", nargs="+", choices=[*SEARCHES], default=[*SEARCHES])
     parser.add_argument("--tasks", nargs="+", default=TASKS)
     parser.add_argument("--chips", nargs="+", default=CHIPS, help="for tasks")
     parser.add_argument("--reports", nargs="+", choices=[*REPORTS], default=[*REPORTS])
@@ -62,7 +65,7 @@ def main() -> None:
     if args.tiny:
         args.model = "tiny"
         args.slices, args.clusters, args.tasks, args.chips = ["v5e:2x2"], ["1x2"], ["digits"], ["v5e:1x1"]
-        args.reports = args.reports[:1]
+        args.searches, args.reports = ["8 and 64 H100"], args.reports[:1]
 
     results = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
     cached = own_cache()
@@ -96,20 +99,26 @@ def scaling(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 
 def search(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Prints and yields what the search for a placement of a step with half a million tokens has tried."""
-    plan, seconds = timed(args.model, STEP_WINDOWS, tpus=SEARCHED, find_placement=True)
-    print(f"\nsearch for a placement on {', '.join(SEARCHED)}: {len(plan.rows)} compiled, {seconds:.0f} CPU seconds")
-    print(plan, flush=True)
-    assert plan.fastest is not None
-    yield (
-        f"{STEP_WINDOWS} windows",
-        {
-            "rows": [entry_of(row) for row in plan.rows],
-            "cuts": [vars(cut) for cut in plan.cuts],
-            "fastest": f"{plan.fastest.device}, {plan.fastest.placement}",
-            "plan_cpu_seconds": seconds,
-        },
-    )
+    """Prints and yields what the search for a placement has tried, with as many windows per chip on the largest."""
+    for name in args.searches:
+        machines = SEARCHES[name]
+        windows = WINDOWS * int(name.split()[2])
+        plan, seconds = timed(args.model, windows, find_placement=True, **machines)
+        print(f"\nplacement of {windows} windows on {name}: {len(plan.rows)} compiled, {seconds:.0f} CPU seconds")
+        print(plan, flush=True)
+        best = plan.fastest
+        yield (
+            name,
+            {
+                "batch_size": windows,
+                "fastest": None if best is None else f"{best.device}, {best.placement}",
+                "compiled": len(plan.rows),
+                "cut": len(plan.cuts),
+                "plan_cpu_seconds": seconds,
+                "rows": [entry_of(row) for row in plan.rows],
+                "cuts": [vars(cut) for cut in plan.cuts],
+            },
+        )
 
 
 def tasks(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:

@@ -90,6 +90,55 @@ def test_the_largest_batches() -> None:
             assert entry["tried_batches"][str(entry["largest_batch"])] <= entry["usable_bytes"] < entry["next_bytes"]
 
 
+def test_plans_from_one_chip_to_a_pod() -> None:
+    """The table; and weak scaling: chips compute the same, and a ring sends 2 (n - 1) / n of the gradients."""
+    scaling = results("plan_pods")["scaling"]
+    times = ("products_seconds", "compute_seconds", "link_seconds", "between_hosts_seconds")
+    for name, entry in scaling.items():
+        cells = [
+            *map(gigabytes, (entry["peak_bytes"], entry["usable_bytes"])),
+            *(f"{1e3 * entry[x]:.2f}" for x in times),
+        ]
+        assert row(name) == [*cells, f"{entry['plan_cpu_seconds']:.0f} s"]
+    for entry in scaling.values():
+        one = next(x for x in scaling.values() if x["device"][:3] == entry["device"][:3] and x["devices"] == 1)
+        assert entry["products_seconds"] == pytest.approx(one["products_seconds"], rel=1e-3)
+        if "fsdp" not in entry["placement"]:
+            n, hosts = entry["devices"] // entry["hosts"], entry["hosts"]
+            gradients = one["parameter_bytes"]  # float32
+            assert entry["sent_bytes"] == pytest.approx(2 * (n - 1) / n * gradients, rel=0.01)
+            between = 2 * (hosts - 1) / hosts * gradients / n
+            assert entry["sent_between_hosts"] == pytest.approx(between, rel=0.01)
+
+
+def test_searches_for_a_placement() -> None:
+    for name, entry in results("plan_pods").get("search", {}).items():
+        counts = [str(entry[key]) for key in ("compiled", "cut")]
+        assert row(f"search, {name}") == [entry["fastest"], *counts, f"{entry['plan_cpu_seconds']:.0f} s"]
+        assert entry["compiled"] == len(entry["rows"]) <= 40
+        fitting = [x for x in entry["rows"] if x["fits"]]
+        fastest = min(fitting, key=lambda x: x["step_seconds_bound"])
+        assert entry["fastest"] == f"{fastest['device']}, {fastest['placement']}"
+
+
+def test_published_fits_are_planned_as_reported() -> None:
+    published = results("plan_pods")["published"]
+    assert {entry["fits"] for entry in published.values()} == {True, False}
+    for name, entry in published.items():
+        answers = ["fits" if entry[key] else "does not fit" for key in ("reported_fits", "fits")]
+        sizes = [gigabytes(entry[key]) for key in ("needed_bytes", "usable_bytes")]
+        assert row(name) == [*sizes, *answers, f"[report]({entry['source']})"]
+        assert entry["fits"] == entry["reported_fits"]
+
+
+def test_plans_have_the_memory_that_libtpu_reports() -> None:
+    for name, entry in results("plan_pods")["tasks"].items():
+        parts, own = entry["peak_bytes"] - entry["constant_bytes"], entry["libtpu_bytes"]
+        sizes = (entry[key] for key in ("peak_bytes", "constant_bytes", "libtpu_bytes"))
+        assert row(name) == [*(f"{size / 1e6:,.3f}" for size in sizes), f"{parts / own - 1:+.2%}"]
+        assert parts == pytest.approx(own, rel=0.01)
+
+
 def test_bytes_of_an_optimizers_state() -> None:
     for entry in results("optimizer_state")["bytes"]:
         for choice, found in entry["choices"].items():
