@@ -33,7 +33,7 @@ from gpu_workloads import (
 from jmp_train.graphs import Graph, from_edges
 from jmp_train.graphs.datasets import REDDIT_CLASSES, REDDIT_FEATURES, synthetic_reddit
 from jmp_train.tasks import reddit
-from jmp_train.tasks.models import GAT, graph_models
+from jmp_train.tasks.models import GAT, graph_classifiers
 
 SMALLEST_PART = 1 / 64
 GUIDE = "DGL's guide, on a V100-16GB: 15.2 GB in float32, 12.8 in float16, which is slower"
@@ -161,7 +161,7 @@ def _our_gat(data: RedditGraph, precision: str) -> Job:
         "node": data.nodes,
         "label": data.labels,
     }
-    return policy_job(loss_fn, graph_models.adam_with_l2(1e-3), init, batch, precision)
+    return policy_job(loss_fn, graph_classifiers.adam_with_l2(1e-3), init, batch, precision)
 
 
 def pyg_gat(data: RedditGraph, precision: str, compiled: bool) -> Job:
@@ -187,7 +187,7 @@ def pyg_gat(data: RedditGraph, precision: str, compiled: bool) -> Job:
             return x[nodes]
 
     def adam(params: Any) -> Any:
-        decay = graph_models.WEIGHT_DECAY
+        decay = graph_classifiers.WEIGHT_DECAY
         return torch.optim.Adam(params, lr=1e-3, weight_decay=decay, fused=True)
 
     half = precision if precision in ("float16", "bfloat16") else "float32"

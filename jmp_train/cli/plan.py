@@ -1,4 +1,4 @@
-"""`jmp-train plan`: computes what a step would need on GPUs and TPUs, which this machine need not have."""
+"""`jmp-train plan`: predicts memory and time of a step on GPUs and TPUs, which may be absent."""
 
 import argparse
 import dataclasses
@@ -8,9 +8,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jmp_train.cli.arguments import fraction, one_of, path, positive
 from jmp_train.cli.errors import PROBLEMS_FOUND, Failure, WrongCall, checking_the_call
 from jmp_train.cli.jobs import OF_TASK, read_task_options, run_settings
+from jmp_train.cli.option_values import fraction, one_of, path, positive
 from jmp_train.cli.options import option
 from jmp_train.cli.outputs import checked_outputs, show
 from jmp_train.runs import RunSettings, batch_shapes, check_shared, has_shared, planned_step, rows_of
@@ -205,7 +205,7 @@ def _plan_of_task(args: argparse.Namespace, task: Task, settings: RunSettings, o
 
 
 def _task_options(args: argparse.Namespace) -> Any:
-    """Returns the options of the task, for its shapes only, so its data need not exist."""
+    """Returns the options of the task, only for its shapes, so its data may be missing."""
     names = {field.name for field in dataclasses.fields(args.source.options)} if args.source.options else set()
     if {"synthetic", "data_dir"} <= names and getattr(args, f"{OF_TASK}data_dir") is None:
         setattr(args, f"{OF_TASK}synthetic", True)

@@ -12,6 +12,7 @@ from helpers import promoting
 
 import jmp_train as jt
 from jmp_train.tasks.models import gpt
+from jmp_train.tasks.models.causal_attention import ROPE_BASE
 from jmp_train.tasks.models.gpt import GPT, GPTConfig, empty_cache
 
 pytestmark = pytest.mark.quick
@@ -99,7 +100,7 @@ def attention_with_half_softmax(query: jax.Array, key: jax.Array, value: jax.Arr
 
 
 def rotations_in_half(positions: jax.Array, head_size: int) -> gpt.Rotation:
-    frequencies = gpt.ROPE_BASE ** -(np.arange(0, head_size, 2) / head_size)
+    frequencies = ROPE_BASE ** -(np.arange(0, head_size, 2) / head_size)
     angles = positions.astype(jnp.bfloat16)[:, None] * frequencies.astype(jnp.bfloat16)  # planted
     return gpt.Rotation(jnp.cos(angles), jnp.sin(angles))
 
