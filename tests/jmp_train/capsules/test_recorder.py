@@ -318,7 +318,7 @@ def test_a_state_that_went_on_is_refused_and_one_of_the_step_is_not(
     (path,) = tmp_path.iterdir()
     for number in (0, 3, 4):
         with pytest.raises(
-            ValueError, match=rf"{path} is of step 1 .*; the state given is of step {number}, .*params"
+            ValueError, match=rf"{path} is of step 1 .*; the given state is of step {number}, .*params"
         ) as refusal:
             jt.load_capsule(path, states[number])
         assert "2 steps further when the skip was seen" in str(refusal.value)
