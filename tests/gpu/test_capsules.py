@@ -37,5 +37,5 @@ def test_a_skip_is_replayed_under_a_transfer_guard(tmp_path: Path) -> None:
     before, batch = jt.load_capsule(path, after[4][0])
     assert_bitwise_equal(batch, batches[4])
     assert_bitwise_equal(run(before, batch), after[4])
-    with pytest.raises(ValueError, match=r"is of step 4 .* the state given is of step 6"):
+    with pytest.raises(ValueError, match=r"is of step 4 .* the given state is of step 6"):
         jt.load_capsule(path, after[5][0])

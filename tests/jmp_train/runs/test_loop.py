@@ -150,7 +150,7 @@ def test_nan_for_ever_ends_in_an_error(digits: Task, policy: str, tmp_path: Path
     params, model_state = broken.init(jax.random.key(7))
     step_key = jax.random.split(jax.random.key(0))[1]
     first = setup.create_state(params, model_state, step_key)
-    with pytest.raises(ValueError, match="the state given is of step 0"):
+    with pytest.raises(ValueError, match="the given state is of step 0"):
         jt.load_capsule(capsules[0], first)
     params, model_state = broken.init(jax.random.split(jax.random.key(0))[0])
     state, batch = jt.load_capsule(capsules[0], setup.create_state(params, model_state, step_key))
