@@ -198,7 +198,11 @@ def test_models_that_half_precision_breaks_and_tuned_rules_mend() -> None:
 
 
 def test_what_a_diagnosis_costs() -> None:
-    for name, found in results("diagnose").items():
+    report = results("diagnose")
+    reports = report.pop("growth")["megabytes"]
+    assert reports[-1] - reports[0] < 200
+    assert f"{reports[0]:.0f} to {reports[-1]:.0f} MB" in TEXT
+    for name, found in report.items():
         step, diagnosis = found["step"], found["diagnosis"]
         compiled = step["compile_cpu_seconds"]
         times = (diagnosis["compile_cpu_seconds"] / compiled, found["first_report_cpu_seconds"] / compiled)
