@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 from jax import export
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding
 
 from jmp_train.aot import compile_process
@@ -33,7 +32,7 @@ from jmp_train.aot.devices import Device
 from jmp_train.aot.shapes import is_shape, shapes_of
 from jmp_train.aot.tpu_memory import tpu_sizes
 from jmp_train.extras import extra_packages
-from jmp_train.policies.autocasting import user_line_of
+from jmp_train.policies.autocasting import programs_in, user_line_of
 from jmp_train.policies.files import cache_folder, write_atomically
 from jmp_train.policies.pytrees import is_array, is_nnx
 
@@ -250,9 +249,8 @@ def _callbacks(jaxpr: Any, callers: tuple[Any, ...] = ()) -> set[str]:
         equations = (*callers, equation)
         if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
             found.add(f"{equation.primitive.name} at {user_line_of(equations)}")
-        for value in jax.tree.leaves(list(equation.params.values())):
-            if isinstance(value, Jaxpr | ClosedJaxpr):
-                found |= _callbacks(getattr(value, "jaxpr", value), equations)
+        for program in programs_in(equation):
+            found |= _callbacks(program, equations)
     return found
 
 

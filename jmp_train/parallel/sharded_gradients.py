@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -22,7 +22,7 @@ from jmp_train.parallel.mesh_axes import (
 )
 from jmp_train.parallel.shardings import gradient_dimensions
 from jmp_train.policies import Params, PyTree
-from jmp_train.policies.autocasting import scan_counts
+from jmp_train.policies.autocasting import opened, scan_counts
 from jmp_train.policies.loss_scaling import LossScales, PerLossScale
 from jmp_train.policies.optimizers import loss_scale_of
 from jmp_train.policies.pytrees import is_inexact, mean_over_axes, scatter_gradients
@@ -112,18 +112,14 @@ def _bodies(equation: JaxprEqn, position: int) -> list[tuple[Any, int]]:
     """Returns the programs in an equation that take an operand unchanged, each with the number of that input."""
     params, name = equation.params, equation.primitive.name
     if name == "cond":
-        return [(_open(branch), position - 1) for branch in params["branches"] if position]
+        return [(opened(branch), position - 1) for branch in params["branches"] if position]
     if name == "scan":
         consts, carry = scan_counts(params)
         in_carry = consts <= position < consts + carry
-        return [] if in_carry else [(_open(params["jaxpr"]), position)]
+        return [] if in_carry else [(opened(params["jaxpr"]), position)]
     if name in _CALLS:
-        return [(_open(params.get("jaxpr") or params["call_jaxpr"]), position)]
+        return [(opened(params.get("jaxpr") or params["call_jaxpr"]), position)]
     return []
-
-
-def _open(jaxpr: Jaxpr | ClosedJaxpr) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def dimensions_of_gradients(state: TrainState, shardings: TrainState | None, axis: str) -> Any:

@@ -17,13 +17,12 @@ from jmp_train.planning.remedies import changes
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds
 from jmp_train.planning.targets import Target
 from jmp_train.planning.variants import DATA, FSDP, REPLICATED, ZERO1, Placement, several
-from jmp_train.policies.autocasting import held_jaxprs
+from jmp_train.policies.autocasting import multiplies
 from jmp_train.steps import TrainStep
 
 MOST_COMPILED = 40
 _LENGTHS = (2, 4, 8, 16)  # of the axis that rules shard over
 _CHANGES = ("2 micro-batches", "4 micro-batches", "rematerialization")
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 CompileAll = Callable[[Sequence[Target]], list[PlanRow]]
 
@@ -161,14 +160,7 @@ def _is_bound_by_products(target: Target, row: PlanRow) -> bool:
     if row.step_seconds_bound > row.costs.products_seconds or not isinstance(step, TrainStep):
         return False
     update = jax.make_jaxpr(step.optimizer.update)(state.params, state.opt_state, state.params)
-    return not _has_products(update.jaxpr)
-
-
-def _has_products(jaxpr: Any) -> bool:
-    return any(
-        equation.primitive.name in _PRODUCTS or any(map(_has_products, held_jaxprs(equation)))
-        for equation in jaxpr.eqns
-    )
+    return not multiplies(update)
 
 
 def _changed(target: Target) -> Iterator[tuple[str, Target]]:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jmp_train.policies.autocasting import LAYOUT
+from jmp_train.policies.autocasting import LAYOUT, opened
 from jmp_train.policies.diagnosing.measures import is_float, is_low, widened
 
 SUMS = frozenset(
@@ -128,18 +128,18 @@ def _by_its_program(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
 
 def _of_scalars(jaxpr: Any) -> Callable[[Any, Any], Any]:
     """Returns a program of a few scalars in float32, as a function of the sums so far and the numbers to add."""
-    opened = getattr(jaxpr, "jaxpr", jaxpr)
+    program = opened(jaxpr)
 
     def run(first: Any, second: Any) -> Any:
         operands = [*jax.tree.leaves(first), *jax.tree.leaves(second)]
-        environment = dict(zip(opened.invars, operands, strict=True))
-        for equation in opened.eqns:
+        environment = dict(zip(program.invars, operands, strict=True))
+        for equation in program.eqns:
             inputs = [_scalar(x) if isinstance(x, Literal) else environment[x] for x in equation.invars]
             results = in_float32(equation, inputs)
             if results is None:
                 raise NotImplementedError(equation.primitive.name)
             environment.update(zip(equation.outvars, results, strict=True))
-        results = [_scalar(x) if isinstance(x, Literal) else environment[x] for x in opened.outvars]
+        results = [_scalar(x) if isinstance(x, Literal) else environment[x] for x in program.outvars]
         return jax.tree.unflatten(jax.tree.structure(first), results)
 
     return run
@@ -204,7 +204,7 @@ def decides(equation: Any) -> bool:
 
 def count_rows(program: Any) -> int:
     """Returns the number of rows of a program, including those of the programs inside."""
-    jaxpr = getattr(program, "jaxpr", program)
+    jaxpr = opened(program)
     return sum(
         sum(map(count_rows, bodies)) if (bodies := bodies_of(equation)) else is_measured(equation)
         for equation in jaxpr.eqns

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax.extend.core as jex
 import numpy as np
 
-from jmp_train.policies.autocasting import DECIDED, join, lines_of, scan_counts
+from jmp_train.policies.autocasting import DECIDED, join, lines_of, opened, scan_counts
 from jmp_train.policies.diagnosing.arithmetic import BODIES, bodies_of, dtype_of, is_measured
 from jmp_train.policies.diagnosing.constants import epsilon_in_code
 from jmp_train.policies.diagnosing.measures import is_float, is_low
@@ -169,7 +169,7 @@ def _walk(
     turn: list[int],
 ) -> list[_Origin]:
     """Adds the sites of a program, and returns the origins of its results."""
-    jaxpr = getattr(program, "jaxpr", program)
+    jaxpr = opened(program)
     origins: dict[Any, _Origin] = dict.fromkeys(jaxpr.constvars, _NOWHERE)
     origins.update(zip(jaxpr.invars, operands, strict=True))
     constants = zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False)

@@ -12,7 +12,7 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
-from jmp_train.policies.autocasting import PRODUCTS
+from jmp_train.policies.autocasting import PRODUCTS, opened
 from jmp_train.policies.diagnosing.arithmetic import BODIES, bodies_of, dtype_of
 
 _LONGEST = 24  # operations of a part: of fewer there are more programs to compile, of more fewer are alike
@@ -63,7 +63,7 @@ def flattened(program: Any) -> Flat:
     Args:
       program: a jaxpr, with its constants if it has any.
     """
-    jaxpr = getattr(program, "jaxpr", program)
+    jaxpr = opened(program)
     constants: dict[int, Any] = {}
     operations: list[Operation] = []
     operands = tuple(range(len(jaxpr.invars)))
@@ -85,7 +85,7 @@ def _inline(
     count: list[int],
     callers: tuple[Any, ...],
 ) -> list[int | np.ndarray]:
-    jaxpr = getattr(program, "jaxpr", program)
+    jaxpr = opened(program)
     values: dict[Any, int | np.ndarray] = dict(zip(jaxpr.invars, operands, strict=True))
 
     def new(variables: Sequence[Any]) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ def _of_parameter(value: Any) -> Any:
 
 def _of_program(program: Any) -> Any:
     """Returns a key, equal for programs with the same equations and wiring, and the same arrays as constants."""
-    jaxpr = getattr(program, "jaxpr", program)
+    jaxpr = opened(program)
     numbers: dict[Any, int] = {}
 
     def number(variable: Any) -> Any:

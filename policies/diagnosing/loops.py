@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.policies.autocasting import scan_counts
+from jmp_train.policies.autocasting import opened, scan_counts
 from jmp_train.policies.diagnosing.arithmetic import bodies_of, count_rows, dtype_of, is_measured
 from jmp_train.policies.diagnosing.devices import each_device, mapped
 from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing, widened
@@ -138,7 +138,7 @@ def stride_of(equation: Any) -> int:
 def _elements(program: Any) -> int:
     """Returns the number of measured elements of a program's equations."""
     total = 0
-    for equation in getattr(program, "jaxpr", program).eqns:
+    for equation in opened(program).eqns:
         if bodies := bodies_of(equation):
             total += equation.params.get("length", 1) * sum(map(_elements, bodies))
         elif is_measured(equation):

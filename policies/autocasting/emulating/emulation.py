@@ -24,7 +24,7 @@ from jmp_train.policies.autocasting.emulating.rounded_operations import Bit, bot
 from jmp_train.policies.autocasting.higher_order import ENTERED, scan_counts
 from jmp_train.policies.autocasting.literal_bounds import result_bounds
 from jmp_train.policies.autocasting.opaque import OpaqueCall
-from jmp_train.policies.autocasting.primitives import ARITHMETIC, PLACEMENT, TRANSCENDENTAL
+from jmp_train.policies.autocasting.primitives import ARITHMETIC, PLACEMENT, TRANSCENDENTAL, opened
 from jmp_train.policies.autocasting.region import Region, join
 from jmp_train.policies.autocasting.rules import MOSTLY_HALF, AutocastRules
 from jmp_train.policies.autocasting.source_lines import address_of
@@ -128,19 +128,19 @@ def emulate(emulation: Emulation, jaxpr: Any, inputs: Sequence[Emulated]) -> lis
       jaxpr: a jaxpr, with its constants if it has any.
       inputs: its arguments.
     """
-    region, opened = emulation.region, getattr(jaxpr, "jaxpr", jaxpr)
+    region, program = emulation.region, opened(jaxpr)
     environment: dict[Any, Emulated] = {}
-    for variable, constant in zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True):
+    for variable, constant in zip(program.constvars, getattr(jaxpr, "consts", ()), strict=True):
         environment[variable] = Emulated(region.constant(constant))
-    environment.update(zip(opened.invars, inputs, strict=True))
+    environment.update(zip(program.invars, inputs, strict=True))
 
     def read(atom: Any) -> Emulated:
         return Emulated(literal(atom)) if isinstance(atom, jex.Literal) else environment[atom]
 
-    for step in steps_of(region, opened):
+    for step in steps_of(region, program):
         outputs = _results(emulation, step, [read(atom) for atom in step.equation.invars])
         environment.update(zip(step.equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in opened.outvars]
+    return [read(atom) for atom in program.outvars]
 
 
 def _results(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[Emulated]:
@@ -277,7 +277,7 @@ def _with_custom_derivative(emulation: Emulation, equation: Any, inputs: list[Em
 def _addresses(emulation: Emulation, jaxpr: Any) -> list[str]:
     """Returns the addresses of the operations in a program that may run in half precision."""
     region, found = emulation.region, []
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in opened(jaxpr).eqns:
         scope = str(equation.source_info.name_stack)
         body = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
         if equation.primitive.name in ENTERED and body is not None:

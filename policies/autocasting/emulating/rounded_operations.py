@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.primitives import LAYOUT, names
+from jmp_train.policies.autocasting.primitives import LAYOUT, names, opened
 from jmp_train.policies.autocasting.values import FLOAT32, chosen, replaced
 
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
@@ -152,7 +152,7 @@ def _like(result: jax.Array, dot: Any) -> Any:
 
 def _evaluated(program: Any, arrays: Sequence[Any], *, half: DTypeLike, active: Bit) -> list[Any]:
     """Runs a program operation by operation, and rounds the results of operations that compute."""
-    jaxpr = getattr(program, "jaxpr", program)
+    jaxpr = opened(program)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
     values.update(zip(jaxpr.invars, arrays, strict=True))
 
