@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.dense import Activation, activated, with_bias
-from jmp_train.graphs.layers.layer import Layer, drawn, uniform_between
+from jmp_train.graphs.layers.layer import Layer, drawn, uniform_between, zero_bias
 from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_optional, end_rows, promoted
 from jmp_train.graphs.layers.propagation import (
     Hop,
@@ -189,7 +189,7 @@ class ChebConv(Layer):
         self.dtype = dtype
         uniform = uniform_between((6 / (k * in_features + out_features)) ** 0.5)
         self.weight = drawn(rngs, uniform, (k, in_features, out_features), param_dtype)
-        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
+        self.bias = zero_bias(use_bias, out_features, param_dtype)
 
     def __call__(
         self,

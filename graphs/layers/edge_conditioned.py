@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, NetworkMatrices, OfEdges
 from jmp_train.graphs.layers.dense import Activation, activated, dense, with_bias
-from jmp_train.graphs.layers.layer import Layer, drawn
+from jmp_train.graphs.layers.layer import Layer, drawn, zero_bias
 from jmp_train.graphs.layers.layer_inputs import (
     EndFeatures,
     as_edge_features,
@@ -177,7 +177,7 @@ class NNConv(Layer):
         glorot = nnx.initializers.glorot_uniform()
         weight = drawn(rngs, glorot, (in_features, out_features), param_dtype) if use_self_weight else None
         self.self_weight = nnx.data(weight)
-        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
+        self.bias = zero_bias(use_bias, out_features, param_dtype)
 
     def __call__(
         self,

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.attention import gat_attention
 from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, product, split_key, with_bias
-from jmp_train.graphs.layers.layer import DropoutKeys, Layer, glorot_param
+from jmp_train.graphs.layers.layer import DropoutKeys, Layer, glorot_param, zero_bias
 from jmp_train.graphs.layers.layer_inputs import (
     EndFeatures,
     as_floats,
@@ -191,7 +191,7 @@ class GATConv(Layer):
         self.left = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
         self.right = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
         self.residual_weight = nnx.data(glorot_param(rngs, (in_features, width), param_dtype) if has_weight else None)
-        self.bias = nnx.data(nnx.Param(jnp.zeros(width, param_dtype)) if use_bias else None)
+        self.bias = zero_bias(use_bias, width, param_dtype)
 
     def __call__(
         self,

@@ -12,7 +12,7 @@ from jmp_train.graphs.array_types import Floats, Ids
 from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, MixedMatrices, OfEdges
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.layers.dense import dense
-from jmp_train.graphs.layers.layer import Layer, drawn, uniform_param
+from jmp_train.graphs.layers.layer import Layer, drawn, uniform_param, zero_bias
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_types,
     as_edge_weight,
@@ -180,7 +180,7 @@ class GatedGraphConv(Layer):
         self.dtype = dtype
         glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform", batch_axis=0)
         self.weight = drawn(rngs, glorot, (num_types, out_features, out_features), param_dtype)
-        self.message_bias = nnx.data(nnx.Param(jnp.zeros((num_types, out_features), param_dtype)) if use_bias else None)
+        self.message_bias = zero_bias(use_bias, (num_types, out_features), param_dtype)
         shapes = gru_shapes(out_features)
         self.gru_weights = nnx.List([uniform_param(rngs, shape, out_features, param_dtype) for shape in shapes])
 

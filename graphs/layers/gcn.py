@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.aggregation import aggregate, degree_scale
 from jmp_train.graphs.layers.dense import Activation, activated, product, with_bias
-from jmp_train.graphs.layers.layer import Layer, drawn
+from jmp_train.graphs.layers.layer import Layer, drawn, zero_bias
 from jmp_train.graphs.layers.layer_inputs import (
     EndFeatures,
     as_edge_weight,
@@ -177,7 +177,7 @@ class GraphConv(Layer):
         self.dtype = dtype
         glorot = nnx.initializers.glorot_uniform()
         self.weight = nnx.data(drawn(rngs, glorot, (in_features, out_features), param_dtype) if use_weight else None)
-        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
+        self.bias = zero_bias(use_bias, out_features, param_dtype)
 
     def __call__(
         self, graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures, edge_weight: Floats | None = None

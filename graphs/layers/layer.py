@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -50,6 +51,11 @@ def _arguments(function: Callable[..., Any]) -> frozenset[str]:
 def drawn(rngs: nnx.Rngs, init: nnx.Initializer, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
     """Returns a parameter with values from an initializer; "params" is used of the random streams."""
     return nnx.Param(init(rngs.params(), shape, dtype))
+
+
+def zero_bias(is_there: bool, shape: int | tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array] | None:
+    """Returns a parameter of zeros, or None, as an attribute of a layer."""
+    return nnx.data(nnx.Param(jnp.zeros(shape, dtype)) if is_there else None)
 
 
 def uniform_between(bound: float) -> nnx.Initializer:

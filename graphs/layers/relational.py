@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats, Ids
 from jmp_train.graphs.kernels import MAPPED_SUM, DiagonalBlocks, MappedInputs, MixedMatrices, OfEdges
 from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, dense, drop, with_bias
-from jmp_train.graphs.layers.layer import DropoutKeys, Layer, drawn, uniform_between
+from jmp_train.graphs.layers.layer import DropoutKeys, Layer, drawn, uniform_between, zero_bias
 from jmp_train.graphs.layers.layer_inputs import (
     EndFeatures,
     as_edge_types,
@@ -236,7 +236,7 @@ class RelGraphConv(Layer):
         self.weight = draw(uniform_between(shape[-2] ** -0.5), *shape)
         self.coefficients = nnx.data(draw(glorot, num_types, bases) if regularizer == "basis" else None)
         self.self_weight = nnx.data(draw(glorot, in_features, out_features) if use_self_weight else None)
-        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
+        self.bias = zero_bias(use_bias, out_features, param_dtype)
 
     def __call__(
         self,

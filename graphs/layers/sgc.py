@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.dense import product, with_bias
 from jmp_train.graphs.layers.gcn import NORMS
-from jmp_train.graphs.layers.layer import Layer, drawn
+from jmp_train.graphs.layers.layer import Layer, drawn, zero_bias
 from jmp_train.graphs.layers.layer_inputs import (
     as_floats,
     as_optional,
@@ -137,7 +137,7 @@ class SGConv(Layer):
         self.allow_zero_in_degree = allow_zero_in_degree
         self.dtype = dtype
         self.weight = drawn(rngs, nnx.initializers.glorot_uniform(), (in_features, out_features), param_dtype)
-        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
+        self.bias = zero_bias(use_bias, out_features, param_dtype)
 
     def propagate(
         self, graph: Graph | jraph.GraphsTuple, features: Floats, edge_weight: Floats | None = None

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.dense import Activation, activated, with_bias
 from jmp_train.graphs.layers.gcn import NORMS
-from jmp_train.graphs.layers.layer import Layer, drawn
+from jmp_train.graphs.layers.layer import Layer, drawn, zero_bias
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_weight,
     as_optional,
@@ -153,7 +153,7 @@ class TAGConv(Layer):
         self.dtype = dtype
         init = nnx.initializers.normal((4 / ((k + 1) * in_features + out_features)) ** 0.5)
         self.weight = drawn(rngs, init, (k + 1, in_features, out_features), param_dtype)
-        self.bias = nnx.data(nnx.Param(jnp.zeros(out_features, param_dtype)) if use_bias else None)
+        self.bias = zero_bias(use_bias, out_features, param_dtype)
 
     def __call__(
         self, graph: Graph | jraph.GraphsTuple, features: Floats | SparseFeatures, edge_weight: Floats | None = None

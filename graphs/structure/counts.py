@@ -2,8 +2,8 @@
 
 import operator
 import reprlib
-from collections.abc import Iterable
-from typing import SupportsIndex, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -76,12 +76,7 @@ def as_counts(name: str, counts: ArrayLike) -> np.ndarray:
       TypeError: they are not integers.
       ValueError: they have several axes, or one is negative or too large; the message names it.
     """
-    array = np.asarray(counts)
-    array = array if array.size else array.astype(np.int32)  # an empty list is float64
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name} must be integers, got {reprlib.repr(counts)}")
-    if array.ndim != 1:
-        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
+    array = _integers(name, counts, reprlib.repr)
     wrong = (array < 0) | (array > LARGEST_COUNT)
     if wrong.any():
         place = int(wrong.argmax())
@@ -115,16 +110,22 @@ def known_ids(name: str, ids: Ids, count: int, kind: str = "nodes", *, least: in
       ValueError: seeds[1] = 3 is out of range for 3 nodes
     """
     check_known(name, ids, "pass ids that are known, outside of jit")
-    array = np.asarray(ids)
-    array = array if array.size else array.astype(np.int32)  # an empty list is float64
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name} must be integers, got {array.dtype}")
-    if array.ndim != 1:
-        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
+    array = _integers(name, ids, lambda values: np.asarray(values).dtype)
     wrong = (array < least) | (array >= count)
     if wrong.any():
         place = int(wrong.argmax())
         raise ValueError(f"{name}[{place}] = {array[place]} is out of range for {count} {kind}")
+    return array
+
+
+def _integers(name: str, values: Any, shown: Callable[[Any], object]) -> np.ndarray:
+    """Returns integers [values]; `shown` describes other values in the message."""
+    array = np.asarray(values)
+    array = array if array.size else array.astype(np.int32)  # an empty list is float64
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} must be integers, got {shown(values)}")
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one axis, got shape {array.shape}")
     return array
 
 
