@@ -37,9 +37,9 @@ from jmp_train.tasks import find_task, load_task
 SLICES = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:8x8", "v5e:16x16")
 CLUSTERS = ("1x1", "1x8", "2x8", "8x8")  # hosts, GPUs of each
 GPU = "H100-80GB"
-SEARCHES: dict[str, dict[str, Any]] = {
-    "8 and 64 H100": {"gpus": "H100-80GB", "devices": 8, "hosts": [1, 8]},
-    "64 and 256 v5e": {"tpus": ["v5e:8x8", "v5e:16x16"]},
+SEARCHES: dict[str, tuple[int, dict[str, Any]]] = {  # chips of the larger machine, and both as arguments of `plan`
+    "8 and 64 H100": (64, {"gpus": GPU, "devices": 8, "hosts": [1, 8]}),
+    "64 and 256 v5e": (256, {"tpus": ["v5e:8x8", "v5e:16x16"]}),
 }
 TASKS = ("digits", "karate", "cora", "lm", "mnist", "proteins", "reddit", "cifar10", "vit-b16")
 CHIPS = ("v5e:1x1", "v6e:1x1")
@@ -101,8 +101,8 @@ def scaling(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 def search(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Prints and yields what the search for a placement has tried, with as many windows per chip on the largest."""
     for name in args.searches:
-        machines = SEARCHES[name]
-        windows = WINDOWS * int(name.split()[2])
+        chips, machines = SEARCHES[name]
+        windows = WINDOWS * chips
         plan, seconds = timed(args.model, windows, find_placement=True, **machines)
         print(f"\nplacement of {windows} windows on {name}: {len(plan.rows)} compiled, {seconds:.0f} CPU seconds")
         print(plan, flush=True)

@@ -81,7 +81,8 @@ class Recording:
         known = self.texts.get(file) == checksum(text)
         ran = set().union(*(lines.get(number, ()) for number in statement_lines(text, line))) if known else set()
         ran = ran or set().union(*lines.values()) or {test for test in self.costs if room_of(test) == room_of(file)}
-        near = {test for test in self.costs if file_of(test) in set(map(file_of, ran))}
+        files = set(map(file_of, ran))
+        near = {test for test in self.costs if file_of(test) in files}
         own = f"test_{Path(file).name}"
 
         def order(test: str) -> tuple[Any, ...]:

@@ -67,11 +67,12 @@ def loss_scales(runs: Sequence[Run]) -> doc.Chart:
     title = "Loss scale (a cross is a skipped step)"
     marks: list[doc.Mark] = []
     scales: list[float] = []
+    styles = run_styles(runs)
     for run in runs:
         if all(step.loss_scale == 1 for step in run.steps) and not run.skipped:
             continue
         scales += [step.loss_scale for step in run.steps if step.loss_scale > 0]
-        style = run_styles(runs)[run.policy]
+        style = styles[run.policy]
         marks.append(doc.Path(style, [_history(run)]))
         marks += [doc.Dot(style, step.step, step.loss_scale, is_cross=True) for step in run.skipped]
     if not marks:
