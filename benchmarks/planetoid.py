@@ -30,7 +30,8 @@ from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
-from jmp_train.graphs.datasets import PLANETOID, NodeData, read_planetoid, synthetic_cora
+from jmp_train.graphs import NodeData, read_planetoid
+from jmp_train.graphs.datasets import PLANETOID, synthetic_cora
 from jmp_train.runs import loss_scale_for
 from jmp_train.tasks.cora import make_task
 from jmp_train.tasks.models import node_examples

@@ -5,14 +5,17 @@
        train_step
        TrainState
        TORCH_CUDA: The table of torch on GPUs.
+       loss_scaling.*
 
-Each name is given once. Of functions and classes the docstrings are shown.
+Each name is given once. Of functions and classes the docstrings are shown. The last line stands for all names from this
+room that no page gives.
 """
 
 import importlib
 import inspect
 from typing import Any
 
+from documented_names import listed_names, names_from
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -28,13 +31,20 @@ class Api(SphinxDirective):
         """Returns a table of the names, then what is said of each."""
         module = self.arguments[0]
         offered = importlib.import_module(module)
-        entries = [line.partition(": ") for line in self.content if line.strip()]
+        lines = [line for entry in self.content if entry.strip() for line in _named(module, entry)]
+        entries = [line.partition(": ") for line in lines]
         described = [name for name, _, text in entries if not text]
         lines = [f".. currentmodule:: {module}", "", ".. autosummary::", "   :nosignatures:", ""]
         lines += [f"   {name}" for name in described]
         lines += [line for name in described for line in ("", *_directive(name, getattr(offered, name)))]
         lines += [line for name, _, text in entries if text for line in ("", f".. py:data:: {name}", "", f"   {text}")]
         return self.parse_text_to_nodes("\n".join(lines))
+
+
+def _named(module: str, entry: str) -> list[str]:
+    if not entry.endswith(".*"):
+        return [entry]
+    return [name for name in names_from(module, entry) if name not in listed_names()]
 
 
 def _directive(name: str, thing: Any) -> list[str]:

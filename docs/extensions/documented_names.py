@@ -1,6 +1,9 @@
 """Which names the pages of the API reference document; read from their sources, without Sphinx."""
 
+import ast
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 API = Path(__file__).parents[1] / "api"
@@ -15,13 +18,53 @@ def documented_names(folder: Path = API) -> dict[str, str]:
     Raises:
       ValueError: a name is documented twice.
     """
+    found = listed_names(folder)
+    rest = {
+        name: f"{module}.{name}"
+        for _, module, entry in _entries(folder)
+        if entry.endswith(".*")
+        for name in names_from(module, entry)
+    }
+    return rest | found
+
+
+def listed_names(folder: Path = API) -> dict[str, str]:
+    """Returns the same of the names that pages give themselves, not as those of a room.
+
+    Args:
+      folder: of the pages.
+
+    Raises:
+      ValueError: a name is documented twice.
+    """
     found: dict[str, str] = {}
+    for page, module, entry in _entries(folder):
+        if entry.endswith(".*"):
+            continue
+        name = f"fn.{entry}" if module.endswith(".fn") else entry
+        if name in found:
+            raise ValueError(f"{page}: {module}.{entry} is documented twice, as {found[name]} too")
+        found[name] = f"{module}.{entry}"
+    return found
+
+
+def names_from(module: str, room: str) -> list[str]:
+    """Returns the names that a face imports from a room.
+
+    Args:
+      module: the face: `jmp_train.graphs`.
+      room: with a star: `layers.*`.
+    """
+    source = Path(str(importlib.import_module(module).__file__)).read_text()
+    imports = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
+    start = f"{module}.{room.removesuffix('*')}"
+    return [alias.name for node in imports if f"{node.module}.".startswith(start) for alias in node.names]
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Yields the page's name, the module and the name, or the room with a star, of each line below `api`."""
     for page in sorted(folder.glob("*.rst")):
         blocks = re.findall(r"^\.\. api:: (\S+)\n\n((?:   \S.*\n)+)", page.read_text(), re.MULTILINE)
         for module, block in blocks:
-            for name in re.findall(r"^   (\w+)", block, re.MULTILINE):
-                short = f"fn.{name}" if module.endswith(".fn") else name
-                if short in found:
-                    raise ValueError(f"{page.name}: {module}.{name} is documented twice, as {found[short]} too")
-                found[short] = f"{module}.{name}"
-    return found
+            for entry in re.findall(r"^   (\w+(?:\.\*)?)", block, re.MULTILINE):
+                yield page.name, module, entry

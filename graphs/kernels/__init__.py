@@ -41,6 +41,5 @@ from jmp_train.graphs.kernels.moments import chunked_softmax_sum as chunked_soft
 from jmp_train.graphs.kernels.moments import chunked_sum as chunked_sum
 from jmp_train.graphs.kernels.moments import weighted_sender as weighted_sender
 from jmp_train.graphs.kernels.native_calls import Scales as Scales
-from jmp_train.graphs.kernels.native_calls import native_kernels as native_kernels
 from jmp_train.graphs.kernels.spmm_sddmm import edge_dot as edge_dot
 from jmp_train.graphs.kernels.spmm_sddmm import weighted_sum as weighted_sum

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.structure import CSR, CSRAndCSC, upcast
+from jmp_train.policies import pvary
 from jmp_train.policies.autocasting import opaque_to_autocast
-from jmp_train.policies.pytrees import pvary
 
 Tree = TypeVar("Tree")
 CPU_ELEMENTS = 2**17  # that a chunk of blocks makes: half a MiB

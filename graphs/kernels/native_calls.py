@@ -25,8 +25,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.structure import CSR, common_dtype
+from jmp_train.policies import pvary
 from jmp_train.policies.files import cache_folder
-from jmp_train.policies.pytrees import pvary
 
 SOURCE = Path(__file__).with_name("native_kernels.cc")
 TARGETS = ("jmp_weighted_sum", "jmp_edge_dot", "jmp_gat_forward", "jmp_gat_of_receivers", "jmp_gat_of_senders")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.policies.pytrees import pvary
+from jmp_train.policies import pvary
 
 
 @jax.tree_util.register_dataclass

@@ -1,36 +1,4 @@
 """Operations on whole graphs: readouts of a batch's graphs, pooling, and norms over real nodes."""
 
-from jmp_train.graphs.readout.dense_batches import from_dense_adj as from_dense_adj
-from jmp_train.graphs.readout.dense_batches import from_dense_batch as from_dense_batch
-from jmp_train.graphs.readout.dense_batches import to_dense_adj as to_dense_adj
-from jmp_train.graphs.readout.dense_batches import to_dense_batch as to_dense_batch
 from jmp_train.graphs.readout.graph_features import Part as Part
-from jmp_train.graphs.readout.graph_features import broadcast_edges as broadcast_edges
-from jmp_train.graphs.readout.graph_features import broadcast_nodes as broadcast_nodes
-from jmp_train.graphs.readout.graph_features import edge_cumsum as edge_cumsum
 from jmp_train.graphs.readout.graph_features import rows_of as rows_of
-from jmp_train.graphs.readout.graph_features import softmax_edges as softmax_edges
-from jmp_train.graphs.readout.graph_features import softmax_nodes as softmax_nodes
-from jmp_train.graphs.readout.norms import BatchNorm as BatchNorm
-from jmp_train.graphs.readout.norms import GraphNorm as GraphNorm
-from jmp_train.graphs.readout.norms import graph_norm as graph_norm
-from jmp_train.graphs.readout.norms import masked_moments as masked_moments
-from jmp_train.graphs.readout.pooling import GlobalAttentionPooling as GlobalAttentionPooling
-from jmp_train.graphs.readout.pooling import Set2Set as Set2Set
-from jmp_train.graphs.readout.pooling import SortPooling as SortPooling
-from jmp_train.graphs.readout.pooling import attention_pooling as attention_pooling
-from jmp_train.graphs.readout.pooling import set2set as set2set
-from jmp_train.graphs.readout.readouts import max_edges as max_edges
-from jmp_train.graphs.readout.readouts import max_nodes as max_nodes
-from jmp_train.graphs.readout.readouts import mean_edges as mean_edges
-from jmp_train.graphs.readout.readouts import mean_nodes as mean_nodes
-from jmp_train.graphs.readout.readouts import min_edges as min_edges
-from jmp_train.graphs.readout.readouts import min_nodes as min_nodes
-from jmp_train.graphs.readout.readouts import readout_edges as readout_edges
-from jmp_train.graphs.readout.readouts import readout_nodes as readout_nodes
-from jmp_train.graphs.readout.readouts import sum_edges as sum_edges
-from jmp_train.graphs.readout.readouts import sum_nodes as sum_nodes
-from jmp_train.graphs.readout.topk import TopK as TopK
-from jmp_train.graphs.readout.topk import sort_pooling as sort_pooling
-from jmp_train.graphs.readout.topk import topk_edges as topk_edges
-from jmp_train.graphs.readout.topk import topk_nodes as topk_nodes

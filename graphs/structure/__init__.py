@@ -10,12 +10,8 @@ from jmp_train.graphs.structure.adjacency import make_adjacency_checked as make_
 from jmp_train.graphs.structure.adjacency import make_adjacency_traced as make_adjacency_traced
 from jmp_train.graphs.structure.adjacency import make_mailboxes as make_mailboxes
 from jmp_train.graphs.structure.batching import batch as batch
-from jmp_train.graphs.structure.batching import edge_mask as edge_mask
 from jmp_train.graphs.structure.batching import graph_mask as graph_mask
 from jmp_train.graphs.structure.batching import node_mask as node_mask
-from jmp_train.graphs.structure.batching import pad as pad
-from jmp_train.graphs.structure.batching import unbatch as unbatch
-from jmp_train.graphs.structure.batching import unpad as unpad
 from jmp_train.graphs.structure.block import Block as Block
 from jmp_train.graphs.structure.block import GraphPart as GraphPart
 from jmp_train.graphs.structure.block import padded_block as padded_block
@@ -51,7 +47,6 @@ from jmp_train.graphs.structure.feature_arrays import upcast_integers as upcast_
 from jmp_train.graphs.structure.graph import Graph as Graph
 from jmp_train.graphs.structure.graph import checked_features as checked_features
 from jmp_train.graphs.structure.graph import from_edges as from_edges
-from jmp_train.graphs.structure.graph import rand_graph as rand_graph
 from jmp_train.graphs.structure.hetero_graph import EdgeType as EdgeType
 from jmp_train.graphs.structure.hetero_graph import HeteroGraph as HeteroGraph
 from jmp_train.graphs.structure.hetero_graph import find_edge_type as find_edge_type
@@ -71,7 +66,5 @@ from jmp_train.graphs.structure.jraph_conversion import first_padding as first_p
 from jmp_train.graphs.structure.jraph_conversion import from_jraph as from_jraph
 from jmp_train.graphs.structure.jraph_conversion import to_jraph as to_jraph
 from jmp_train.graphs.structure.sparse_rows import SparseFeatures as SparseFeatures
-from jmp_train.graphs.structure.sparse_rows import sparse_features as sparse_features
 from jmp_train.graphs.structure.stacking import GraphStack as GraphStack
 from jmp_train.graphs.structure.stacking import stack as stack
-from jmp_train.graphs.structure.stacking import unstack as unstack

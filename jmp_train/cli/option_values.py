@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import optax
 
 from jmp_train.cli.errors import EXIT_CODES, WrongCall
-from jmp_train.policies.optimizers import with_state_dtypes
+from jmp_train.policies import with_state_dtypes
 from jmp_train.runs import PhasePrecision, check_float64, is_schedule, phase_precisions, schedule_name
 
 _LARGEST = 2**31 - 1

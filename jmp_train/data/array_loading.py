@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jmp_train.data.device_batches import closed_at_exit
 from jmp_train.extras import extra_packages
-from jmp_train.policies import PyTree
-from jmp_train.policies.dtype_policies import PathPolicy, Policy, check_narrowed, named_policy, warn_of_collapse
+from jmp_train.policies import PathPolicy, PyTree
+from jmp_train.policies.dtype_policies import Policy, check_narrowed, named_policy, warn_of_collapse
 from jmp_train.policies.pytrees import named_leaves
 from jmp_train.steps import check_no_graph
 from jmp_train.types import Batch

@@ -16,7 +16,8 @@ from jax.typing import ArrayLike
 from jmp_train.data.array_loading import check_order
 from jmp_train.data.device_batches import on_devices, stacked_count
 from jmp_train.extras import extra_packages
-from jmp_train.graphs.datasets import GraphData, PaddedSize, first_that_holds, padded_batch, padded_sizes
+from jmp_train.graphs import GraphData, PaddedSize, padded_batch, padded_sizes
+from jmp_train.graphs.datasets import first_that_holds
 from jmp_train.graphs.structure import Graph
 from jmp_train.graphs.structure import stack as graph_stack
 

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jmp_train.data.array_loading import check_order
 from jmp_train.data.device_batches import is_shared, on_devices, stacked_count
 from jmp_train.extras import extra_packages
-from jmp_train.graphs.sampling import EdgeSampler, NeighborSampler, SaintSampler, SkipGramSampler
+from jmp_train.graphs import EdgeSampler, NeighborSampler, SaintSampler, SkipGramSampler
 from jmp_train.graphs.structure import EdgeType
 from jmp_train.graphs.structure import stack as graph_stack
 

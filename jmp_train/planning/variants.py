@@ -19,8 +19,8 @@ from jmp_train.parallel import (
     zero1_shardings,
 )
 from jmp_train.planning.batches import Batches, batches_of
-from jmp_train.policies import Amp, Policy
-from jmp_train.policies.dtype_policies import PathPolicy, named_policy
+from jmp_train.policies import Amp, PathPolicy, Policy
+from jmp_train.policies.dtype_policies import named_policy
 from jmp_train.steps import TrainState, TrainStep
 
 Shardings = str | Callable[[Any, AbstractMesh], Any] | Mapping[str, Any]

@@ -8,15 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies import AutocastRules
-from jmp_train.policies.amp_modes import Amp, amp_mode
-from jmp_train.policies.dtype_policies import (
-    AutocastPolicy,
-    Policy,
-    check_shares,
-    first_steps,
-    get_policy,
-)
+from jmp_train.policies import Amp, AutocastPolicy, AutocastRules, amp_mode, get_policy
+from jmp_train.policies.dtype_policies import Policy, check_shares, first_steps
 from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
 from jmp_train.policies.pytrees import is_half
 

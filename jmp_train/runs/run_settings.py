@@ -14,6 +14,7 @@ import optax
 from jmp_train.data import check_seed
 from jmp_train.policies import (
     Amp,
+    AutocastPolicy,
     AutocastRules,
     DelayedScaling,
     Float8CurrentScaling,
@@ -22,7 +23,6 @@ from jmp_train.policies import (
     with_kahan,
     with_stochastic_rounding,
 )
-from jmp_train.policies.dtype_policies import AutocastPolicy
 from jmp_train.runs.precisions import stores_in_half
 from jmp_train.runs.task_batches import ArrayData, IterableData, TrainingData
 from jmp_train.task import Task, count_examples

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.policies import Params, PyTree
-from jmp_train.policies.amp_modes import Amp, ApexOptions
-from jmp_train.policies.dtype_policies import Policy, apply_policy
+from jmp_train.policies import Amp, Params, PyTree, apply_policy, with_state_dtypes
+from jmp_train.policies.amp_modes import ApexOptions
+from jmp_train.policies.dtype_policies import Policy
 from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
-from jmp_train.policies.optimizers import scaled_states, with_loss_scale, with_master_weights, with_state_dtypes
+from jmp_train.policies.optimizers import scaled_states, with_loss_scale, with_master_weights
 from jmp_train.policies.pytrees import cast_floating
 from jmp_train.runs.precisions import autocasts, check_float64, loss_scale_for, phase_precisions, precision_of
 from jmp_train.runs.run_settings import DEFAULT_SETTINGS, RunSettings

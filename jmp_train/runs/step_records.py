@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from jmp_train.capsules import SkipRecorder
-from jmp_train.policies.optimizers import check_progress, loss_scale_of, skips_to_floor
+from jmp_train.policies import check_progress, skips_to_floor
+from jmp_train.policies.optimizers import loss_scale_of
 from jmp_train.runs.events import Epoch, Event, Phase, Progress, Step, Watched
 from jmp_train.steps import TrainState
 from jmp_train.types import Metrics

@@ -11,14 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.policies import OptState, Params
+from jmp_train.policies import KahanState, LossScaledState, MasterWeightsState, OptState, Params, StateDtypesState
 from jmp_train.policies.loss_scaling import PerLossScale, is_loss_scale
 from jmp_train.policies.optimizers import (
-    KahanState,
-    LossScaledState,
-    MasterWeightsState,
     SkipRuleState,
-    StateDtypesState,
     StochasticRoundingState,
     check_nesting,
     extra_arguments,

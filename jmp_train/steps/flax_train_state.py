@@ -6,9 +6,9 @@ import jax
 import optax
 from flax.training import train_state
 
-from jmp_train.policies import Grads, PyTree
+from jmp_train.policies import Grads, PyTree, select_step
 from jmp_train.policies.loss_scaling import LossScales
-from jmp_train.policies.optimizers import check_nesting, has_nested_scale, loss_scale_of, scaled_states, select_step
+from jmp_train.policies.optimizers import check_nesting, has_nested_scale, loss_scale_of, scaled_states
 from jmp_train.policies.pytrees import is_key_or_data, trained, trained_gradients, with_overwritten
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_train.policies import Params
+from jmp_train.policies import AutocastPolicy, Params, PathPolicy
 from jmp_train.policies.autocasting import (
     DelayedScales,
     DelayedScaling,
@@ -19,7 +19,7 @@ from jmp_train.policies.autocasting import (
     scales_of,
     with_magnitudes,
 )
-from jmp_train.policies.dtype_policies import AutocastPolicy, FirstTrace, PathPolicy, Policy
+from jmp_train.policies.dtype_policies import FirstTrace, Policy
 from jmp_train.policies.loss_scaling import LossScales, PerLossScale
 from jmp_train.policies.optimizers import loss_scale_of
 from jmp_train.steps.call_checks import check_is_train_state

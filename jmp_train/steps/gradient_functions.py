@@ -19,16 +19,14 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import DTypeLike
 
-from jmp_train.policies import Grads, Params
-from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy
+from jmp_train.policies import Grads, Params, PathPolicy, pvary, reduce_gradients
+from jmp_train.policies.dtype_policies import FirstTrace, Policy
 from jmp_train.policies.loss_scaling import LossScale, LossScales, PerLossScale
 from jmp_train.policies.pytrees import (
     is_inexact_array,
     is_key,
     map_overwritten,
     mean_over_axes,
-    pvary,
-    reduce_gradients,
     sum_over_axes,
     upcast_to_float32,
     vary_like,

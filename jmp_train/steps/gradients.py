@@ -10,16 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_train.policies import Params, PyTree
+from jmp_train.policies import Params, PathPolicy, PyTree
 from jmp_train.policies.autocasting import DelayedScales, fp8_scales, none_key_explained
-from jmp_train.policies.dtype_policies import (
-    FirstTrace,
-    PathPolicy,
-    Policy,
-    cast_arguments,
-    mixed_dtypes_explained,
-    named_policy,
-)
+from jmp_train.policies.dtype_policies import FirstTrace, Policy, cast_arguments, mixed_dtypes_explained, named_policy
 from jmp_train.policies.loss_scaling import (
     LossScales,
     PerLossScale,

@@ -7,15 +7,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from jmp_train.policies import PyTree
-from jmp_train.policies.dtype_policies import (
-    FirstTrace,
-    PathPolicy,
-    Policy,
-    cast_arguments,
-    mixed_dtypes_explained,
-    named_policy,
-)
+from jmp_train.policies import PathPolicy, PyTree
+from jmp_train.policies.dtype_policies import FirstTrace, Policy, cast_arguments, mixed_dtypes_explained, named_policy
 from jmp_train.policies.loss_scaling import (
     LossScales,
     NoOpLossScale,

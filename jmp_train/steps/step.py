@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train.policies.dtype_policies import PathPolicy, Policy, PolicySchedule, named_policy
+from jmp_train.policies import PathPolicy, PolicySchedule
+from jmp_train.policies.dtype_policies import Policy, named_policy
 from jmp_train.policies.loss_scaling import check_takes_state, refuse_second_cast
 from jmp_train.policies.optimizers import as_transformation, loss_scale_of
 from jmp_train.steps.call_checks import check_call

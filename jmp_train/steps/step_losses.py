@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from jmp_train.policies import Params
+from jmp_train.policies import Params, PathPolicy
 from jmp_train.policies.autocasting import missing_key_explained
-from jmp_train.policies.dtype_policies import FirstTrace, PathPolicy, Policy, named_policy
+from jmp_train.policies.dtype_policies import FirstTrace, Policy, named_policy
 from jmp_train.policies.loss_scaling import (
     LossScales,
     PerLossScale,

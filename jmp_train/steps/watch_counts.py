@@ -10,8 +10,8 @@ from jax import lax
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from jmp_train.policies import Grads, Params
-from jmp_train.policies.dtype_policies import AutocastPolicy, PathPolicy, Policy
+from jmp_train.policies import AutocastPolicy, Grads, Params, PathPolicy
+from jmp_train.policies.dtype_policies import Policy
 from jmp_train.policies.loss_scaling import AUTOCASTS_BY_AMP
 from jmp_train.policies.optimizers import Addition
 from jmp_train.policies.pytrees import is_float_array, is_half, is_inexact_array, path_name

@@ -14,9 +14,9 @@ import jax
 import optax
 from flax import nnx
 
-from jmp_train.graphs.datasets import PLANETOID_ADDRESS, NodeData, read_planetoid, synthetic_cora
-from jmp_train.graphs.structure import Graph, from_edges, sparse_features
-from jmp_train.graphs.transforms import add_self_loop, normalize_rows
+from jmp_train.graphs import NodeData, add_self_loop, normalize_rows, read_planetoid, sparse_features
+from jmp_train.graphs.datasets import PLANETOID_ADDRESS, synthetic_cora
+from jmp_train.graphs.structure import Graph, from_edges
 from jmp_train.task import Task
 from jmp_train.tasks.models import (
     GAT,

@@ -14,19 +14,18 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jmp_train.graphs.datasets import (
-    TU_ADDRESS,
+from jmp_train.graphs import (
     GraphData,
     PaddedSize,
-    first_that_holds,
     padded_batch,
     padded_sizes,
     read_ogb_graphs,
     read_tu,
     synthetic_proteins,
 )
+from jmp_train.graphs.datasets import TU_ADDRESS, first_that_holds
 from jmp_train.graphs.structure import stack
-from jmp_train.policies.amp_modes import batch_norm_paths
+from jmp_train.policies import batch_norm_paths
 from jmp_train.task import Arrays, Task
 from jmp_train.tasks.models import GIN, Accuracy, graph_classifier
 from jmp_train.tasks.task_options import ShardedFileOptions

@@ -12,14 +12,13 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jmp_train.graphs import NodeData, read_reddit
 from jmp_train.graphs.datasets import (
     REDDIT_CLASSES,
     REDDIT_DATA_FILE,
     REDDIT_FEATURES,
     REDDIT_GRAPH_FILES,
     REDDIT_SOURCE,
-    NodeData,
-    read_reddit,
     sorted_ends,
     synthetic_reddit,
 )

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_train.policies import get_loss_scale, set_loss_scale
 from jmp_train.policies.autocasting import AutocastRules
 from jmp_train.policies.autocasting.emulating import Bit, rounded
 from jmp_train.policies.loss_scaling import DynamicLossScale, NoOpLossScale, StaticLossScale
-from jmp_train.policies.optimizers import get_loss_scale, scaled_states, set_loss_scale
+from jmp_train.policies.optimizers import scaled_states
 from jmp_train.steps import TrainState
 from jmp_train.tuning.tolerance import Reference
 from jmp_train.tuning.tuned_functions import Example, Subject

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_train.policies import AutocastPolicy
 from jmp_train.policies.autocasting import (
     MOSTLY_HALF,
     TORCH_CUDA,
@@ -19,7 +20,7 @@ from jmp_train.policies.autocasting import (
     explain_autocast,
     none_key_explained,
 )
-from jmp_train.policies.dtype_policies import AutocastPolicy, FirstTrace
+from jmp_train.policies.dtype_policies import FirstTrace
 from jmp_train.policies.pytrees import check_half
 from jmp_train.tuning.checks import check_finite, checked, why_no_choice
 from jmp_train.tuning.choice_trials import BudgetSpent, Trial, Trials, front_of, needed, smallest_list

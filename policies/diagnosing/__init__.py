@@ -3,7 +3,6 @@
 from jmp_train.policies.diagnosing.arithmetic import bound as bound
 from jmp_train.policies.diagnosing.arithmetic import in_float32 as in_float32
 from jmp_train.policies.diagnosing.devices import compiled as compiled
-from jmp_train.policies.diagnosing.diagnosis import diagnose as diagnose
 from jmp_train.policies.diagnosing.flattening import Flat as Flat
 from jmp_train.policies.diagnosing.flattening import Operation as Operation
 from jmp_train.policies.diagnosing.flattening import Part as Part
@@ -11,7 +10,6 @@ from jmp_train.policies.diagnosing.flattening import flattened as flattened
 from jmp_train.policies.diagnosing.flattening import last_uses as last_uses
 from jmp_train.policies.diagnosing.measures import is_low as is_low
 from jmp_train.policies.diagnosing.pairs import Pair as Pair
-from jmp_train.policies.diagnosing.problems import Problem as Problem
 from jmp_train.policies.diagnosing.problems import place_of as place_of
 from jmp_train.policies.diagnosing.recording import HeldPrograms as HeldPrograms
 from jmp_train.policies.diagnosing.recording import Key as Key
@@ -19,6 +17,3 @@ from jmp_train.policies.diagnosing.recording import Recorded as Recorded
 from jmp_train.policies.diagnosing.recording import ValueKind as ValueKind
 from jmp_train.policies.diagnosing.recording import key_of as key_of
 from jmp_train.policies.diagnosing.recording import record as record
-from jmp_train.policies.diagnosing.remedies import Remedy as Remedy
-from jmp_train.policies.diagnosing.report import NumericsReport as NumericsReport
-from jmp_train.policies.diagnosing.rows import OperationNumerics as OperationNumerics

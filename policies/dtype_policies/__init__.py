@@ -1,26 +1,13 @@
 """Policies: the dtypes of a function's parameters, computation, output and reductions."""
 
-from jmp_train.policies.dtype_policies.apply import PolicyReport as PolicyReport
-from jmp_train.policies.dtype_policies.apply import apply_policy as apply_policy
-from jmp_train.policies.dtype_policies.apply import explain_policy as explain_policy
-from jmp_train.policies.dtype_policies.collapsed_values import CastLoss as CastLoss
-from jmp_train.policies.dtype_policies.collapsed_values import CollapsedValuesWarning as CollapsedValuesWarning
-from jmp_train.policies.dtype_policies.collapsed_values import check_casts as check_casts
 from jmp_train.policies.dtype_policies.collapsed_values import check_narrowed as check_narrowed
-from jmp_train.policies.dtype_policies.collapsed_values import collapse_report as collapse_report
 from jmp_train.policies.dtype_policies.collapsed_values import lost_in_cast as lost_in_cast
 from jmp_train.policies.dtype_policies.collapsed_values import warn_of_collapse as warn_of_collapse
 from jmp_train.policies.dtype_policies.half_products import FirstTrace as FirstTrace
-from jmp_train.policies.dtype_policies.half_products import MissingLossScaleWarning as MissingLossScaleWarning
 from jmp_train.policies.dtype_policies.half_products import mixed_dtypes_explained as mixed_dtypes_explained
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy as PathPolicy
 from jmp_train.policies.dtype_policies.path_policy import named_policy as named_policy
-from jmp_train.policies.dtype_policies.path_policy import policy_by_path as policy_by_path
-from jmp_train.policies.dtype_policies.policy import AutocastPolicy as AutocastPolicy
 from jmp_train.policies.dtype_policies.policy import Policy as Policy
-from jmp_train.policies.dtype_policies.policy import get_policy as get_policy
 from jmp_train.policies.dtype_policies.policy_schedule import Phase as Phase
-from jmp_train.policies.dtype_policies.policy_schedule import PolicySchedule as PolicySchedule
 from jmp_train.policies.dtype_policies.policy_schedule import check_shares as check_shares
 from jmp_train.policies.dtype_policies.policy_schedule import first_steps as first_steps
 from jmp_train.policies.dtype_policies.policy_trace import cast_arguments as cast_arguments

@@ -20,17 +20,11 @@ from jmp_train.policies.loss_scaling.loss_functions import unpack_loss as unpack
 from jmp_train.policies.loss_scaling.loss_scale import LossScale as LossScale
 from jmp_train.policies.loss_scaling.loss_scale import NoOpLossScale as NoOpLossScale
 from jmp_train.policies.loss_scaling.loss_scale import StaticLossScale as StaticLossScale
-from jmp_train.policies.loss_scaling.loss_scale import scale_tree as scale_tree
-from jmp_train.policies.loss_scaling.loss_scale import unscale_tree as unscale_tree
 from jmp_train.policies.loss_scaling.per_loss_scale import LossScales as LossScales
 from jmp_train.policies.loss_scaling.per_loss_scale import PerLossScale as PerLossScale
 from jmp_train.policies.loss_scaling.per_loss_scale import check_loss_scales as check_loss_scales
 from jmp_train.policies.loss_scaling.per_loss_scale import scales_in as scales_in
 from jmp_train.policies.loss_scaling.per_loss_scale import unscale_and_check as unscale_and_check
 from jmp_train.policies.loss_scaling.presets import apex_loss_scale as apex_loss_scale
-from jmp_train.policies.loss_scaling.presets import deepspeed_loss_scale as deepspeed_loss_scale
 from jmp_train.policies.loss_scaling.presets import megatron_loss_scale as megatron_loss_scale
-from jmp_train.policies.loss_scaling.presets import nemo_loss_scale as nemo_loss_scale
 from jmp_train.policies.loss_scaling.presets import torch_loss_scale as torch_loss_scale
-from jmp_train.policies.loss_scaling.torch_scaler import loss_scale_from_torch as loss_scale_from_torch
-from jmp_train.policies.loss_scaling.torch_scaler import loss_scale_to_torch as loss_scale_to_torch

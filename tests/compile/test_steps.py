@@ -23,7 +23,7 @@ import jmp_train as jt
 from jmp_train.aot import GPUS, CompiledProgram, compile_program, program_costs, read_hlo, tpu_slice
 from jmp_train.planning import Placement
 from jmp_train.planning.variants import Variant, variants_of
-from jmp_train.policies.optimizers import with_state_dtypes
+from jmp_train.policies import with_state_dtypes
 from jmp_train.runs import planned_step
 from jmp_train.tasks import find_task
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from graph_helpers import assert_within, draw
-from helpers import compiled_vjp
 from layer_cases import CASES, Edges, draw_inputs, edge_softmax, in_float64, parameters, small_graph, weights_of
+from pytrees import compiled_vjp
 
 import jmp_train as jt
 from jmp_train import graphs

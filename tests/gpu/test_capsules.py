@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, relaxed
+from promotion import relaxed
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import relaxed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from promotion import relaxed
 
 import jmp_train as jt
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import relaxed
 from planetoid_files import write_planetoid
+from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.task import Task

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from dist import check_changelog
-from helpers import write_cifar, write_image_folder, write_mnist
+from image_files import write_cifar, write_image_folder, write_mnist
 
 import jmp_train as jt
 import jmp_train.graphs

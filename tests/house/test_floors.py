@@ -154,6 +154,23 @@ def test_faces_only_pass_names_on() -> None:
             assert all(isinstance(node, kinds) for node in tree.body), path
 
 
+@pytest.mark.parametrize("floor", ["jmp_train.policies", "jmp_train.graphs"])
+def test_a_name_for_users_is_in_the_face_of_the_floor_alone(floor: str) -> None:
+    """Unless another folder of the floor imports it; `autocasting` is a face for users too."""
+    offered = passed_on(floor)
+    rooms = {face for face in FACES if face.rpartition(".")[0] == floor} - {"jmp_train.policies.autocasting"}
+    within = {path for module, path in SOURCES.items() if module.startswith(f"{floor}.")}
+    for room in rooms:
+        used = {
+            alias.name
+            for path in within
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module == room
+            for alias in node.names
+        }
+        assert offered & passed_on(room) <= used, room
+
+
 def test_no_name_of_a_face_hides_a_module() -> None:
     for module, path in FACES.items():
         if module == "jmp_train":

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from helpers import cifar_bytes, idx_bytes, memory_limited_to
+from image_files import cifar_bytes, idx_bytes
+from machine_limits import memory_limited_to
 from PIL import Image
 
 from jmp_train.data.image_folder import center_crops, random_crops

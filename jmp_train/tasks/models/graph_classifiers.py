@@ -12,8 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jmp_train.graphs.datasets import NodeData
-from jmp_train.graphs.partitioning import PartitionedGraph, partition
+from jmp_train.graphs import NodeData, PartitionedGraph, partition
 from jmp_train.graphs.sampling import HostEdges
 from jmp_train.graphs.structure import Graph, GraphPart, GraphStack
 from jmp_train.policies import Params

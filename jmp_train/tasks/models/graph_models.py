@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from jmp_train.graphs.layers import GATConv, GINConv, GraphConv, SAGEConv
-from jmp_train.graphs.readout import BatchNorm, mean_nodes
+from jmp_train.graphs import BatchNorm, GATConv, GINConv, GraphConv, SAGEConv, mean_nodes
 from jmp_train.graphs.structure import Graph, GraphPart, SparseFeatures, node_mask
 
 Features = jax.Array | SparseFeatures

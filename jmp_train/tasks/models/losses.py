@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.policies import autocast
-from jmp_train.policies.amp_modes import batch_norm_paths
+from jmp_train.policies import autocast, batch_norm_paths
 from jmp_train.task import Examples
 
 Variables: TypeAlias = Mapping[str, Any]  # of a linen module, by name

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import assert_bitwise_equal
+from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
 from jmp_train.graphs.file_formats.safetensors_format import DTYPES, SafetensorsFile, serialized

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.quick
 
-PROGRAM = Path(__file__).resolve().parents[2] / "fuzzed_graph_files.py"
+PROGRAM = Path(__file__).resolve().parents[2] / "programs" / "fuzzed_graph_files.py"
 
 
 @pytest.mark.full
@@ -23,7 +23,7 @@ def test_mutated_files(count: int, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=100 + count // 4,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PROGRAM.parents[1] / "helpers")},
         check=False,
     )
     assert done.returncode == 0, done.stderr

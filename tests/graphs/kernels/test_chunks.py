@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import compiled_vjp
+from pytrees import compiled_vjp
 
 import jmp_train as jt
 from jmp_train import graphs

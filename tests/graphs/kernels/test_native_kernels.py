@@ -191,7 +191,7 @@ def test_a_function_under_jit_is_traced_anew_within_and_outside(native: Any) -> 
 def test_graphs_whose_index_leaves_were_edited_are_refused_or_computed(native: Any) -> None:
     cache = native_calls.built_library().parent
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parents[2] / "edited_graphs.py"), "5", "120"],
+        [sys.executable, str(Path(__file__).parents[2] / "programs" / "edited_graphs.py"), "5", "120"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graph_helpers import HALVES, ONE_HALF, assert_within, draw
-from helpers import compiled_vjp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytrees import compiled_vjp
 
 import jmp_train as jt
 from jmp_train import graphs

@@ -10,7 +10,7 @@ from jmp_train.aot.compilation import compile_for_gpu
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
-PROGRAMS = Path(__file__).parents[2] / "gpu_programs.py"
+PROGRAMS = Path(__file__).parents[2] / "programs" / "gpu_programs.py"
 
 
 @pytest.mark.quick_cases(1)

@@ -22,9 +22,9 @@ from graph_helpers import (
     reduce_in_jax,
     reduction_magnitudes,
 )
-from helpers import compiled_vjp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytrees import compiled_vjp
 
 from jmp_train import graphs
 from jmp_train.graphs import fn

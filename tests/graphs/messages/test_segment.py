@@ -8,9 +8,10 @@ import jraph
 import numpy as np
 import pytest
 from graph_helpers import HALVES, assert_within, reduction_magnitudes, softmax_sum
-from helpers import compiled_vjp, promoting
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from promotion import promoting
+from pytrees import compiled_vjp
 
 from jmp_train import graphs
 from jmp_train.graphs import fn

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graph_helpers import ONE_HALF, reduce_in_jax
-from helpers import compiled_vjp
+from pytrees import compiled_vjp
 
 import jmp_train as jt
 from jmp_train import graphs

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from graph_helpers import ONE_HALF
-from helpers import compiled_vjp, promoting
 from jax.sharding import Mesh, PartitionSpec
+from promotion import promoting
+from pytrees import compiled_vjp
 
 from jmp_train import graphs
 

@@ -6,7 +6,7 @@ import jraph
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_bitwise_equal
+from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
 from jmp_train.graphs import fn

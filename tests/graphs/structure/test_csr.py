@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import compiled_vjp
+from pytrees import compiled_vjp
 
 from jmp_train.graphs import Graph, batch, fn, from_edges, pad, update_all
 from jmp_train.graphs.structure import padded_block

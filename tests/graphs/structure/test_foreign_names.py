@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_bitwise_equal
+from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
 from jmp_train.graphs.structure.foreign_names import GRAPH_NAMES, HETERO_NAMES

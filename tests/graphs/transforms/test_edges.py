@@ -9,9 +9,9 @@ import networkx as nx
 import numpy as np
 import pytest
 import scipy.sparse
-from helpers import assert_bitwise_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
 from jmp_train.graphs import fn

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import networkx as nx
 import numpy as np
 import pytest
-from helpers import assert_bitwise_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
 from jmp_train.graphs import fn

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_train.aot.compilation import PluginError, compile_for_gpu, compile_here, target_mesh
 
-PROGRAMS = Path(__file__).parents[2] / "gpu_programs.py"
+PROGRAMS = Path(__file__).parents[2] / "programs" / "gpu_programs.py"
 EDGES, FEATURES = 20_000, 64  # as in PROGRAMS
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(200)]
 

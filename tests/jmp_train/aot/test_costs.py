@@ -11,7 +11,7 @@ from jmp_train.aot.gpus import GPUS
 from jmp_train.aot.hlo import Program, read_hlo
 from jmp_train.aot.kernels import Kernel
 
-PROGRAMS = Path(__file__).parents[2] / "gpu_programs.py"
+PROGRAMS = Path(__file__).parents[2] / "programs" / "gpu_programs.py"
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(200)]
 
 H100 = GPUS["H100-80GB"]

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -235,10 +234,9 @@ def test_rates_are_of_known_dtypes() -> None:
 @pytest.mark.timeout(600)
 def test_every_gpu_is_compiled_for(plan_python: str) -> None:
     """One process for all; products in bfloat16 are float32's where the GPU has no bfloat16."""
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         (plan_python, str(TESTS / "programs" / "every_gpu.py")),
-        env={**compiling_environment(None), "PYTHONPATH": path},
+        env={**compiling_environment(None), "PYTHONPATH": str(TESTS / "helpers")},
         capture_output=True,
         text=True,
         timeout=500,
@@ -259,6 +257,10 @@ def test_a_gpu_of_a_file_is_compiled_for(plan_python: str, tmp_path: Path) -> No
     path = tmp_path / "gpus.toml"
     path.write_text('[mine]\nlike = "L4-24GB"\ncore_count = 29\n')
     program = compile_for_gpu(
-        f"{TESTS / 'gpu_programs.py'}:loop", "256", gpu=read_gpus(path)["mine"], python=plan_python, timeout=150
+        f"{TESTS / 'programs' / 'gpu_programs.py'}:loop",
+        "256",
+        gpu=read_gpus(path)["mine"],
+        python=plan_python,
+        timeout=150,
     )
     assert program.argument_bytes == 2 * 2 * 256 * 256

@@ -8,7 +8,7 @@ from product_operands import Product, products
 
 from jmp_train.aot.compilation import compile_for_gpu
 
-PROGRAMS = Path(__file__).parents[2] / "gpu_programs.py"
+PROGRAMS = Path(__file__).parents[2] / "programs" / "gpu_programs.py"
 pytestmark = [pytest.mark.full, pytest.mark.timeout(200)]
 
 

@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from process_programs import damage_file
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 from jmp_train.capsules.state_parts import parts_of, snapshot

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, poison_gradient, relaxed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from promotion import relaxed
+from pytrees import assert_bitwise_equal, poison_gradient
 
 import jmp_train as jt
 from jmp_train.capsules import recorder as recorder_module

@@ -7,7 +7,8 @@ import optax
 import pytest
 from flax import serialization
 from flax.training import train_state
-from helpers import assert_bitwise_equal, relaxed
+from promotion import relaxed
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 

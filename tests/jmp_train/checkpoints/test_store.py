@@ -21,9 +21,9 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import relaxed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from process_programs import damage_file
+from promotion import relaxed
 
 import jmp_train as jt
 

@@ -16,11 +16,12 @@ import pytest
 import safetensors.flax
 import safetensors.numpy
 from flax import linen, nnx
-from helpers import assert_bitwise_equal, promoting
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from promotion import promoting
+from pytrees import assert_bitwise_equal
 from safetensors import safe_open
 
 import jmp_train as jt

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import make_run, write_mnist
+from image_files import write_mnist
+from made_runs import make_run
 
 from jmp_train.cli import compare as compare_command
 from jmp_train.cli import entry as cli

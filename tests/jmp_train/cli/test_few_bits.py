@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import make_run
+from made_runs import make_run
 
 import jmp_train as jt
 import jmp_train.runs

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import make_run
+from made_runs import make_run
 
 import jmp_train as jt
 import jmp_train.runs

@@ -5,7 +5,7 @@ import io
 from pathlib import Path
 
 import pytest
-from helpers import write_mnist
+from image_files import write_mnist
 
 from jmp_train.cli import compare as compare_command
 from jmp_train.cli import entry as cli

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import cifar_bytes, memory_limited_to, write_cifar
+from image_files import cifar_bytes, write_cifar
+from machine_limits import memory_limited_to
 
 from jmp_train.data.public_images import read_cifar10, read_cifar10_batch
 

@@ -18,7 +18,7 @@ def read_damaged(folder: Path, seed: int, count: int) -> None:
     program = TESTS / "programs" / "damaged_files.py"
     result = subprocess.run(
         (sys.executable, str(program), str(folder), str(seed), str(count)),
-        env={"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "JAX_PLATFORMS": "cpu", "PATH": "/bin"},
+        env={"PYTHONPATH": f"{TESTS.parent}:{TESTS / 'helpers'}", "JAX_PLATFORMS": "cpu", "PATH": "/bin"},
         capture_output=True,
         text=True,
         check=False,

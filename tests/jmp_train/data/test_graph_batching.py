@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise_equal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
 from jmp_train.data import graph_batches

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import idx_bytes, memory_limited_to
+from image_files import idx_bytes
+from machine_limits import memory_limited_to
 
 from jmp_train.data.public_images import read_idx
 

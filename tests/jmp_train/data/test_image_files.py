@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import memory_limited_to
+from machine_limits import memory_limited_to
 from PIL import EpsImagePlugin, Image
 
 from jmp_train.data.image_files import read_image

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import memory_limited_to, write_image_folder
+from image_files import write_image_folder
+from machine_limits import memory_limited_to
 from PIL import Image
 
 from jmp_train.data.image_folder import center_crops, random_box, random_crops, read_image_folder

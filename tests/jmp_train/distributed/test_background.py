@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import mounted_tmpfs
+from machine_limits import mounted_tmpfs
 
 import jmp_train as jt
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, poison_gradient
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from pytrees import assert_bitwise_equal, poison_gradient
 
 import jmp_train as jt
 from jmp_train.aot import CompiledProgram, compile_for_gpu
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 DEVICES, ROWS, WIDTH, HIDDEN, CLASSES = 8, 32, 16, 32, 5
 WEIGHT = 2.0**-8  # of a loss whose gradients shall not overflow at the loss scale 2**16
-PROGRAMS = Path(__file__).resolve().parents[2] / "gpu_programs.py"
+PROGRAMS = Path(__file__).resolve().parents[2] / "programs" / "gpu_programs.py"
 
 
 def mesh_of(**axes: int) -> Mesh:
@@ -357,7 +357,7 @@ def test_eight_gpus_gather_in_half_and_reduce_in_float32(form: str, mode: str, p
     assert gathered == (set() if form == "tensor" else {"f16"})
     assert ("reduce-scatter" in program.hlo) == (form != "tensor")
     if form == "fsdp":
-        layers = 8 * 2048 * 2048 // DEVICES  # of tests/gpu_programs.py
+        layers = 8 * 2048 * 2048 // DEVICES  # of tests/programs/gpu_programs.py
         stored = {"torch": 4, "apex-O1": 4, "apex-O3": 2}.get(mode, 2 + 4)
         moments_and_batch = 8 * layers + 4 * 128 * 2048  # the optimizer's are float32 in all modes
         assert 0 <= program.argument_bytes - stored * layers - moments_and_batch < 10_000

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import relaxed
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from promotion import relaxed
 from sklearn.datasets import load_digits
 
 import jmp_train as jt
@@ -24,7 +24,7 @@ from jmp_train.aot.compilation import compile_for_gpu
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
 DEVICES, ROWS = 8, 64
-PROGRAMS = Path(__file__).resolve().parents[2] / "gpu_programs.py"
+PROGRAMS = Path(__file__).resolve().parents[2] / "programs" / "gpu_programs.py"
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
 

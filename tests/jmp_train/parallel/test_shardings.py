@@ -9,11 +9,11 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers import promoting, relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from promotion import promoting, relaxed
 
 import jmp_train as jt
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, relaxed
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from promotion import relaxed
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 

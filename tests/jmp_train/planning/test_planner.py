@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training import train_state
-from helpers import relaxed
+from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.aot import ExportedProgram, PluginError, read_gpus

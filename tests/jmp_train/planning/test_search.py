@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import relaxed
 from plan_rows import planned_row
+from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.aot import GPUS, tpu_slice

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import relaxed
+from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.planning.segments import in_segments

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import relaxed
+from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.aot import PluginError, tpu_slice

@@ -5,7 +5,7 @@ import math
 import struct
 
 import pytest
-from helpers import COSTS, make_run
+from made_runs import COSTS, make_run
 
 from jmp_train.policies.documents import Box, Chart, Dot, Label, Path, svg
 from jmp_train.reports.charts import loss_scales, losses, panels, png

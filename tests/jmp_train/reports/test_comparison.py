@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from helpers import make_run
+from made_runs import make_run
 
 from jmp_train.reports import explain_failure, explanations
 from jmp_train.reports.tables import watch_table

@@ -5,7 +5,7 @@ import select
 import sys
 
 import pytest
-from helpers import make_run
+from made_runs import make_run
 
 from jmp_train.launch.output import Output
 from jmp_train.reports import compilations_shown, trials_shown

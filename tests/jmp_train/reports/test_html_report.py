@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from browsing import open_browser, show
-from helpers import COSTS, make_run
+from made_runs import COSTS, make_run
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 

@@ -5,7 +5,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from helpers import COSTS, make_run
+from made_runs import COSTS, make_run
 
 from jmp_train.policies.documents import svg
 from jmp_train.reports import explanations, print_speed_table, print_table, report, write_report

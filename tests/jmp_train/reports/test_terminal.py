@@ -10,7 +10,7 @@ import termios
 from collections.abc import Iterator
 
 import pytest
-from helpers import make_run
+from made_runs import make_run
 
 from jmp_train.reports.display import (
     LineDisplay,

@@ -3,7 +3,7 @@ import json
 import math
 
 import pytest
-from helpers import COSTS, make_run
+from made_runs import COSTS, make_run
 
 from jmp_train.runs.events import (
     Compiled,

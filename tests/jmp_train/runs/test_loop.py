@@ -4,7 +4,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import promoting_task
+from promotion import promoting_task
 
 import jmp_train as jt
 from jmp_train.runs import RunSettings

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import promoting_task
+from promotion import promoting_task
 
 import jmp_train as jt
 from jmp_train.policies.loss_scaling import NoOpLossScale

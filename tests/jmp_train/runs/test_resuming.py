@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import first_examples
+from made_runs import first_examples
 
 import jmp_train as jt
 from jmp_train.cli.entry import main

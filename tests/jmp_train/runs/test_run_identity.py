@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import first_examples
+from made_runs import first_examples
 
 from jmp_train.policies import TORCH_CUDA, AutocastRules
 from jmp_train.runs import RunSettings

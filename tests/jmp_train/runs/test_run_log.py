@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import make_run, mounted_tmpfs
+from machine_limits import mounted_tmpfs
+from made_runs import make_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from jmp_train.runs.events import Compiled, Phase, Progress, Watched

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import first_examples, promoting, promoting_task
 from jax.sharding import Mesh
+from made_runs import first_examples
+from promotion import promoting, promoting_task
 
 import jmp_train as jt
 from jmp_train.parallel.parallel_steps import data_parallel

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import promoting
+from promotion import promoting
 
 from jmp_train.policies.autocasting.transform import autocast
 from jmp_train.tasks import digits, mnist

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers import assert_bitwise_equal, promoting, relaxed
+from promotion import promoting, relaxed
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 

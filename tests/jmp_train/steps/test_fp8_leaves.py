@@ -12,8 +12,9 @@ from flax import nnx
 from flax.core import freeze
 from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
-from helpers import assert_bitwise_equal, promoting, relaxed
 from jax.sharding import Mesh
+from promotion import promoting, relaxed
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import relaxed
+from promotion import relaxed
 
 import jmp_train as jt
 

@@ -15,7 +15,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_bitwise_equal, host_copy, relaxed
+from promotion import relaxed
+from pytrees import assert_bitwise_equal, host_copy
 
 import jmp_train as jt
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training import train_state
-from helpers import relaxed
+from promotion import relaxed
 
 import jmp_train as jt
 

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import relaxed
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.steps import metrics as metrics_module

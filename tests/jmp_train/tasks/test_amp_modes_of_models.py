@@ -11,8 +11,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_bitwise_equal, relaxed
 from jax.sharding import Mesh
+from promotion import relaxed
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import poison_gradient, promoting, relaxed
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from promotion import promoting, relaxed
+from pytrees import poison_gradient
 
 import jmp_train as jt
 from jmp_train.runs.task_batches import train_batches

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import first_examples, promoting, promoting_task, relaxed, write_cifar
+from image_files import write_cifar
 from jax.sharding import PartitionSpec as P
+from made_runs import first_examples
+from promotion import promoting, promoting_task, relaxed
 
 import jmp_train as jt
 from jmp_train.runs import RunSettings

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import relaxed
+from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.cli.entry import main

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import promoting_task, relaxed
+from promotion import promoting_task, relaxed
 
 from jmp_train.policies.amp_modes.mode import amp_mode
 from jmp_train.runs import RunSettings

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import promoting_task
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from promotion import promoting_task
 
 import jmp_train as jt
 from jmp_train.runs import RunSettings

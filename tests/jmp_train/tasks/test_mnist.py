@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import first_examples, idx_bytes, promoting, promoting_task, write_mnist
+from image_files import idx_bytes, write_mnist
+from made_runs import first_examples
+from promotion import promoting, promoting_task
 
 from jmp_train.cli.entry import _parser, main
 from jmp_train.cli.jobs import load_job

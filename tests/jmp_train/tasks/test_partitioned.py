@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import relaxed
+from promotion import relaxed
 
 from jmp_train.cli.entry import main
 from jmp_train.runs import RunSettings

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import relaxed
 from jax.sharding import Mesh
+from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.cli.entry import main
-from jmp_train.graphs.datasets import padded_sizes
+from jmp_train.graphs import padded_sizes
 from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
 from jmp_train.runs.task_batches import train_batches

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 import scipy.sparse
-from helpers import relaxed
+from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.cli import compare as compare_command

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import promoting, relaxed, write_image_folder
+from image_files import write_image_folder
+from promotion import promoting, relaxed
 
 from jmp_train.data.array_loading import example_seeds
 from jmp_train.data.image_folder import center_crops, random_crops

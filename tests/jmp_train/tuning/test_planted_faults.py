@@ -1,9 +1,9 @@
 """Of the faults that a diagnosis is tested with: tuned rules hold under autocast itself, and each entry is needed."""
 
 import pytest
-from helpers import promoting
 from planted_faults import FAULTS
 from planting import Fault, Way
+from promotion import promoting
 
 import jmp_train as jt
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
-from helpers import promoting
+from promotion import promoting
 from rescue_models import MODELS, Model, moments, train
 
 import jmp_train as jt

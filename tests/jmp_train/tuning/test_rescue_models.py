@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from helpers import promoting
+from promotion import promoting
 from rescue_models import MODELS, Model, train
 
 import jmp_train as jt

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
-from helpers import promoting, relaxed
+from promotion import promoting, relaxed
 
 import jmp_train as jt
 from jmp_train.tuning.tuned_functions import steps_taken

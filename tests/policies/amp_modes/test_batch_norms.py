@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_bitwise_equal, promoting
 from jax.tree_util import tree_map_with_path
+from promotion import promoting
+from pytrees import assert_bitwise_equal
 
 from jmp_train.policies.amp_modes.batch_norms import (
     batch_norm_paths,

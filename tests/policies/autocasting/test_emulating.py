@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from helpers import promoting
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from promotion import promoting
 
 from jmp_train import MOSTLY_HALF, TORCH_CUDA, AutocastRules, autocast, autocast_as, explain_autocast
 from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS, emulated_autocast, rounded

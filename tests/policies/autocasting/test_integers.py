@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import promoting
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from promotion import promoting
 
 from jmp_train.policies.autocasting.explain import explain_autocast
 from jmp_train.policies.autocasting.rules import TORCH_CPU, TORCH_CUDA

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import jax.scipy.linalg as sl
 import numpy as np
 import pytest
-from helpers import promoting
 from jax.scipy import stats
+from promotion import promoting
 
 from jmp_train.policies.autocasting.rules import TORCH_CPU, TORCH_CUDA
 from jmp_train.policies.autocasting.transform import autocast

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import promoting
 from jax import lax
+from promotion import promoting
 
 from jmp_train.policies.autocasting.explain import explain_autocast
 from jmp_train.policies.autocasting.transform import autocast

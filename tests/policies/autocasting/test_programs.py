@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise_equal, promoting
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from jax import lax
+from promotion import promoting
+from pytrees import assert_bitwise_equal
 
 from jmp_train.policies.autocasting.rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules
 from jmp_train.policies.autocasting.transform import autocast, autocast_as

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, promoting
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from promotion import promoting
+from pytrees import assert_bitwise_equal
 
 from jmp_train.policies.autocasting.region import BannedOperationError
 from jmp_train.policies.autocasting.rules import APEX_O1, TORCH_CPU, TORCH_CUDA, AutocastRules

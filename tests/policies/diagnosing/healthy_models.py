@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
-from helpers import relaxed
+from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.tasks.models import image_classifier

@@ -12,9 +12,9 @@ import jax.random as jr
 import numpy as np
 from flax import linen as nn
 from flax.linen.initializers import constant, orthogonal
-from helpers import promoting
 from jax import lax
 from planting import Case, Fault, Way, mean_square, values
+from promotion import promoting
 
 ENVS, OBSERVED, ACTIONS, STEPS, ATOMS = 32, 8, 4, 128, 51
 GAMMA, CLIP_EPS = 0.997, 0.2

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from helpers import promoting
 from planting import Case, Fault, Way, values
+from promotion import promoting
 
 ROWS, SIZE, BINS = 16, 8, 12
 BF16 = "bfloat16"

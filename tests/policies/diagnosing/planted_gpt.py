@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 from flax import linen as nn
-from helpers import promoting
 from jax import lax
 from planting import Case, Fault, Way, values
+from promotion import promoting
 
 WIDTH, HIDDEN, WORDS = 16, 32, 32
 BF16 = "bfloat16"

@@ -15,9 +15,9 @@ import jraph
 import numpy as np
 from flax import linen as nn
 from flax.linen.initializers import constant
-from helpers import promoting
 from jax import lax
 from planting import Case, Fault, Way, mean_square, values
+from promotion import promoting
 
 import jmp_train as jt
 from jmp_train.graphs import fn

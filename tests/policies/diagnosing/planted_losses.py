@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 from flax import linen as nn
-from helpers import promoting
 from jax import lax
 from planting import Case, Fault, Way, mean_square, values
+from promotion import promoting
 
 WIDTH, ROWS = 8, 16
 BF16 = "bfloat16"

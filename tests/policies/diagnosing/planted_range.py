@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import jax.random as jr
 from flax import linen as nn
 from flax import nnx
-from helpers import promoting
 from jax import lax
 from planting import Case, Fault, Way, mean_square, values
+from promotion import promoting
 
 import jmp_train as jt
 from jmp_train.tasks.models import image_classifier

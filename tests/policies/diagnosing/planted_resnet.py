@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 from flax import linen as nn
-from helpers import promoting
 from planting import Case, Fault, Way, values
+from promotion import promoting
 
 FILTERS, CLASSES, SIZE = 8, 8, 16
 BF16 = "bfloat16"

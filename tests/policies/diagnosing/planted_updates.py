@@ -10,10 +10,10 @@ import jax.random as jr
 import optax
 from flax import linen as nn
 from flax import nnx
-from helpers import promoting
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from planting import Case, Fault, Way, mean_square, values
+from promotion import promoting
 
 import jmp_train as jt
 

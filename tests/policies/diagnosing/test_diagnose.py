@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import promoting
 from jax import lax
+from promotion import promoting
 
 import jmp_train as jt
 

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import pytest
 from healthy_models import MODELS, gru, language_model, perceptron
-from helpers import promoting
+from promotion import promoting
 
 import jmp_train as jt
 

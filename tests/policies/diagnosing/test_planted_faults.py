@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import promoting
 from planted_faults import FAULTS
 from planting import Fault, Way
+from promotion import promoting
 
 import jmp_train as jt
 

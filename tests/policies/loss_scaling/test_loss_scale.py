@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 

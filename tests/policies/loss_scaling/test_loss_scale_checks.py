@@ -14,8 +14,8 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from helpers import assert_bitwise_equal, poison_gradient
 from jax.sharding import Mesh
+from pytrees import assert_bitwise_equal, poison_gradient
 
 import jmp_train as jt
 from jmp_train.policies.loss_scaling.argument_checks import is_loss_scale

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, poison_gradient, relaxed
 from jax.sharding import Mesh
+from promotion import relaxed
+from pytrees import assert_bitwise_equal, poison_gradient
 
 import jmp_train as jt
 

@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from promotion import relaxed
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 from jmp_train.policies import KahanState

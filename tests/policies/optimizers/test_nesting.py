@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import relaxed
 from jax.sharding import Mesh
+from promotion import relaxed
 
 import jmp_train as jt
 

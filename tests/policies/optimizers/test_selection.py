@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from helpers import assert_bitwise_equal
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 

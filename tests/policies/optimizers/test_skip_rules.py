@@ -12,9 +12,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
-from helpers import assert_bitwise_equal, host_copy, relaxed
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from promotion import relaxed
+from pytrees import assert_bitwise_equal, host_copy
 
 import jmp_train as jt
 from jmp_train.policies.optimizers import SkipRuleState

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
+from promotion import relaxed
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 from jmp_train.policies import StateDtypesState

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, promoting
 from optax_optimizers import ALIASES, CONTRIB, OTHERS
+from promotion import promoting
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 from jmp_train.policies.pytrees import is_float_array

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, promoting
 from jax.sharding import Mesh
 from optax import contrib
 from optax_optimizers import CONTRIB, OTHERS
+from promotion import promoting
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 

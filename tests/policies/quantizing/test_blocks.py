@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pytrees import assert_bitwise_equal
 
 from jmp_train.policies.quantizing import BLOCK_DTYPES, BlockQuantized, dequantize, dynamic_code, quantize, requantize
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise_equal
+from pytrees import assert_bitwise_equal
 
 from jmp_train.policies.quantizing import fold_in_each
 from jmp_train.policies.quantizing.rounding import bits16, uniform

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import promoting
+from promotion import promoting
 
 import jmp_train as jt
 from jmp_train.tasks.models.causal_attention import Rotation, rotated, rotations

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import promoting
+from promotion import promoting
 
 from jmp_train import TORCH_CPU, apply_policy, get_policy
 from jmp_train.tasks import lm

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import promoting
+from promotion import promoting
 
 from jmp_train.tasks.models.convolution import Block, ResNet, conv
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise_equal
+from pytrees import assert_bitwise_equal
 
 from jmp_train.policies.autocasting.explain import explain_autocast
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, fp8_dot

@@ -1,6 +1,6 @@
 """Runs the kernels in C++ on graphs whose index leaves were edited, as `jax.tree.map` over a whole graph does.
 
-    JMP_TRAIN_CACHE=FOLDER python tests/edited_graphs.py SEED COUNT
+    JMP_TRAIN_CACHE=FOLDER python tests/programs/edited_graphs.py SEED COUNT
 
 Prints JSON: how many edits each operation refused, and how many it computed. An edit that reads or writes beyond an
 array may end the process, and is why this is one of its own.
