@@ -143,10 +143,7 @@ def ids(*values: int) -> np.ndarray:
         (lambda a, _: a.update({"0/n_edge": ids(6, 5)}), "belongs to graph 0 of the batch, but its edge to graph 1"),
         (lambda a, _: a["0/receivers"].__setitem__(3, 8), "graph 0: receivers[3] = 8 is out of range for 8 nodes"),
         (lambda a, _: a.update({"0/extra": ids(1)}), "graph 0: the array 'extra' is not part of the graph"),
-        (
-            lambda a, _: a.update({"2/senders": ids(1)}),
-            "the array '2/senders' belongs to none of its 2",
-        ),
+        (lambda a, _: a.update({"2/senders": ids(1)}), "the array '2/senders' belongs to none of its 2"),
         (lambda a, _: a["1/senders/0"].__setitem__(0, -1), "senders[0] = -1 of ('user', 'likes', 'user') is negative"),
         (
             lambda _, k: k[1].update(n_node=[["user", 2], ["game", 2**31]]),

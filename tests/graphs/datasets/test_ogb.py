@@ -241,10 +241,7 @@ def test_tables_are_read_as_numpy_writes_them(
 
 def test_rows_are_counted_over_blocks(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    for wrong, message in (
-        ("1,x", "row 900001, column 1 is 'x', no whole"),
-        ("1", "row 900001 has 1 c"),
-    ):
+    for wrong, message in (("1,x", "row 900001, column 1 is 'x', no whole"), ("1", "row 900001 has 1 c")):
         path.write_text("0,1\n\n" * 900_000 + f"1,2\n{wrong}\n")
         with pytest.raises(ValueError, match=f"table.csv: {message}"):
             read_csv_table(path, np.int32)

@@ -21,14 +21,7 @@ REAL = Path(__file__).resolve().parents[4] / "shared/data/planetoid"
 # 12 nodes, 3 classes: 0 to 2 to train on, 7 and 9 to 11 to test on; 8 is in neither allx nor tx.
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 1, 0, 2, 0, 1])
 FEATURES = np.random.default_rng(0).integers(0, 3, (12, 5)) * 0.5
-NEIGHBORS = {node: [] for node in range(12)} | {
-    0: [1, 4, 1],
-    1: [0],
-    2: [2, 11],
-    7: [9],
-    10: [3, 2],
-    11: [2],
-}
+NEIGHBORS = {node: [] for node in range(12)} | {0: [1, 4, 1], 1: [0], 2: [2, 11], 7: [9], 10: [3, 2], 11: [2]}
 TEST = (10, 7, 11, 9)
 SUFFIXES = ("x", "y", "tx", "ty", "allx", "ally", "graph", "test.index")
 

@@ -100,10 +100,7 @@ def test_changed_bytes_never_make_data_of_another_shape(tmp_path_factory: Any, d
     folder = tmp_path_factory.mktemp("files")
     write_graph(folder / "reddit_graph.npz")
     np.savez_compressed(
-        folder / "reddit_data.npz",
-        feature=np.ones((4, 602), np.float32),
-        label=[3, 40, 0, 7],
-        node_types=[1, 3, 2, 1],
+        folder / "reddit_data.npz", feature=np.ones((4, 602), np.float32), label=[3, 40, 0, 7], node_types=[1, 3, 2, 1]
     )
     path = folder / data.draw(st.sampled_from(["reddit_graph.npz", "reddit_data.npz"]))
     content = bytearray(path.read_bytes())
@@ -136,19 +133,13 @@ def test_objects_are_not_unpickled(folder: Path) -> None:
     ("changed", "message"),
     [
         ({"label": None}, " has no 'label', only feature, node_types"),
-        (
-            {"label": [1, 2, 3]},
-            ": 'label' must have shape (4,) for the 4 nodes of reddit_graph.npz, got (3,)",
-        ),
+        ({"label": [1, 2, 3]}, ": 'label' must have shape (4,) for the 4 nodes of reddit_graph.npz, got (3,)"),
         (
             {"feature": np.ones((4, 601))},
             ": 'feature' must have shape (4, 602) for the 4 nodes of reddit_graph.npz, got (4, 601)",
         ),
         ({"feature": np.ones((4, 602), int)}, ": 'feature' must be floating, got int64"),
-        (
-            {"feature": np.full((4, 602), [[1], [1], [np.nan], [1]])},
-            ": 'feature' is not finite in row 2",
-        ),
+        ({"feature": np.full((4, 602), [[1], [1], [np.nan], [1]])}, ": 'feature' is not finite in row 2"),
         ({"feature": np.full((4, 602), 1e39)}, ": 'feature' is not finite in row 0"),
         ({"label": [0.0, 1.0, 2.0, 3.0]}, ": 'label' must be integers, got float64"),
         ({"label": [0, 41, 2, 3]}, ": 'label': row 1 must be from 0 to 40, got 41"),
@@ -167,10 +158,7 @@ def test_faults_of_the_nodes_are_named(folder: Path, changed: Any, message: str)
     [
         ({"row": [0, 1, 4, 3, 2]}, ": 'row': row 2 must be from 0 to 3, got 4"),
         ({"col": [1, -1, 3, 1, 2]}, ": 'col': row 1 must be from 0 to 3, got -1"),
-        (
-            {"row": [0, 1]},
-            ": 'row' and 'col' must both be [edges], got shapes (2,) and (5,)",
-        ),
+        ({"row": [0, 1]}, ": 'row' and 'col' must both be [edges], got shapes (2,) and (5,)"),
         ({"row": np.array(SENDERS, float)}, ": 'row' must be integers, got float64"),
         ({"shape": [5]}, ": 'shape' must be [nodes, nodes], got [5]"),
         ({"shape": [4.0, 4.0]}, ": 'shape' must be [nodes, nodes], got [4.0, 4.0]"),

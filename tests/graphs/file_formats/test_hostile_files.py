@@ -109,11 +109,7 @@ def test_planetoids_matrices_larger_than_their_file(folders: dict[str, Path]) ->
 @pytest.mark.parametrize(
     ("suffix", "content", "message"),
     [
-        (
-            "test.index",
-            b"1000000000\n7\n11\n9\n",
-            "row 0 must be from 7 to 11, got '1000000000'",
-        ),
+        ("test.index", b"1000000000\n7\n11\n9\n", "row 0 must be from 7 to 11, got '1000000000'"),
         ("test.index", b"7\n" * 10_000, "has more than 13312 bytes for 12 nodes"),
         ("graph", b"\x80\x02}K\x00]sJ\x00\xca\x9a;]s.", "has 2 nodes, but node 1 is missing"),
         (
@@ -121,16 +117,8 @@ def test_planetoids_matrices_larger_than_their_file(folders: dict[str, Path]) ->
             b"\x80\x02" + b"]" * 200_000 + b".",
             "is not a pickle of Python 2, or a damaged one: its stack has more",
         ),
-        (
-            "x",
-            b"\x80\x02T\xff\xff\xff\x7f",
-            "is not a pickle of Python 2, or a damaged one: expected 21474",
-        ),
-        (
-            "y",
-            b"\x80\x02I" + b"9" * 10**6 + b"\n.",
-            "is not a pickle of Python 2, or a damaged one: ",
-        ),
+        ("x", b"\x80\x02T\xff\xff\xff\x7f", "is not a pickle of Python 2, or a damaged one: expected 21474"),
+        ("y", b"\x80\x02I" + b"9" * 10**6 + b"\n.", "is not a pickle of Python 2, or a damaged one: "),
     ],
 )
 def test_planetoids_files_that_claim_much(folders: dict[str, Path], suffix: str, content: bytes, message: str) -> None:
@@ -173,17 +161,9 @@ def bomb(line: bytes, size: int = 2**24) -> bytes:
         ("raw/node-feat", b"0,", " has a line of more than 2097152 bytes"),
         ("raw/edge", b"1", " has a line of more than 2097152 bytes"),
         ("raw/num-edge-list", b"\0", " has a line of more than 2097152 bytes"),
-        (
-            "raw/node-label",
-            b"0\n",
-            ": the table would take 8388608 bytes, more than the limit of 4194304",
-        ),
+        ("raw/node-label", b"0\n", ": the table would take 8388608 bytes, more than the limit of 4194304"),
         ("raw/edge", b"0,1\n", ": the table would take 4194304 bytes"),
-        (
-            "split/time/valid",
-            b"\n",
-            ": the text would take 6291456 bytes, more than the limit of 4194304",
-        ),
+        ("split/time/valid", b"\n", ": the text would take 6291456 bytes, more than the limit of 4194304"),
     ],
 )
 def test_gzip_bombs(folders: dict[str, Path], name: str, line: bytes, message: str) -> None:
@@ -219,26 +199,10 @@ def test_a_gzip_file_of_several_members(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (
-            "num-node-list",
-            "2000000000\n",
-            "node-feat.csv.gz has 3 rows, but num-node-list.csv.gz gives 2",
-        ),
-        (
-            "num-edge-list",
-            "2000000000\n",
-            "edge.csv.gz has 2 rows, but num-edge-list.csv.gz gives 2000",
-        ),
-        (
-            "num-node-list",
-            "9" * 5000,
-            "num-node-list.csv.gz: row 0, column 0 is '9999999999999999999999",
-        ),
-        (
-            "node-label",
-            "1\n2000000000\n0\n",
-            "node-label.csv.gz: row 1 is 2e+09, but must be a whole number from 0 to",
-        ),
+        ("num-node-list", "2000000000\n", "node-feat.csv.gz has 3 rows, but num-node-list.csv.gz gives 2"),
+        ("num-edge-list", "2000000000\n", "edge.csv.gz has 2 rows, but num-edge-list.csv.gz gives 2000"),
+        ("num-node-list", "9" * 5000, "num-node-list.csv.gz: row 0, column 0 is '9999999999999999999999"),
+        ("node-label", "1\n2000000000\n0\n", "node-label.csv.gz: row 1 is 2e+09, but must be a whole number from 0 to"),
     ],
 )
 def test_ogbs_files_that_claim_much(folders: dict[str, Path], name: str, text: str, message: str) -> None:
@@ -271,36 +235,18 @@ READ = "'feature' cannot be read: "
     ("content", "message"),
     [
         (npy("(1000000000000, 602)"), WOULD),
-        (
-            npy("(100000, 602)"),
-            READ + "its header gives float32 (100000, 602), 240800000 bytes, but it has",
-        ),
-        (
-            npy("(3, 602)", content=2**25),
-            READ + "its header gives float32 (3, 602), 7224 bytes, but it has",
-        ),
+        (npy("(100000, 602)"), READ + "its header gives float32 (100000, 602), 240800000 bytes, but it has"),
+        (npy("(3, 602)", content=2**25), READ + "its header gives float32 (3, 602), 7224 bytes, but it has"),
         (npy("(" + "9" * 10**5 + ",)"), READ + "EOF: reading array header, expected "),
         (npy("(" + "9" * 5000 + ",)"), READ),
         (npy("(" + "4294967296, " * 9 + ")"), READ + "its header has an invalid shape"),
         (npy("(-1, 602)"), READ + "its header has an invalid shape"),
         (npy("(18446744073709551616,)"), READ + "its header has an invalid shape"),
-        (
-            npy("(1,)", "'|V2147483647'"),
-            "'feature' of shape (1,) would take 2147483647 bytes, more than",
-        ),
+        (npy("(1,)", "'|V2147483647'"), "'feature' of shape (1,) would take 2147483647 bytes, more than"),
         (npy("(3, 602)", "'|O'"), READ + "Object arrays cannot be read: they are pickles"),
-        (
-            npy("(1,)", "[('a', '<f4'), ('b', 'O')]"),
-            READ + "Object arrays cannot be read: they are pickl",
-        ),
-        (
-            npy("(1,)").replace(b"NUMPY\x02", b"NUMPY\x03"),
-            READ + "version (3, 0) of its format is unknown",
-        ),
-        (
-            b"\x93NUMPY\x02\0\xff\xff\xff\x7f" + b" " * 2**25,
-            READ + "EOF: reading array header, expected ",
-        ),
+        (npy("(1,)", "[('a', '<f4'), ('b', 'O')]"), READ + "Object arrays cannot be read: they are pickl"),
+        (npy("(1,)").replace(b"NUMPY\x02", b"NUMPY\x03"), READ + "version (3, 0) of its format is unknown"),
+        (b"\x93NUMPY\x02\0\xff\xff\xff\x7f" + b" " * 2**25, READ + "EOF: reading array header, expected "),
         (b"", READ),
     ],
 )

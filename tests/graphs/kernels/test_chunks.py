@@ -92,13 +92,7 @@ def by_network(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
 def transformer(graph: graphs.Graph, *arrays: Any, **options: Any) -> jax.Array:
     features, *weights, of_edges, edge_weight = arrays
     return graphs.transformer_conv(
-        graph,
-        features,
-        *weights,
-        num_heads=HEADS,
-        edge_features=of_edges,
-        edge_feature_weight=edge_weight,
-        **options,
+        graph, features, *weights, num_heads=HEADS, edge_features=of_edges, edge_feature_weight=edge_weight, **options
     )
 
 
@@ -108,19 +102,10 @@ def cases() -> dict[str, tuple[Any, list[Any]]]:
     mean = functools.partial(weighted, reduce=fn.mean)
     return {
         "gat": (gat, [rows, ends, ends, None]),
-        "gat, dropout and weights": (
-            functools.partial(gat, **DROPPED),
-            [rows, ends, ends, (EDGES,)],
-        ),
+        "gat, dropout and weights": (functools.partial(gat, **DROPPED), [rows, ends, ends, (EDGES,)]),
         "gatv2": (gatv2, [rows, rows, (HEADS, WIDTH), None]),
-        "gatv2, dropout and weights": (
-            functools.partial(gatv2, **DROPPED),
-            [rows, rows, (HEADS, WIDTH), (EDGES,)],
-        ),
-        "sum, a weight for each edge": (
-            functools.partial(weighted, reduce=fn.sum),
-            [rows, (EDGES,)],
-        ),
+        "gatv2, dropout and weights": (functools.partial(gatv2, **DROPPED), [rows, rows, (HEADS, WIDTH), (EDGES,)]),
+        "sum, a weight for each edge": (functools.partial(weighted, reduce=fn.sum), [rows, (EDGES,)]),
         "mean, a weight for each head": (mean, [rows, (EDGES, HEADS, 1)]),
         "mean of numbers": (mean, [(NODES,), (EDGES,)]),
         **{

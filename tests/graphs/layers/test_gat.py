@@ -140,12 +140,7 @@ def test_parameters_are_those_of_dgl() -> None:
         ),
         "gat residual": (
             graphs.GATConv(30, 4, 5, residual=True, use_bias=False, rngs=nnx.Rngs(0)),
-            {
-                "weight": (30, 20),
-                "left": (1, 5, 4),
-                "right": (1, 5, 4),
-                "residual_weight": (30, 20),
-            },
+            {"weight": (30, 20), "left": (1, 5, 4), "right": (1, 5, 4), "residual_weight": (30, 20)},
         ),
         "gat identity": (
             graphs.GATConv(20, 4, 5, residual=True, use_bias=False, rngs=nnx.Rngs(0)),

@@ -9,16 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layer_cases import (
-    CASES,
-    Case,
-    draw_inputs,
-    hub_graph,
-    in_float64,
-    parameters,
-    small_graph,
-    weights_of,
-)
+from layer_cases import CASES, Case, draw_inputs, hub_graph, in_float64, parameters, small_graph, weights_of
 
 import jmp_train as jt
 from jmp_train import graphs
@@ -295,10 +286,7 @@ def test_calls_and_views_say_whether_dropout_is_on() -> None:
     assert (view(graph, x, deterministic=False) != still).any()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, "float32") for name in DROPPING), ("gat attention", "float16")],
-)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in DROPPING), ("gat attention", "float16")])
 def test_dropout_keeps_the_mean(name: str, dtype: str) -> None:
     """Where the network is linear in what is dropped: logits are 0."""
     graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
@@ -347,22 +335,10 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: graphs.GraphConv(2, 2, norm="all", rngs=nnx.Rngs(0)),
         "norm='all' must be one of",
     ),
-    "graph width": (
-        lambda: plain(graphs.graph_conv, (3, 2), (4, 2)),
-        r"features must be \[3, 4\], got shape \(3, 2\)",
-    ),
-    "graph rows": (
-        lambda: plain(graphs.graph_conv, (2, 2)),
-        r"features must be \[3, in\], got shape \(2, 2\)",
-    ),
-    "graph weight": (
-        lambda: plain(graphs.graph_conv, (3, 2), (2,)),
-        r"weight must be \[in, out\], got shape \(2,\)",
-    ),
-    "graph bias": (
-        lambda: plain(graphs.graph_conv, (3, 2), (2, 5), (2,)),
-        r"bias must be \[5\], got shape \(2,\)",
-    ),
+    "graph width": (lambda: plain(graphs.graph_conv, (3, 2), (4, 2)), r"features must be \[3, 4\], got shape \(3, 2\)"),
+    "graph rows": (lambda: plain(graphs.graph_conv, (2, 2)), r"features must be \[3, in\], got shape \(2, 2\)"),
+    "graph weight": (lambda: plain(graphs.graph_conv, (3, 2), (2,)), r"weight must be \[in, out\], got shape \(2,\)"),
+    "graph bias": (lambda: plain(graphs.graph_conv, (3, 2), (2, 5), (2,)), r"bias must be \[5\], got shape \(2,\)"),
     "graph edge weight": (
         lambda: plain(graphs.graph_conv, (3, 2), edge_weight=jnp.ones(3)),
         r"edge_weight must be \[4\], got shape \(3,\)",
@@ -435,14 +411,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         r"features of width 2 to 6: residual_weight \[2, 6\] is needed",
     ),
     "gat residual weight": (
-        lambda: plain(
-            graphs.gat_conv,
-            (3, 6),
-            (6, 6),
-            (1, 2, 3),
-            (1, 2, 3),
-            residual_weight=jnp.ones((6, 6)),
-        ),
+        lambda: plain(graphs.gat_conv, (3, 6), (6, 6), (1, 2, 3), (1, 2, 3), residual_weight=jnp.ones((6, 6))),
         "residual_weight needs residual=True",
     ),
     "gat edge weight": (
@@ -469,30 +438,18 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: plain(graphs.gin_conv, (3, 2), aggregator="min"),
         "aggregator='min' must be one of 'sum', 'max', 'mean'",
     ),
-    "gin eps": (
-        lambda: plain(graphs.gin_conv, (3, 2), eps=jnp.ones(2)),
-        r"eps must be a number, got shape \(2,\)",
-    ),
-    "gin rows": (
-        lambda: plain(graphs.gin_conv, (4, 2)),
-        r"features must be \[3, \.\.\.\], got shape \(4, 2\)",
-    ),
+    "gin eps": (lambda: plain(graphs.gin_conv, (3, 2), eps=jnp.ones(2)), r"eps must be a number, got shape \(2,\)"),
+    "gin rows": (lambda: plain(graphs.gin_conv, (4, 2)), r"features must be \[3, \.\.\.\], got shape \(4, 2\)"),
     "gin edge weight": (
         lambda: plain(graphs.gin_conv, (3, 2), edge_weight=jnp.ones(5)),
         r"edge_weight must be \[4\], got shape \(5,\)",
     ),
-    "appnp rows": (
-        lambda: plain(graphs.appnp_conv, (4, 2)),
-        r"features must be \[3, \.\.\.\], got shape \(4, 2\)",
-    ),
+    "appnp rows": (lambda: plain(graphs.appnp_conv, (4, 2)), r"features must be \[3, \.\.\.\], got shape \(4, 2\)"),
     "appnp hops": (lambda: plain(graphs.appnp_conv, (3, 2), k=-1), "k=-1 must be at least 0"),
     "appnp alpha": (lambda: plain(graphs.appnp_conv, (3, 2), alpha=1.5), r"alpha=1.5 must be in \[0, 1\]"),
     "appnp norm": (lambda: graphs.APPNPConv(norm="all"), "norm='all' must be one of"),
     "appnp rate": (lambda: graphs.APPNPConv(edge_dropout=0.5), "edge_dropout=0.5 needs a random key"),
-    "sg width": (
-        lambda: plain(graphs.sg_conv, (3, 2), (4, 2)),
-        r"features must be \[3, 4\], got shape \(3, 2\)",
-    ),
+    "sg width": (lambda: plain(graphs.sg_conv, (3, 2), (4, 2)), r"features must be \[3, 4\], got shape \(3, 2\)"),
     "sg edge weight without graph": (
         lambda: graphs.sg_conv(None, jnp.ones((3, 2)), jnp.ones((2, 2)), edge_weight=jnp.ones(4)),
         "edge_weight needs a graph: features that are already propagated are already weighted",

@@ -122,10 +122,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: graphs.PNAConv(2, 5, delta=1.0, towers=2, rngs=nnx.Rngs(0)),
         "towers=2 must divide out_features=5",
     ),
-    "delta": (
-        lambda: graphs.PNAConv(2, 2, delta=0.0, rngs=nnx.Rngs(0))(GRAPH, X),
-        "delta=0.0 must be positive",
-    ),
+    "delta": (lambda: graphs.PNAConv(2, 2, delta=0.0, rngs=nnx.Rngs(0))(GRAPH, X), "delta=0.0 must be positive"),
     "edges": (
         lambda: graphs.PNAConv(2, 2, delta=1.0, edge_features=3, rngs=nnx.Rngs(0))(GRAPH, X),
         r"pre_weight must be \[towers, 4, width\], got shape \(1, 7, 2\)",

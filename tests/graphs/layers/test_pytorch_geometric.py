@@ -124,12 +124,7 @@ def relational(kind: str, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
 
 
 def nn_conv(aggregator: str, rngs: nnx.Rngs) -> tuple[Any, Any, Names]:
-    names = {
-        "network/kernel": "nn.weight",
-        "network/bias": "nn.bias",
-        "self_weight": "lin.weight",
-        "bias": "bias",
-    }
+    names = {"network/kernel": "nn.weight", "network/bias": "nn.bias", "self_weight": "lin.weight", "bias": "bias"}
     layer = graphs.NNConv(IN, OUT, nnx.Linear(2, IN * OUT, rngs=rngs), aggregator=aggregator, rngs=rngs)
     return layer, pyg.NNConv(IN, OUT, torch.nn.Linear(2, IN * OUT), aggr=aggregator), names
 

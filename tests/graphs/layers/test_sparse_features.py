@@ -93,11 +93,7 @@ def test_rows_of_sparse_matrices_are_padded_as_is_asked() -> None:
     assert (half.num_entries, half.shape, half.dtype) == (99, (4, WIDTH), np.float16)
     assert graphs.take_sparse_rows(matrix, np.array([], np.int32)).shape == (0, WIDTH)
     cases: list[tuple[type[Exception], Callable[[], Any], str]] = [
-        (
-            TypeError,
-            lambda: graphs.take_sparse_rows(WORDS, ids),
-            "matrix must be a floating csr matrix of scipy, got",
-        ),
+        (TypeError, lambda: graphs.take_sparse_rows(WORDS, ids), "matrix must be a floating csr matrix of scipy, got"),
         (TypeError, lambda: graphs.take_sparse_rows(matrix.tocsc(), ids), "matrix must be a floating csr matrix"),
         (ValueError, lambda: graphs.take_sparse_rows(matrix, ids + 60), r"ids\[\d\] = \d+ is out of range for 60 rows"),
         (ValueError, lambda: graphs.take_sparse_rows(matrix, ids, num_entries=1), "num_entries=1 is less than the"),

@@ -28,8 +28,7 @@ def test_fused_pairs_store_no_array_of_edges_by_features(dtype: str, hub: int, p
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("gat", "float16"), pytest.param("gatv2", "float32", marks=pytest.mark.full)],
+    ("name", "dtype"), [("gat", "float16"), pytest.param("gatv2", "float32", marks=pytest.mark.full)]
 )
 def test_chunked_attention_stores_no_float_for_an_edge(name: str, dtype: str, plan_python: str) -> None:
     target = f"{PROGRAMS}:attention"

@@ -142,10 +142,7 @@ def test_user_defined_functions_equal_built_ins(place: int) -> None:
             found = graphs.update_all(graph, m, r).nodes["x"]
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(
-        graphs.apply_edges(graph, send).edges["m"],
-        graphs.apply_edges(graph, message).edges["m"],
-        rtol=1e-6,
-        atol=1e-6,
+        graphs.apply_edges(graph, send).edges["m"], graphs.apply_edges(graph, message).edges["m"], rtol=1e-6, atol=1e-6
     )
 
 
@@ -220,21 +217,10 @@ kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 )
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(
-    function=st.sampled_from(MESSAGES),
-    degree=degrees,
-    is_reversed=st.booleans(),
-    kind=kinds,
-    seed=st.integers(0, 99),
+    function=st.sampled_from(MESSAGES), degree=degrees, is_reversed=st.booleans(), kind=kinds, seed=st.integers(0, 99)
 )
 def test_exact_at_every_degree_and_so_is_the_gradient(
-    reducer: Any,
-    implementation: str,
-    half: str,
-    function: Any,
-    degree: int,
-    is_reversed: bool,
-    kind: str,
-    seed: int,
+    reducer: Any, implementation: str, half: str, function: Any, degree: int, is_reversed: bool, kind: str, seed: int
 ) -> None:
     """A hub that `degree` edges enter, or leave, and other nodes; against float64 by plain jax."""
     if implementation == "chunked":

@@ -10,16 +10,8 @@ from jmp_train.graphs import fn
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
-PLAYS, MAKES, KNOWS = (
-    ("user", "plays", "game"),
-    ("firm", "makes", "game"),
-    ("user", "knows", "user"),
-)
-EDGES = {
-    PLAYS: ([0, 1, 2, 2], [0, 0, 1, 0]),
-    MAKES: ([0, 1], [0, 2]),
-    KNOWS: ([0, 1], [1, 2]),
-}
+PLAYS, MAKES, KNOWS = (("user", "plays", "game"), ("firm", "makes", "game"), ("user", "knows", "user"))
+EDGES = {PLAYS: ([0, 1, 2, 2], [0, 0, 1, 0]), MAKES: ([0, 1], [0, 2]), KNOWS: ([0, 1], [1, 2])}
 COUNTS = {"user": 3, "firm": 2, "game": 4}
 
 

@@ -34,21 +34,9 @@ def reduce_by_hand(nodes: graphs.NodeBatch) -> dict[str, jax.Array]:
 def test_only_what_is_reached_changes(reduce: Any) -> None:
     graph = with_old(make_graph())
     edges, pair = [3, 0], (np.array([2, 0]), np.array([1, 1]))
-    assert graphs.send_and_recv(graph, edges, COPY, reduce).nodes["x"].tolist() == [
-        -1,
-        101,
-        -1,
-        -1,
-        -1,
-    ]
+    assert graphs.send_and_recv(graph, edges, COPY, reduce).nodes["x"].tolist() == [-1, 101, -1, -1, -1]
     # All edges between the two are meant: there are two from node 0 to node 1.
-    assert graphs.send_and_recv(graph, pair, COPY, reduce).nodes["x"].tolist() == [
-        -1,
-        102,
-        -1,
-        -1,
-        -1,
-    ]
+    assert graphs.send_and_recv(graph, pair, COPY, reduce).nodes["x"].tolist() == [-1, 102, -1, -1, -1]
     assert graphs.pull(graph, [0, 4], COPY, reduce).nodes["x"].tolist() == [100, -1, -1, -1, 0]
     assert graphs.push(graph, [1, 3], COPY, reduce).nodes["x"].tolist() == [-1, 1000, 10, -1, -1]
 

@@ -148,10 +148,7 @@ def test_what_is_refused() -> None:
             "mesh axis 'data' has 1 devices, but the features have 2",
         ),
         (lambda: within(take, store=store, ids=ids[:, None]), r"ids must be \[reads\], got shape \(2, 1\)"),
-        (
-            lambda: within(take, store=part, ids=ids),
-            "a device must have its whole shard of 51 rows, got 17: shard the",
-        ),
+        (lambda: within(take, store=part, ids=ids), "a device must have its whole shard of 51 rows, got 17: shard the"),
         (lambda: within(slopes), "Reverse-mode differentiation does not work for lax.while_loop"),
         (lambda: graphs.shard_features(features[:0], mesh), r"features must be \[nodes, ...\] of at least one node"),
         (lambda: graphs.shard_features(features, mesh, "model"), "axis='model' is not one of the mesh's: 'data'"),

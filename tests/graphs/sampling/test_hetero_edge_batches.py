@@ -111,10 +111,7 @@ def test_what_is_refused() -> None:
     without_ids = {**host(), BOUGHT: host(keep_edge_ids=False)[BOUGHT]}
     by_type: dict[str, Any] = {"exclude": "reverse_types", "reverse_types": REVERSE}
     cases: list[tuple[Any, str]] = [
-        (
-            lambda: make(BUYS, exclude="reverse_types"),
-            "reverse_types and exclude='reverse_types' need each other",
-        ),
+        (lambda: make(BUYS, exclude="reverse_types"), "reverse_types and exclude='reverse_types' need each other"),
         (lambda: make(KNOWS, **by_type), r"reverse_types lacks edge type \('user', 'knows', 'user'\)"),
         (
             lambda: make(BUYS, exclude="reverse_types", reverse_types={BUYS: KNOWS}),

@@ -31,18 +31,9 @@ def models() -> dict[str, list[Any]]:
     rngs = nnx.Rngs(0)
     double: dict[str, Any] = {"param_dtype": jnp.float64, "rngs": rngs}
     return {
-        "gcn": [
-            graphs.GraphConv(6, 5, activation=nnx.relu, **double),
-            graphs.GraphConv(5, 3, **double),
-        ],
-        "sage": [
-            graphs.SAGEConv(6, 5, activation=nnx.relu, **double),
-            graphs.SAGEConv(5, 3, **double),
-        ],
-        "gat": [
-            graphs.GATConv(6, 4, 2, activation=nnx.elu, **double),
-            graphs.GATConv(8, 3, 1, **double),
-        ],
+        "gcn": [graphs.GraphConv(6, 5, activation=nnx.relu, **double), graphs.GraphConv(5, 3, **double)],
+        "sage": [graphs.SAGEConv(6, 5, activation=nnx.relu, **double), graphs.SAGEConv(5, 3, **double)],
+        "gat": [graphs.GATConv(6, 4, 2, activation=nnx.elu, **double), graphs.GATConv(8, 3, 1, **double)],
     }
 
 

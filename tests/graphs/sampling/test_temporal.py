@@ -74,11 +74,7 @@ def test_what_temporal_neighbors_refuse() -> None:
             ValueError,
             r"nodes\[0\] = 2 is out of range for 2 nodes",
         ),
-        (
-            lambda: graphs.temporal_neighbors(index, np.array([0.5]), [1], 1),
-            TypeError,
-            "nodes must be integers, got",
-        ),
+        (lambda: graphs.temporal_neighbors(index, np.array([0.5]), [1], 1), TypeError, "nodes must be integers, got"),
         (lambda: graphs.temporal_neighbors(index, [0], [1, 2], 1), ValueError, r"times must have shape \(1,\), got"),
         (lambda: graphs.temporal_neighbors(index, [0], [np.nan], 1), ValueError, r"times\[0\] is NaN"),
         (lambda: graphs.temporal_neighbors(index, [0], [1], -1), ValueError, "k=-1 must be at least 0"),

@@ -50,9 +50,7 @@ def claiming(num_nodes: int, num_edges: int) -> graphs.Graph:
     graph = small_graph()
     zero = np.int32(0)
     receivers: Any = dataclasses.replace(
-        graph.connections.receivers,
-        rows=np.broadcast_to(zero, num_edges),
-        degrees=np.broadcast_to(zero, num_nodes),
+        graph.connections.receivers, rows=np.broadcast_to(zero, num_edges), degrees=np.broadcast_to(zero, num_nodes)
     )
     adjacency = dataclasses.replace(graph.connections, ends=(receivers, receivers))
     return dataclasses.replace(graph, connections=adjacency)

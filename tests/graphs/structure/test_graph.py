@@ -253,7 +253,4 @@ def test_no_edges_and_no_nodes() -> None:
         x = graphs.update_all(none, fn.copy_u("h", "m"), reducer("m", "x")).nodes["x"]
         assert x.tolist() == [[0, 0]] * 3
     empty = graphs.from_edges([], [], 0, nodes={"h": jnp.ones((0, 2))})
-    assert graphs.update_all(empty, fn.copy_u("h", "m"), fn.sum("m", "x")).nodes["x"].shape == (
-        0,
-        2,
-    )
+    assert graphs.update_all(empty, fn.copy_u("h", "m"), fn.sum("m", "x")).nodes["x"].shape == (0, 2)

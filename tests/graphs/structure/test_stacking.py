@@ -204,14 +204,8 @@ def test_graphs_that_differ_are_not_stacked() -> None:
     first, other = molecules(2)
     wrong: dict[str, tuple[list[Any], str]] = {
         "graphs is empty": ([], "graphs is empty"),
-        "features": (
-            [first, other.with_nodes(z=other.nodes["h"])],
-            "'nodes/z' is float32.*missing",
-        ),
-        "sizes": (
-            [first, graphs.pad(graphs.unpad(other), 33, 64, 4)],
-            r"\[33, 3\], not float32\[32",
-        ),
+        "features": ([first, other.with_nodes(z=other.nodes["h"])], "'nodes/z' is float32.*missing"),
+        "sizes": ([first, graphs.pad(graphs.unpad(other), 33, 64, 4)], r"\[33, 3\], not float32\[32"),
         "kinds": ([{"a": 1.0}, [1.0]], "'a' is missing"),
     }
     for made, message in wrong.values():

@@ -111,22 +111,13 @@ def test_a_batch_by_hand() -> None:
         ([(0, 1), (1, 1), (0, 1), (0, 0), (1, 1)], [1, 2, 4, 0, 4]),
         ([(0, 1), (0, 0), (1, 1)], [8, 0, 8]),
     ]
-    assert parts(graphs.remove_self_loop(both)) == [
-        ([(0, 1), (0, 1)], [1, 4]),
-        ([(0, 1)], [8]),
-    ]
-    assert parts(graphs.to_simple(both, "sum")) == [
-        ([(0, 1), (1, 1)], [5, 2]),
-        ([(0, 1)], [8]),
-    ]
+    assert parts(graphs.remove_self_loop(both)) == [([(0, 1), (0, 1)], [1, 4]), ([(0, 1)], [8])]
+    assert parts(graphs.to_simple(both, "sum")) == [([(0, 1), (1, 1)], [5, 2]), ([(0, 1)], [8])]
     assert parts(graphs.to_bidirected(both, "mean")) == [
         ([(0, 1), (1, 1), (1, 0)], [2.5, 2, 2.5]),
         ([(0, 1), (1, 0)], [8, 8]),
     ]
-    assert parts(graphs.reverse(both)) == [
-        ([(1, 0), (1, 1), (1, 0)], [1, 2, 4]),
-        ([(1, 0)], [8]),
-    ]
+    assert parts(graphs.reverse(both)) == [([(1, 0), (1, 1), (1, 0)], [1, 2, 4]), ([(1, 0)], [8])]
     new, order = graphs.reorder(both)
     assert order.tolist() == [1, 0, 3, 2]
     assert parts(new) == [([(0, 0), (1, 0), (1, 0)], [2, 1, 4]), ([(1, 0)], [8])]
@@ -227,11 +218,7 @@ def test_half_features_are_upcast_added_and_rounded_once(dtype: str) -> None:
     """5,000 parallel edges; and a sum just above the middle of two bfloat16s, which float32 lacks."""
     ones = graphs.from_edges([0] * 5_000, [1] * 5_000, 2, edges={"w": np.ones((5_000, 3), jnp.dtype(dtype))})
     wanted = np.full(3, 5_000, jnp.dtype(dtype)).tolist()  # bfloat16: 4992
-    for new in (
-        graphs.to_simple(ones, "sum"),
-        graphs.to_bidirected(ones, "sum"),
-        graphs.add_self_loop(ones, "sum"),
-    ):
+    for new in (graphs.to_simple(ones, "sum"), graphs.to_bidirected(ones, "sum"), graphs.add_self_loop(ones, "sum")):
         assert new.edges["w"].dtype == dtype
     assert graphs.to_simple(ones, "sum").edges["w"].tolist() == [wanted]
     assert graphs.to_bidirected(ones, "sum").edges["w"].tolist() == [wanted] * 2

@@ -124,12 +124,7 @@ def test_what_encodings_refuse() -> None:
         (graphs.laplacian_pe, (graphs.pad(graph, 50, 90), 1), ValueError, "graph is padded: unpad it first"),
         (graphs.laplacian_pe, (3, 1), TypeError, "graph must be a Graph or a jraph.GraphsTuple, got int"),
         (graphs.random_walk_pe, (graph, 1.5), TypeError, "k=1.5 must be an integer"),
-        (
-            graphs.random_walk_pe,
-            (graph, 1, "v"),
-            ValueError,
-            "weight='v' is not an edge feature; there are: 'w'",
-        ),
+        (graphs.random_walk_pe, (graph, 1, "v"), ValueError, "weight='v' is not an edge feature; there are: 'w'"),
         (graphs.random_walk_pe, (graph, 1, "w"), ValueError, r"edges\['w'\] must have one axis .*got shape \(80, 1\)"),
         (graphs.random_walk_pe, (graph, 1, "bad"), ValueError, r"edges\['bad'\] must be at least 0 .*got -1.0"),
         (graphs.shortest_path_distances, (graph, -2), ValueError, "max_distance=-2 must be at least 0"),

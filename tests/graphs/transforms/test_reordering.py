@@ -30,11 +30,7 @@ def shuffled(graph: Any, seed: int) -> graphs.Graph:
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("make", "least"),
-    [
-        (lambda: nx.path_graph(200), 1),
-        (lambda: nx.grid_2d_graph(6, 30), 7),
-        (lambda: nx.balanced_tree(2, 6), 32),
-    ],
+    [(lambda: nx.path_graph(200), 1), (lambda: nx.grid_2d_graph(6, 30), 7), (lambda: nx.balanced_tree(2, 6), 32)],
 )
 def test_reverse_cuthill_mckee_brings_neighbors_near(make: Callable[[], Any], least: int) -> None:
     """Of a path it is exact; a grid needs its shorter side, here with one more for the corner."""
