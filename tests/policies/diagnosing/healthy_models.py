@@ -95,26 +95,6 @@ def convolutional() -> Model:
     return Model(task.loss_fn, params, state, {"image": normal(BATCH, 8, 8, 1), "label": labels()})
 
 
-class ViT(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(WIDTH, (4, 4), strides=(4, 4))(x).reshape(len(x), -1, WIDTH)
-        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
-        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
-        x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x))))
-        return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
-
-
-def vision_transformer() -> Model:
-    model, images = ViT(), normal(BATCH, 8, 8, 1)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return cross_entropy(model.apply(params, batch["image"]), batch["label"])
-
-    params = jax.jit(model.init)(jr.key(0), images)
-    return Model(jt.stateless(loss_fn), params, None, {"image": images, "label": labels()})
-
-
 class Decoder(nnx.Module):
     """A causal language model whose attention is written by hand."""
 
@@ -167,46 +147,6 @@ def group_norms() -> Model:
         return cross_entropy(nnx.merge(graph, params)(batch["image"]), batch["label"])
 
     return Model(jt.stateless(loss_fn), params, None, {"image": normal(BATCH, 8, 8, 1), "label": labels()})
-
-
-def lstm() -> Model:
-    """An LSTM over characters, in haiku."""
-
-    def logits(inputs: jax.Array) -> jax.Array:
-        core = hk.LSTM(WIDTH)
-        x = hk.Embed(VOCABULARY, WIDTH)(inputs)
-        start = jax.tree.map(lambda h: h.astype(x.dtype), core.initial_state(len(inputs)))
-        outputs, _ = hk.dynamic_unroll(core, x.swapaxes(0, 1), start)
-        return hk.Linear(VOCABULARY)(outputs)
-
-    net: Any = hk.without_apply_rng(hk.transform(logits))
-
-    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
-        return cross_entropy(net.apply(params, batch[:, :-1]), batch[:, 1:].T)
-
-    return Model(jt.stateless(loss_fn), net.init(jr.key(0), tokens()[:, :-1]), None, tokens())
-
-
-def haiku_transformer() -> Model:
-    """A masked transformer block, in haiku; its norms are given float32, as `hk.mixed_precision` does."""
-
-    def norm(x: jax.Array) -> jax.Array:
-        return hk.LayerNorm(-1, True, True)(x.astype(jnp.float32)).astype(x.dtype)
-
-    def logits(inputs: jax.Array, mask: jax.Array) -> jax.Array:
-        x = hk.Embed(VOCABULARY, WIDTH)(inputs)
-        normed = norm(x)
-        x = x + hk.MultiHeadAttention(2, 8, model_size=WIDTH, w_init_scale=1.0)(normed, normed, normed, mask)
-        x = x + hk.Linear(WIDTH)(jax.nn.gelu(hk.Linear(2 * WIDTH)(norm(x))))
-        return hk.Linear(VOCABULARY)(norm(x))
-
-    net: Any = hk.without_apply_rng(hk.transform(logits))
-    mask = np.tril(np.ones((1, 1, LENGTH, LENGTH), bool))
-
-    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
-        return cross_entropy(net.apply(params, batch[:, :-1], mask), batch[:, 1:])
-
-    return Model(jt.stateless(loss_fn), net.init(jr.key(0), tokens()[:, :-1], mask), None, tokens())
 
 
 def autoencoder() -> Model:
@@ -353,11 +293,8 @@ def graph_attention() -> Model:
 MODELS = (
     perceptron,
     convolutional,
-    vision_transformer,
     language_model,
     group_norms,
-    lstm,
-    haiku_transformer,
     autoencoder,
     gru,
     diffusion,

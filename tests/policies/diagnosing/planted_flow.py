@@ -1,4 +1,4 @@
-"""Ten planted faults of a normalizing flow in haiku, with transforms and densities as its users write them.
+"""Planted faults of a normalizing flow in haiku, with transforms and densities as its users write them.
 
 The model has the structure of google-deepmind/distrax (examples/flow.py): masked couplings in turn, whose conditioners
 are perceptrons, and a base distribution.
@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from planting import Case, Fault, Way, values
+from planting import BF16, Case, Fault, Way, values
 from promotion import promoting
 
 ROWS, SIZE, BINS = 16, 8, 12
-BF16 = "bfloat16"
 Transform = Callable[[Any, Any], tuple[Any, Any]]
 
 
@@ -109,18 +108,6 @@ def roots(way: Way) -> Case:
         return likelihood(4 * z - 2, logdet)
 
     return flow(way, forward, unit())
-
-
-def logits_of_pixels(way: Way) -> Case:
-    """The first layer of RealNVP and MAF, which keeps pixels off 0 and 1."""
-
-    def forward(x: Any) -> Any:
-        x = 1e-6 + (1 - 2e-6) * x
-        logits = jnp.log(x) - jnp.log(1 - x)  # fault: logits of pixels
-        z, logdet = couplings(logits, affine, 2)
-        return likelihood(z, logdet - (jnp.log(x) + jnp.log1p(-x)).sum(-1))
-
-    return flow(way, forward, jnp.round(255 * jnp.clip(1.1 * unit() - 0.05, 0, 1)) / 255)
 
 
 def determinant(way: Way) -> Case:
@@ -222,7 +209,6 @@ def simplex(way: Way) -> Case:
 FLOW = (
     Fault("bins of a spline", "NaN made", "haiku", spline_bins, BF16),
     Fault("root of a quadratic", "overflow", "haiku", roots),
-    Fault("logits of pixels", "cancellation", "haiku", logits_of_pixels),
     Fault("determinant by a product", "underflow", "haiku", determinant),
     Fault("density of samples", "cancellation", "haiku", importance, BF16, autocast=True),
     Fault("scale of a coupling", "underflow", "haiku", sigmoid_scale),

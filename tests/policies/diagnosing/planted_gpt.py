@@ -1,4 +1,4 @@
-"""Ten planted faults of a language model in linen: the decoder of nanodo, with lines as its users write them.
+"""Planted faults of a language model in linen: the decoder of nanodo, with lines as its users write them.
 
 The model has the structure of google-deepmind/nanodo (nanodo/model.py): learned positions, blocks with LayerNorm before
 attention and perceptron, a tied output.
@@ -14,11 +14,10 @@ import jax.random as jr
 import optax
 from flax import linen as nn
 from jax import lax
-from planting import Case, Fault, Way, values
+from planting import BF16, Case, Fault, Way, values
 from promotion import promoting
 
 WIDTH, HIDDEN, WORDS = 16, 32, 32
-BF16 = "bfloat16"
 Attend = Callable[[nn.Module, Any, Any, Any], tuple[Any, Any]]
 
 
@@ -41,7 +40,6 @@ def softmax_attention(_: nn.Module, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 class Block(nn.Module):
     heads: int
     attend: Attend
-    act: Callable[[Any], Any]
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -52,7 +50,7 @@ class Block(nn.Module):
         )
         out, penalty = self.attend(self, q, k, v)
         x = x + nn.DenseGeneral(WIDTH, axis=(-2, -1), use_bias=False, name="out")(out)
-        h = self.act(nn.Dense(HIDDEN, use_bias=False, name="up")(nn.LayerNorm(use_bias=False)(x)))
+        h = jax.nn.gelu(nn.Dense(HIDDEN, use_bias=False, name="up")(nn.LayerNorm(use_bias=False)(x)))
         return x + nn.Dense(WIDTH, use_bias=False, name="down")(h), penalty
 
 
@@ -60,7 +58,6 @@ class Decoder(nn.Module):
     length: int
     heads: int = 2
     attend: Attend = softmax_attention
-    act: Callable[[Any], Any] = jax.nn.gelu
     positions: Callable[[Any, Any], Any] = lambda tokens, _: jnp.arange(tokens.shape[1])
 
     @nn.compact
@@ -68,7 +65,7 @@ class Decoder(nn.Module):
         embed = nn.Embed(WORDS, WIDTH)
         x = embed(tokens)
         x = x + nn.Embed(self.length, WIDTH)(self.positions(tokens, x.dtype))
-        x, penalty = Block(self.heads, self.attend, self.act, name="block")(x)
+        x, penalty = Block(self.heads, self.attend, name="block")(x)
         return embed.attend(nn.LayerNorm(use_bias=False)(x)), penalty
 
 
@@ -137,31 +134,6 @@ def packed(way: Way) -> Case:
         return position.astype(jnp.int32)
 
     return language_model(way, 1, 320, positions=positions)
-
-
-def entropy(way: Way) -> Case:
-    """A penalty on the entropy of attention."""
-
-    def attend(_: nn.Module, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        weights = weights_of(jnp.einsum("bqhd,bkhd->bhqk", q / q.shape[-1] ** 0.5, k)).astype(v.dtype)
-        entropy = -(weights * jnp.log(weights + 1e-9)).sum(-1)  # fault: entropy of attention
-        return mixed(weights, v), 0.01 * entropy.mean()
-
-    return language_model(way, attend=attend)
-
-
-def squared_relu(way: Way) -> Case:
-    """Primer's activation in a trained model, where a few activations are large."""
-
-    def act(h: Any) -> Any:
-        return jnp.square(nn.relu(h))  # fault: squares of a perceptron
-
-    def change(params: Any) -> Any:
-        kernel = params["params"]["block"]["up"]["kernel"].at[:, 0].multiply(300)
-        params["params"]["block"]["up"]["kernel"] = kernel
-        return params
-
-    return language_model(way, act=act, change=change)
 
 
 def retention(way: Way) -> Case:
@@ -251,8 +223,6 @@ GPT = (
     Fault("cross entropy of large logits", "cancellation", "linen", trained, BF16, tolerance=0.04),
     Fault("cosines over a temperature", "cancellation", "linen", cosines, BF16, autocast=True),
     Fault("positions of a mask", "integer precision lost", "linen", packed, BF16),
-    Fault("entropy of attention", "underflow", "linen", entropy, action="epsilon"),
-    Fault("squares of a perceptron", "overflow", "linen", squared_relu),
     Fault("decay of queries and keys", "overflow", "linen", retention),
     Fault("divergence from a reference", "cancellation", "linen", penalty, BF16, tolerance=0.04, named="nearly"),
     Fault("buckets of distances", "integer precision lost", "linen", buckets, BF16),

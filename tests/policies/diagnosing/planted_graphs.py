@@ -1,13 +1,12 @@
-"""Ten planted faults of graph networks in jraph with linen and haiku, and of this library's own graphs.
+"""Planted faults of graph networks in jraph with linen, and of this library's own graphs.
 
 The networks follow google-deepmind/jraph (`ogb_examples/train_flax.py`, `_src/models.py`), SchNet's and EGNN's
-layers as jraph users write them, and GRAND's diffusion, in small sizes.
+layers as jraph users write them, in small sizes.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -16,14 +15,13 @@ import numpy as np
 from flax import linen as nn
 from flax.linen.initializers import constant
 from jax import lax
-from planting import Case, Fault, Way, mean_square, values
+from planting import BF16, Case, Fault, Way, mean_square, values
 from promotion import promoting
 
 import jmp_train as jt
 from jmp_train.graphs import fn
 
 WIDTH, ATOMS, MOLECULES = 8, 9, 4
-BF16 = "bfloat16"
 
 
 def molecules(nodes: Any = None, padding: int = 0) -> Any:
@@ -153,27 +151,6 @@ def readout(way: Way) -> Case:
     return way.gradients(promoting(loss_fn)), (params, (x, edges))
 
 
-def graph_norm(way: Way) -> Case:
-    """GraphNorm, whose variance is that of the nodes of a graph, in haiku."""
-    graph = molecules()
-
-    def forward(x: jax.Array) -> jax.Array:
-        x, index = 3 + 0.2 * hk.Linear(WIDTH)(x), owner(graph)
-        mean = jraph.segment_mean(x, index, MOLECULES)
-        variance = jraph.segment_mean(x * x, index, MOLECULES) - mean * mean  # fault: variance of a graph
-        x = (x - mean[index]) / jnp.sqrt(jnp.maximum(variance, 0)[index] + 1e-3)
-        return hk.Linear(1)(jnp.tanh(x))
-
-    net: Any = hk.without_apply_rng(hk.transform(forward))
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x, target = batch
-        return mean_square(net.apply(params, x) - target)
-
-    batch = graph.nodes, values(MOLECULES * ATOMS, 1, seed=2)
-    return way.gradients(promoting(loss_fn)), (net.init(jr.key(0), graph.nodes), batch)
-
-
 def attention(way: Way) -> Case:
     """Attention over edges whose exponentials are summed as they are."""
     network, graph = as_any(nn.Dense(1, bias_init=constant(9.0))), molecules()
@@ -220,25 +197,6 @@ def pooled(way: Way) -> Case:
     return way.gradients(promoting(loss_fn)), (network.init(jr.key(0), graph.nodes), graph.nodes)
 
 
-def diffused(way: Way) -> Case:
-    """GRAND's diffusion of features along edges, in many small steps."""
-    network, graph = as_any(nn.Dense(WIDTH)), molecules()
-    degree = jraph.segment_sum(jnp.ones(len(graph.senders)), graph.receivers, MOLECULES * ATOMS)[:, None]
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x, target = batch
-
-        def step(h: jax.Array, _: None) -> tuple[jax.Array, None]:
-            mean = jraph.segment_sum(h[graph.senders], graph.receivers, len(h)) / degree.astype(h.dtype)
-            return h + 0.005 * (mean - h), None  # fault: diffusion of features
-
-        h, _ = lax.scan(step, network.apply(params, x), None, length=200)
-        return mean_square(h - target)
-
-    batch = graph.nodes, values(MOLECULES * ATOMS, WIDTH, seed=2)
-    return way.gradients(promoting(loss_fn)), (network.init(jr.key(0), graph.nodes), batch)
-
-
 def temperatures(way: Way) -> Case:
     """Heat between cells of a weather model, from differences of temperatures in kelvin, with this library's graphs."""
     network, graph = mlp(16, 1), jt.graphs.rand_graph(40, 160, seed=0)
@@ -259,8 +217,6 @@ GRAPHS = (
     Fault("radial basis", "cancellation", "jraph", radial, BF16),
     Fault("total energy", "cancellation", "jraph", total_energy),
     Fault("readout of a large graph", "stagnation", "jraph", readout),
-    Fault("variance of a graph", "cancellation", "jraph-haiku", graph_norm, BF16),
-    Fault("diffusion of features", "stagnation", "jraph", diffused, BF16, where="scan"),
     Fault("temperatures", "cancellation", "jt.graphs", temperatures),
     Fault("attention of edges", "overflow", "jraph", attention, quick=True),
     Fault("padding edges", "underflow", "jraph", equivariant, action="epsilon", applied="value"),

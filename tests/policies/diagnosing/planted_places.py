@@ -1,4 +1,4 @@
-"""Planted faults of the backward pass and the update in what holds them: remat, cond, scan, devices, a pipeline."""
+"""Planted faults of the backward pass and the update in what holds them: remat, cond, scan, devices."""
 
 from typing import Any
 
@@ -7,22 +7,16 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import numpy as np
 from flax import linen as nn
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from planting import Case, Fault, Way, mean_square, values
+from planting import BF16, SCALE, STATE, Case, Fault, Way, mean_square, values
 from promotion import promoting
 
 import jmp_train as jt
 from jmp_train.graphs import fn
-from jmp_train.tasks.models import image_classifier
-from jmp_train.tasks.models.graph_classifiers import node_classifier
-from jmp_train.tasks.models.graph_models import GCN
 
 WIDTH, LENGTH = 8, 8
-BF16 = "bfloat16"
 
 
 def static(way: Way, planted: float) -> jt.LossScale | None:
@@ -60,39 +54,6 @@ def steep_layer(way: Way) -> Case:
     return way.training(loss_fn, Steep().init(jr.key(0), x), x, static(way, 2.0**10))
 
 
-def steep_stages(way: Way) -> Case:
-    """Stages of a pipeline whose gradients grow."""
-    mesh = jax.make_mesh((2, 2), ("data", "pipe"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def block(params: Any, x: jax.Array, rng: Any) -> jax.Array:
-        del rng
-        return jnp.tanh(30 * x) @ params["w"]  # fault: steep stage
-
-    blocks = jt.pipeline(block, mesh, "pipe", micro_batches=2)
-    params = {"w": values(2, WIDTH, WIDTH, scale=0.1)}
-    x = values(LENGTH, WIDTH, scale=1e-3)
-    return way.training(lambda p, x: jnp.sum(blocks(p, x).astype(jnp.float32)), params, x, static(way, 2.0**15))
-
-
-def digits(way: Way) -> Case:
-    """The task's kind of network, with a static scale that is too large."""
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-            x = nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Conv(WIDTH, (3, 3))(x)))
-            return 3000 * nn.Dense(10)(x.mean((1, 2)))  # fault: loss scale of a classifier
-
-    task = image_classifier(lambda axis: Net(), (1, 4, 4, 1))
-    params, model_state = task.init(jr.key(0))
-    batch = {"image": values(LENGTH, 4, 4, 1), "label": jnp.arange(LENGTH)}
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return task.loss_fn(params, model_state, batch, None)[0]
-
-    return way.training(loss_fn, params, batch, static(way, 2.0**12))
-
-
 def squared_features(way: Way) -> Case:
     """Message passing of features whose norms are taken by hand."""
     graph = jt.graphs.rand_graph(12, 40, seed=0)
@@ -104,22 +65,6 @@ def squared_features(way: Way) -> Case:
         return mean_square(passed.nodes["x"] - 1)
 
     return way.gradients(loss_fn), ({"w": values(WIDTH, WIDTH)}, values(12, WIDTH, scale=300.0))
-
-
-def graph_gradients(way: Way) -> Case:
-    """The tasks' GCN, whose gradients vanish."""
-    random = np.random.default_rng(0).integers(0, 12, (40, 2))
-    graph = jt.graphs.from_edges(random[:, 0], random[:, 1], n_node=12)
-    init, predict, _ = node_classifier(lambda key: GCN(WIDTH, WIDTH, 3, rngs=nnx.Rngs(key)))
-    params, model_state = init(jr.key(0))
-    scale = None if way.value is None or way.exact else jt.StaticLossScale(way.value)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        logits = predict(params, model_state, batch).astype(jnp.float32)  # fault: gradients of a graph network
-        return 1e-8 * mean_square(logits)
-
-    batch = {"graph": graph, "features": values(12, WIDTH), "node": jnp.arange(12)}
-    return way.training(loss_fn, params, batch, scale)
 
 
 def updates_on_devices(way: Way) -> Case:
@@ -172,29 +117,11 @@ def averages_in_cond(way: Way) -> Case:
     return promoting(step), ((model, average), (values(LENGTH, WIDTH), jnp.array(True), jnp.float32(1e-4)))
 
 
-def _scaled(name: str, library: str, build: Any, where: str) -> Fault:
-    options: Any = {"direction": "backward", "action": "loss scale", "applied": "value"}
-    return Fault(name, "overflow", library, build, where=where, **options)
-
-
-_STATE: Any = {"direction": "update", "action": "state", "applied": "state"}
-
 PLACES = (
-    _scaled("steep branch", "jax", steep_branch, "cond"),
-    _scaled("steep layer", "linen", steep_layer, "remat"),
-    _scaled("steep stage", "jax", steep_stages, "pipeline"),
-    _scaled("loss scale of a classifier", "linen", digits, "train_step"),
+    Fault("steep branch", "overflow", "jax", steep_branch, where="cond", **SCALE),
+    Fault("steep layer", "overflow", "linen", steep_layer, where="remat", **SCALE),
     Fault("norms of nodes", "overflow", "jt.graphs", squared_features),
-    Fault(
-        "gradients of a graph network",
-        "underflow",
-        "jt.graphs",
-        graph_gradients,
-        direction="backward",
-        action="loss scale",
-        applied="value",
-    ),
-    Fault("small updates on devices", "stagnation", "jax", updates_on_devices, BF16, where="shard_map", **_STATE),
-    Fault("inner loop", "stagnation", "haiku", updates_in_scan, BF16, where="scan", **_STATE),
-    Fault("late average", "stagnation", "equinox", averages_in_cond, BF16, where="cond", **_STATE),
+    Fault("small updates on devices", "stagnation", "jax", updates_on_devices, BF16, where="shard_map", **STATE),
+    Fault("inner loop", "stagnation", "haiku", updates_in_scan, BF16, where="scan", **STATE),
+    Fault("late average", "stagnation", "equinox", averages_in_cond, BF16, where="cond", **STATE),
 )

@@ -1,4 +1,4 @@
-"""Ten planted faults of neural differential equations in equinox and of optimal transport, as in diffrax and ott.
+"""Planted faults of neural differential equations in equinox and of optimal transport, as in diffrax and ott.
 
 The models follow patrick-kidger/diffrax (`examples/latent_ode.py`, `continuous_normalising_flow.py`, `neural_cde.py`,
 `stiff_ode.py`) with solvers of fixed steps, and ott-jax/ott (`solvers/linear/sinkhorn.py`,
@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
-from planting import Case, Fault, Way, mean_square, values
+from planting import BF16, Case, Fault, Way, mean_square, values
 
 BATCH, DATA, WIDTH, POINTS = 16, 4, 16, 24
-BF16 = "bfloat16"
 
 
 def module(way: Way, model: Any, loss: Callable[[Any, Any], jax.Array], batch: Any) -> Case:
@@ -142,28 +141,6 @@ def debiased(way: Way) -> Case:
     return module(way, model, loss, (x, jax.vmap(model)(x) + 0.1 * values(POINTS, 2, seed=1)))
 
 
-def gaps(way: Way) -> Case:
-    """A recurrent network between whose observations its state decays, by the hours of a patient's stay."""
-
-    def loss(model: Any, batch: Any) -> jax.Array:
-        times, ys = batch
-        cell, rate, readout = model
-        apart = jnp.diff(times, axis=0)  # fault: gaps of time
-
-        def step(h: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
-            gap, y = inputs
-            h = h * jnp.exp(-gap[:, None] * jax.nn.softplus(rate))
-            h = jax.vmap(cell)(y, h)
-            return h, jax.vmap(readout)(h)
-
-        _, out = lax.scan(step, jnp.zeros((BATCH, WIDTH), ys.dtype), (apart, ys[:-1]))
-        return mean_square(out - ys[1:])
-
-    model = eqx.nn.GRUCell(DATA, WIDTH, key=jr.key(0)), jnp.zeros(WIDTH), eqx.nn.Linear(WIDTH, DATA, key=jr.key(1))
-    times = 700 + jnp.cumsum(jr.uniform(jr.key(2), (12, BATCH)), axis=0)
-    return module(way, model, loss, (times, values(12, BATCH, DATA)))
-
-
 def scaled(way: Way) -> Case:
     """Sinkhorn's iterations on the kernel instead of its logarithm, with points that are far from all others."""
 
@@ -245,7 +222,6 @@ SOLVERS = (
     Fault("distance to the prior", "cancellation", "equinox", latent, BF16),
     Fault("displacement of points", "cancellation", "equinox", transported),
     Fault("divergence", "cancellation", "equinox", debiased),
-    Fault("gaps of time", "cancellation", "equinox", gaps),
     Fault("slopes of a path", "cancellation", "equinox", path, BF16),
     Fault("scaling of a far point", "overflow", "equinox", scaled, where="scan"),
     Fault("rate constant", "underflow", "equinox", stiff),

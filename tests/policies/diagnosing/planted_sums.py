@@ -12,10 +12,9 @@ import optax
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from planting import Case, Fault, Way, mean_square, values
+from planting import BF16, Case, Fault, Way, mean_square, values
 
 WIDTH, LENGTH = 8, 8
-BF16 = "bfloat16"
 
 
 def star(edges: int) -> Any:
@@ -39,15 +38,14 @@ class GraphConvolution(nn.Module):
         return total / degrees[:, None].astype(jnp.float32)
 
 
-def degrees(way: Way, where: str = "plain") -> Case:
+def degrees(way: Way) -> Case:
     graph, model = star(5000), GraphConvolution()
     params = model.init(jr.key(0), graph.nodes, graph.receivers, graph.senders)
 
     def loss_fn(params: Any, x: jax.Array) -> jax.Array:
         return mean_square(model.apply(params, x, graph.receivers, graph.senders))
 
-    run = jax.checkpoint(loss_fn) if where == "remat" else loss_fn
-    return way.run(run), (params, graph.nodes)
+    return way.run(loss_fn), (params, graph.nodes)
 
 
 def messages(way: Way) -> Case:
@@ -62,16 +60,6 @@ def messages(way: Way) -> Case:
         {"w": values(WIDTH, WIDTH)},
         graph.nodes,
     )
-
-
-def mean_messages(way: Way) -> Case:
-    graph = star(5000)
-
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        sent = (x @ params["w"])[graph.senders]
-        return mean_square(jraph.segment_mean(sent, graph.receivers, 2))  # fault: means of messages
-
-    return way.run(loss_fn), ({"w": values(WIDTH, WIDTH)}, graph.nodes)
 
 
 def edge_probabilities(way: Way) -> Case:
@@ -97,23 +85,6 @@ def embedding_gradient(way: Way) -> Case:
     return way.gradients(loss_fn), (params, tokens)
 
 
-def expert_positions(way: Way) -> Case:
-    """Which place each token has in its expert's buffer, as switch transformers count it."""
-
-    def route(params: Any, x: jax.Array) -> jax.Array:
-        gates = jax.nn.softmax(x @ params["router"])
-        chosen = jax.nn.one_hot(gates.argmax(-1), 2, dtype=x.dtype)
-
-        def count(filled: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-            filled = filled + row  # fault: one-hot sums
-            return filled, filled
-
-        counts = lax.scan(count, jnp.zeros(2, x.dtype), chosen)[1]
-        return jnp.where(counts <= 1000, gates, 0).astype(jnp.float32).sum() + counts[-1].astype(jnp.float32).sum()
-
-    return way.run(route), ({"router": values(WIDTH, 2)}, values(3000, WIDTH))
-
-
 def accumulated_loss(way: Way) -> Case:
     """A loss of a long sequence, added up in a loop."""
 
@@ -129,19 +100,6 @@ def accumulated_loss(way: Way) -> Case:
 
     batch = values(3000, WIDTH), values(3000, seed=1)
     return way.run(loss_fn), ({"w": values(WIDTH)}, batch)
-
-
-def integrated(way: Way) -> Case:
-    """A neural differential equation in equinox, of many small steps in a while loop."""
-    field = eqx.nn.MLP(2, 2, 8, 1, key=jr.key(0))
-
-    def solve(field: eqx.nn.MLP, start: jax.Array) -> jax.Array:
-        def euler(i: jax.Array, y: jax.Array) -> jax.Array:
-            return y + 2.0**-12 * field(y)  # fault: small steps of a solver
-
-        return lax.fori_loop(0, 2000, euler, start)
-
-    return way.run(solve), (field, jnp.array([1.0, 2.0]))
 
 
 def running_mean(way: Way) -> Case:
@@ -170,10 +128,10 @@ class InstanceNorm(nn.Module):
         return (x - mean) * lax.rsqrt(jnp.maximum(variance, 0) + 0.01)
 
 
-def fast_variance(way: Way, where: str = "plain") -> Case:
-    model: Any = nn.remat(InstanceNorm)() if where == "remat" else InstanceNorm()
+def fast_variance(way: Way) -> Case:
+    model: Any = InstanceNorm()
     x = 30 + values(2, LENGTH, LENGTH, 1)
-    params = InstanceNorm().init(jr.key(1), x)
+    params = model.init(jr.key(1), x)
     return way.gradients(lambda p, x: mean_square(model.apply(p, x) - 1)), (params, x)
 
 
@@ -222,20 +180,6 @@ def offset_logits(way: Way) -> Case:
     return way.run(attend), (eqx.nn.Linear(WIDTH, WIDTH, key=jr.key(0)), values(LENGTH, WIDTH))
 
 
-def advantages(way: Way) -> Case:
-    """Advantages of a policy gradient, of returns that are large and alike."""
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        observations, rewards = batch
-        returns = 500 + jnp.cumsum(rewards)
-        baseline = 500 + (observations @ params["w"])[:, 0]
-        advantage = returns - baseline  # fault: advantages
-        return jnp.mean(advantage.astype(jnp.float32) ** 2)
-
-    batch = values(LENGTH, WIDTH), values(LENGTH, scale=0.1)
-    return way.run(loss_fn), ({"w": values(WIDTH, 1, scale=0.1)}, batch)
-
-
 class StateSpace(nnx.Module):
     """Decays between positions, as differences of a cumulative sum."""
 
@@ -278,28 +222,18 @@ def averaged_weights(way: Way) -> Case:
     return way.run(follow), ({"w": 2 + values(WIDTH, scale=0.1)}, {"w": jnp.ones(WIDTH)})
 
 
-def in_remat(build: Any) -> Any:
-    return lambda way: build(way, "remat")
-
-
 SUMS = (
     Fault("degrees of nodes", "stagnation", "linen", degrees),
-    Fault("degrees of nodes", "stagnation", "linen", in_remat(degrees), where="remat"),
     Fault("sums of messages", "stagnation", "jraph", messages, BF16),
-    Fault("means of messages", "stagnation", "jraph", mean_messages),
     Fault("softmax over edges", "stagnation", "jraph", edge_probabilities),
     Fault("gradient of an embedding", "stagnation", "jax", embedding_gradient, BF16, direction="backward"),
-    Fault("one-hot sums", "stagnation", "jax", expert_positions, BF16, where="scan"),
     Fault("sum of thousands of terms", "stagnation", "jax", accumulated_loss, where="scan"),
-    Fault("small steps of a solver", "stagnation", "equinox", integrated, BF16, where="while"),
     Fault("count beyond 2048", "stagnation", "jax", running_mean, where="scan"),
     Fault("variance by squares", "cancellation", "linen", fast_variance, BF16),
-    Fault("variance by squares", "cancellation", "linen", in_remat(fast_variance), BF16, where="remat"),
     Fault("distances by products", "cancellation", "jax", distances),
     Fault("logarithm of a complement", "cancellation", "haiku", complement, quick=True),
     Fault("logarithm near 1", "cancellation", "jax", small_logarithm),
     Fault("softmax of an offset", "cancellation", "equinox", offset_logits),
-    Fault("advantages", "cancellation", "jax", advantages, BF16),
     Fault("differences of a cumulative sum", "cancellation", "nnx", cumulative, BF16),
     Fault("root near 0", "underflow", "jax", gradient_of_root),
     Fault("target network", "stagnation", "optax", averaged_weights, BF16, where="scan"),

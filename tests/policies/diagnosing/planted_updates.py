@@ -12,13 +12,12 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from planting import Case, Fault, Way, mean_square, values
+from planting import BF16, SCALE, STATE, Case, Fault, Way, mean_square, values
 from promotion import promoting
 
 import jmp_train as jt
 
 WIDTH, LENGTH = 8, 8
-BF16 = "bfloat16"
 
 
 class MLP(nn.Module):
@@ -117,19 +116,6 @@ def hand_adam(way: Way) -> Case:
     w = way.state(values(WIDTH, WIDTH).at[0].set(0))
     x = values(LENGTH, WIDTH).at[:, 0].set(0).astype(way.state_dtype)
     return step, ((w, jnp.zeros_like(w), jnp.zeros_like(w)), x)
-
-
-def second_moments(way: Way) -> Case:
-    """Moments in bfloat16 that should fall, late in training."""
-
-    def step(state: Any, x: jax.Array) -> Any:
-        w, nu = state
-        g = jax.grad(lambda w: mean_square(x @ w))(w)
-        nu = nu + (1 - 0.999) * (g.astype(nu.dtype) ** 2 - nu)  # fault: second moments
-        return (w - 1e-3 * g / jnp.sqrt(nu.astype(jnp.float32) + 1e-8), nu), None
-
-    nu = jnp.full((WIDTH, WIDTH), 0.25, way.state_dtype)
-    return step, ((values(WIDTH, WIDTH, scale=0.1), nu), values(LENGTH, WIDTH))
 
 
 def stuck_moments(way: Way) -> Case:
@@ -237,127 +223,18 @@ def gan_penalty(way: Way) -> Case:
     return way.gradients(loss_fn), (net.init(jr.key(1), x[0]), x)
 
 
-def tiny_embedding_gradients(way: Way) -> Case:
-    """A language model whose loss is a mean over very many tokens."""
-
-    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        h = params["embedding"][tokens]
-        logits = (h @ params["head"]).astype(jnp.float32)  # fault: gradients of a mean
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-        return losses.sum() / 2.0**26
-
-    scale = None if way.value is None or way.exact else jt.StaticLossScale(way.value)
-    params = {"embedding": values(WIDTH, WIDTH), "head": values(WIDTH, WIDTH, seed=1)}
-    return way.training(loss_fn, params, jnp.arange(LENGTH), scale)
-
-
 UPDATES = (
-    Fault(
-        "gradients that vanish",
-        "underflow",
-        "linen",
-        vanishing,
-        direction="backward",
-        where="train_step",
-        action="loss scale",
-        applied="value",
-    ),
-    Fault(
-        "gradients of a mean",
-        "underflow",
-        "jax",
-        tiny_embedding_gradients,
-        direction="backward",
-        where="train_step",
-        action="loss scale",
-        applied="value",
-    ),
-    Fault(
-        "loss scale of a recurrent net",
-        "overflow",
-        "nnx",
-        large_scale,
-        direction="backward",
-        where="scan",
-        action="loss scale",
-        applied="value",
-        quick=True,
-    ),
-    Fault(
-        "loss scale on devices",
-        "overflow",
-        "jax",
-        large_scale_on_devices,
-        direction="backward",
-        where="shard_map",
-        action="loss scale",
-        applied="value",
-    ),
+    Fault("gradients that vanish", "underflow", "linen", vanishing, where="train_step", **SCALE),
+    Fault("loss scale of a recurrent net", "overflow", "nnx", large_scale, where="scan", quick=True, **SCALE),
+    Fault("loss scale on devices", "overflow", "jax", large_scale_on_devices, where="shard_map", **SCALE),
     Fault("sum over devices", "overflow", "jax", summed_on_devices, where="shard_map"),
     Fault("gradient penalty", "overflow", "haiku", gan_penalty),
-    Fault(
-        "Adam in half",
-        "underflow",
-        "equinox",
-        adam,
-        direction="update",
-        action="state",
-        applied="state",
-        tolerance=0.02,
-    ),
+    Fault("Adam in half", "underflow", "equinox", adam, **STATE),
     Fault("epsilon of Adam", "underflow", "jax", hand_adam, direction="update", action="epsilon", applied="state"),
-    Fault(
-        "second moments", "stagnation", "jax", second_moments, BF16, direction="update", action="state", applied="state"
-    ),
-    Fault(
-        "moments that are stored in half",
-        "stagnation",
-        "optax",
-        stuck_moments,
-        BF16,
-        direction="update",
-        action="state",
-        applied="state",
-    ),
-    Fault(
-        "small updates",
-        "stagnation",
-        "nnx",
-        small_updates,
-        BF16,
-        direction="update",
-        action="state",
-        applied="state",
-        quick=True,
-    ),
-    Fault(
-        "decay of the weights' average",
-        "stagnation",
-        "jax",
-        moving_average,
-        BF16,
-        direction="update",
-        action="state",
-        applied="state",
-    ),
-    Fault(
-        "average in half",
-        "stagnation",
-        "jax",
-        moving_average_of_tree,
-        BF16,
-        direction="update",
-        action="state",
-        applied="state",
-    ),
-    Fault(
-        "running statistics",
-        "stagnation",
-        "linen",
-        batch_statistics,
-        BF16,
-        action="state",
-        applied="state",
-    ),
-    Fault("counter", "stagnation", "jax", counter, direction="update", action="state", applied="state"),
+    Fault("moments that are stored in half", "stagnation", "optax", stuck_moments, BF16, **STATE),
+    Fault("small updates", "stagnation", "nnx", small_updates, BF16, quick=True, **STATE),
+    Fault("decay of the weights' average", "stagnation", "jax", moving_average, BF16, **STATE),
+    Fault("average in half", "stagnation", "jax", moving_average_of_tree, BF16, **STATE),
+    Fault("running statistics", "stagnation", "linen", batch_statistics, BF16, action="state", applied="state"),
+    Fault("counter", "stagnation", "jax", counter, **STATE),
 )
