@@ -1,8 +1,11 @@
-"""Processes with little memory, and small disks."""
+"""Processes with little memory or few rights, and small disks."""
 
+import contextlib
+import os
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,3 +42,24 @@ def mounted_tmpfs(directory: Path, options: str) -> Iterator[Path]:
         yield directory
     finally:
         subprocess.run(["umount", str(directory)], check=True)
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Runs the block without root's rights to read and write everything."""
+    user = os.geteuid()
+    if user == 0:
+        with contextlib.suppress(PermissionError):  # a root that may nothing, as in some containers
+            os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@contextmanager
+def everybodys_folder() -> Iterator[Path]:
+    """Yields a folder that all users can reach, as pytest's own are not."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)

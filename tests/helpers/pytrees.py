@@ -28,6 +28,26 @@ def assert_bitwise_equal(a: Any, b: Any) -> None:
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), name
 
 
+def assert_same(found: Any, wanted: Any) -> None:
+    """Asserts the same of trees whose leaves are arrays, keys or numbers, and that leaves have the same types."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        assert type(x) is type(y), path
+        if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            assert x.dtype == y.dtype, path
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        assert getattr(x, "dtype", None) == getattr(y, "dtype", None), path
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
+
+
+def assert_close(found: Any, wanted: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Asserts that two trees have the same structure and shapes, and values as close as these tolerances."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        x, y = jax.device_get((x, y))
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
 def host_copy(tree: Any) -> Any:
     """Returns copies on the host, for comparison with what a donating step makes of the tree."""
     return jax.tree.map(lambda x: x if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x), tree)

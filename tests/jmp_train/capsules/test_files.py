@@ -153,24 +153,19 @@ def test_arrays_on_a_mesh_are_there_again(tmp_path: Path) -> None:
     assert found["x"].sharding == sharding
 
 
-@pytest.mark.parametrize("kind", ["truncated", "emptied", "flipped", "deleted"])
-def test_a_damaged_capsule_is_refused_by_its_name(kind: str, tmp_path: Path) -> None:
+def test_a_damaged_capsule_is_refused_by_its_name(tmp_path: Path) -> None:
     path, state = recorded(tmp_path, {"x": np.ones(4, np.float32)})
     whole, generator = path.read_bytes(), random.Random(0)
-    for _ in range(50 if kind == "flipped" else 1):
+    damages = [lambda length=length: path.write_bytes(whole[:length]) for length in range(0, len(whole), 37)]
+    damages += [lambda: damage_file(path, "flipped", generator)] * 50
+    for damage in damages:
         path.write_bytes(whole)
-        damage_file(path, kind, generator)
-        with pytest.raises(FileNotFoundError if kind == "deleted" else DamagedError, match=re.escape(str(path))):
-            jt.load_capsule(path, state)
-
-
-def test_capsules_cut_anywhere_are_refused(tmp_path: Path) -> None:
-    path, state = recorded(tmp_path, {"x": np.ones(4, np.float32)})
-    whole = path.read_bytes()
-    for length in range(0, len(whole), 37):
-        path.write_bytes(whole[:length])
+        damage()
         with pytest.raises(DamagedError, match=re.escape(str(path))):
             jt.load_capsule(path, state)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape(str(path))):
+        jt.load_capsule(path, state)
     with pytest.raises(ValueError, match="does not have the name of a capsule"):
         jt.load_capsule(tmp_path / "weights.capsule", state)
 
@@ -197,10 +192,9 @@ def test_fingerprints_tell_every_bit_and_place_and_no_sharding() -> None:
             assert fingerprints(jax.device_put(x, NamedSharding(mesh, spec))) == seen[0]
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bool", "int4", "uint8", "int32", "float8_e5m2", "bfloat16", "float16", "float32", "complex64"]
-)
-def test_fingerprints_of_all_dtypes(dtype: str) -> None:
-    x = jnp.arange(6).reshape(2, 3).astype(dtype)
-    other = x.at[1, 2].set(x[0, 0])
-    assert fingerprints(x) == fingerprints(jnp.copy(x)) != fingerprints(other)
+def test_fingerprints_of_all_dtypes() -> None:
+    for dtype in ("bool", "int4", "uint8", "int32", "float8_e5m2", "bfloat16", "float16", "float32", "complex64"):
+        x = np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype))
+        other = x.copy()
+        other[1, 2] = x[0, 0]
+        assert fingerprints(jnp.asarray(x)) == fingerprints(jnp.asarray(x)) != fingerprints(jnp.asarray(other)), dtype

@@ -1,15 +1,13 @@
 """Damages to every file and folder of a checkpoint: found, or harmless; and nothing in it is run."""
 
 import collections
-import contextlib
 import os
 import pickle
 import random
 import re
 import shutil
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from machine_limits import as_nobody, everybodys_folder
 
 import jmp_train as jt
 
@@ -39,17 +38,7 @@ TO_FILES = (
     "a pickle",
     "no permission",
 )
-TO_FOLDERS = (
-    "deleted",
-    "emptied",
-    "a file",
-    "a link",
-    "a fifo",
-    "older",
-    "more files",
-    "no permission",
-)
-NOBODY = 65534
+TO_FOLDERS = ("deleted", "emptied", "a file", "a link", "a fifo", "older", "more files", "no permission")
 
 
 def state(value: float) -> dict[str, Any]:
@@ -119,15 +108,7 @@ def damage_file(path: Path, kind: str, step: Path, outside: Path, generator: ran
 def damage_folder(path: Path, kind: str, step: Path, outside: Path) -> None:
     pickled = pickle.dumps(Planted(outside.with_name("run")))
     if kind == "more files":
-        for name in (
-            "state.pkl",
-            "__init__.py",
-            "_sharding",
-            "descriptor",
-            "0.1",
-            "manifest.ocdbt",
-            "x.npy",
-        ):
+        for name in ("state.pkl", "__init__.py", "_sharding", "descriptor", "0.1", "manifest.ocdbt", "x.npy"):
             (path / name).write_bytes(pickled)
         return
     if kind == "no permission":
@@ -146,44 +127,32 @@ def damage_folder(path: Path, kind: str, step: Path, outside: Path) -> None:
     make[kind]()
 
 
-@contextlib.contextmanager
-def as_nobody() -> Iterator[None]:
-    """Takes away root's permission to read everything."""
-    user = os.geteuid()
-    if user == 0:
-        with contextlib.suppress(PermissionError):  # a root that may nothing, as in some containers
-            os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
-@pytest.fixture(name="folder")
-def fixture_folder() -> Iterator[Path]:
-    """Yields a folder that all users can read, as pytest's own are not."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
-def test_a_flipped_bit_in_any_file_is_found_and_the_file_named(tmp_path: Path) -> None:
+def test_damage_to_any_file_is_found_and_the_file_named(tmp_path: Path) -> None:
+    like = {"w": np.zeros(3), "none": np.zeros((0, 2))}
     with jt.CheckpointStore(tmp_path) as store:
         store.save(1, {"w": np.arange(3.0), "none": np.zeros((0, 2))})
         store.wait()
-        files = [path for path in tmp_path.glob("step_*/**/*") if path.is_file()]
+        (step,) = tmp_path.glob("step_*")
+        files = [path for path in step.rglob("*") if path.is_file()]
         assert {"manifest.json", "manifest.sha256", ".zarray", "_METADATA"} <= {path.name for path in files}
         for path in files:
             whole = path.read_bytes()
-            path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-            with pytest.raises(ValueError, match=f"step 1 is damaged: .*{re.escape(path.name)}.* is not as it was"):
-                store.restore({"w": np.zeros(3), "none": np.zeros((0, 2))})
-            path.write_bytes(whole)
+            for kind in ("flipped", "truncated", "emptied", "deleted"):
+                damage_file(path, kind, step, tmp_path / "outside", random.Random(0))
+                with pytest.raises(ValueError, match=f"step 1 is damaged: .*({re.escape(path.name)}|manifest)"):
+                    store.restore(like)
+                path.write_bytes(whole)
+        assert store.restore(like)[0] == 1
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_each_of_at_least_200_damages_is_found_or_harmless(folder: Path) -> None:
+def test_each_of_at_least_200_damages_is_found_or_harmless() -> None:
+    with everybodys_folder() as folder:
+        check_damages(folder)
+
+
+def check_damages(folder: Path) -> None:
     wanted = {number: bits(state(number)) for number in (1, 2)}
     whole = folder / "whole"
     with jt.CheckpointStore(whole) as store:

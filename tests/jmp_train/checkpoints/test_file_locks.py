@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 
 from jmp_train.checkpoints import file_locks
-from jmp_train.checkpoints.file_locks import (
-    LockHeldError,
-    LockUnsupportedError,
-    read_holder,
-    take_lock,
-)
+from jmp_train.checkpoints.file_locks import LockHeldError, LockUnsupportedError, read_holder, take_lock
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 

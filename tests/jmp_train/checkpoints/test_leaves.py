@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from pytrees import assert_same
 
 import jmp_train as jt
 from jmp_train.checkpoints.leaves import STORED
@@ -35,17 +36,6 @@ def every_dtype() -> dict[str, np.ndarray]:
     kind = type(jnp.int8)
     names = {np.dtype(x).name for x in vars(jnp).values() if isinstance(x, kind)}
     return {name: every_value(name) for name in sorted(names)}
-
-
-def assert_same(found: Any, wanted: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
-        assert type(x) is type(y), path
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            assert x.dtype == y.dtype, path
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        assert getattr(x, "dtype", None) == getattr(y, "dtype", None), path
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
 
 @pytest.mark.full
@@ -76,13 +66,7 @@ def test_numbers_keys_and_odd_arrays_come_back_as_they_were(tmp_path: Path) -> N
         "keys": [jax.random.key(3, impl=name) for name in KEYS],
         "batches": [jax.random.split(jax.random.key(4, impl=name), 3) for name in KEYS],
         "numbers": [True, -(2**63), 2**63 - 1, 0.1, 1 - 2j, float("nan")],
-        "scalars": [
-            np.float64(0.1),
-            np.int8(-3),
-            np.bool_(True),
-            np.complex64(1j),
-            ml_dtypes.bfloat16(1),
-        ],
+        "scalars": [np.float64(0.1), np.int8(-3), np.bool_(True), np.complex64(1j), ml_dtypes.bfloat16(1)],
         "swapped": np.arange(6).astype(">i4").reshape(2, 3),
         "swapped_scalar": np.array(2.5, ">f8"),
         "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
@@ -104,10 +88,7 @@ class Twins:
 
 jax.tree_util.register_pytree_with_keys(
     Twins,
-    lambda _: (
-        [(jax.tree_util.GetAttrKey("same"), 1.0), (jax.tree_util.GetAttrKey("same"), 2.0)],
-        None,
-    ),
+    lambda _: ([(jax.tree_util.GetAttrKey("same"), 1.0), (jax.tree_util.GetAttrKey("same"), 2.0)], None),
     lambda *_: Twins(),
 )
 
@@ -130,19 +111,11 @@ def refused() -> dict[str, tuple[Any, type[Exception], str]]:
         "texts": (np.array(["a"]), TypeError, f"has dtype <U1, {held}"),
         "objects": (np.array([1, None]), TypeError, f"has dtype object, {held}"),
         "structured": (np.zeros(2, "i4,f4"), TypeError, rf"has dtype \[\('f0'.*, {held}"),
-        "dates": (
-            np.array(["2026-01-01"], "M8[D]"),
-            TypeError,
-            rf"has dtype datetime64\[D\], {held}",
-        ),
+        "dates": (np.array(["2026-01-01"], "M8[D]"), TypeError, rf"has dtype datetime64\[D\], {held}"),
         "spans": (np.zeros(1, "m8[s]"), TypeError, rf"has dtype timedelta64\[s\], {held}"),
         "long_double": (np.zeros(1, np.longdouble), TypeError, f"has dtype float128, {held}"),
         "float0": (np.zeros(1, jax.dtypes.float0), TypeError, f"has dtype .*float0.*, {held}"),
-        "masked": (
-            np.ma.masked_equal([1, 2], 2),
-            TypeError,
-            "is a masked array, whose mask would be lost",
-        ),
+        "masked": (np.ma.masked_equal([1, 2], 2), TypeError, "is a masked array, whose mask would be lost"),
         "deep": (np.zeros((1,) * 33), ValueError, "has 33 axes; checkpoints can store at most 32"),
         "donated": (donated, ValueError, "was deleted, usually by donation"),
     }

@@ -114,31 +114,16 @@ def test_the_command_goes_on_with_a_run(saved: Path, tmp_path: Path) -> None:
     ("task", "options", "run"),
     [
         ("digits", {}, {"train_size": 1437, "data": "447d99a43e6eac73"}),
-        (
-            "karate",
-            {"model": "gat"},
-            {"model": "gat", "train_size": 2, "data": "661eed51010f973c"},
-        ),
+        ("karate", {"model": "gat"}, {"model": "gat", "train_size": 2, "data": "661eed51010f973c"}),
         (
             "cora",
             {"synthetic": True},
-            {
-                "model": "gcn",
-                "train_size": 140,
-                "synthetic": True,
-                "data": "9e8a7ccbbe5f2e4c",
-            },
+            {"model": "gcn", "train_size": 140, "synthetic": True, "data": "9e8a7ccbbe5f2e4c"},
         ),
         (
             "reddit",
             {"synthetic": True, "scale": 0.001, "heads": (2, 2, 2)},
-            {
-                "heads": [2, 2, 2],
-                "scale": 0.001,
-                "train_size": 153,
-                "synthetic": True,
-                "data": "6fea0d415651c67c",
-            },
+            {"heads": [2, 2, 2], "scale": 0.001, "train_size": 153, "synthetic": True, "data": "6fea0d415651c67c"},
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Checkpoints: exact, verified file by file, and on any number of devices."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from process_programs import damage_file
 from promotion import relaxed
+from pytrees import assert_bitwise_equal, assert_same
 
 import jmp_train as jt
 
@@ -54,16 +56,6 @@ def training_state(seed: int) -> jt.TrainState:
     return state
 
 
-def assert_equal(found: Any, wanted: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        if hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            assert a.dtype == b.dtype
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        assert getattr(a, "dtype", type(a)) == getattr(b, "dtype", type(b))
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
 def files_of(step_folder: Path) -> list[Path]:
     return sorted(path for path in step_folder.rglob("*") if path.is_file())
 
@@ -85,7 +77,7 @@ def test_all_kinds_of_leaves_come_back_to_the_last_bit(tmp_path: Path) -> None:
         store.save(12, state)
         step, found = store.restore(like)
     assert step == 12
-    assert_equal(found, state)
+    assert_same(found, state)
 
 
 def test_the_state_is_copied_before_save_returns(tmp_path: Path) -> None:
@@ -96,7 +88,7 @@ def test_the_state_is_copied_before_save_returns(tmp_path: Path) -> None:
         for step in range(4):
             store.save(step, state)
             state = jax.block_until_ready(change(state))
-            assert_equal(store.restore(state)[1], wanted)
+            assert_bitwise_equal(store.restore(state)[1], wanted)
             wanted = jax.tree.map(np.array, state)
 
 
@@ -142,48 +134,6 @@ def fixture_two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("kind", ["deleted", "truncated", "emptied", "flipped"])
-def test_no_damage_is_silent(kind: str, two_steps: Path, tmp_path: Path) -> None:
-    """At least 200 cases together: each file of the step; of the flipped ones, 15 places in each."""
-    generator, cases = random.Random(0), 0
-    whole = two_steps / "step_00000002"
-    names = [path.relative_to(whole) for path in files_of(whole)]
-    assert len(names) >= 12
-    for name in names:
-        for _ in range(15 if kind == "flipped" else 1):
-            directory = tmp_path / str(cases)
-            shutil.copytree(two_steps, directory)
-            damage_file(directory / whole.name / name, kind, generator)
-            with (
-                jt.CheckpointStore(directory) as store,
-                pytest.warns(UserWarning, match="step 2 is damaged: ") as warned,
-            ):
-                step, found = store.restore(small_state(7.0))
-            assert (step, len(warned)) == (1, 1)
-            assert name.name in str(warned[0].message) or "manifest" in str(warned[0].message)
-            assert_equal(found, small_state(1.0))
-            shutil.rmtree(directory)
-            cases += 1
-    assert cases >= {"flipped": 180}.get(kind, 12)
-
-
-def test_a_leaf_that_is_another_than_was_saved_is_named(two_steps: Path, tmp_path: Path) -> None:
-    """Should the files be as they were written, and still something else be read."""
-    directory = tmp_path / "copy"
-    shutil.copytree(two_steps, directory)
-    manifest = directory / "step_00000002" / "manifest.json"
-    facts = json.loads(manifest.read_text())
-    (leaf,) = (leaf for leaf in facts["leaves"] if leaf["path"] == "['half']")
-    leaf["sha256"] = "0" * 64
-    forge(manifest, facts)
-    with (
-        jt.CheckpointStore(directory) as store,
-        pytest.warns(UserWarning, match=r"step 2 is damaged: leaf \['half'\] is not what was sa"),
-    ):
-        assert store.restore(small_state())[0] == 1
-
-
 def forge(manifest: Path, facts: dict[str, Any]) -> None:
     text = json.dumps(facts).encode()
     manifest.write_bytes(text)
@@ -192,10 +142,7 @@ def forge(manifest: Path, facts: dict[str, Any]) -> None:
 
 def test_no_intact_step_is_an_error_that_says_what_is_wrong_with_each(two_steps: Path, tmp_path: Path) -> None:
     text = r"there is no checkpoint in .*new"
-    with (
-        jt.CheckpointStore(tmp_path / "new") as store,
-        pytest.raises(FileNotFoundError, match=text),
-    ):
+    with jt.CheckpointStore(tmp_path / "new") as store, pytest.raises(FileNotFoundError, match=text):
         store.restore(small_state())
     shutil.copytree(two_steps, tmp_path / "copy")
     for step in (1, 2):
@@ -280,77 +227,52 @@ def test_a_state_moves_between_device_counts(tmp_path: Path) -> None:
             store.save(step, found)
             like = on_devices(blank, count)
             found = store.restore(like)[1]
-            assert_equal(found, state)
+            assert_same(found, state)
             assert found["long"].sharding == like["long"].sharding
             assert len(found["train"].rng.sharding.device_set) == count
         shapes = jax.eval_shape(lambda: blank)
-        assert_equal(store.restore(shapes)[1], state)
+        assert_same(store.restore(shapes)[1], state)
 
 
-def test_what_cannot_be_stored_or_written_is_refused(tmp_path: Path) -> None:
+def test_a_store_that_could_not_write_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_to_keep=0 must be a whole number of at least 1"):
         jt.CheckpointStore(tmp_path, max_to_keep=0)
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(OSError, match="file"):
         jt.CheckpointStore(file / "store")
-    with jt.CheckpointStore(tmp_path / "store") as store:
-        with pytest.raises(TypeError, match="state 'a/b' must be an array or a number, got 'text'"):
-            store.save(0, {"a": {"b": "text"}})
-        with pytest.raises(ValueError, match="step=-1 must be at least 0"):
-            store.save(-1, {})
-        assert store.steps() == []
 
 
-def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
-    small, large = {"w": np.zeros(1)}, {"w": np.random.default_rng(0).normal(size=200_000)}
+def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whether it is the array, which tensorstore writes, or metadata or manifest that finds no room."""
+    state = {f"w{number}": np.zeros(3) for number in range(20)}
+    large = {**state, "large": np.random.default_rng(0).normal(size=200_000)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    store = jt.CheckpointStore(tmp_path)
-    store.save(1, small)
-    store.wait()
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        store.save(2, large)
-        with pytest.raises(OSError, match=r"step 2 could not be written to .*; the steps before"):
-            store.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "step_00000001"]
-    store.save(3, large)
-    assert store.restore(large)[0] == 3
-    store.close()
-
-
-@pytest.mark.full
-@pytest.mark.timeout(120)
-def test_a_writer_that_is_killed_leaves_whole_steps_only(tmp_path: Path) -> None:
-    script = (
-        "import sys, numpy as np, jmp_train as jt\n"
-        "store = jt.CheckpointStore(sys.argv[1])\n"
-        "for step in range(1, 1000):\n"
-        "    store.save(step, {'w': np.full(300_000, step / 7), 'step': step})\n"
-        "    print(step, flush=True)\n"
-    )
-    generator = random.Random(1)
-    for _ in range(2):
-        process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        for _ in range(generator.randrange(4, 9)):
-            process.stdout.readline()
-        process.kill()
-        rest = process.stdout.read().split()
-        process.wait()
-        process.stdout.close()
-        with jt.CheckpointStore(tmp_path) as store:
-            step, state = store.restore({"w": np.zeros(300_000), "step": 0})
-            store.save(step, state)  # which clears what the killed one left
-        assert state["step"] == step
-        np.testing.assert_array_equal(state["w"], step / 7)
-        if rest:
-            assert step >= int(rest[-1]) - 2
-        assert all("." not in name for name in os.listdir(tmp_path))
+    store = jt.CheckpointStore(tmp_path)
+    store.save(1, state)
+    store.wait()
+    for size, written, finish in (
+        (30, state, store.wait),
+        (1000, state, store.wait),
+        (4000, state, store.wait),
+        (100_000, large, store.close),
+    ):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            store.save(2, written)
+            text = r"step 2 could not be written to .*File too large.*; the steps before"
+            with pytest.raises(OSError, match=text) as caught:
+                finish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert caught.value.errno == errno.EFBIG
+        assert {path.name for path in tmp_path.iterdir()} - {"lock"} == {"step_00000001"}
+    signal.signal(signal.SIGXFSZ, handler)
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(3, large)
+        assert store.restore(large)[0] == 3
+    assert capfd.readouterr() == ("", "")
 
 
 def test_arrays_that_orbax_wrote_are_read(tmp_path: Path) -> None:
@@ -375,7 +297,7 @@ def test_arrays_that_orbax_wrote_are_read(tmp_path: Path) -> None:
             for path in files_of(step / "arrays")
         }
         forge(step / "manifest.json", manifest)
-        assert_equal(store.restore(state)[1], state)
+        assert_same(store.restore(state)[1], state)
 
 
 def test_what_lay_on_no_particular_device_still_does(tmp_path: Path) -> None:
@@ -419,23 +341,15 @@ def test_another_jax_reads_it_and_is_read(tmp_path: Path) -> None:
     with jt.CheckpointStore(tmp_path) as store:
         step, found = store.restore(state)
     assert step == 2
-    assert_equal(found, state | {"step": 2})
+    assert_same(found, state | {"step": 2})
 
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-def test_no_damage_is_silent_with_two_processes_and_a_leaf_divided_between_them(
-    tmp_path: Path,
-) -> None:
+def test_no_damage_is_silent_with_two_processes_and_a_leaf_divided_between_them(tmp_path: Path) -> None:
     program = Path(__file__).resolve().parents[2] / "programs" / "process_programs.py"
     command = [sys.executable, "-m", "jmp_train", "launch", "-n", "2", "--", str(program)]
-    done = subprocess.run(
-        [*command, "damage", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = subprocess.run([*command, "damage", str(tmp_path)], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     cases = [int(count) for count in re.findall(r"cases (\d+)", done.stdout)]
     assert len(cases) == 2
@@ -472,7 +386,7 @@ def test_a_given_step_is_restored(tmp_path: Path) -> None:
             store.save(step, small_state(float(step)))
         step, found = store.restore(small_state(), step=2)
         assert step == 2
-        assert_equal(found, small_state(2.0))
+        assert_same(found, small_state(2.0))
         with pytest.raises(FileNotFoundError, match=f"no step 4 in {tmp_path}, only: 1, 2, 3$"):
             store.restore(small_state(), step=4)
         (tmp_path / "step_00000002" / "manifest.json").unlink()

@@ -52,9 +52,7 @@ def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.recursive(
         leaves,
         lambda inner: st.one_of(
-            st.dictionaries(names, inner, max_size=3),
-            st.lists(inner, max_size=2),
-            st.tuples(inner, st.none()),
+            st.dictionaries(names, inner, max_size=3), st.lists(inner, max_size=2), st.tuples(inner, st.none())
         ),
         max_leaves=5,
     )
@@ -183,11 +181,7 @@ def test_arrays_go_back_to_where_those_of_like_are(tmp_path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()), ("data",))
     everywhere, sharded = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
     x = jnp.arange(8.0)
-    params = {
-        "all": jax.device_put(x, everywhere),
-        "sharded": jax.device_put(x, sharded),
-        "free": x,
-    }
+    params = {"all": jax.device_put(x, everywhere), "sharded": jax.device_put(x, sharded), "free": x}
     jt.save_weights(tmp_path / NAME, params)
     struct_ = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharded)
     for like in (params, {**params, "sharded": struct_}):

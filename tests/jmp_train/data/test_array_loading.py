@@ -110,11 +110,7 @@ def test_batches_resume_with_another_number_of_processes() -> None:
 def test_augment_gets_a_seed_for_each_row_and_epoch(options: dict[str, Any]) -> None:
     def augment(examples: Any, seeds: np.ndarray) -> Any:
         assert seeds.dtype == np.uint64
-        return {
-            **examples,
-            "high": (seeds >> np.uint64(32)).astype(np.uint32),
-            "low": seeds.astype(np.uint32),
-        }
+        return {**examples, "high": (seeds >> np.uint64(32)).astype(np.uint32), "low": seeds.astype(np.uint32)}
 
     batches = list(array_batches({"x": np.arange(50)}, 8, seed=3, epochs=3, augment=augment, **options))
     start = options.get("start", 0)

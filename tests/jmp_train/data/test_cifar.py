@@ -3,7 +3,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from image_files import cifar_bytes, write_cifar
-from machine_limits import memory_limited_to
 
 from jmp_train.data.public_images import read_cifar10, read_cifar10_batch
 
@@ -73,16 +72,3 @@ def test_damage_is_named_with_file_and_row(tmp_path: Path, content: bytes, messa
         read_cifar10(tmp_path)
     assert str(caught.value).startswith(f"{path} ")
     assert message in str(caught.value)
-
-
-def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "test_batch.bin"
-    with path.open("wb") as file:
-        file.truncate(400_000 * 3073)  # of zeros that take no place
-    message = r"test_batch\.bin is too large: it has 1229200000 bytes, more than max_bytes=1073741824; "
-    with memory_limited_to(2**28), pytest.raises(ValueError, match=message):
-        read_cifar10_batch(path)
-    path.write_bytes(GOOD)
-    assert len(read_cifar10_batch(path, max_bytes=2 * 3073)["label"]) == 2
-    with pytest.raises(ValueError, match="it has 6146 bytes, more than max_bytes=6145"):
-        read_cifar10_batch(path, max_bytes=2 * 3073 - 1)

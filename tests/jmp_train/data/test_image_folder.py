@@ -28,13 +28,7 @@ def save(path: Path, image: np.ndarray) -> str:
 
 def test_classes_and_images_come_by_name(tmp_path: Path) -> None:
     image = gradient_image(4, 3)
-    for name in (
-        "train/b/2.png",
-        "train/b/10.JPG",
-        "train/a/x.jpeg",
-        "train/c/y.webp",
-        "val/c/z.png",
-    ):
+    for name in ("train/b/2.png", "train/b/10.JPG", "train/a/x.jpeg", "train/c/y.webp", "val/c/z.png"):
         save(tmp_path / name, image)
     (tmp_path / "train/b/notes.txt").write_text("no image")
     (tmp_path / "train/README").write_text("no class")
@@ -191,26 +185,10 @@ def test_random_boxes_have_torchvisions_areas_and_ratios() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "box"),
-    [((1000, 3), (498, 0, 502, 3)), ((3, 1000), (0, 498, 3, 502)), ((1, 1), (0, 0, 1, 1))],
+    ("size", "box"), [((1000, 3), (498, 0, 502, 3)), ((3, 1000), (0, 498, 3, 502)), ((1, 1), (0, 0, 1, 1))]
 )
 def test_of_images_that_no_ratio_fits_the_center_is_taken(
     size: tuple[int, int], box: tuple[int, int, int, int]
 ) -> None:
     # Of 1000 x 3 pixels even the smallest share, 240 pixels, is of a greater ratio than 4/3 of 3.
     assert random_box(np.random.default_rng(0), *size) == box
-
-
-def test_gray_and_palette_images_become_colors(tmp_path: Path) -> None:
-    gray, palette = tmp_path / "gray.png", tmp_path / "palette.png"
-    Image.new("L", (20, 20), 77).save(gray)
-    Image.new("RGB", (20, 20), (10, 20, 30)).convert("P", palette=Image.Palette.ADAPTIVE).save(palette)
-    images = center_crops([str(gray), str(palette)], 16)
-    assert (images[0] == 77).all()
-    assert (images[1] == (10, 20, 30)).all()
-
-
-def test_the_helper_writes_what_is_read(tmp_path: Path) -> None:
-    write_image_folder(tmp_path, train=3, val=1)
-    train, val, classes = read_image_folder(tmp_path)
-    assert (len(train["label"]), len(val["label"]), classes) == (6, 2, ("dark", "light"))

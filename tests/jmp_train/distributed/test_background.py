@@ -2,9 +2,7 @@
 
 import errno
 import os
-import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from machine_limits import mounted_tmpfs
 
 import jmp_train as jt
 
-pytestmark = [pytest.mark.quick, pytest.mark.newest]
+pytestmark = [pytest.mark.quick, pytest.mark.newest, pytest.mark.timeout(120)]
 
 # Random numbers do not compress: writing them takes longer than what the script does after it.
 SAVE = (
@@ -57,7 +55,6 @@ def saved(directory: Path) -> tuple[int, int]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(120)
 def test_a_script_that_ends_without_close_has_its_last_checkpoint(tmp_path: Path) -> None:
     other = "other = jt.CheckpointStore(sys.argv[1] + '_other'); other.save(7, state); del other\n"
     done = run(tmp_path / "end", f"store.save(7, state)\n{other}")
@@ -67,7 +64,6 @@ def test_a_script_that_ends_without_close_has_its_last_checkpoint(tmp_path: Path
 
 
 @pytest.mark.full
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("launched", [False, True], ids=["python", "launched"])
 def test_so_has_a_script_that_ends_by_an_error(tmp_path: Path, launched: bool) -> None:
     done = run(tmp_path / "exit", "store.save(7, state)\nsys.exit(3)\n", launched=launched)
@@ -80,7 +76,6 @@ def test_so_has_a_script_that_ends_by_an_error(tmp_path: Path, launched: bool) -
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("launched", [False, True], ids=["python", "launched"])
 def test_a_last_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, launched: bool) -> None:
     script = "store.save(6, {'step': 6})\nstore.wait()\nfill_the_disk()\nstore.save(7, state)\nprint('done')\n"
@@ -96,10 +91,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, launch
 
 
 @pytest.mark.full
-@pytest.mark.timeout(120)
-def test_one_of_two_processes_whose_checkpoint_is_lost_ends_when_the_other_does(
-    tmp_path: Path,
-) -> None:
+def test_one_of_two_processes_whose_checkpoint_is_lost_ends_when_the_other_does(tmp_path: Path) -> None:
     """Had it left at once, jax would abort the other."""
     script = "jt.distributed.initialize(shutdown_timeout=20)\n" + SAVE
     script += "store.save(6, {'step': 6})\nstore.wait()\nfill_the_disk()\nstore.save(7, state)\n"
@@ -113,12 +105,7 @@ def test_one_of_two_processes_whose_checkpoint_is_lost_ends_when_the_other_does(
             [sys.executable, str(file), str(directory)],
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ
-            | {
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": rank,
-            },
+            env=os.environ | {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": rank},
         )
         for rank in "01"
     ]
@@ -130,7 +117,6 @@ def test_one_of_two_processes_whose_checkpoint_is_lost_ends_when_the_other_does(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(60)
 def test_a_failure_that_was_told_is_not_told_again(tmp_path: Path) -> None:
     script = (
         "fill_the_disk()\n"
@@ -146,10 +132,7 @@ def test_a_failure_that_was_told_is_not_told_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(60)
-def test_it_saves_after_the_end_of_the_main_thread_and_at_the_exit_of_python(
-    tmp_path: Path,
-) -> None:
+def test_it_saves_after_the_end_of_the_main_thread_and_at_the_exit_of_python(tmp_path: Path) -> None:
     script = (
         "import atexit, threading\n"
         "def train():\n"
@@ -192,23 +175,3 @@ def test_a_full_disk_is_one_line_and_its_space_is_free_again(
         store.save(3, small)
         assert store.restore(small)[0] == 3
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_full_disk_in_small_files_is_one_line_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Metadata and manifest are not written by tensorstore."""
-    state = {f"w{number}": np.zeros(3) for number in range(20)}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with jt.CheckpointStore(tmp_path) as store:
-        for size in (30, 1000, 4000):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-            try:
-                store.save(2, state)
-                with pytest.raises(OSError, match=r"step 2 .*File too large") as caught:
-                    store.close() if size == 4000 else store.wait()
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            assert caught.value.errno == errno.EFBIG
-    signal.signal(signal.SIGXFSZ, handler)
-    assert capfd.readouterr() == ("", "")
-    assert os.listdir(tmp_path) == []

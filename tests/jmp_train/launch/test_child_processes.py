@@ -19,12 +19,16 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="there are no signals to send on Windows"),
 ]
 
-# A parent that does without the package's other imports, which take seconds.
-PARENT = """
-import importlib.util, sys, time
+# Parents that do without the package's other imports, which take seconds.
+LOAD = """
+import importlib.util, os, subprocess, sys, time
 spec = importlib.util.spec_from_file_location("child_processes", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
+"""
+PARENT = (
+    LOAD
+    + """
 with module.signals_as_exceptions():
     with module.ChildProcess(sys.argv[3:], grace=float(sys.argv[2])) as child:
         print("started", flush=True)
@@ -32,6 +36,7 @@ with module.signals_as_exceptions():
         print("ended", flush=True)
         time.sleep(100)
 """
+)
 
 
 def start_parent(pids: Path, *arguments: str, grace: float = 0.3) -> subprocess.Popen[str]:
@@ -188,11 +193,7 @@ def test_several_are_ended_together(pids: Path) -> None:
 def test_closed_standard_streams_do_no_harm(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os; os.write(1, b'out'); os.write(2, b'err')")
-    parent = (
-        "import importlib.util, os, subprocess, sys\n"
-        "spec = importlib.util.spec_from_file_location('child_processes', sys.argv[1])\n"
-        "module = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(module)\n"
+    parent = LOAD + (
         "for stream in range(3): os.close(stream)\n"
         "command = [sys.executable, sys.argv[2]]\n"
         "pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)\n"

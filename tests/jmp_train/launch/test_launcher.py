@@ -17,7 +17,7 @@ from jmp_train.cli.entry import main
 from jmp_train.launch import launcher
 from jmp_train.launch.launcher import launch
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 
 
 @pytest.fixture(name="script")
@@ -50,6 +50,10 @@ def launcher_command(script: Path, *arguments: object, **options: Any) -> list[s
     return [sys.executable, "-c", LAUNCHER, str(folder), shown, str(script), *map(str, arguments)]
 
 
+def ran(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command, capture_output=True, timeout=50, check=False, **options)
+
+
 def test_each_process_knows_its_place(script: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAX_NUM_CPU_DEVICES")
     script.write_text(
@@ -69,7 +73,6 @@ def test_each_process_knows_its_place(script: Path, capfd: pytest.CaptureFixture
     assert len({line[4:] for line in lines if "127.0.0.1:" in line}) == 1
 
 
-@pytest.mark.timeout(60)
 def test_a_failure_stops_all_and_what_they_started(script: Path, pids: Path) -> None:
     script.write_text(
         "import os, pathlib, sys, time\n"
@@ -86,7 +89,6 @@ def test_a_failure_stops_all_and_what_they_started(script: Path, pids: Path) -> 
     assert survivors(noted(pids), 0) == []
 
 
-@pytest.mark.timeout(60)
 def test_a_process_that_has_died_leaves_nothing(script: Path, pids: Path) -> None:
     script.write_text(STUBBORN)
     with pytest.raises(ChildProcessError, match=r"process \d ended with exit code 3"):
@@ -95,7 +97,6 @@ def test_a_process_that_has_died_leaves_nothing(script: Path, pids: Path) -> Non
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("signals", "code"),
     [
@@ -138,11 +139,7 @@ def test_all_are_restarted_after_a_failure(script: Path, tmp_path: Path, capfd: 
     said = "jmp-train: process 1 was killed by signal 9"
     assert [line[: len(said)] for line in output.err.splitlines()] == [said] * 2
     assert f" (see {logdir}/rank_*.log); restarting all, 2 of 3 times\n" in output.err
-    assert [line[:5] for line in (logdir / "rank_1.log").read_text().splitlines()] == [
-        "try 0",
-        "try 1",
-        "try 2",
-    ]
+    assert [line[:5] for line in (logdir / "rank_1.log").read_text().splitlines()] == ["try 0", "try 1", "try 2"]
     for rank in (0, 1):
         shutil.rmtree(tmp_path / str(rank))
     with pytest.raises(ChildProcessError, match="process 1 was killed by signal 9"):
@@ -150,17 +147,11 @@ def test_all_are_restarted_after_a_failure(script: Path, tmp_path: Path, capfd: 
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "how",
-    [
-        "pass",
-        "sys.exit()",
-        "exit(0)",
-        "os._exit(0)",
-        "import atexit; atexit.register(time.sleep, 60)",  # as jax does, which waits for the others
-    ],
-)
+    ["pass", "sys.exit()", "exit(0)", "os._exit(0)",
+     "import atexit; atexit.register(time.sleep, 60)"],  # as jax does, which waits for the others
+)  # fmt: skip
 def test_processes_that_wait_for_one_that_has_ended_are_stopped(
     how: str, script: Path, pids: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,7 +177,6 @@ def test_processes_that_wait_for_one_that_has_ended_are_stopped(
     assert survivors(noted(pids), 0) == []
 
 
-@pytest.mark.timeout(60)
 def test_a_process_may_end_after_the_others(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # Nor is the end of a forked copy, or of the main thread alone, the end of a script.
     script.write_text(
@@ -203,7 +193,6 @@ def test_a_process_may_end_after_the_others(script: Path, capfd: pytest.CaptureF
     assert capfd.readouterr() == ("[0] report\n", "")
 
 
-@pytest.mark.timeout(60)
 def test_the_command_line_takes_an_exit_timeout(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script.write_text("import os, time\ntime.sleep(60 * int(os.environ['JAX_PROCESS_ID']))\n")
     assert main(["launch", "-n", "2", "--exit-timeout", "1", "--", str(script)]) == 1
@@ -213,7 +202,6 @@ def test_the_command_line_takes_an_exit_timeout(script: Path, capfd: pytest.Capt
     )
 
 
-@pytest.mark.timeout(60)
 def test_an_early_end_counts_for_restarts_and_is_named_with_a_failure_that_follows(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,7 +241,6 @@ def check_trained(folder: Path) -> None:
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("shell", "said"),
     [
@@ -266,19 +253,11 @@ def check_trained(folder: Path) -> None:
 )
 def test_output_that_goes_nowhere_does_not_stop_training(shell: str, said: str, script: Path, tmp_path: Path) -> None:
     script.write_text(TALK)
-    command = ["bash", "-c", f"set -o pipefail; {shell}", "bash"]
-    done = subprocess.run(
-        command + launcher_command(script, tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, said)
+    done = ran(["bash", "-c", f"set -o pipefail; {shell}", "bash", *launcher_command(script, tmp_path)])
+    assert (done.returncode, done.stderr.decode()) == (0, said)
     check_trained(tmp_path)
 
 
-@pytest.mark.timeout(60)
 def test_a_log_that_cannot_be_opened_does_not_stop_training(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,19 +275,12 @@ def test_a_log_that_cannot_be_opened_does_not_stop_training(
     ]
 
 
-@pytest.mark.timeout(60)
 def test_a_full_log_does_not_stop_training(script: Path, tmp_path: Path) -> None:
     script.write_text(TALK)
     limited = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash"]  # 64 KiB a file
-    done = subprocess.run(
-        limited + launcher_command(script, tmp_path, logdir=tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = ran(limited + launcher_command(script, tmp_path, logdir=tmp_path))
     assert done.returncode == 0
-    assert sorted(done.stderr.splitlines()) == [
+    assert sorted(done.stderr.decode().splitlines()) == [
         f"jmp-train: warning: {tmp_path}/rank_{rank}.log: File too large; the rest of its output is missing there"
         for rank in (0, 1)
     ]
@@ -317,7 +289,6 @@ def test_a_full_log_does_not_stop_training(script: Path, tmp_path: Path) -> None
     check_trained(tmp_path)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("variables", "shown"),
     [
@@ -329,20 +300,13 @@ def test_what_an_encoding_lacks_is_replaced(
     variables: dict[str, str], shown: list[bytes], script: Path, tmp_path: Path
 ) -> None:
     script.write_text(TALK + "os.write(1, 'Maß\\n'.encode())\n")
-    done = subprocess.run(
-        launcher_command(script, tmp_path),
-        env={**os.environ, **variables},
-        capture_output=True,
-        timeout=50,
-        check=False,
-    )
+    done = ran(launcher_command(script, tmp_path), env={**os.environ, **variables})
     assert (done.returncode, done.stderr) == (0, b"")
     assert [done.stdout.count(text) for text in shown] == [2, 2]
     check_trained(tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_a_line_without_an_end_takes_no_memory(script: Path, tmp_path: Path) -> None:
     script.write_text(
@@ -355,8 +319,8 @@ def test_a_line_without_an_end_takes_no_memory(script: Path, tmp_path: Path) -> 
         "    memory = pathlib.Path(f'/proc/{launcher}/status').read_text()\n"
         "    pathlib.Path(sys.argv[1]).write_text(memory.partition('VmHWM:')[2].split()[0])\n"
     )
-    command = launcher_command(script, tmp_path / "memory", logdir=tmp_path)
-    done = subprocess.run(command, capture_output=True, timeout=50, check=True)
+    done = ran(launcher_command(script, tmp_path / "memory", logdir=tmp_path))
+    assert done.returncode == 0
     lines = done.stdout.decode().splitlines()
     assert lines[-3:] == ["[0] one", "[0] two", "[0] three"]
     assert sum(line.count("ß") for line in lines) == 2**25
@@ -365,13 +329,8 @@ def test_a_line_without_an_end_takes_no_memory(script: Path, tmp_path: Path) -> 
     assert (tmp_path / "rank_0.log").stat().st_size == 2**26 + len("\rone\rtwo\r\nthree")
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ([], r"launch needs a script: jmp-train launch -n 2 -- script\.py"),
-        (["nowhere.py"], r"launch needs a Python script, but 'nowhere\.py' is not a file"),
-    ],
-)
-def test_wrong_calls_are_refused(command: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        launch(command, 1)
+def test_wrong_calls_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"launch needs a script: jmp-train launch -n 2 -- script\.py"):
+        launch([], 1)
+    with pytest.raises(ValueError, match=r"launch needs a Python script, but 'nowhere\.py' is not a file"):
+        launch(["nowhere.py"], 1)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,7 @@ print(json.dumps(lines))
     ids=["script", "link", "module"],
 )
 def test_a_script_sees_what_python_shows_it(
-    command: list[str],
-    safe: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    command: list[str], safe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "linked").mkdir()
@@ -64,30 +61,15 @@ def test_a_script_sees_what_python_shows_it(
 
 
 HOSTILE = (
-    *(
-        "atexit",
-        "collections",
-        "contextlib",
-        "ctypes",
-        "importlib",
-        "jax",
-        "networkx",
-        "os",
-        "pkgutil",
-    ),
-    *(
-        "re",
-        "runpy",
-        "select",
-        "signal",
-        "socket",
-        "subprocess",
-        "sys",
-        "traceback",
-        "types",
-        "typing",
-    ),
-)
+    "atexit", "collections", "contextlib", "ctypes", "importlib", "jax", "networkx", "os", "pkgutil", "re",
+    "runpy", "select", "signal", "socket", "subprocess", "sys", "traceback", "types", "typing",
+)  # fmt: skip
+
+
+def plant_modules(folder: Path, names: Iterable[str], marks: Path) -> None:
+    """Writes modules that leave a mark when they are imported."""
+    for name in names:
+        (folder / f"{name}.py").write_text(f"open({str(marks / name)!r} + '.ran', 'w')")
 
 
 @pytest.mark.quick_cases(5)
@@ -100,8 +82,7 @@ def test_nothing_of_the_folder_runs_that_python_would_not_run(
     folder.mkdir()
     monkeypatch.chdir(tmp_path if command[0] != "-m" else folder)
     for place in {folder, Path.cwd()}:
-        for name in HOSTILE:
-            (place / f"{name}.py").write_text(f"open({str(tmp_path / name)!r} + '.ran', 'w')")
+        plant_modules(place, HOSTILE, tmp_path)
     (folder / "script.py").write_text(text)
     subprocess.run([sys.executable, *command], capture_output=True, check=False)
     plain = {path.unlink() or path.name for path in tmp_path.glob("*.ran")}
@@ -178,8 +159,7 @@ def test_a_failing_script_ends_as_python_ends_it(text: str, code: int, lines: li
 def test_the_command_runs_nothing_of_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "script.py").write_text("print('trained')")
-    for name in {*HOSTILE, "argparse", "numpy", "flax"} - {"sys"}:
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / name)!r} + '.ran', 'w')")
+    plant_modules(tmp_path, {*HOSTILE, "argparse", "numpy", "flax"} - {"sys"}, tmp_path)
     command = [sys.executable, "-m", "jmp_train", "launch", "-n", "1", "--", "scripts/script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0] trained\n", "")
