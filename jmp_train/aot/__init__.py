@@ -14,7 +14,6 @@ from jmp_train.aot.compiler_packages import install_compiler as install_compiler
 from jmp_train.aot.compiler_packages import install_tpu_compiler as install_tpu_compiler
 from jmp_train.aot.costs import Costs as Costs
 from jmp_train.aot.costs import program_costs as program_costs
-from jmp_train.aot.devices import Device as Device
 from jmp_train.aot.exported import ExportedProgram as ExportedProgram
 from jmp_train.aot.exported import ExportError as ExportError
 from jmp_train.aot.exported import compile_program as compile_program
@@ -28,6 +27,7 @@ from jmp_train.aot.measuring import Devices as Devices
 from jmp_train.aot.measuring import Measured as Measured
 from jmp_train.aot.measuring import devices_here as devices_here
 from jmp_train.aot.measuring import measure_program as measure_program
+from jmp_train.aot.networks import Device as Device
 from jmp_train.aot.networks import Network as Network
 from jmp_train.aot.shapes import is_shape as is_shape
 from jmp_train.aot.shapes import shapes_of as shapes_of

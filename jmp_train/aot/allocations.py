@@ -3,12 +3,16 @@
 `xla_dump_to` with `xla_dump_hlo_as_text` leaves two texts that this module reads: "...-buffer-assignment.txt" has the
 allocations, each with its values and their offsets; "...-live-range.txt" has the order of execution of the
 instructions, with loops' bodies in their place, and the range of times in which each value is needed.
+
+libtpu's texts differ in two things. Values are spread over several memories; only the main memory counts, not the
+vector and scalar memory of a core. And libtpu has no single allocation for tables of pointers: a block that holds
+nothing else takes no memory, and other blocks take whole units of 16 KiB, as `memory_analysis` reports them.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 
@@ -85,11 +89,12 @@ class Share:
     is_alive: bool
 
 
-def read_allocations(text: str) -> tuple[Allocation, ...]:
-    """Returns the allocations of a program on its device, without those in registers (thread-local).
+def read_allocations(text: str, platform: str = "cuda") -> tuple[Allocation, ...]:
+    """Returns the allocations of a program in the main memory of its device, without those in registers (thread-local).
 
     Args:
       text: the text of "...-buffer-assignment.txt".
+      platform: "cuda" or "tpu".
 
     Raises:
       ValueError: the text has another format.
@@ -111,7 +116,21 @@ def read_allocations(text: str) -> tuple[Allocation, ...]:
         elif allocation := _ALLOCATION.match(line):
             found.append((allocation, []))
     allocations = (_allocation(head, values) for head, values in found)
-    return tuple(a for a in allocations if a.color != _HOST and "thread-local" not in a.flags)
+    on_device = (a for a in allocations if a.color != _HOST and "thread-local" not in a.flags)
+    if platform == "tpu":
+        return tuple(_in_whole_units(a) for a in on_device if a.color == _MAIN and not _is_empty(a))
+    return tuple(on_device)
+
+
+def _is_empty(allocation: Allocation) -> bool:
+    """Returns whether a block has only tables of pointers."""
+    return TEMPORARIES in allocation.flags and all(value.type.startswith("(") for value in allocation.values)
+
+
+def _in_whole_units(allocation: Allocation) -> Allocation:
+    if TEMPORARIES not in allocation.flags:
+        return allocation
+    return replace(allocation, size=-(-allocation.size // _UNIT) * _UNIT)
 
 
 def _allocation(head: re.Match[str], values: Iterable[Value]) -> Allocation:
@@ -163,8 +182,7 @@ def read_live_ranges(text: str) -> LiveRanges:
 def fullest_moment(values: Iterable[Value], ranges: Mapping[Position, tuple[int, int]]) -> int:
     """Returns the first time at which the live values take the most memory.
 
-    When an instruction writes its result over an operand, both are alive in the same place, which counts
-    once.
+    When an instruction writes its result over an operand, both are alive in the same place, counted once.
 
     Args:
       values: values of one allocation, or of several whose values do not share memory.
@@ -208,6 +226,38 @@ def shares_at(moment: int, values: Iterable[Value], ranges: Mapping[Position, tu
     return tuple(Share(v, n, is_alive=not order(v)[0]) for v, n in zip(known, own, strict=True) if n)
 
 
+def tpu_sizes(assignment: str, live_range: str) -> dict[str, int]:
+    """Returns the bytes that a program needs in the main memory of a TPU, by the names of `CompiledProgram`.
+
+    Args:
+      assignment: the text of "...-buffer-assignment.txt".
+      live_range: the text of "...-live-range.txt", of the same module.
+
+    Raises:
+      ValueError: a text is of another kind.
+    """
+    allocations = read_allocations(assignment, "tpu")
+    arguments = [a for a in allocations if a.parameter is not None]
+    blocks = [a for a in allocations if TEMPORARIES in a.flags]
+    temporaries = _sum(blocks)
+    ranges = read_live_ranges(live_range).ranges
+    values = [value for block in blocks for value in block.values]
+    moment = fullest_moment(values, ranges)
+    alive = [v for v in values if v.position in ranges and ranges[v.position][0] <= moment <= ranges[v.position][1]]
+    lasting = _sum(allocations) - temporaries
+    return {
+        "peak_bytes": lasting + min(temporaries, _sum(alive)),
+        "argument_bytes": _sum(arguments),
+        "output_bytes": _sum(a for a in allocations if _RESULT in a.flags),
+        "alias_bytes": _sum(a for a in arguments if _RESULT in a.flags),
+        "temp_bytes": temporaries,
+    }
+
+
+def _sum(parts: Iterable[Allocation | Value]) -> int:
+    return sum(part.size for part in parts)
+
+
 def _bytes_of_the_first(values: Sequence[Value]) -> list[int]:
     """Returns for each value the number of bytes at which it is the first value in the list."""
     own = [0] * len(values)
@@ -236,7 +286,9 @@ def _position(text: str) -> Position:
     return name, tuple(int(i) for i in index.split(",") if i)
 
 
-_HOST = 5
+_MAIN, _HOST = 0, 5  # colors
+_UNIT = 16 * 1024
+_RESULT = "maybe-live-out"
 _ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(.*):$")
 _VALUE = re.compile(r" value: <\d+ (\S+)(?: \(phi\))? @-?\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _SHAPE = re.compile(r"\|[^|]*\|")

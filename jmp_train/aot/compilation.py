@@ -20,10 +20,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jmp_train.aot.compile_process import mesh_of, sizes_of
 from jmp_train.aot.compiled import CompiledProgram
 from jmp_train.aot.compiler_packages import PluginError, compiler_path
 from jmp_train.aot.compiling import compiling_environment, run_process
+from jmp_train.aot.exported_process import mesh_of, sizes_of
 from jmp_train.aot.gpus import GPU, GPUS
 
 

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jmp_train.aot.collectives import Collective, n_devices
-from jmp_train.aot.devices import Device
 from jmp_train.aot.hlo import Program
 from jmp_train.aot.kernels import Executed, Kernel
-from jmp_train.aot.networks import Network, Route
+from jmp_train.aot.networks import Device, Network, Route
 from jmp_train.aot.traffic import Places
 
 

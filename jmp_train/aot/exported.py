@@ -24,13 +24,13 @@ import jax
 from jax import export
 from jax.sharding import NamedSharding
 
-from jmp_train.aot import compile_process
+from jmp_train.aot import exported_process
+from jmp_train.aot.allocations import tpu_sizes
 from jmp_train.aot.compiled import CompiledProgram
 from jmp_train.aot.compiler_packages import compiler_path
 from jmp_train.aot.compiling import compiling_environment, run_process, with_deep_stack
-from jmp_train.aot.devices import Device
+from jmp_train.aot.networks import Device
 from jmp_train.aot.shapes import is_shape, shapes_of
-from jmp_train.aot.tpu_memory import tpu_sizes
 from jmp_train.extras import extra_packages
 from jmp_train.policies.autocasting import programs_in, user_line_of
 from jmp_train.policies.files import cache_folder, write_atomically
@@ -168,7 +168,7 @@ def compile_program(
         (folder / "program").write_bytes(program.serialized)
         (folder / "request.json").write_text(request)
         environment["XLA_FLAGS"] += f" --xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
-        command = (sys.executable, compile_process.__file__, scratch)
+        command = (sys.executable, exported_process.__file__, "compile", scratch)
         command = with_deep_stack(command) if device.platform == "tpu" else command
         run_process(f"compiling for {device.name}", command, folder / "log", environment, timeout, stop)
         texts = {name: (folder / name).read_text() for name in _TEXTS}
@@ -264,7 +264,7 @@ def _key(program: ExportedProgram, request: str, environment: dict[str, str], pa
     found = metadata.distributions(path=[str(packages)]) if packages else metadata.distributions()
     names = ((d.metadata["Name"] or "", d.version) for d in found)
     compilers = sorted(f"{name}=={version}" for name, version in names if re.search("cuda|nvcc|nvvm|libtpu", name))
-    own = Path(compile_process.__file__).read_text()
+    own = Path(exported_process.__file__).read_text()
     parts = (request, environment["XLA_FLAGS"], jax.__version__, metadata.version("jaxlib"), *compilers, own)
     return hashlib.sha256(program.serialized + "\0".join(parts).encode()).hexdigest()
 

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from jmp_train.aot.arithmetic import CUBLAS, CUDNN_CONVOLUTION, Product, product
+from jmp_train.aot.arithmetic import CUBLAS, CUDNN_CONVOLUTION, Product, backend_config, product
 from jmp_train.aot.collectives import KINDS, Collective, collectives
-from jmp_train.aot.devices import Device
 from jmp_train.aot.hlo import RUNS_OTHERS, Instruction, Program
-from jmp_train.aot.loops import trip_count
+from jmp_train.aot.networks import Device
 from jmp_train.aot.traffic import Places, Traffic, is_kernel, traffic
 
 
@@ -209,6 +208,58 @@ def _least_seconds(work: Work) -> tuple[float, float]:
     )
 
 
+def trip_count(program: Program, loop: Instruction) -> int | None:
+    """Returns how often a loop runs, None if it is unknown.
+
+    The compiler for GPUs writes the number down. Otherwise the loop must count from a constant by a constant while it
+    is below a constant, as those of `jax.lax.scan` and `fori_loop` do.
+
+    Args:
+      program: the program of the loop.
+      loop: a "while" instruction.
+    """
+    known = backend_config(loop).get("known_trip_count", {}).get("n")
+    return _counted(program, loop) if known is None else int(known)
+
+
+def _counted(program: Program, loop: Instruction) -> int | None:
+    test = _root(program, loop.attribute("condition"))
+    if test.opcode != "compare" or test.attribute("direction") != "LT":
+        return None
+    counter, end = (_resolved(program, name) for name in test.operands)
+    first, last = program.instructions[loop.operands[0]], _root(program, loop.attribute("body"))
+    if counter.opcode != "get-tuple-element" or first.opcode != "tuple" or last.opcode != "tuple":
+        return None
+    index = int(counter.attribute("index"))
+    start, after = (_resolved(program, made.operands[index]) for made in (first, last))
+    if after.opcode != "add":
+        return None
+    parts = [_resolved(program, name) for name in after.operands]
+    steps = [_number(part) for part in parts]
+    counts_itself = any(p.opcode == "get-tuple-element" and int(p.attribute("index")) == index for p in parts)
+    begin, limit, step = _number(start), _number(end), next(filter(None, steps), None)
+    if not counts_itself or begin is None or limit is None or step is None:
+        return None
+    return max(0, -(-(limit - begin) // step))
+
+
+def _root(program: Program, computation: str) -> Instruction:
+    return next(i for i in program.computations[computation.lstrip("%")] if i.is_root)
+
+
+def _resolved(program: Program, name: str) -> Instruction:
+    """Returns the instruction that makes a value, through those that only move it."""
+    instruction = program.instructions[name]
+    while instruction.opcode in _SAME:
+        instruction = program.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _number(instruction: Instruction) -> int | None:
+    is_constant = instruction.opcode == "constant" and instruction.literal.lstrip("-").isdecimal()
+    return int(instruction.literal) if is_constant else None
+
+
 _JAX_NAMES = {
     "f64": "float64",
     "c128": "complex128",
@@ -227,3 +278,4 @@ _LAYOUT = {
     "tuple",
 }
 _OTHER_PRODUCTS = {"ragged-dot", "scaled-dot", "fft", "cholesky", "triangular-solve"}
+_SAME = ("copy", "bitcast", "convert", "copy-done", "copy-start")  # opcodes that only move a value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmp_train.aot import measure_process
+from jmp_train.aot import exported_process
 from jmp_train.aot.compiling import run_process
 from jmp_train.aot.exported import ExportedProgram
 
@@ -87,6 +87,6 @@ def _run(program: ExportedProgram | None, runs: int, timeout: float) -> dict[str
             (folder / "program").write_bytes(program.serialized)
             request = {"donated": program.donated, "devices": program.devices, "runs": runs}
             (folder / "request.json").write_text(json.dumps(request))
-        command = (sys.executable, measure_process.__file__, scratch)
+        command = (sys.executable, exported_process.__file__, "measure", scratch)
         run_process("measuring", command, folder / "log", environment, timeout)
         return json.loads((folder / "measured.json").read_text())

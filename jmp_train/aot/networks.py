@@ -1,4 +1,4 @@
-"""The links between the devices of a program: which a collective operation takes, and its least time on them.
+"""`Device`, and networks of devices: the links that a collective operation takes, and its least time on them.
 
 Devices of one host, or chips of a slice of TPUs, exchange over one kind of link; hosts of GPUs over another. Rings and
 trees that reduce on the devices send, in a group of n, (n - 1) / n of an array to scatter or gather it, and twice that
@@ -11,10 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from jmp_train.aot.collectives import Collective, fraction_sent
-from jmp_train.aot.device_groups import axes_of
-from jmp_train.aot.devices import Device
+from jmp_train.aot.collectives import Collective, axes_of, fraction_sent
+from jmp_train.aot.gpus import GPU
 from jmp_train.aot.tpus import TPU
+
+Device = GPU | TPU
+"""A device that programs can be compiled for without having it.
+
+This room and plans read the attributes that both classes have: `name`, `description`, `platform`, `memory_bytes`,
+`bandwidth`, `rates`, `matrix_rate`, `link`, `link_bandwidth`, `l2_cache_size`, `overlaps` and `topology`.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 import pytest
 
-from jmp_train.aot.collectives import Collective, collectives, n_devices
-from jmp_train.aot.device_groups import axes_of, largest_group
+from jmp_train.aot.collectives import Collective, axes_of, collectives, largest_group, n_devices
 from jmp_train.aot.hlo import read_hlo
 
 pytestmark = pytest.mark.quick

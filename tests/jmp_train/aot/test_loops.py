@@ -3,7 +3,7 @@
 import pytest
 
 from jmp_train.aot.hlo import read_hlo
-from jmp_train.aot.loops import trip_count
+from jmp_train.aot.kernels import trip_count
 
 pytestmark = pytest.mark.quick
 

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jmp_train.aot.stored_arrays import StoredArray, stored_arrays
+from jmp_train.aot.compiled import StoredArray, stored_arrays
 
 pytestmark = pytest.mark.quick
 

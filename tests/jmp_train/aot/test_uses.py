@@ -1,9 +1,9 @@
 import pytest
 
+from jmp_train.aot.buffers import ACTIVATIONS, GRADIENTS, PARAMETER_COPIES, TEMPORARIES, WORKSPACES, Uses
 from jmp_train.aot.data_flow import data_flow
 from jmp_train.aot.hlo import read_hlo
 from jmp_train.aot.origins import Origins
-from jmp_train.aot.uses import ACTIVATIONS, GRADIENTS, PARAMETER_COPIES, TEMPORARIES, WORKSPACES, Uses
 
 pytestmark = pytest.mark.quick
 
