@@ -2,7 +2,7 @@
 
 from jmp_train.planning.allowances import Allowances as Allowances
 from jmp_train.planning.batches import Batches as Batches
-from jmp_train.planning.largest_batch import LargestBatch as LargestBatch
+from jmp_train.planning.batches import LargestBatch as LargestBatch
 from jmp_train.planning.planner import plan as plan
 from jmp_train.planning.remedies import Remedy as Remedy
 from jmp_train.planning.report import Plan as Plan

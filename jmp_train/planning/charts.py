@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jmp_train.aot import Device
-from jmp_train.planning.kernels import costliest_first
+from jmp_train.planning.details import costliest_first
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds
 from jmp_train.policies import documents as doc
 

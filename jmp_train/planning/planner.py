@@ -1,12 +1,16 @@
 """`plan`: predicts memory and time of a training step on absent GPUs and TPUs."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jmp_train.aot import (
     GPU,
+    PASSES,
     TPU,
+    Costs,
     Device,
     Devices,
     buffers_at_peak,
@@ -16,19 +20,32 @@ from jmp_train.aot import (
 )
 from jmp_train.planning.allowances import Allowances
 from jmp_train.planning.arguments import arguments_of
+from jmp_train.planning.batches import LargestBatch, largest_batch
 from jmp_train.planning.compiler import Compiler
-from jmp_train.planning.largest_batch import LargestBatch, largest_batch
-from jmp_train.planning.notes import notes_of
-from jmp_train.planning.placements import checked_interconnect, checked_placements, placements_of_slice
-from jmp_train.planning.prices import checked_prices, price_of
 from jmp_train.planning.remedies import Remedy, changes
 from jmp_train.planning.report import Plan
 from jmp_train.planning.rows import PlanRow
 from jmp_train.planning.search import candidates, searched
-from jmp_train.planning.targets import Target, checked_gpus, checked_tpus, every_target, targets_of
+from jmp_train.planning.targets import (
+    Target,
+    checked_gpus,
+    checked_interconnect,
+    checked_placements,
+    checked_prices,
+    checked_tpus,
+    every_target,
+    placements_of_slice,
+    price_of,
+    targets_of,
+)
 from jmp_train.planning.variants import REPLICATED, Placement, Precision, Shardings, variants_of
 
 DEFAULT_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
+
+_FLOAT16 = re.compile(r"\bf16\[")
+_EMULATED = (
+    "float16 is emulated: TPUs have no units for it, and libtpu converts it; use bfloat16, which needs no loss scale"
+)
 
 
 def plan(
@@ -199,9 +216,35 @@ def _row(compiler: Compiler, target: Target, allowances: Allowances, prices: Map
             temp_bytes=compiled.temp_bytes if target.kind.platform == "tpu" else 0,
         ),
         remedies=(),
-        notes=tuple(notes_of(target.kind, compiled.hlo, costs)),
+        notes=tuple(_notes(target.kind, compiled.hlo, costs)),
         price_per_hour=price_of(target.kind, target.placement.devices, prices),
     )
+
+
+def _notes(device: Device, hlo: str, costs: Costs) -> Iterator[str]:
+    """Yields notes about the precision of a program on a device; none for GPUs, whose dtypes are in `costs`."""
+    if not isinstance(device, TPU):
+        return
+    if _FLOAT16.search(hlo):
+        yield _EMULATED
+    shares: Counter[str] = Counter()
+    for kernel in costs.kernels:
+        for product in kernel.products:
+            shares[_computed(product.dtype, product.precision)] += kernel.times * product.operations
+    total = sum(shares.values())
+    if total:
+        parts = (f"{count / total:.3g} in {name}" if len(shares) > 1 else name for name, count in shares.most_common())
+        yield f"products: {', '.join(parts)}"
+
+
+def _computed(dtype: str, precision: str) -> str:
+    """Returns how a TPU computes products of a dtype, XLA's name, at a precision of jax."""
+    if dtype == "f16":  # in some programs, libtpu leaves the conversion to its last stage
+        return "f16, emulated"
+    if dtype not in ("f32", "f64", "c64", "c128"):
+        return dtype
+    passes = PASSES[precision]
+    return f"{dtype} by {passes} pass{'es' * (passes > 1)} in bfloat16 (precision {precision!r})"
 
 
 def _largest_batch(compiler: Compiler, target: Target, usable: int) -> LargestBatch | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jmp_train.aot import GPU, Buffer, Costs, Device, Measured
-from jmp_train.planning.largest_batch import LargestBatch
+from jmp_train.planning.batches import LargestBatch
 from jmp_train.planning.remedies import Remedy
 from jmp_train.planning.variants import Placement
 

@@ -12,10 +12,9 @@ from typing import Any
 import jax
 
 from jmp_train.aot import TPU, Device
-from jmp_train.planning.placements import checked_placements, placements_of_slice
 from jmp_train.planning.remedies import changes
 from jmp_train.planning.rows import PlanRow, gigabytes, milliseconds
-from jmp_train.planning.targets import Target
+from jmp_train.planning.targets import Target, checked_placements, placements_of_slice
 from jmp_train.planning.variants import DATA, FSDP, REPLICATED, ZERO1, Placement, several
 from jmp_train.policies.autocasting import multiplies
 from jmp_train.steps import TrainStep

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jmp_train.planning import LargestBatch
-from jmp_train.planning.largest_batch import largest_batch
+from jmp_train.planning.batches import largest_batch
 
 pytestmark = pytest.mark.quick
 

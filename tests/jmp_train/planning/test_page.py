@@ -12,7 +12,7 @@ from plan_rows import DATA_PARALLEL, ODD, STEP_BYTES, costs_without_products, fo
 from jmp_train.aot import GPUS
 from jmp_train.planning import Allowances, Plan, PlanRow
 from jmp_train.planning.charts import batch_chart, kernel_points, memory_chart, roofline_chart, step_point
-from jmp_train.planning.kernels import costliest_first
+from jmp_train.planning.details import costliest_first
 from jmp_train.policies.documents import Box, Chart, Dot, Label, Path, placed, series_styles
 
 pytestmark = pytest.mark.quick

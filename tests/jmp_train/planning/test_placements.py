@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.aot import tpu_slice
 from jmp_train.planning import Placement
-from jmp_train.planning.placements import checked_interconnect, checked_placements, placements_of_slice
+from jmp_train.planning.targets import checked_interconnect, checked_placements, placements_of_slice
 
 pytestmark = pytest.mark.quick
 
