@@ -36,6 +36,12 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
+def surrounding(mesh: Mesh) -> Any:
+    """Returns `automatic(mesh)`; in a `shard_map` its mesh, because jax accepts no other there."""
+    context = get_abstract_mesh()
+    return context if context.manual_axes else automatic(mesh)
+
+
 def axis_size(mesh: Mesh, axis: str) -> int:
     """Returns the number of devices along a mesh axis; raises TypeError or ValueError if there is no such axis."""
     if not isinstance(mesh, Mesh | AbstractMesh):

@@ -8,7 +8,6 @@ from jmp_train.steps.batch_parts import warn_of_split as warn_of_split
 from jmp_train.steps.call_checks import check_call as check_call
 from jmp_train.steps.call_checks import check_is_train_state as check_is_train_state
 from jmp_train.steps.call_checks import check_not_replicated as check_not_replicated
-from jmp_train.steps.flax_train_state import FlaxTrainState as FlaxTrainState
 from jmp_train.steps.fp8_scaling import delayed_scaling as delayed_scaling
 from jmp_train.steps.fp8_scaling import own_state as own_state
 from jmp_train.steps.fp8_scaling import scaled_products as scaled_products
@@ -32,6 +31,7 @@ from jmp_train.steps.step_losses import loss_gradients as loss_gradients
 from jmp_train.steps.step_losses import stateless as stateless
 from jmp_train.steps.traced_costs import StepCosts as StepCosts
 from jmp_train.steps.traced_costs import step_costs as step_costs
+from jmp_train.steps.train_state import FlaxTrainState as FlaxTrainState
 from jmp_train.steps.train_state import TrainState as TrainState
 from jmp_train.steps.update import Update as Update
 from jmp_train.steps.update import apply_gradients as apply_gradients
