@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,19 +16,27 @@ import jmp_train as jt
 
 pytestmark = pytest.mark.quick
 
+PRESETS = [
+    jt.torch_loss_scale,
+    jt.apex_loss_scale,
+    jt.megatron_loss_scale,
+    jt.policies.nemo_loss_scale,
+    jt.deepspeed_loss_scale,
+]
+
 # --- golden traces: measured on the real classes (init 256, interval 3), scale AFTER each update ---
 
 BAD_A = "0 0 0 0 0 0 0 0 0 0"
 BAD_B = "1 0 1 0 1 1 0 0 0 0 1 1 0 0 0 0 0"
 BAD_C = "1 1 1 1 0 0 0 1 0 0 0 0"
+BAD_D = "0 0 1 0 1 0 0 0 0"
 
-
-def torch() -> jt.LossScale:
-    return jt.torch_loss_scale(256.0, growth_interval=3)
-
-
-def apex() -> jt.LossScale:
-    return jt.apex_loss_scale(init_scale=256.0, scale_window=3)
+TORCH_LIKE = [
+    jt.torch_loss_scale(256.0, growth_interval=3),
+    jt.apex_loss_scale(init_scale=256.0, scale_window=3),
+    jt.DynamicLossScale(256.0, period=3),
+]
+D_TORCH = jt.torch_loss_scale(4.0, 2.0, 0.25, 2)
 
 
 def megatron(hysteresis: int) -> jt.LossScale:
@@ -41,61 +48,28 @@ def nemo(hysteresis: int) -> jt.LossScale:
 
 
 def deepspeed(hysteresis: int, consecutive: bool = False) -> jt.LossScale:
-    return jt.deepspeed_loss_scale(
-        initial_scale_power=8,
-        loss_scale_window=3,
-        hysteresis=hysteresis,
-        consecutive_hysteresis=consecutive,
-    )
+    return jt.deepspeed_loss_scale(0, 8, 3, hysteresis, consecutive)
 
 
-def jmp_like() -> jt.LossScale:
-    return jt.DynamicLossScale(256.0, period=3)
-
-
-A_USUAL = "256 256 512 512 512 1024 1024 1024 2048 2048"
-A_DEEPSPEED = "256 256 256 512 512 512 1024 1024 1024 2048"
-B_NO_HYSTERESIS = "128 128 64 64 32 16 16 16 32 32 16 8 8 8 16 16 16"
-B_CUMULATIVE = "256 256 128 128 64 32 32 32 64 64 64 32 32 32 64 64 64"
-B_CONSECUTIVE = "256 256 256 256 256 128 128 128 256 256 256 128 128 128 256 256 256"
-C_USUAL = "128 64 32 16 16 16 32 16 16 16 32 32"
-C_DEEPSPEED = "128 64 32 16 16 16 16 8 8 8 8 16"
-
-TRACES: list[tuple[str, Callable[[], jt.LossScale], str, str]] = [
-    ("A torch", torch, BAD_A, A_USUAL),
-    ("A apex", apex, BAD_A, A_USUAL),
-    ("A Megatron", lambda: megatron(2), BAD_A, A_USUAL),
-    ("A NeMo", lambda: nemo(2), BAD_A, A_USUAL),
-    ("A jmp", jmp_like, BAD_A, A_USUAL),
-    ("A DeepSpeed", lambda: deepspeed(2), BAD_A, A_DEEPSPEED),
-    ("A DeepSpeed consecutive", lambda: deepspeed(2, True), BAD_A, A_DEEPSPEED),
-    ("A DeepSpeed fused", lambda: deepspeed(1), BAD_A, A_DEEPSPEED),
-    ("B torch", torch, BAD_B, B_NO_HYSTERESIS),
-    ("B apex", apex, BAD_B, B_NO_HYSTERESIS),
-    ("B jmp", jmp_like, BAD_B, B_NO_HYSTERESIS),
-    ("B Megatron", lambda: megatron(2), BAD_B, B_CUMULATIVE),
-    ("B NeMo", lambda: nemo(2), BAD_B, B_CONSECUTIVE),
-    ("B DeepSpeed", lambda: deepspeed(2), BAD_B,
-     "256 256 128 128 64 32 32 32 32 64 64 32 32 32 32 64 64"),
-    ("B DeepSpeed consecutive", lambda: deepspeed(2, True), BAD_B,
-     "256 256 256 256 256 128 128 128 128 256 256 128 128 128 128 256 256"),
-    ("B DeepSpeed fused", lambda: deepspeed(1), BAD_B,
-     "128 128 64 64 32 16 16 16 16 32 16 8 8 8 8 16 16"),
-    ("C torch", torch, BAD_C, C_USUAL),
-    ("C apex", apex, BAD_C, C_USUAL),
-    ("C jmp", jmp_like, BAD_C, C_USUAL),
-    ("C Megatron", lambda: megatron(1), BAD_C, C_USUAL),
-    ("C NeMo", lambda: nemo(1), BAD_C, C_USUAL),
-    ("C DeepSpeed", lambda: deepspeed(1), BAD_C, C_DEEPSPEED),
-    ("D torch", lambda: jt.torch_loss_scale(4.0, 2.0, 0.25, 2), "0 0 1 0 1 0 0 0 0",
-     "4 8 2 2 .5 .5 1 1 2"),
-    ("E bounds", lambda: jt.megatron_loss_scale(4.0, growth_interval=1, hysteresis=1, max_scale=16.0),
-     "0 0 0 1 1 1 1 1 1 0", "8 16 16 8 4 2 1 1 1 2"),
-    ("G cumulative", lambda: megatron(3), BAD_B,
-     "256 256 256 256 128 64 64 64 128 128 128 128 128 128 256 256 256"),
-    ("G consecutive", lambda: nemo(3), BAD_B,
-     "256 256 256 256 256 256 256 256 512 512 512 512 512 512 1024 1024 1024"),
-]  # fmt: skip
+TRACES: dict[str, tuple[str, str, list[jt.LossScale]]] = {
+    "A": (BAD_A, "256 256 512 512 512 1024 1024 1024 2048 2048", [*TORCH_LIKE, megatron(2), nemo(2)]),
+    "A DeepSpeed": (BAD_A, "256 256 256 512 512 512 1024 1024 1024 2048",
+                    [deepspeed(2), deepspeed(2, consecutive=True), deepspeed(1)]),
+    "B": (BAD_B, "128 128 64 64 32 16 16 16 32 32 16 8 8 8 16 16 16", TORCH_LIKE),
+    "B cumulative": (BAD_B, "256 256 128 128 64 32 32 32 64 64 64 32 32 32 64 64 64", [megatron(2)]),
+    "B consecutive": (BAD_B, "256 256 256 256 256 128 128 128 256 256 256 128 128 128 256 256 256", [nemo(2)]),
+    "B DeepSpeed": (BAD_B, "256 256 128 128 64 32 32 32 32 64 64 32 32 32 32 64 64", [deepspeed(2)]),
+    "B DeepSpeed consecutive": (BAD_B, "256 256 256 256 256 128 128 128 128 256 256 128 128 128 128 256 256",
+                                [deepspeed(2, consecutive=True)]),
+    "B DeepSpeed fused": (BAD_B, "128 128 64 64 32 16 16 16 16 32 16 8 8 8 8 16 16", [deepspeed(1)]),
+    "C": (BAD_C, "128 64 32 16 16 16 32 16 16 16 32 32", [*TORCH_LIKE, megatron(1), nemo(1)]),
+    "C DeepSpeed": (BAD_C, "128 64 32 16 16 16 16 8 8 8 8 16", [deepspeed(1)]),
+    "D": (BAD_D, "4 8 2 2 .5 .5 1 1 2", [D_TORCH]),
+    "E bounds": ("0 0 0 1 1 1 1 1 1 0", "8 16 16 8 4 2 1 1 1 2",
+                 [jt.megatron_loss_scale(4.0, growth_interval=1, hysteresis=1, max_scale=16.0)]),
+    "G cumulative": (BAD_B, "256 256 256 256 128 64 64 64 128 128 128 128 128 128 256 256 256", [megatron(3)]),
+    "G consecutive": (BAD_B, "256 256 256 256 256 256 256 256 512 512 512 512 512 512 1024 1024 1024", [nemo(3)]),
+}  # fmt: skip
 
 
 def steps(scale: Any, bad: str) -> list[Any]:
@@ -107,37 +81,28 @@ def steps(scale: Any, bad: str) -> list[Any]:
     return states
 
 
-@pytest.mark.parametrize(("make", "bad", "expected"), [t[1:] for t in TRACES],
-                         ids=[t[0] for t in TRACES])  # fmt: skip
-def test_golden_traces(make: Callable[[], jt.LossScale], bad: str, expected: str) -> None:
-    trace = [float(state.loss_scale) for state in steps(make(), bad)]
-    assert trace == [float(value) for value in expected.split()]
-
-
-def test_golden_counters_of_torch() -> None:
-    states = steps(jt.torch_loss_scale(4.0, 2.0, 0.25, 2), "0 0 1 0 1 0 0 0 0")
-    assert [int(state.counter) for state in states] == [1, 0, 0, 1, 0, 1, 0, 1, 0]
+@pytest.mark.parametrize("name", TRACES)
+def test_golden_traces(name: str) -> None:
+    bad, expected, scales = TRACES[name]
+    for scale in scales:
+        trace = [float(state.loss_scale) for state in steps(scale, bad)]
+        assert trace == [float(value) for value in expected.split()], scale
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("scale", "bad", "counters", "hysteresis_left"),
     [
-        (lambda: megatron(2),
-         [(256, 0, 1), (256, 1, 1), (128, 0, 0), (128, 1, 0), (64, 0, 0), (32, 0, 0), (32, 1, 0),
-          (32, 2, 0), (64, 0, 2)]),
-        (lambda: nemo(2),
-         [(256, 0, 1), (256, 1, 2), (256, 0, 1), (256, 1, 2), (256, 0, 1), (128, 0, 0), (128, 1, 2),
-          (128, 2, 2), (256, 0, 2)]),
+        (D_TORCH, BAD_D, "1 0 0 1 0 1 0 1 0", None),
+        (megatron(2), BAD_B[:17], "0 1 0 1 0 0 1 2 0", "1 1 0 0 0 0 0 0 2"),
+        (nemo(2), BAD_B[:17], "0 1 0 1 0 0 1 2 0", "1 2 1 2 1 0 2 2 2"),
     ],
-)  # fmt: skip
-def test_golden_states_with_hysteresis(make: Any, expected: Any) -> None:
-    states = [(s.loss_scale, s.counter, s.hysteresis_left) for s in steps(make(), BAD_B)[:9]]
-    assert [tuple(int(x) for x in state) for state in states] == expected
-
-
-def test_a_scaled_run_in_the_style_of_torch() -> None:
-    states = steps(jt.torch_loss_scale(128.0, growth_interval=1), "0 1 0 0")
-    assert float(states[-1].loss_scale) == 128 * 2.0**3 * 0.5
+    ids=["torch", "megatron", "nemo"],
+)
+def test_golden_counters(scale: Any, bad: str, counters: str, hysteresis_left: str | None) -> None:
+    states = steps(scale, bad)
+    assert " ".join(str(state.counter) for state in states) == counters
+    if hysteresis_left is not None:
+        assert " ".join(str(state.hysteresis_left) for state in states) == hysteresis_left
 
 
 # --- independent step-by-step versions, in the originals' own arithmetic ----------------------
@@ -145,25 +110,33 @@ def test_a_scaled_run_in_the_style_of_torch() -> None:
 
 def product(scale: np.float32, factor: float) -> np.float32:
     """Returns float32(float64 product), as torch's kernels compute it."""
-    return np.float32(np.float64(scale) * np.float64(factor))
+    with np.errstate(over="ignore"):
+        return np.float32(np.float64(scale) * np.float64(factor))
 
 
 @dataclasses.dataclass
 class Torch:
+    """With `hysteresis`, NeMo. The bounds of the scale are ours."""
+
     scale: np.float32
     growth: float
     backoff: float
     interval: int
+    hysteresis: int = 1
     good: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = self.hysteresis
 
     def update(self, ok: bool) -> None:
         if not ok:
-            self.scale, self.good = product(self.scale, self.backoff), 0
+            self.good, self.left = 0, self.left - 1
+            if self.left <= 0:
+                self.scale = max(product(self.scale, self.backoff), np.float32(2.0**-126))
             return
-        self.good += 1
+        self.good, self.left = self.good + 1, self.hysteresis
         if self.good == self.interval:
-            grown, self.good = product(self.scale, self.growth), 0
-            self.scale = grown if np.isfinite(grown) else self.scale
+            self.scale, self.good = min(product(self.scale, self.growth), np.float32(2.0**126)), 0
 
 
 @dataclasses.dataclass
@@ -210,23 +183,6 @@ class Megatron:
         if self.good == self.interval:
             self.good, self.left = 0, self.hysteresis
             self.scale = min(self.scale * np.float32(self.growth), np.float32(self.high))
-
-
-@dataclasses.dataclass
-class NeMo(Torch):
-    hysteresis: int = 1
-
-    def __post_init__(self) -> None:
-        self.left = self.hysteresis
-
-    def update(self, ok: bool) -> None:
-        if not ok:
-            self.good, self.left = 0, self.left - 1
-            if self.left <= 0:
-                self.scale = product(self.scale, self.backoff)
-            return
-        super().update(ok)
-        self.left = self.hysteresis
 
 
 @dataclasses.dataclass
@@ -286,14 +242,16 @@ FEW = settings(max_examples=12, deadline=None)
 
 
 @FEW
-@given(seeds, powers, growths, backoffs, intervals, st.sampled_from([0.1, 0.3]))
+@given(seeds, powers, growths, backoffs, intervals, st.integers(1, 4), st.sampled_from([0.02, 0.2, 0.6]))
 @pytest.mark.filterwarnings("ignore:.*is not a power of two")
-def test_torch_bit_by_bit(
-    seed: int, start: float, growth: float, backoff: float, interval: int, bad_rate: float
+def test_torch_and_nemo_bit_by_bit(
+    seed: int, start: float, growth: float, backoff: float, interval: int, hysteresis: int, bad_rate: float
 ) -> None:
-    reference = Torch(np.float32(start), growth, backoff, interval)
-    # Short enough to stay within our bounds, which torch does not have.
-    check(jt.torch_loss_scale(start, growth, backoff, interval), reference, seed, bad_rate, 50)
+    options = (start, growth, backoff, interval)
+    arguments = (np.float32(start), growth, backoff, interval)
+    check(jt.torch_loss_scale(*options), Torch(*arguments), seed, bad_rate)
+    nemo_scale = jt.policies.nemo_loss_scale(*options, hysteresis=hysteresis)
+    check(nemo_scale, Torch(*arguments, hysteresis), seed, bad_rate)
 
 
 @FEW
@@ -307,25 +265,11 @@ def test_apex_bit_by_bit(seed: int, start: float, interval: int, low: float | No
 @given(seeds, powers, growths, backoffs, intervals, st.integers(1, 4), st.sampled_from([24.0, 32.0]))
 @pytest.mark.filterwarnings("ignore:.*is not a power of two")
 def test_megatron_and_colossalai_bit_by_bit(
-    seed: int,
-    start: float,
-    growth: float,
-    backoff: float,
-    interval: int,
-    hysteresis: int,
-    high: float,
+    seed: int, start: float, growth: float, backoff: float, interval: int, hysteresis: int, high: float
 ) -> None:
     options = (start, 1.0, growth, backoff, interval, hysteresis, 2.0**high)
     reference = Megatron(np.float32(start), growth, backoff, interval, hysteresis, low=1.0, high=2.0**high)
     check(jt.megatron_loss_scale(*options), reference, seed, 0.25)
-
-
-@FEW
-@given(seeds, powers, st.integers(1, 6), st.integers(1, 4))
-def test_nemo_bit_by_bit(seed: int, start: float, interval: int, hysteresis: int) -> None:
-    scale = jt.policies.nemo_loss_scale(start, growth_interval=interval, hysteresis=hysteresis)
-    reference = NeMo(np.float32(start), 2.0, 0.5, interval, hysteresis=hysteresis)
-    check(scale, reference, seed, 0.4, count=90)
 
 
 @FEW
@@ -349,43 +293,37 @@ def test_the_scale_stays_where_its_inverse_is_a_number() -> None:
     assert float(down.unscale(down.scale(jnp.float32(3.0)))) == 3.0
 
 
-def test_disabled_gives_the_null_object() -> None:
+def test_forms_without_a_loop_and_a_start_at_the_ceiling() -> None:
     assert jt.torch_loss_scale(enabled=False) == jt.NoOpLossScale()
     assert jt.policies.nemo_loss_scale(enabled=False) == jt.NoOpLossScale()
-
-
-def test_static_forms() -> None:
     assert jt.apex_loss_scale(128.0) == jt.StaticLossScale(128.0)
     assert jt.deepspeed_loss_scale(loss_scale=64) == jt.StaticLossScale(64.0)
-
-
-def test_apex_begins_at_its_ceiling() -> None:
     assert float(jt.apex_loss_scale(init_scale=2.0**30).loss_scale) == 2.0**24
 
 
 WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
-    (jt.torch_loss_scale, "init_scale", [0, -1.0, np.nan, np.inf, 2.0**127, True, "x", None]),
-    (jt.torch_loss_scale, "growth_factor", [1, 0.5, np.inf, True, "2"]),
-    (jt.torch_loss_scale, "backoff_factor", [0, 1, 2.0, -1, np.nan, False]),
-    (jt.torch_loss_scale, "growth_interval", [0, -3, 2.5, True, None]),
+    (jt.torch_loss_scale, "init_scale", [0, -1.0, np.nan, np.inf, 2.0**127, 10**400, "x", None]),
+    (jt.torch_loss_scale, "growth_factor", [1, 0.5, np.inf, 10**400, "2"]),
+    (jt.torch_loss_scale, "backoff_factor", [0, 1, 2.0, -1, np.nan]),
+    (jt.torch_loss_scale, "growth_interval", [0, -3, 2.5, None]),
     (jt.torch_loss_scale, "enabled", [1, "yes", None]),
     (jt.apex_loss_scale, "loss_scale", ["static", 0, -2.0, np.inf]),
     (jt.apex_loss_scale, "init_scale", [0, np.nan]),
     (jt.apex_loss_scale, "scale_factor", [1.0, np.inf]),
     (jt.apex_loss_scale, "scale_window", [0, 1.5]),
     (jt.apex_loss_scale, "min_loss_scale", [2.0**20, -1.0]),
-    (jt.apex_loss_scale, "max_loss_scale", [0, 2.0**128, True]),
+    (jt.apex_loss_scale, "max_loss_scale", [0, 2.0**128]),
     (jt.megatron_loss_scale, "initial_scale", [0, np.inf]),
     (jt.megatron_loss_scale, "min_scale", [2.0**33, 0]),
     (jt.megatron_loss_scale, "growth_factor", [1.0]),
     (jt.megatron_loss_scale, "backoff_factor", [1.0]),
     (jt.megatron_loss_scale, "growth_interval", [0]),
-    (jt.megatron_loss_scale, "hysteresis", [0, 1.5, True]),
-    (jt.megatron_loss_scale, "max_scale", [2.0**31, 2.0**127]),
+    (jt.megatron_loss_scale, "hysteresis", [0, 1.5]),
+    (jt.megatron_loss_scale, "max_scale", [2.0**127]),
     (jt.policies.nemo_loss_scale, "hysteresis", [0, None]),
     (jt.policies.nemo_loss_scale, "enabled", ["no"]),
     (jt.deepspeed_loss_scale, "loss_scale", [-1.0, np.inf, "dynamic"]),
-    (jt.deepspeed_loss_scale, "initial_scale_power", [127, -127, 16.0, True]),
+    (jt.deepspeed_loss_scale, "initial_scale_power", [127, -127, 16.0]),
     (jt.deepspeed_loss_scale, "loss_scale_window", [0]),
     (jt.deepspeed_loss_scale, "hysteresis", [0]),
     (jt.deepspeed_loss_scale, "consecutive_hysteresis", [1]),
@@ -397,26 +335,11 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
                          ids=[f"{p.__name__}-{n}" for p, n, _ in WRONG])  # fmt: skip
 def test_wrong_arguments_are_named(preset: Callable[..., Any], name: str, values: list[Any]) -> None:
     for value in values:
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=f"^{name}="):
             preset(**{name: value})
 
 
-@pytest.mark.parametrize("options", [{"init_scale": 1000.0}, {"growth_factor": 1.5}, {"backoff_factor": 0.7}])
-def test_numbers_that_are_not_powers_of_two_warn(options: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match=f"{next(iter(options))}=.* is not a power of two"):
-        jt.torch_loss_scale(**options)
-
-
-@pytest.mark.parametrize(
-    "preset",
-    [
-        jt.torch_loss_scale,
-        jt.apex_loss_scale,
-        jt.megatron_loss_scale,
-        jt.policies.nemo_loss_scale,
-        jt.deepspeed_loss_scale,
-    ],
-)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_boolean_is_not_a_number(preset: Callable[..., Any]) -> None:
     for name, parameter in inspect.signature(preset).parameters.items():
         for value in () if isinstance(parameter.default, bool) else (True, False):
@@ -424,34 +347,33 @@ def test_a_boolean_is_not_a_number(preset: Callable[..., Any]) -> None:
                 preset(**{name: value})
 
 
-def test_whole_numbers_beyond_every_range_are_named() -> None:
-    for name in ("init_scale", "growth_factor"):
-        with pytest.raises(ValueError, match=f"^{name}=1000"):
-            jt.torch_loss_scale(**{name: 10**400})  # type: ignore[arg-type]
+def test_an_initial_scale_beyond_the_largest_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^initial_scale=.* must not exceed max_scale=2147483648"):
+        jt.megatron_loss_scale(max_scale=2.0**31)
 
 
-def test_an_interval_that_never_ends_is_refused_or_never_grows() -> None:
-    try:
-        scale: Any = jt.torch_loss_scale(8.0, growth_interval=2**31)
-    except ValueError as error:
-        assert "growth_interval" in str(error)
-    else:
-        assert float(scale.adjust(True).loss_scale) == 8.0
+def test_an_interval_that_never_ends_never_grows() -> None:
+    scale: Any = jt.torch_loss_scale(8.0, growth_interval=2**31)
+    assert float(scale.adjust(True).loss_scale) == 8.0
 
 
 @pytest.mark.parametrize(
-    ("preset", "options"),
+    ("preset", "name", "number"),
     [
-        (jt.torch_loss_scale, {"init_scale": 1000.0}),
-        (jt.policies.nemo_loss_scale, {"init_scale": 1000.0}),
-        (jt.apex_loss_scale, {"loss_scale": 1000.0}),
-        (jt.megatron_loss_scale, {"backoff_factor": 0.7}),
-        (jt.deepspeed_loss_scale, {"loss_scale": 1000.0}),
+        (jt.torch_loss_scale, "init_scale", 1000.0),
+        (jt.torch_loss_scale, "growth_factor", 1.5),
+        (jt.torch_loss_scale, "backoff_factor", 0.7),
+        (jt.policies.nemo_loss_scale, "init_scale", 1000.0),
+        (jt.apex_loss_scale, "loss_scale", 1000.0),
+        (jt.megatron_loss_scale, "backoff_factor", 0.7),
+        (jt.deepspeed_loss_scale, "loss_scale", 1000.0),
     ],
 )
-def test_warnings_point_at_the_caller(preset: Callable[..., Any], options: dict[str, float]) -> None:
-    with pytest.warns(UserWarning, match="is not a power of two") as record:
-        preset(**options)
+def test_a_number_that_is_not_a_power_of_two_warns_its_caller(
+    preset: Callable[..., Any], name: str, number: float
+) -> None:
+    with pytest.warns(UserWarning, match=f"{name}={number} is not a power of two") as record:
+        preset(**{name: number})
     assert [warning.filename for warning in record] == [__file__]
 
 
@@ -468,53 +390,13 @@ def test_whole_numbers_as_in_configurations_are_numbers() -> None:
         assert float(whole.loss_scale) == float(usual.loss_scale)
 
 
-def test_usual_options_do_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for preset in (
-            jt.torch_loss_scale,
-            jt.apex_loss_scale,
-            jt.megatron_loss_scale,
-            jt.policies.nemo_loss_scale,
-            jt.deepspeed_loss_scale,
-        ):
-            preset()
-
-
-@dataclasses.dataclass
-class Bounded:
-    """The scales of torch and NeMo with the bounds that are ours."""
-
-    original: Torch
-
-    @property
-    def scale(self) -> np.float32:
-        return self.original.scale
-
-    def update(self, ok: bool) -> None:
-        with np.errstate(over="ignore"):
-            self.original.update(ok)
-        bounds = np.float32(2.0**-126), np.float32(2.0**126)
-        self.original.scale = np.clip(self.original.scale, *bounds)
-
-
-@settings(max_examples=8, deadline=None)
-@given(seeds, powers, growths, backoffs, intervals, st.sampled_from([0.02, 0.2, 0.6]))
-@pytest.mark.filterwarnings("ignore:.*is not a power of two")
-def test_torch_and_nemo_bit_by_bit_through_hundreds_of_steps(
-    seed: int, start: float, growth: float, backoff: float, interval: int, bad_rate: float
-) -> None:
-    options = (start, growth, backoff, interval)
-    arguments = (np.float32(start), growth, backoff, interval)
-    check(jt.torch_loss_scale(*options), Bounded(Torch(*arguments)), seed, bad_rate)
-    nemo_reference = Bounded(NeMo(*arguments, hysteresis=2))
-    check(jt.policies.nemo_loss_scale(*options, hysteresis=2), nemo_reference, seed, bad_rate)
-
-
 @pytest.mark.parametrize("number", [jnp.float32(1024), np.float32(1024), np.asarray(1024.0), jnp.int32(1024), 1024])
 def test_scalars_of_numpy_and_jax_are_numbers(number: Any) -> None:
     for preset in (jt.torch_loss_scale, jt.apex_loss_scale, jt.policies.nemo_loss_scale):
         assert preset(init_scale=number) == preset(init_scale=1024.0)
+
+
+def test_an_array_and_a_traced_number_are_refused() -> None:
     with pytest.raises(ValueError, match=r"init_scale=.*must be a finite number"):
         jt.torch_loss_scale(init_scale=jnp.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"init_scale=.*must be a finite number"):
