@@ -79,13 +79,24 @@ def kill_all(pids: Sequence[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def user_environment() -> dict[str, str]:
+    """Returns the environment without conftest.py's virtual devices, as users have it."""
+    return {k: v for k, v in os.environ.items() if k not in ("NPROC", "JAX_NUM_CPU_DEVICES")}
+
+
+def jmp_train_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs `jmp-train` as a process."""
+    command = [sys.executable, "-m", "jmp_train", *arguments]
+    environment = user_environment()
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd, env=environment, check=False)
+
+
 def shell(command: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
     """Returns a shell command's code, output and error; $PYTHON is this one, without conftest.py's devices."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("NPROC", "JAX_NUM_CPU_DEVICES")}
     result = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"],
         cwd=cwd,
-        env={**kept, "PYTHON": sys.executable, **environment},
+        env={**user_environment(), "PYTHON": sys.executable, **environment},
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -93,3 +104,31 @@ def shell(command: str, cwd: Path, **environment: str) -> tuple[int, str, str]:
         check=False,
     )
     return result.returncode, result.stdout, result.stderr
+
+
+def launched(*command: object, count: int = 2, options: Sequence[str] = ()) -> tuple[int, str]:
+    """Returns the exit code of `jmp-train launch`, and what the processes and then the launcher printed."""
+    launch = [sys.executable, "-m", "jmp_train", "launch", "-n", str(count), *options, "--", *map(str, command)]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=180, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def run_python(
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    timeout: float = 280,
+    python: str | Path = sys.executable,
+    **environment: str,
+) -> str:
+    """Returns what a Python process on the CPU prints, and asserts that it ends well."""
+    result = subprocess.run(
+        (python, *arguments),
+        cwd=cwd,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -43,13 +43,7 @@ def run(command: tuple[str, ...], when: str, folder: Path) -> subprocess.Complet
     path = os.pathsep.join([str(folder), str(Path(__file__).parents[3])])
     environment = {**os.environ, "PYTHONPATH": path, "INTERRUPT_AT": when}
     return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=folder,
-        env=environment,
-        check=False,
+        command, capture_output=True, text=True, timeout=100, cwd=folder, env=environment, check=False
     )
 
 

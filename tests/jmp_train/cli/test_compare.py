@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,7 @@ def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: P
     (chosen / "sitecustomize.py").write_text("print('hello'); print('half', end='')")
     path = f"{chosen}:{Path(jmp_train.__file__).parents[1]}"
     code, out, error = shell(
-        "$PYTHON -P -m jmp_train compare karate --epochs 1 --policies float32 --json",
-        hostile,
-        PYTHONPATH=path,
+        "$PYTHON -P -m jmp_train compare karate --epochs 1 --policies float32 --json", hostile, PYTHONPATH=path
     )
     assert not list(hostile.rglob("RAN"))
     assert code == 0
@@ -151,8 +150,7 @@ def marked(mark: str) -> dict[int, str]:
     return {number: command for number, command in found.items() if command}  # else it is dead
 
 
-def wait_until(condition: object, seconds: float = 60.0) -> None:
-    assert callable(condition)
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -166,6 +164,7 @@ def wait_until(condition: object, seconds: float = 60.0) -> None:
         ([signal.SIGTERM], 143),
         ([signal.SIGHUP], 129),
         ([signal.SIGKILL], -9),
+        ([signal.SIGINT], 130),
         ([signal.SIGINT, signal.SIGINT], 130),
     ],
 )

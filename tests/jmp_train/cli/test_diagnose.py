@@ -5,10 +5,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
 
 import jmp_train as jt
@@ -53,21 +51,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(name="folder")
-def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/numbers_of_the_user.py").write_text("LARGE = 300.0")
-    (tmp_path / "scripts/model.py").write_text(SCRIPT)
-    (tmp_path / "scripts/ends.py").write_text("import sys\nsys.exit(5)")
-    (tmp_path / "scripts/broken.py").write_text("def")
-    before = set(sys.modules)
-    yield tmp_path
-    for name in {"numbers_of_the_user", "model", "ends", "broken"} & (set(sys.modules) - before):
-        del sys.modules[name]
+@pytest.fixture(autouse=True)
+def scripts(folder: Path) -> None:
+    Path("scripts").mkdir()
+    Path("scripts/numbers_of_the_user.py").write_text("LARGE = 300.0")
+    Path("scripts/model.py").write_text(SCRIPT)
+    Path("scripts/ends.py").write_text("import sys\nsys.exit(5)")
 
 
 def check_schema(found: dict[str, object], subject: dict[str, object]) -> None:
@@ -76,23 +65,22 @@ def check_schema(found: dict[str, object], subject: dict[str, object]) -> None:
 
 
 @pytest.mark.full
-def test_a_step_of_a_schedule_is_diagnosed_in_its_phase(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_step_of_a_schedule_is_diagnosed_in_its_phase(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     call = ["karate", "--policy", "mixed_float16,0.5:float32", "--epochs", "4"]
-    saved = [*call, "--checkpoint-dir", str(tmp_path)]
-    with jax.numpy_dtype_promotion("standard"):
-        assert main(["train", *saved]) == 0
-        capsys.readouterr()
-        for options, step, phase in (
-            (call, 0, "mixed_float16"),
-            ([*call, "--after", "2"], 2, "float32"),
-            (saved, 4, "float32"),
-        ):
-            main(["diagnose", *options])
-            title, summary = capsys.readouterr().out.splitlines()[:2]
-            assert title == f"karate, {call[2]}, step {step} ({phase}):"
-            assert (", 0 of them in half precision" in summary) == (phase == "float32")
-        main(["diagnose", *saved, "--json"])
-        found = json.loads(capsys.readouterr().out)
+    saved = [*call, "--checkpoint-dir", "saved"]
+    assert main(["train", *saved]) == 0
+    capsys.readouterr()
+    for options, step, phase in (
+        (call, 0, "mixed_float16"),
+        ([*call, "--after", "2"], 2, "float32"),
+        (saved, 4, "float32"),
+    ):
+        main(["diagnose", *options])
+        title, summary = capsys.readouterr().out.splitlines()[:2]
+        assert title == f"karate, {call[2]}, step {step} ({phase}):"
+        assert (", 0 of them in half precision" in summary) == (phase == "float32")
+    main(["diagnose", *saved, "--json"])
+    found = json.loads(capsys.readouterr().out)
     check_schema(found, {"task": "karate", "policy": call[2], "phase": "float32", "step": 4})
 
 
@@ -132,16 +120,7 @@ def test_a_script_without_problems(folder: Path, capsys: pytest.CaptureFixture[s
     ("function", "code", "message"),
     [
         ("scripts/model.py", 2, "'scripts/model.py' is not a task: digits, "),
-        ("scripts/model.py:", 2, "'scripts/model.py:' is not a task: digits, "),
-        ("scripts/model.py:1x", 2, "'scripts/model.py:1x' is not a task: digits, "),
         ("nowhere.py:make_step", 2, "nowhere.py is not a file"),
-        ("./scripts:make_step", 2, "scripts is not a file"),
-        ("no_such_module:make_step", 2, "there is no module 'no_such_module' among the installed packages"),
-        (
-            "scripts/model.py:make_stop",
-            2,
-            "scripts/model.py has no function 'make_stop': it has squares, make_step, harmless, number, nothing",
-        ),
         ("scripts/model.py:constant", 2, "model.py:constant must be a function that returns a jt.Task, got a int"),
         (
             "scripts/model.py:number",
@@ -153,7 +132,6 @@ def test_a_script_without_problems(folder: Path, capsys: pytest.CaptureFixture[s
         ("scripts/model.py:fails", 2, "scripts/model.py:25: KeyError: 'no key'"),
         ("scripts/model.py:wrong_arguments", 1, "TypeError: squares() takes 1 positional argument"),
         ("scripts/ends.py:make_step", 2, "scripts/ends.py:2: it calls sys.exit(5); move code that runs as a"),
-        ("scripts/broken.py:make_step", 2, "scripts/broken.py:1: SyntaxError: "),
     ],
 )
 def test_what_is_wrong_with_a_script(
@@ -200,30 +178,29 @@ def test_a_task_is_diagnosed_from_the_start_later_and_from_a_checkpoint(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ("karate", "--policy", "mixed_float16", "--epochs", "3")
-    with jax.numpy_dtype_promotion("standard"):  # as in a user's process
-        assert main(["diagnose", *run, "--out", "out"]) == 0
-        title, first, *lines = capsys.readouterr().out.splitlines()
-        assert title == "karate, mixed_float16, step 0:"
-        assert first.startswith("no problems in ")
-        assert lines == ["wrote out/diagnosis.html", "wrote out/diagnosis.json"]
-        found = json.loads(Path("out/diagnosis.json").read_text())
-        check_schema(found, {"task": "karate", "policy": "mixed_float16", "step": 0})
-        assert {row["direction"] for row in found["rows"]} == {"forward", "backward", "update"}
+    assert main(["diagnose", *run, "--out", "out"]) == 0
+    title, first, *lines = capsys.readouterr().out.splitlines()
+    assert title == "karate, mixed_float16, step 0:"
+    assert first.startswith("no problems in ")
+    assert lines == ["wrote out/diagnosis.html", "wrote out/diagnosis.json"]
+    found = json.loads(Path("out/diagnosis.json").read_text())
+    check_schema(found, {"task": "karate", "policy": "mixed_float16", "step": 0})
+    assert {row["direction"] for row in found["rows"]} == {"forward", "backward", "update"}
 
-        assert main(["train", *run, "--checkpoint-dir", "saved", "--json"]) == 0
-        capsys.readouterr()
-        assert main(["diagnose", *run, "--checkpoint-dir", "saved", "--json"]) == 0
-        saved = json.loads(capsys.readouterr().out)
-        assert main(["diagnose", *run, "--after", "3", "--json"]) == 0
-        trained = json.loads(capsys.readouterr().out)
-        check_schema(saved, {"task": "karate", "policy": "mixed_float16", "step": 3})
-        assert saved == trained
-        assert saved["rows"] != found["rows"]
+    assert main(["train", *run, "--checkpoint-dir", "saved", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["diagnose", *run, "--checkpoint-dir", "saved", "--json"]) == 0
+    saved = json.loads(capsys.readouterr().out)
+    assert main(["diagnose", *run, "--after", "3", "--json"]) == 0
+    trained = json.loads(capsys.readouterr().out)
+    check_schema(saved, {"task": "karate", "policy": "mixed_float16", "step": 3})
+    assert saved == trained
+    assert saved["rows"] != found["rows"]
 
-        assert main(["diagnose", *run, "--checkpoint-dir", "saved", "--after", "1"]) == 2
-        assert "--after 1: the run has 3 steps, and 3 are done" in capsys.readouterr().err
-        assert main(["diagnose", *run, "--seed", "1", "--checkpoint-dir", "saved"]) == 2
-        assert "saved is of another run:\n  seed: the run has 0, this call 1" in capsys.readouterr().err
+    assert main(["diagnose", *run, "--checkpoint-dir", "saved", "--after", "1"]) == 2
+    assert "--after 1: the run has 3 steps, and 3 are done" in capsys.readouterr().err
+    assert main(["diagnose", *run, "--seed", "1", "--checkpoint-dir", "saved"]) == 2
+    assert "saved is of another run:\n  seed: the run has 0, this call 1" in capsys.readouterr().err
     assert sorted(os.listdir("out")) == ["diagnosis.html", "diagnosis.json"]
 
 
@@ -231,23 +208,22 @@ def test_a_task_is_diagnosed_from_the_start_later_and_from_a_checkpoint(
 @pytest.mark.timeout(300)
 def test_a_skipped_step_is_diagnosed_from_its_capsule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ("digits", "--mode", "naive", "--epochs", "2", "--train-size", "640", "--growth-interval", "2")
-    with jax.numpy_dtype_promotion("standard"):
-        assert main(["train", *run, "--capsules", "capsules", "--json"]) == 0
-        final = event_from_json(json.loads(capsys.readouterr().out.splitlines()[-1]))
-        assert isinstance(final, Run)
-        last = max(os.listdir("capsules"))
-        before = final.steps[: int(last[5:13])]
-        assert any(step.finite for step in before)  # so that parameters are no more the first
-        code = main(["diagnose", *run, "--capsule", f"capsules/{last}", "--json"])
-        found = json.loads(capsys.readouterr().out)
-        check_schema(found, {"task": "digits", "policy": "naive", "step": len(before)})
-        overflows = [problem for problem in found["problems"] if problem["kind"] == "overflow"]
-        scale = before[-1].loss_scale  # the one that the next step uses
-        assert any(f"without the loss scale of {scale:g} they reach" in problem["evidence"] for problem in overflows)
-        assert all(problem["direction"] == "backward" for problem in overflows)
-        assert all(problem["code"] for problem in overflows)
-        assert code == (3 if any(problem["severity"] == "problem" for problem in found["problems"]) else 0)
+    assert main(["train", *run, "--capsules", "capsules", "--json"]) == 0
+    final = event_from_json(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert isinstance(final, Run)
+    last = max(os.listdir("capsules"))
+    before = final.steps[: int(last[5:13])]
+    assert any(step.finite for step in before)  # so that parameters are no more the first
+    code = main(["diagnose", *run, "--capsule", f"capsules/{last}", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    check_schema(found, {"task": "digits", "policy": "naive", "step": len(before)})
+    overflows = [problem for problem in found["problems"] if problem["kind"] == "overflow"]
+    scale = before[-1].loss_scale  # the one that the next step uses
+    assert any(f"without the loss scale of {scale:g} they reach" in problem["evidence"] for problem in overflows)
+    assert all(problem["direction"] == "backward" for problem in overflows)
+    assert all(problem["code"] for problem in overflows)
+    assert code == (3 if any(problem["severity"] == "problem" for problem in found["problems"]) else 0)
 
-        assert main(["diagnose", *run, "--after", "0", "--capsule", f"capsules/{last}"]) == 2
-        error = capsys.readouterr().err
+    assert main(["diagnose", *run, "--after", "0", "--capsule", f"capsules/{last}"]) == 2
+    error = capsys.readouterr().err
     assert f"capsules/{last} is of step {found['step']} and needs the parameters and model state" in error

@@ -3,7 +3,6 @@ import json
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import jax
 import pytest
-from image_files import write_mnist
 from made_runs import make_run
+from process_helpers import jmp_train_command as run
 
 from jmp_train.cli import compare as compare_command
 from jmp_train.cli import entry as cli
@@ -20,16 +19,9 @@ from jmp_train.cli.entry import main, provide_cpu_devices, turn_ynn_fusion_off
 from jmp_train.cli.errors import Failure
 from jmp_train.runs.events import Compiled, Epoch, Planned, Run, event_from_json
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(300)]
 
 COMMAND = (sys.executable, "-m", "jmp_train")
-
-
-def run(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    # Without conftest.py's virtual devices, as users have it.
-    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "JAX_NUM_CPU_DEVICES")}
-    command = (*COMMAND, *args)
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd, env=env, check=False)
 
 
 def check_schema(report: Any, policies: list[str], epochs: int, task: str = "digits", device: str = "cpu") -> None:
@@ -59,7 +51,6 @@ def check_schema(report: Any, policies: list[str], epochs: int, task: str = "dig
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: Path) -> None:
     policies = ["float32", "apex-O2"]
     result = run("compare", "karate", "--modes", *policies, "--epochs", "2", "--out", "a/b", cwd=tmp_path)
@@ -76,13 +67,10 @@ def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: 
     assert re.search(r"peak memory of the process.*: float32 \d+ MB,\s+apex-O2 \d+ MB", result.stdout)
     assert re.search(r"apex-O2 +[\d.]+ +[\d.]+ +[\d.]+( \([\d.]+ to [\d.]+\))? +\d+\.\d\dx *\n", result.stdout)
     check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, 2, task="karate")
-    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == [
-        "report.html", "report.json", "report.png",
-    ]  # fmt: skip
+    assert sorted(os.listdir(tmp_path / "a/b")) == ["report.html", "report.json", "report.png"]
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_compare_json_on_eight_devices_and_a_run_that_fails(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("earlier")
     result = run(
@@ -98,16 +86,20 @@ def test_compare_json_on_eight_devices_and_a_run_that_fails(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
-def test_a_report_is_not_lost_to_runs_that_all_fail(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("earlier")
-    result = run("compare", "--policies", "float8_e4m3fn", "--out", ".", cwd=tmp_path)
-    assert result.returncode == 1
-    assert (tmp_path / "report.json").read_text() == "earlier"
+def test_reports_and_logs_of_earlier_runs_are_kept(tmp_path: Path) -> None:
+    report, log = tmp_path / "report.json", tmp_path / "log/float32/metrics.jsonl"
+    log.parent.mkdir(parents=True)
+    report.write_text("earlier")
+    log.write_text("earlier")
+    assert run("compare", "--policies", "float8_e4m3fn", "--out", ".", cwd=tmp_path).returncode == 1
+    for command in (("train", "--policy", "float32"), ("compare",)):
+        result = run(*command, "--logdir", "log", cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr == "jmp-train: error: --logdir: log/float32 holds the log of another run\n"
+    assert report.read_text() == log.read_text() == "earlier"
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
     result = run(
         "train", "--policy", "mixed_bfloat16", "--epochs", "2", "--json", "--logdir", "log",
@@ -128,7 +120,6 @@ def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_the_last_skipped_steps_are_written_as_capsules(tmp_path: Path) -> None:
     result = run("train", "--mode", "naive", "--epochs", "2", "--json", "--capsules", "made/capsules", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
@@ -136,24 +127,10 @@ def test_the_last_skipped_steps_are_written_as_capsules(tmp_path: Path) -> None:
     assert isinstance(final, Run)
     skipped = [step.step - 1 for step in final.steps if not step.finite]
     assert len(skipped) > 3
-    names = [path.name for path in sorted((tmp_path / "made/capsules").iterdir())]
-    assert names == [f"step_{number:08d}.capsule" for number in skipped[-3:]]
+    assert sorted(os.listdir(tmp_path / "made/capsules")) == [f"step_{number:08d}.capsule" for number in skipped[-3:]]
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
-def test_logs_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
-    (tmp_path / "log/float32").mkdir(parents=True)
-    (tmp_path / "log/float32/metrics.jsonl").write_text("earlier")
-    for command in (("train", "--policy", "float32"), ("compare",)):
-        result = run(*command, "--logdir", "log", cwd=tmp_path)
-        assert (result.returncode, result.stdout) == (2, "")
-        assert result.stderr == ("jmp-train: error: --logdir: log/float32 holds the log of another run\n")
-    assert (tmp_path / "log/float32/metrics.jsonl").read_text() == "earlier"
-
-
-@pytest.mark.full
-@pytest.mark.timeout(300)
 def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
     terminal, side_of_the_process = pty.openpty()
     process = subprocess.Popen(
@@ -180,141 +157,6 @@ def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
     assert re.search(r"float32 +\d+\.\d\d +\d+\.\d s +\d+\.\d+% .* 1 +0", text)
 
 
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
-    write_mnist(tmp_path, train=64, test=16)
-    policies = ["float32", "mixed_float16"]
-    result = run(
-        "compare", "mnist", "--data-dir", ".", "--policies", *policies, "--epochs", "1",
-        "--batch-size", "16", "--train-size", "32", "--out", "out", cwd=tmp_path,
-    )  # fmt: skip
-    assert (result.returncode, result.stderr) == (0, "")
-    report = json.loads((tmp_path / "out/report.json").read_text())
-    check_schema(report, policies, epochs=1, task="mnist")
-
-
-@pytest.mark.full
-@pytest.mark.timeout(300)
-def test_interrupting_compare_stops_the_run(tmp_path: Path) -> None:
-    # Processes inherit that SIGINT is ignored, as it is where the tests run in the background.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = (*COMMAND, "compare", "--epochs", "100000")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
-        signal.signal(signal.SIGINT, before)
-        try:
-            assert process.stdout is not None
-            assert "epoch" in process.stdout.readline()
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 130
-        finally:
-            process.kill()
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ([], "error: a command is needed: train, compare, diagnose, tune, plan or launch; see --help"),
-        (["train", "nosuch"], "'nosuch' is not a task: digits, mnist, karate, "),
-        (["train", "--policy", "float31"], "argument --policy: Unknown dtype 'float31'"),
-        (["compare", "--policies", "float32", "c=x"], "argument --policies: Unknown dtype 'x'"),
-        (
-            ["train", "--policy", "float16,0.9:float32"],
-            "argument --policy: 'float16,0.9:float32': all phases must store parameters in the same dtypes, but ",
-        ),
-        (
-            ["compare", "--modes", "float32", "torch,0.9:apex-O1"],
-            "all phases must have the same loss scale, but torch and apex-O1 differ",
-        ),
-        (
-            ["diagnose", "--policy", "a:b"],
-            "'a' in 'a:b' is not a fraction of the run; write a schedule as NAME,FRACTION:NAME",
-        ),
-        (["train", "--policy", "float32,0.9:float31"], "argument --policy: Unknown dtype 'float31'"),
-        (
-            ["plan", "--policies", "mixed_float16,0.9:float32"],
-            (
-                "argument --policies: 'mixed_float16,0.9:float32' is a schedule; name its policies one by one: "
-                "mixed_float16 float32"
-            ),
-        ),
-        (
-            ["train", "--policy", "mixed_float16,0.99:float32", "--epochs", "1"],
-            "'mixed_float16,0.99:float32': a run of 22 steps has no step for the phase that starts at 0.99; use more ",
-        ),
-        (["train", "--mode", "apex-O4"], "argument --mode: Unknown dtype 'apex-O4' must be full"),
-        (
-            ["compare", "--modes", "torch", "apex-02"],
-            (
-                "or a policy: mixed_float16, mixed_bfloat16, autocast_float16, autocast_bfloat16, or "
-                "'params=...,compute=...'; or an AMP mode: torch, apex-O0, apex-O1, apex-O2, apex-O3, "
-                "naive, each also with -bfloat16"
-            ),
-        ),
-        (
-            ["train", "--policy", "float32", "--mode", "torch"],
-            "argument --mode: not allowed with argument --policy",
-        ),
-        (
-            ["compare", "--modes", "torch", "--policies", "float32"],
-            "argument --policies: not allowed with argument --modes",
-        ),
-        (["train", "--epochs", "0"], "'0' is not a whole number of at least 1"),
-        (["train", "--batch-size", "-3"], "argument --batch-size: '-3' is not a whole number"),
-        (["train", "--seed", "x"], "'x' is not a whole number from 0 to 4294967295"),
-        (["train", "--seed", str(2**32)], "'4294967296' is not a whole number from 0"),
-        (["train", "--train-size", "0"], "argument --train-size: '0' is not a whole number of at"),
-        (["train", "--devices", "0"], "argument --devices: '0' is not a whole number of at least"),
-    ],
-)
-def test_wrong_calls_are_one_line_and_exit_with_2(
-    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(args) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.full
-def test_a_batch_too_large_is_found_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert main(["compare", "--batch-size", "1438", "--out", str(out)]) == 2
-    assert capsys.readouterr().err == (
-        "jmp-train: error: batch_size=1438 must be between 1 and the 1437 training examples\n"
-    )
-    assert not out.exists()
-
-
-@pytest.mark.quick_cases(5)
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["train", "--train-size", "1438"], "train_size=1438 must be between 1 and the 1437"),
-        (["train", "--data-dir", "x"], "unrecognized arguments: --data-dir"),
-        (
-            ["train", "mnist", "--data-dir", "nowhere"],
-            "data_dir nowhere is not a folder; MNIST's are public in",
-        ),
-        (["compare", "mnist", "--synthetic", "--data-dir", "x"], "exclude each other"),
-        (["compare", "--policies", "float32", "float32"], "--policies names float32 more than"),
-        (["compare", "--modes", "naive", "naive"], "--modes names naive more than"),
-        (["compare", "--devices", "8", "--batch-size", "100"], "devices=8 must divide batch_size"),
-        (
-            ["train", "planetoid", "--synthetic", "--devices", "2"],
-            "devices=2: all batches share arrays, such as a whole",
-        ),
-    ],
-)
-def test_errors_of_the_data_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(args) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.startswith("jmp-train: error: ")
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_compare_says_why_a_mode_fell_behind_or_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -336,21 +178,6 @@ def test_compare_says_why_a_mode_fell_behind_or_failed(
     page = (tmp_path / "report.html").read_text()
     assert f"<p>{behind[0]}</p>" in page
     assert "did not end: the output is not finite. apex-O3-bfloat16 has no float32" in page
-
-
-def test_missing_files_of_mnist_are_a_line_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["compare", "mnist", "--data-dir", str(tmp_path)]) == 2
-    first, *lines = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"jmp-train: error: data_dir {tmp_path} lacks files; MNIST's are public")
-    assert len(lines) == 4
-    assert all("https://" in line and "bytes, sha256 " in line for line in lines)
-
-
-def test_an_output_folder_that_cannot_be_made_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    out = tmp_path / "file" / "out"
-    assert main(["compare", "--out", str(out)]) == 2
-    assert capsys.readouterr().err == f"jmp-train: error: --out {out}: Not a directory\n"
 
 
 def test_a_missing_package_is_named_with_its_remedy(

@@ -8,7 +8,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 import jmp_train as jt
@@ -28,12 +27,10 @@ TUNED = jt.tuning.TunedRules(
 
 
 @pytest.fixture(name="calls")
-def fixture_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A folder to work in, and a `tune` that takes no time, whose keyword arguments it notes."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    (tmp_path / "file").write_text("as it was")
-    (tmp_path / "folder").mkdir()
+def fixture_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A folder with a file, and a `tune` that takes no time, whose keyword arguments it notes."""
+    (folder / "file").write_text("as it was")
+    (folder / "folder").mkdir()
     calls: list[dict[str, Any]] = []
 
     def tune(step: object, examples: list[Any], **options: Any) -> jt.tuning.TunedRules:
@@ -151,10 +148,8 @@ def test_a_failure_leaves_no_folder_and_no_file(
 )
 @pytest.mark.timeout(200)
 def test_what_a_run_does_not_have_is_told(
-    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     task = "digits" if "devices" in options else "karate"
     assert main(["tune", task, *options.split(), "--out", "made/rules.toml"]) == 2
     assert capsys.readouterr().err == f"jmp-train: error: {message}\n"
@@ -163,47 +158,37 @@ def test_what_a_run_does_not_have_is_told(
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_train_takes_the_rules_that_digits_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+def test_train_takes_the_rules_that_digits_need(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ("digits", "--train-size", "640", "--epochs", "2")
-    with jax.numpy_dtype_promotion("standard"):  # as in a user's process
-        options = ("--tolerance", "0.015", "--steps", "3", "--after", "2", "--out", "rules.toml", "--page", "page.html")
-        assert main(["tune", *run, *options]) == 0
-        out = capsys.readouterr().out
-        count = re.search(r"^digits, float16, step 2:\n(\d+) entr\w+ in float32 of", out)
-        assert count is not None
-        assert int(count[1]) > 0
-        rules = jt.AutocastRules.load("rules.toml")
-        assert len(rules.operations) >= int(count[1])
-        assert Path("page.html").read_text().count("<svg") == 2
+    options = ("--tolerance", "0.015", "--steps", "3", "--after", "2", "--out", "rules.toml", "--page", "page.html")
+    assert main(["tune", *run, *options]) == 0
+    out = capsys.readouterr().out
+    count = re.search(r"^digits, float16, step 2:\n(\d+) entr\w+ in float32 of", out)
+    assert count is not None
+    assert int(count[1]) > 0
+    rules = jt.AutocastRules.load("rules.toml")
+    assert len(rules.operations) >= int(count[1])
+    assert Path("page.html").read_text().count("<svg") == 2
 
-        assert main(["train", *run, "--policy", "autocast_float16", "--rules", "rules.toml", "--json"]) == 0
-        final = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert (final["event"], final["rules"]) == ("run", "rules.toml")
-        assert final["steps"][-1]["finite"]
-        assert 0.2 < final["costs"]["half_flops_share"] < 0.95  # 0.98 by the rules of autocast_float16
+    assert main(["train", *run, "--policy", "autocast_float16", "--rules", "rules.toml", "--json"]) == 0
+    final = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (final["event"], final["rules"]) == ("run", "rules.toml")
+    assert final["steps"][-1]["finite"]
+    assert 0.2 < final["costs"]["half_flops_share"] < 0.95  # 0.98 by the rules of autocast_float16
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_the_state_of_a_checkpoint_is_tuned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+def test_the_state_of_a_checkpoint_is_tuned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ("karate", "--epochs", "3")
     found = []
-    with jax.numpy_dtype_promotion("standard"):
-        assert main(["train", *run, "--policy", "float32", "--checkpoint-dir", "saved", "--json"]) == 0
-        for state in (("--checkpoint-dir", "saved"), ("--after", "3")):
-            capsys.readouterr()
-            assert main(["tune", *run, *state, "--dtype", "bfloat16", "--steps", "0", "--json"]) == 0
-            found.append(json.loads(capsys.readouterr().out))
-        assert main(["tune", *run, "--checkpoint-dir", "saved", "--after", "1"]) == 2
-        assert "--after 1: the run has 3 steps, and 3 are done" in capsys.readouterr().err
+    assert main(["train", *run, "--policy", "float32", "--checkpoint-dir", "saved", "--json"]) == 0
+    for state in (("--checkpoint-dir", "saved"), ("--after", "3")):
+        capsys.readouterr()
+        assert main(["tune", *run, *state, "--dtype", "bfloat16", "--steps", "0", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert main(["tune", *run, "--checkpoint-dir", "saved", "--after", "1"]) == 2
+    assert "--after 1: the run has 3 steps, and 3 are done" in capsys.readouterr().err
     saved, trained = ({k: x for k, x in f.items() if not k.endswith("seconds")} for f in found)
     assert saved == trained
     assert (saved["step"], saved["examples"]) == (3, 1)
