@@ -5,39 +5,30 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 from plan_rows import planned_row
+from plan_steps import batch_of_rows, state_of_layers, tanh_loss
 from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.aot import GPUS, tpu_slice
-from jmp_train.cli.entry import main
 from jmp_train.planning import Allowances, Cut, Placement
-from jmp_train.planning.prices import checked_prices, price_of
 from jmp_train.planning.search import candidates, searched
-from jmp_train.planning.targets import Target, every_target
+from jmp_train.planning.targets import Target, checked_prices, every_target, price_of
 from jmp_train.planning.variants import variants_of
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(500)]
 
 WIDTH, DEPTH, ROWS = 512, 8, 1024
 OPTIMIZER = relaxed(optax.adam(1e-3))
-BATCH = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
+BATCH = batch_of_rows(ROWS, WIDTH)
 RULES = {"layers/[0246]": jax.P(None, "model"), "layers/[1357]": jax.P("model", None)}
 ALL_MEMORY = Allowances(memory_fraction=1, cuda_context=0, libraries=0, collectives=0, fragmentation=0)
 
 
-def loss_fn(params: Any, batch: Any) -> jax.Array:
-    x = batch["x"]
-    for w in params["layers"]:
-        x = jnp.tanh(x @ w)
-    return (x**2).mean()
-
-
-STEP = jt.train_step(jt.stateless(loss_fn), OPTIMIZER)
-STATE = jax.eval_shape(lambda: jt.TrainState.create({"layers": [jnp.zeros((WIDTH, WIDTH))] * DEPTH}, OPTIMIZER))
+STEP = jt.train_step(jt.stateless(tanh_loss), OPTIMIZER)
+STATE = state_of_layers(OPTIMIZER, WIDTH, DEPTH)
 (VARIANT,) = variants_of(STEP, STATE, BATCH, None, "float32")
 
 
@@ -120,8 +111,8 @@ def test_no_sharding_is_tried_where_products_alone_take_as_long(
     optimizer: Any, bound_by_products: bool, compiled: list[str]
 ) -> None:
     """On eight devices the replicated state fits; on four it does not, so sharding may help."""
-    state = jax.eval_shape(lambda: jt.TrainState.create({"layers": [jnp.zeros((WIDTH, WIDTH))] * 2}, optimizer))
-    (variant,) = variants_of(jt.train_step(jt.stateless(loss_fn), optimizer), state, BATCH, None, None)
+    state = state_of_layers(optimizer, WIDTH, 2)
+    (variant,) = variants_of(jt.train_step(jt.stateless(tanh_loss), optimizer), state, BATCH, None, None)
     placed = [Placement(n, how) for n in (8, 4) for how in ("replicated", "fsdp")]
     asked = []
 
@@ -147,8 +138,7 @@ def test_no_sharding_is_tried_where_products_alone_take_as_long(
 def test_no_sharding_is_faster_than_products_alone(tpu_compiler: None) -> None:
     """What the search leaves out on a slice that the replicated state fits is no faster in the full table."""
     width, rows = 2048, 32768
-    state = jax.eval_shape(lambda: jt.TrainState.create({"layers": [jnp.zeros((width, width))] * 3}, OPTIMIZER))
-    batch = {"x": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
+    state, batch = state_of_layers(OPTIMIZER, width, 3), batch_of_rows(rows, width)
     options: dict[str, Any] = {"tpus": "v5e:2x2", "policies": "mixed_bfloat16", "jobs": 2}
     found = jt.plan(STEP, state, batch, find_placement=True, **options)
     assert [str(row.placement) for row in found.rows] == ["4 devices, replicated"]
@@ -184,19 +174,14 @@ def test_prices_are_of_a_gpu_or_a_chip() -> None:
     prices = checked_prices({"v5e": 1.2, "H100-80GB": 3, "v3": 2}, kinds)
     assert [price_of(kind, n, prices) for kind, n in zip(kinds, (16, 16, 8), strict=True)] == [48, 16 * 1.2, 8]
     assert price_of(GPUS["T4-16GB"], 1, prices) is None
-    with pytest.raises(
-        ValueError, match=r"price has 'v6e', which is not planned for; the names are H100-80GB, v3, v5e"
-    ):
-        checked_prices({"v6e": 1.0}, kinds)
-    with pytest.raises(ValueError, match=re.escape("price['v5e']=0 must be a number above 0, for an hour")):
-        checked_prices({"v5e": 0}, kinds)
-    with pytest.raises(TypeError, match=r"price=1\.2 must be a dict"):
-        checked_prices(1.2, kinds)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_price_without_a_number_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "digits", "--tpus", "v5e:1x1", "--price", "v5e"]) == 2
-    assert "--price v5e must be a name and a number, such as v5e=1.2" in capsys.readouterr().err
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ({"v6e": 1.0}, ValueError, "price has 'v6e', which is not planned for; the names are H100-80GB, v3, v5e"),
+        ({"v5e": 0}, ValueError, "price['v5e']=0 must be a number above 0, for an hour"),
+        (1.2, TypeError, "price=1.2 must be a dict"),
+    ]
+    for given, error, message in cases:
+        with pytest.raises(error, match=re.escape(message)):
+            checked_prices(given, kinds)
 
 
 @pytest.mark.full

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 import pytest
+from plan_steps import batch_of_rows, state_of_layers, tanh_loss
 from promotion import relaxed
 
 import jmp_train as jt
-from jmp_train.planning import PlanRow
+from jmp_train.planning import Allowances, Plan, PlanRow
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 
@@ -19,19 +18,12 @@ GRADIENT_BYTES = 4 * DEPTH * WIDTH**2  # summed in float32
 OPERATIONS = (3 * DEPTH - 1) * 2 * ROWS * WIDTH**2  # no gradient of the input
 
 
-def loss_fn(params: Any, batch: Any) -> jax.Array:
-    x = batch
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return (x.astype(jnp.float32) ** 2).mean()
-
-
-STEP = jt.train_step(jt.stateless(loss_fn), OPTIMIZER)
-STATE = jax.eval_shape(lambda: jt.TrainState.create([jnp.zeros((WIDTH, WIDTH))] * DEPTH, OPTIMIZER))
+STEP = jt.train_step(jt.stateless(tanh_loss), OPTIMIZER)
+STATE = state_of_layers(OPTIMIZER, WIDTH, DEPTH)
 
 
 def planned(chips: int, **machine: Any) -> PlanRow:
-    batch = jax.ShapeDtypeStruct((chips * ROWS, WIDTH), jnp.float32)
+    batch = batch_of_rows(chips * ROWS, WIDTH)
     options: dict[str, Any] = {"policies": "mixed_bfloat16", "find_largest": False, "remedies": False, "jobs": 1}
     (row,) = jt.plan(STEP, STATE, batch, **machine, **options).rows
     assert row.placement.devices == chips
@@ -75,3 +67,6 @@ def test_hosts_of_gpus(compiler: None) -> None:
         assert between == pytest.approx(2 * (hosts - 1) / hosts * GRADIENT_BYTES / n, rel=0.01, abs=0)
         seconds = max(inside / 450e9, between / 50e9)
         assert row.costs.communication_seconds == pytest.approx(seconds, rel=0.02)
+    page = Plan((rows[-1],), Allowances()).to_html()
+    assert "64 devices on 8 hosts, replicated" in page
+    assert "sent to other hosts" in page
