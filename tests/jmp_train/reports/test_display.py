@@ -9,7 +9,7 @@ from made_runs import make_run
 
 from jmp_train.launch.output import Output
 from jmp_train.reports import compilations_shown, trials_shown
-from jmp_train.reports.display import LineDisplay, LiveDisplay, display_on
+from jmp_train.reports.display import LineDisplay, LiveDisplay, display_on, epoch_line
 from jmp_train.runs.events import Compiled, Phase, Planned, Progress
 
 pytestmark = pytest.mark.quick
@@ -33,16 +33,21 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
+def show_all(display: LineDisplay | LiveDisplay, name: str) -> None:
+    display.start(name)
+    for event in EVENTS:
+        display.show(name, event)
+
+
 def test_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
     with display_on(stream, ["mixed_float16"]) as display:
         assert isinstance(display, LineDisplay)
-        display.start("mixed_float16")
-        for event in EVENTS:
-            display.show("mixed_float16", event)
+        show_all(display, "mixed_float16")
         display.fail("mixed_float16", "why")
-    assert stream.getvalue().count("\n") == 1
-    assert stream.getvalue().startswith("mixed_float16   epoch 1/2  loss")
+    line = epoch_line("mixed_float16", RUN.epochs[0], 2, "process")
+    assert line.startswith("mixed_float16   epoch 1/2  loss")
+    assert stream.getvalue() == f"{line}\n"
 
 
 def test_a_phase_that_begins_is_a_line_and_the_status() -> None:
@@ -74,9 +79,7 @@ def test_a_terminal_gets_bars_a_table_and_the_lines_above_them() -> None:
     stream = Terminal()
     with display_on(stream, ["mixed_float16", "float32"]) as display:
         assert isinstance(display, LiveDisplay)
-        display.start("mixed_float16")
-        for event in EVENTS:
-            display.show("mixed_float16", event)
+        show_all(display, "mixed_float16")
         display._live.refresh()
         display.start("float32")
         display._live.refresh()
@@ -107,18 +110,14 @@ def test_the_last_epoch_is_followed_by_the_test() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-def test_a_terminal_that_lacks_the_characters_and_then_goes_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_terminal_that_lacks_the_characters_and_then_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     user, terminal = os.openpty()
     with open(terminal, "w", encoding="ascii") as file:
         stream = Output(file)
         with display_on(stream, ["mixed_float16"]) as display:  # pyright: ignore[reportArgumentType]
             assert isinstance(display, LiveDisplay)
-            display.start("mixed_float16")
-            for event in EVENTS:
-                display.show("mixed_float16", event)
+            show_all(display, "mixed_float16")
             display._live.refresh()
             text = ""
             while "/100 steps" not in text and select.select([user], [], [], 5)[0]:

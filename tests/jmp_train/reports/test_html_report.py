@@ -41,39 +41,39 @@ def color_of(browser: webdriver.Chrome, selector: str, name: str) -> Any:
     return browser.execute_script(script, selector, name)
 
 
+def texts(browser: webdriver.Chrome, selector: str) -> list[str]:
+    return [element.text for element in browser.find_elements(By.CSS_SELECTOR, selector)]
+
+
 def test_the_page_says_all_and_logs_nothing(browser: webdriver.Chrome, report: Path) -> None:
     show(browser, report, 1200, "light")
     assert browser.title == "mnist: float32 / mixed_float16 / mixed_bfloat16"
-    items = [item.text for item in browser.find_elements(By.CSS_SELECTOR, "body > p")]
+    items = texts(browser, "body > p")
     assert items[1] == (
         "mixed_float16: test accuracy 98.70% (+0.00 points), "
         "98.7% of the flops in half precision, 1.5 MB saved for the backward pass (0.50x); "
         "2 of 100 steps skipped."
     )
     assert items[3] == "float64 did not end: it needs <JAX_ENABLE_X64=1>"
-    rows = browser.find_elements(By.CSS_SELECTOR, "#runs tbody tr")
-    assert [row.text for row in rows] == [
+    assert texts(browser, "#runs tbody tr") == [
         "float32 3.00 (2.00 to 4.00) 7.5 s 98.70% 0.0100 1 0",
         "mixed_float16 3.00 (2.00 to 4.00) 7.5 s 98.70% 0.0100 2 2",
         "mixed_bfloat16 3.00 (2.00 to 4.00) 7.5 s 99.10% 0.0100 1 0",
     ]
-    costs = browser.find_elements(By.CSS_SELECTOR, "#costs tr")
-    assert [row.text for row in costs] == [
+    assert texts(browser, "#costs tr") == [
         "policy flops in half saved ratio parameters state ratio",
         "float32 0.0% 3 MB 1.00x 200 kB 601 kB 1.00x",
         "mixed_float16 98.7% 1.5 MB 0.50x 200 kB 601 kB 1.00x",
         "mixed_bfloat16 0.0% 3 MB 1.00x 200 kB 601 kB 1.00x",
     ]
-    speeds = browser.find_elements(By.CSS_SELECTOR, "#speed tr")
-    assert [row.text for row in speeds] == [
+    assert texts(browser, "#speed tr") == [
         "run iterations/s samples/s s/epoch speed-up",
         "float32 16.7 1066.7 3.00 (2.00 to 4.00) 1.00x",
         "mixed_float16 16.7 1066.7 3.00 (2.00 to 4.00) 1.00x",
         "mixed_bfloat16 16.7 1066.7 3.00 (2.00 to 4.00) 1.00x",
     ]
     footer = browser.find_element(By.TAG_NAME, "footer").text
-    notes = [note.text for note in browser.find_elements(By.CSS_SELECTOR, "p.soft")]
-    assert notes[0].startswith("1.00x: float32; saved: what the forward pass of a step leaves")
+    assert texts(browser, "p.soft")[0].startswith("1.00x: float32; saved: what the forward pass of a step leaves")
     assert "of training alone, without compilation" in footer
     assert footer.endswith(
         "Peak memory of the process, with libraries, compiler and data: float32 300 MB, "

@@ -17,10 +17,12 @@ from jmp_train.runs.events import Epoch, Phase
 
 pytestmark = pytest.mark.quick
 
-EPOCH = Epoch(
-    epoch=1, loss=0.5, learning_rate=1e-3, seconds=2.0, memory_mb=300.0, loss_scale=65536.0,
-    skipped_steps=3,
-)  # fmt: skip
+EPOCH = Epoch(1, loss=0.5, learning_rate=1e-3, seconds=2.0, memory_mb=300.0, loss_scale=65536.0, skipped_steps=3)
+
+
+def rows_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Returns what was printed, without the spaces between columns."""
+    return [" ".join(line.split()) for line in capsys.readouterr().out.strip().splitlines()]
 
 
 def test_numbers_that_are_not_finite_become_null() -> None:
@@ -75,9 +77,7 @@ def test_bits_per_byte_have_a_column_and_a_key(capsys: pytest.CaptureFixture[str
     assert "bits" not in capsys.readouterr().out
     print_table(runs)
     out = capsys.readouterr().out
-    assert "bits/byte" in out
-    assert "2.5000" in out
-    assert "3.5000" in out
+    assert all(text in out for text in ("bits/byte", "2.5000", "3.5000"))
     assert [entry["bits_per_byte"] for entry in report("lm", runs)["runs"]] == [2.5, 3.5]
     assert "bits_per_byte" not in report("digits", [make_run()])["runs"][0]
     page = report_page("lm", runs)
@@ -136,7 +136,7 @@ def test_where_devices_report_memory_the_table_has_it(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     print_table([dataclasses.replace(make_run("apex-O2-bfloat16"), memory_of="device")])
-    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    rows = rows_of(capsys)
     assert "apex-O2-bfloat16 3.00 7.5 s 98.70% 0.0100 1 0 300 MB" in rows
     assert not any("process" in row for row in rows)
 
@@ -144,7 +144,7 @@ def test_where_devices_report_memory_the_table_has_it(
 def test_a_step_without_a_backward_pass_has_saved_none(capsys: pytest.CaptureFixture[str]) -> None:
     none = dataclasses.replace(COSTS, residual_bytes=None)
     print_table([make_run("a"), dataclasses.replace(make_run("b"), costs=none)])
-    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    rows = rows_of(capsys)
     assert "b 0.0% none 200 kB 601 kB 1.00x" in rows
 
 
@@ -159,7 +159,7 @@ def test_speed_and_the_memory_of_devices_are_beside_the_first_runs(
         dataclasses.replace(make_run("apex-O3-bfloat16"), epochs=(slow, slow)),
     ]
     print_speed_table([dataclasses.replace(run, memory_of=memory_of) for run in runs])
-    rows = [" ".join(line.split()) for line in capsys.readouterr().out.strip().splitlines()]
+    rows = rows_of(capsys)
     memory = memory_of == "device"
     spread = "" if memory else " s/epoch"  # of a CPU
     assert rows[0] == f"run iterations/s samples/s{spread} speed-up" + " memory memory ratio" * memory

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import io
 import os
 import re
 import struct
@@ -12,14 +11,7 @@ from collections.abc import Iterator
 import pytest
 from made_runs import make_run
 
-from jmp_train.reports.display import (
-    LineDisplay,
-    LiveDisplay,
-    display_on,
-    epoch_line,
-    print_speed_table,
-    print_table,
-)
+from jmp_train.reports.display import LineDisplay, LiveDisplay, display_on, epoch_line, print_speed_table, print_table
 from jmp_train.reports.terminal import wrapped
 from jmp_train.runs.events import Compiled, Planned, Progress
 
@@ -151,12 +143,3 @@ def test_lines_break_between_fields() -> None:
     assert wrapped("abc       loss 0.5  rate 1", 12) == "abc\n  loss 0.5\n  rate 1"
     assert wrapped("long words alone", 6) == "long\n  words\n  alone"
     assert wrapped("toolongbyfar 1", 5) == "toolongbyfar\n  1"
-
-
-def test_a_file_has_whole_lines() -> None:
-    line = epoch_line(NAMES[1], RUNS[1].epochs[0], 2, "process")
-    stream = io.StringIO()
-    with display_on(stream, NAMES) as display:
-        display.show(NAMES[1], Planned(2, 100))
-        display.show(NAMES[1], RUNS[1].epochs[0])
-    assert stream.getvalue() == f"{line}\n"
