@@ -128,27 +128,6 @@ def language_model() -> Model:
     return Model(jt.stateless(loss_fn), params, None, tokens())
 
 
-class NNXClassifier(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.conv = nnx.Conv(1, WIDTH, (3, 3), rngs=rngs)
-        self.norm = nnx.GroupNorm(WIDTH, num_groups=4, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, 10, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nnx.silu(self.norm(self.conv(x)))
-        return self.head(nnx.avg_pool(x, (8, 8)).reshape(len(x), -1))
-
-
-def group_norms() -> Model:
-    """A CNN with GroupNorm, in flax nnx."""
-    graph, params = nnx.split(NNXClassifier(nnx.Rngs(0)))
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return cross_entropy(nnx.merge(graph, params)(batch["image"]), batch["label"])
-
-    return Model(jt.stateless(loss_fn), params, None, {"image": normal(BATCH, 8, 8, 1), "label": labels()})
-
-
 def autoencoder() -> Model:
     """A variational autoencoder, in haiku."""
 
@@ -290,14 +269,4 @@ def graph_attention() -> Model:
     return Model(loss_fn, params, state, batch)
 
 
-MODELS = (
-    perceptron,
-    convolutional,
-    language_model,
-    group_norms,
-    autoencoder,
-    gru,
-    diffusion,
-    gan,
-    graph_attention,
-)
+MODELS = (perceptron, convolutional, language_model, autoencoder, gru, diffusion, gan, graph_attention)

@@ -1,7 +1,7 @@
 """Planted faults of agents in linen, as purejaxrl, cleanrl and jaxrl write them.
 
 The networks and losses follow luchris429/purejaxrl (`ppo_continuous_action.py`, `wrappers.py`), vwxyzjn/cleanrl
-(`c51_jax.py`, `ppo_atari_envpool_xla_jax.py`) and ikostrikov/jaxrl (`sac/actor.py`), in small sizes.
+(`ppo_atari_envpool_xla_jax.py`) and ikostrikov/jaxrl (`sac/actor.py`), in small sizes.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jax import lax
 from planting import BF16, Case, Fault, Way, mean_square, values
 from promotion import promoting
 
-ENVS, OBSERVED, ACTIONS, STEPS, ATOMS = 32, 8, 4, 128, 51
+ENVS, OBSERVED, ACTIONS, STEPS = 32, 8, 4, 128
 GAMMA, CLIP_EPS = 0.997, 0.2
 
 
@@ -32,16 +32,6 @@ class ActorCritic(nn.Module):
         log_std = self.param("log_std", constant(self.log_std), (ACTIONS,))
         value = nn.tanh(nn.Dense(16, kernel_init=orthogonal(np.sqrt(2)))(x))
         return mean, log_std, nn.Dense(1, kernel_init=orthogonal(1.0))(value).squeeze(-1)
-
-
-class Atoms(nn.Module):
-    """Cleanrl's network of C51: probabilities [batch, actions, atoms] of returns."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu(nn.Dense(32)(x))
-        x = nn.Dense(ACTIONS * ATOMS, kernel_init=orthogonal(3.0))(x)
-        return nn.softmax(x.reshape(len(x), ACTIONS, ATOMS), axis=-1)
 
 
 def observations(*shape: int, seed: int = 0) -> jax.Array:
@@ -104,31 +94,6 @@ def clocked(way: Way) -> Case:
     params = network.init(jr.key(0), jnp.pad(x, ((0, 0), (0, 2))))
     step = jr.randint(jr.key(1), (ENVS,), 400, 1000)
     return way.gradients(promoting(loss_fn)), (params, (x, step, values(ENVS, seed=2)))
-
-
-def projected(way: Way) -> Case:
-    """C51's target: returns between two atoms are shared by both."""
-    network: Any = Atoms()
-    low, high = -100.0, 100.0
-    atoms = jnp.linspace(low, high, ATOMS)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x, action, reward, next_pmfs = batch
-        support = atoms.astype(reward.dtype)
-        tz = jnp.clip(reward[:, None] + 0.99 * support, low, high)
-        b = (tz - low) / (support[1] - support[0])  # fault: projection
-        lower, upper = jnp.floor(b), jnp.ceil(b)
-        to_lower, to_upper = (upper + (lower == upper) - b) * next_pmfs, (b - lower) * next_pmfs
-        rows = jnp.arange(len(x))
-        target = jnp.zeros_like(next_pmfs).at[rows[:, None], lower.astype(int)].add(to_lower)
-        target = target.at[rows[:, None], upper.astype(int)].add(to_upper)
-        pmfs = jnp.clip(network.apply(params, x)[rows, action], 1e-5, 1 - 1e-5)
-        return (-(target * jnp.log(pmfs)).sum(-1)).mean()
-
-    x, action = observations(ENVS), jr.randint(jr.key(2), (ENVS,), 0, ACTIONS)
-    params = network.init(jr.key(0), x)
-    next_pmfs = network.apply(params, x + 0.1 * observations(ENVS, seed=3))[jnp.arange(ENVS), action]
-    return way.gradients(promoting(loss_fn)), (params, (x, action, values(ENVS, seed=4), next_pmfs))
 
 
 def discounted(way: Way) -> Case:
@@ -207,7 +172,6 @@ AGENT = (
     Fault("action of a narrow policy", "cancellation", "linen", narrow),
     Fault("approximate divergence", "cancellation", "linen", distilled, BF16, tolerance=0.08),
     Fault("phase of a gait", "values collapse", "linen", clocked, BF16),
-    Fault("projection", "integer precision lost", "linen", projected, BF16),
     Fault("discounted returns", "cancellation", "linen", discounted, BF16, where="scan"),
     Fault("weights of episodes", "cancellation", "linen", importance, BF16),
     Fault("value loss", "overflow", "linen", unscaled),

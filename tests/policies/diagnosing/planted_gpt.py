@@ -4,7 +4,6 @@ The model has the structure of google-deepmind/nanodo (nanodo/model.py): learned
 attention and perceptron, a tied output.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,24 +90,6 @@ def language_model(
     return way.gradients(promoting(loss_fn)), (change(model.init(jr.key(0), tokens[:, :-1])), tokens)
 
 
-def trained(way: Way) -> Case:
-    """The cross entropy of a trained model, which is sure of the next word, in the dtype of its logits."""
-    model, tokens = Decoder(16), texts(2, 16)[:, :-1]
-    params: Any = model.init(jr.key(0), tokens)
-    embedding = params["params"]["Embed_0"]
-    embedding["embedding"] = 8 * embedding["embedding"]
-    labels = jnp.argmax(model.apply(params, tokens)[0], -1)
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        tokens, labels = batch
-        logits = model.apply(params, tokens)[0]
-        chosen = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-        each = jax.nn.logsumexp(logits, axis=-1) - chosen  # fault: cross entropy of large logits
-        return each.astype(jnp.float32).mean()
-
-    return way.gradients(promoting(loss_fn)), (params, (tokens, labels))
-
-
 def cosines(way: Way) -> Case:
     """Attention by cosines over a temperature, as Swin v2 and ViT-22B have it."""
 
@@ -148,21 +129,6 @@ def retention(way: Way) -> Case:
     return language_model(way, 1, 384, attend=attend)
 
 
-def buckets(way: Way) -> Case:
-    """T5's biases by buckets of the logarithm of the distance."""
-
-    def attend(module: nn.Module, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        length, few, exact = q.shape[1], 32, 16
-        table = module.param("biases", nn.initializers.normal(1.0), (few, q.shape[2]))
-        distance = jnp.maximum(jnp.arange(length)[:, None] - jnp.arange(length), 1).astype(q.dtype)
-        far = exact + jnp.log(distance / exact) / math.log(128 / exact) * (few - exact)  # fault: buckets of distances
-        bucket = jnp.where(distance < exact, distance, jnp.minimum(far, few - 1)).astype(jnp.int32)
-        logits = jnp.einsum("bqhd,bkhd->bhqk", q / q.shape[-1] ** 0.5, k)
-        return mixed(weights_of(logits + jnp.moveaxis(table[bucket], -1, 0)), v), 0.0
-
-    return language_model(way, 1, 128, attend=attend)
-
-
 def word_log_probs(model: Any, params: Any, tokens: Any) -> Any:
     """Returns the logarithms of the probabilities of words [rows, length]."""
     each = jax.nn.log_softmax(model.apply(params, tokens[:, :-1])[0])
@@ -172,22 +138,6 @@ def word_log_probs(model: Any, params: Any, tokens: Any) -> Any:
 def log_probs(model: Any, params: Any, tokens: Any) -> Any:
     """Returns the logarithms of the probabilities of texts [rows]."""
     return word_log_probs(model, params, tokens).sum(-1)
-
-
-def preferences(way: Way) -> Case:
-    """Direct preference optimization against a reference that is the model before."""
-    model, good, bad = Decoder(64), texts(4, 64), texts(4, 64, seed=3)
-    params: Any = model.init(jr.key(0), good[:, :-1])
-    before = jax.tree.map(lambda x: x + 0.05 * values(*x.shape, scale=float(x.std()), seed=5), params)
-    reference = tuple(log_probs(model, before, tokens) for tokens in (good, bad))
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        good, bad, reference = batch
-        chosen, rejected = (log_probs(model, params, tokens) for tokens in (good, bad))
-        margin = (chosen - rejected) - (reference[0] - reference[1])  # fault: margin over a reference
-        return -jax.nn.log_sigmoid(0.5 * margin.astype(jnp.float32)).mean()
-
-    return way.gradients(promoting(loss_fn)), (params, (good, bad, reference))
 
 
 def penalty(way: Way) -> Case:
@@ -220,12 +170,9 @@ def marginal(way: Way) -> Case:
 
 
 GPT = (
-    Fault("cross entropy of large logits", "cancellation", "linen", trained, BF16, tolerance=0.04),
     Fault("cosines over a temperature", "cancellation", "linen", cosines, BF16, autocast=True),
     Fault("positions of a mask", "integer precision lost", "linen", packed, BF16),
     Fault("decay of queries and keys", "overflow", "linen", retention),
     Fault("divergence from a reference", "cancellation", "linen", penalty, BF16, tolerance=0.04, named="nearly"),
-    Fault("buckets of distances", "integer precision lost", "linen", buckets, BF16),
-    Fault("margin over a reference", "cancellation", "linen", preferences, BF16),
     Fault("likelihood of a text", "underflow", "linen", marginal),
 )

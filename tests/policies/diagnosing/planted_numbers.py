@@ -67,20 +67,6 @@ def diffusion(way: Way) -> Case:
     return way.training(loss_fn, params, (values(LENGTH, WIDTH), jnp.arange(992, 992 + LENGTH)))
 
 
-class HaikuDecoder(hk.Module):
-    def __call__(self, x: jax.Array) -> jax.Array:
-        position = jnp.arange(len(x), dtype=x.dtype)  # fault: sinusoidal positions
-        angles = position[:, None] * jnp.array([1.0, 0.3, 0.1, 0.03], x.dtype)
-        x = x + jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-        return hk.Linear(WIDTH)(x)
-
-
-def sinusoidal(way: Way) -> Case:
-    net = hk.without_apply_rng(hk.transform(lambda x: HaikuDecoder()(x)))
-    x = values(400, WIDTH)
-    return way.gradients(lambda params, x: mean_square(net.apply(params, x))), (net.init(jr.key(0), x), x)
-
-
 class Epsilons(nn.Module):
     """A layer norm as it is written by hand, of rows that are zero where there is padding."""
 
@@ -187,7 +173,6 @@ NUMBERS = (
     Fault("rotary positions", "integer precision lost", "equinox", rotary, BF16),
     Fault("rotary positions", "integer precision lost", "equinox", partial(rotary, scanned=True), BF16, where="scan"),
     Fault("timesteps", "integer precision lost", "nnx", diffusion, BF16, where="train_step"),
-    Fault("sinusoidal positions", "integer precision lost", "haiku", sinusoidal, BF16),
     Fault("epsilon of a norm", "underflow", "linen", norm_epsilon, action="epsilon", applied="value", quick=True),
     Fault("epsilon of a norm", "underflow", "linen", norm_epsilon_in_remat, where="remat", action="epsilon"),
     Fault("epsilon of a similarity", "underflow", "haiku", similarity_epsilon, action="epsilon", applied="value"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from flax import linen as nn
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from planting import Case, Fault, Way, mean_square, values
 from promotion import promoting
 
@@ -155,32 +156,6 @@ def pooling(way: Way) -> Case:
     return way.gradients(loss_fn), (params, batch)
 
 
-def growing_cell(way: Way) -> Case:
-    """A linear recurrence that grows for 64 steps, and whose states are scaled down at the end."""
-
-    class Cell(nn.RNNCellBase):
-        @nn.compact
-        def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            carry = 1.25 * carry + nn.Dense(WIDTH)(inputs)  # fault: state of a recurrent cell
-            return carry, carry
-
-        def initialize_carry(self, rng: Any, input_shape: tuple[int, ...]) -> jax.Array:
-            return jnp.ones((*input_shape[:-1], WIDTH))
-
-        @property
-        def num_feature_axes(self) -> int:
-            return 1
-
-    model, x = nn.RNN(Cell()), values(2, 64, WIDTH)
-    params = model.init(jr.key(0), x)
-
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        states: Any = model.apply(params, x, initial_carry=jnp.ones((2, WIDTH), x.dtype))
-        return mean_square(states[:, -1].astype(jnp.float32) * 2.0**-20)
-
-    return way.gradients(loss_fn), (params, x)
-
-
 def hidden_markov(way: Way) -> Case:
     """The forward algorithm, with probabilities and not with their logarithms."""
 
@@ -209,6 +184,38 @@ def small_squares(way: Way) -> Case:
     return way.run(directions), (values(LENGTH, 3, scale=1e-4), jnp.zeros((LENGTH, 3)))
 
 
+def summed_on_devices(way: Way) -> Case:
+    """The sum of a loss over devices, in half."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        def total(params: Any, x: jax.Array) -> jax.Array:
+            h = jnp.abs(x @ params["w"])
+            return lax.psum(h, "data")  # fault: sum over devices
+
+        h = jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(params, x)
+        return mean_square(h.astype(jnp.float32) / 10000)
+
+    return way.gradients(loss_fn), ({"w": jnp.ones((WIDTH, WIDTH))}, jnp.full((LENGTH, WIDTH), 2000.0))
+
+
+def gan_penalty(way: Way) -> Case:
+    """The gradient penalty of a GAN: the norm of a gradient, within the loss."""
+
+    def critic(x: jax.Array) -> jax.Array:
+        return 3000 * hk.Linear(1)(jnp.tanh(hk.Linear(WIDTH)(x)))[0]
+
+    net = hk.without_apply_rng(hk.transform(critic))
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        gradients = jax.vmap(jax.grad(lambda x: net.apply(params, x)))(x)
+        norms = jnp.sqrt((gradients**2).sum(-1) + 1e-3)  # fault: gradient penalty
+        return ((norms.astype(jnp.float32) / 300 - 1) ** 2).mean()
+
+    x = values(LENGTH, WIDTH)
+    return way.gradients(loss_fn), (net.init(jr.key(1), x[0]), x)
+
+
 RANGE = (
     Fault("squares of activations", "overflow", "linen", squares),
     Fault("squares of activations", "overflow", "linen", partial(squares, where="remat"), where="remat"),
@@ -220,7 +227,8 @@ RANGE = (
     Fault("logits before they are scaled", "overflow", "equinox", unscaled_logits),
     Fault("sum over pixels", "overflow", "jax", dice_loss),
     Fault("sums of a pooling layer", "overflow", "linen", pooling),
-    Fault("state of a recurrent cell", "overflow", "linen", growing_cell, where="scan"),
     Fault("product of probabilities", "underflow", "jax", hidden_markov, where="scan"),
     Fault("squares of small distances", "underflow", "jax", small_squares),
+    Fault("sum over devices", "overflow", "jax", summed_on_devices, where="shard_map"),
+    Fault("gradient penalty", "overflow", "haiku", gan_penalty),
 )

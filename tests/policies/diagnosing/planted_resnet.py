@@ -98,18 +98,6 @@ def tomography(way: Way) -> Case:
     return way.gradients(promoting(loss_fn)), (params, (x, jnp.arange(len(x)) % CLASSES))
 
 
-def noisy_or(way: Way) -> Case:
-    """The probability of a finding in a scan by those of its pixels, as models of weakly labeled images have it."""
-
-    def loss(logits: Any, labels: Any) -> Any:
-        p = jax.nn.sigmoid(logits - 7)
-        whole = 1 - jnp.prod(1 - p, axis=(1, 2))  # fault: probability of any pixel
-        y = jax.nn.one_hot(labels, CLASSES)
-        return -(y * jnp.log(whole) + (1 - y) * jnp.log1p(-whole)).astype(jnp.float32).mean()
-
-    return classifier(way, images(), loss, pool=lambda x: x)
-
-
 def debiased(way: Way) -> Case:
     """Features by a running mean that is rid of its bias, as haiku's moving averages are."""
     model, x = ResNet(), images()
@@ -143,22 +131,6 @@ def angular_margin(way: Way) -> Case:
         return cross_entropy(30 * jnp.where(jax.nn.one_hot(labels, CLASSES) > 0, margin, cosine), labels)
 
     return way.gradients(promoting(loss_fn)), ({"net": net, "centers": centers}, (x, jnp.arange(len(x)) % CLASSES))
-
-
-def barlow_twins(way: Way) -> Case:
-    """Barlow Twins late in training: two views agree, and what is on the diagonal is nearly 1."""
-    model, x = ResNet(), images(16)
-    params, stats = start(model, x)
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        a, b = (outputs(model, params, stats, view) for view in batch)
-        a, b = ((z - z.mean(0)) / z.std(0) for z in (a, b))
-        correlation = a.T @ b / len(a)
-        on_diagonal = jnp.square(jnp.diag(correlation) - 1).sum()  # fault: redundancy reduction
-        apart = jnp.square(correlation * (1 - jnp.eye(CLASSES, dtype=a.dtype))).sum()
-        return on_diagonal.astype(jnp.float32) + 1e-4 * apart.astype(jnp.float32)
-
-    return way.gradients(promoting(loss_fn)), (params, (x, x + 0.1 * images(16, seed=2)))
 
 
 def soft_targets(way: Way) -> Case:
@@ -221,10 +193,8 @@ def keypoints(way: Way) -> Case:
 
 RESNET = (
     Fault("window of a scan", "integer precision lost", "linen", tomography, BF16),
-    Fault("probability of any pixel", "cancellation", "linen", noisy_or, BF16),
     Fault("average without its bias", "NaN made", "linen", debiased, BF16),
     Fault("sine of an angular margin", "cancellation", "linen", angular_margin, BF16, autocast=True),
-    Fault("redundancy reduction", "cancellation", "linen", barlow_twins, BF16, autocast=True),
     Fault("soft targets", "cancellation", "linen", soft_targets, BF16),
     Fault("generalized mean", "overflow", "linen", generalized_mean),
     Fault("signed roots", "underflow", "linen", bilinear, action="epsilon"),

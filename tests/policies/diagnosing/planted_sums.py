@@ -13,8 +13,9 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 from planting import BF16, Case, Fault, Way, mean_square, values
+from promotion import promoting
 
-WIDTH, LENGTH = 8, 8
+WIDTH, LENGTH, ROWS = 8, 8, 16
 
 
 def star(edges: int) -> Any:
@@ -222,6 +223,60 @@ def averaged_weights(way: Way) -> Case:
     return way.run(follow), ({"w": 2 + values(WIDTH, scale=0.1)}, {"w": jnp.ones(WIDTH)})
 
 
+def near(x: jax.Array, distance: float) -> jax.Array:
+    """Returns points near others."""
+    return x + distance * values(*x.shape, seed=7)
+
+
+def transport(way: Way) -> Case:
+    """Sinkhorn's iterations between near point clouds, in linen."""
+    layer: Any = nn.Dense(WIDTH)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x, y = (6 + layer.apply(params, points) for points in batch)
+        cost = (x * x).sum(-1)[:, None] + (y * y).sum(-1) - 2 * x @ y.T  # fault: transport cost
+        kernel = -10 * cost.astype(jnp.float32)
+
+        def iterate(f: jax.Array, _: None) -> tuple[jax.Array, None]:
+            g = -jax.nn.logsumexp(kernel + f[:, None], axis=0)
+            return -jax.nn.logsumexp(kernel + g, axis=1), None
+
+        f, _ = lax.scan(iterate, jnp.zeros(ROWS), None, length=5)
+        return -f.mean()
+
+    x = 0.3 * values(ROWS, WIDTH)
+    return way.gradients(promoting(loss_fn)), (layer.init(jr.key(0), x), (x, near(x, 0.05)))
+
+
+def retrieval(way: Way) -> Case:
+    """Alignment of two views by the cosine, in nnx."""
+    graph, params = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        a, b = (nnx.merge(graph, params)(x) for x in batch)
+        a, b = (x / jnp.sqrt((x * x).sum(-1, keepdims=True)) for x in (a, b))
+        apart = 1 - (a * b).sum(-1)  # fault: cosine distance
+        return jnp.mean(apart.astype(jnp.float32)) * 1e3
+
+    x = values(ROWS, WIDTH)
+    return way.gradients(promoting(loss_fn)), (params, (x, near(x, 0.05)))
+
+
+def returns(way: Way) -> Case:
+    """Temporal differences of large values, as a critic has them."""
+    layer: Any = nn.Dense(1)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x, following, reward = batch
+        value, after = (500 + layer.apply(params, s)[:, 0] for s in (x, following))
+        error = reward + 0.99 * after - value  # fault: temporal difference
+        return mean_square(error)
+
+    x = values(ROWS, WIDTH)
+    batch = x, x + 0.1 * values(ROWS, WIDTH, seed=2), 5 + 0.1 * values(ROWS, seed=3)
+    return way.gradients(promoting(loss_fn)), (layer.init(jr.key(0), x), batch)
+
+
 SUMS = (
     Fault("degrees of nodes", "stagnation", "linen", degrees),
     Fault("sums of messages", "stagnation", "jraph", messages, BF16),
@@ -237,4 +292,7 @@ SUMS = (
     Fault("differences of a cumulative sum", "cancellation", "nnx", cumulative, BF16),
     Fault("root near 0", "underflow", "jax", gradient_of_root),
     Fault("target network", "stagnation", "optax", averaged_weights, BF16, where="scan"),
+    Fault("transport cost", "cancellation", "linen", transport),
+    Fault("cosine distance", "cancellation", "nnx", retrieval),
+    Fault("temporal difference", "cancellation", "linen", returns),
 )

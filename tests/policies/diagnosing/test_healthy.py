@@ -12,10 +12,9 @@ from promotion import promoting
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 POLICIES = ("mixed_float16", "autocast_float16")
-QUICK = ((perceptron, "mixed_float16"),)
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +36,7 @@ def training(make: Callable[[], Any], policy: str) -> Any:
 @pytest.mark.parametrize(
     ("make", "policy"),
     [
-        pytest.param(
-            make, policy, id=f"{make.__name__}-{policy}", marks=[] if (make, policy) in QUICK else pytest.mark.full
-        )
+        pytest.param(make, policy, id=f"{make.__name__}-{policy}")
         for number, make in enumerate(MODELS)
         for policy in (*POLICIES, ("mixed_bfloat16", "autocast_bfloat16")[number % 2])
     ],
@@ -50,7 +47,6 @@ def test_a_healthy_model_has_no_problem(make: Callable[[], Any], policy: str) ->
     assert {row.direction for row in report.rows} == {"forward", "backward", "update"}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("make", [language_model, gru, perceptron], ids=lambda make: make.__name__)
 def test_nothing_is_wrong_after_training(make: Callable[[], Any]) -> None:
     step, state, batch = training(make, "autocast_float16")

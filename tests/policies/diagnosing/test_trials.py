@@ -101,10 +101,7 @@ def divergence(w: jax.Array, x: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("loss_fn", "w", "x"),
-    [
-        (distances_of, jnp.ones(8), 300 * X),
-        pytest.param(divergence, jnp.full(8, 6.0), 100 * X, marks=pytest.mark.full),
-    ],
+    [(distances_of, jnp.ones(8), 300 * X), pytest.param(divergence, jnp.full(8, 6.0), 100 * X, marks=pytest.mark.full)],
     ids=["distances", "divergence"],
 )
 def test_the_rules_of_one_report_are_all_that_is_needed(loss_fn: Callable[..., Any], w: jax.Array, x: Any) -> None:
