@@ -44,11 +44,7 @@ def digits_accuracy(amp: jt.policies.Amp, steps: int) -> tuple[float, int]:
     options = {"xla_backend_optimization_level": 1}
     step = jax.jit(jt.train_step(loss_fn, tx), donate_argnums=0, compiler_options=options)
     state = jt.TrainState.create(
-        params,
-        tx,
-        model_state=amp.cast_model_state(stats),
-        rng=step_key,
-        cast_params=amp.cast_params,
+        params, tx, model_state=amp.cast_model_state(stats), rng=step_key, cast_params=amp.cast_params
     )
     skipped = 0
     for batch in itertools.islice(train_batches(task, 64, 0, 100, None, 0), steps):
@@ -66,15 +62,7 @@ def float32_accuracy() -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    [
-        "torch",
-        "O2",
-        "naive",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("O1", "O3")),
-    ],
-)
+@pytest.mark.parametrize("name", ["torch", "O1", "O2", "O3", "naive"])
 def test_three_hundred_steps_of_digits_end_where_float32_ends(name: str, float32_accuracy: float) -> None:
     accuracy, skipped = promoting(digits_accuracy)(MODES[name], 300)
     assert float32_accuracy > 0.98
@@ -106,20 +94,6 @@ def scales_of(amp: jt.policies.Amp, bad: Sequence[int]) -> tuple[list[float], li
     return metrics["loss_scale"].tolist(), metrics["grads_finite"].tolist()
 
 
-def apex_rule(bad: Sequence[int], scale: float, lowest: float, highest: float) -> list[float]:
-    """apex/amp/scaler.py, update_scale: halve on an overflow, double after 2000 steps without."""
-    scales, good = [], 0
-    for overflow in bad:
-        if overflow:
-            scale, good = max(lowest, scale / 2), 0
-        else:
-            good += 1
-        if good == 2000:
-            scale, good = min(highest, 2 * scale), 0
-        scales.append(scale)
-    return scales
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("amp", "wanted"),
@@ -136,27 +110,14 @@ def test_scalers_follow_their_golden_traces(amp: jt.policies.Amp, wanted: list[f
     assert taken == [not bad for bad in BAD]
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_apex_scales_follow_its_rule(level: str) -> None:
-    amp = jt.amp_mode("apex", opt_level=level, max_loss_scale=512.0, min_loss_scale=64.0)
-    amp = dataclasses.replace(amp, batch_norms=())
-    bad = [1, 0, 1, 1, 1] + 2000 * [0] + [0, 1] + 1999 * [0] + [1] + 6100 * [0]
-    scales, _ = scales_of(amp, bad)
-    assert scales == apex_rule(bad, 512.0, 64.0, 512.0)
-    assert {64.0, 128.0, 256.0, 512.0} == set(scales)
+SMALL_SCALES = {"torch": {"init_scale": 2.0**8}, "apex": {"max_loss_scale": 2.0**8}, "naive": {"initial_scale": 2.0**8}}
 
 
 def with_small_scale(amp: jt.policies.Amp) -> jt.policies.Amp:
     """Returns a mode whose first step does not overflow, for a model without BatchNorms."""
-    small = {
-        "torch": {"init_scale": 2.0**8},
-        "apex": {"max_loss_scale": 2.0**8},
-        "naive": {"initial_scale": 2.0**8},
-    }
     options = amp.options
     if amp.loss_scale != jt.StaticLossScale(1.0):
-        options = dataclasses.replace(options, **small[amp.mode])
+        options = dataclasses.replace(options, **SMALL_SCALES[amp.mode])
     return dataclasses.replace(amp, options=options, batch_norms=())
 
 

@@ -121,8 +121,6 @@ def test_files_are_found_and_options_checked(tmp_path: Any) -> None:
     write_cifar(tmp_path, examples=3)
     task = load_task("cifar10", data_dir=tmp_path, devices=2)
     assert (len(task.train["label"]), len(task.test["label"])) == (15, 3)
-    with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
-        load_task("cifar10", data_dir=tmp_path, synthetic=True)
     with pytest.raises(FileNotFoundError, match="task cifar10 needs --data-dir, the folder of these") as caught:
         load_task("cifar10")
     assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == [
@@ -201,18 +199,6 @@ def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     for parts, whole in zip(jax.tree.leaves(parts_stats), jax.tree.leaves(whole_stats), strict=True):
         np.testing.assert_allclose(parts[0], whole, rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(parts[0], parts[1])
-
-
-@pytest.mark.full
-def test_two_devices_give_the_results_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cifar10, "augment", lambda images, key: images)
-    one, two = (
-        train(small_task(64, (4,), count), "float32", RunSettings(epochs=1, batch_size=16, devices=count))
-        for count in (1, 2)
-    )
-    assert two.device == "2 x cpu"
-    losses = [[step.loss for step in run.steps] for run in (one, two)]
-    np.testing.assert_allclose(losses[1], losses[0], atol=2e-4)
 
 
 def test_devices_draw_crops_of_their_own() -> None:

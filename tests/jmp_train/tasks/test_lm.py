@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from process_helpers import jmp_train_command
 from promotion import promoting_task, relaxed
 
 from jmp_train.policies.amp_modes.mode import amp_mode
@@ -213,22 +212,15 @@ def test_bits_per_byte_are_the_mean_over_all_bytes_of_the_test(phrases: Task) ->
     def uniform(params: Any, model_state: Any, batch: Any) -> jax.Array:
         return 0 * phrases.metrics.predict(params, model_state, batch)
 
-    flat = train(
-        dataclasses.replace(phrases, metrics=Accuracy(uniform, with_bits=True)),
-        "float32",
-        RunSettings(epochs=1, batch_size=8),
-    )
+    flat = train(dataclasses.replace(phrases, metrics=Accuracy(uniform, with_bits=True)), "float32", settings)
     assert flat.metrics["bits_per_byte"] == pytest.approx(8)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_command_line_trains_it(tmp_path: Path) -> None:
-    command = (
-        sys.executable, "-m", "jmp_train", "train", "lm", "--policy", "mixed_float16", "--epochs", "1",
-        "--train-size", "128", "--remat", "--json", "--logdir", "log",
-    )  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path, check=False)
+    call = "train lm --policy mixed_float16 --epochs 1 --train-size 128 --remat --json --logdir log"
+    result = jmp_train_command(*call.split(), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     run = json.loads(result.stdout.splitlines()[-1])
     assert run["event"] == "run"

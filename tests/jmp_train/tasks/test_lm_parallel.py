@@ -24,11 +24,7 @@ pytestmark = pytest.mark.full
 CONFIG = GPTConfig(width=32, depth=1, heads=4, kv_heads=2, mlp=64)
 CONTEXT, BATCH, STEPS, RATE = 128, 16, 3, 1e-2
 # Of the weights' largest, for each of the steps that Adam makes of its signs; and of the loss.
-TOLERANCES = {
-    "float32": 1e-5,
-    "mixed_bfloat16": 2e-2,
-    "autocast_float16": 4e-3,
-}
+TOLERANCES = {"float32": 1e-5, "mixed_bfloat16": 2e-2, "autocast_float16": 4e-3}
 # As in Megatron-LM: heads and the features of a SwiGLU are sharded, and the words of the vocabulary.
 TENSOR_PARALLEL = {
     "(query|key|value|gate|up)/kernel": P(None, "model"),

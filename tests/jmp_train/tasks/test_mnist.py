@@ -11,7 +11,7 @@ from image_files import idx_bytes, write_mnist
 from made_runs import first_examples
 from promotion import promoting, promoting_task
 
-from jmp_train.cli.entry import _parser, main
+from jmp_train.cli.entry import _parser
 from jmp_train.cli.jobs import load_job
 from jmp_train.data.public_images import read_mnist
 from jmp_train.runs import RunSettings
@@ -66,13 +66,11 @@ def test_files_gzipped_or_not(folder: Path) -> None:
     assert batch["image"][0, 0, 0, 0] == np.float32(75 / 255)
 
 
-def test_train_size_takes_the_first_examples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["train", "mnist", "--data-dir", str(folder), "--train-size"]
-    job = load_job(_parser([*arguments, "7"]).parse_args([*arguments, "7"]))
+def test_train_size_takes_the_first_examples(folder: Path) -> None:
+    arguments = ["train", "mnist", "--data-dir", str(folder), "--train-size", "7"]
+    job = load_job(_parser(arguments).parse_args(arguments))
     assert job.task.train["label"].tolist() == list(range(7))
     assert len(job.task.test["label"]) == 10
-    assert main([*arguments, "41"]) == 2
-    assert "train_size=41 must be between 1 and the 40 training" in capsys.readouterr().err
 
 
 def test_missing_files_are_named_with_address_size_and_sha256(folder: Path) -> None:
@@ -98,26 +96,17 @@ def test_missing_files_are_named_with_address_size_and_sha256(folder: Path) -> N
 
 
 def test_data_that_does_not_fit_is_named(folder: Path) -> None:
-    labels = folder / "train-labels-idx1-ubyte"
-    labels.write_bytes(idx_bytes(np.arange(40, dtype=np.uint8) % 11))
-    with pytest.raises(ValueError, match=r"train-labels.* has the label 10 at row 10; .* 0 to 9"):
-        read_mnist(folder)
-    labels.write_bytes(idx_bytes(np.zeros(39, np.uint8)))
-    with pytest.raises(ValueError, match=r"train-labels.* has 39 labels for 40 images in .*train"):
-        read_mnist(folder)
-    labels.write_bytes(idx_bytes(np.zeros(0, np.uint8)))
-    images = folder / "train-images-idx3-ubyte.gz"
-    images.write_bytes(idx_bytes(np.zeros((0, 28, 28), np.uint8)))
-    with pytest.raises(ValueError, match=r"train-images.* has no images"):
-        read_mnist(folder)
-    images.write_bytes(idx_bytes(np.zeros((40, 32, 32), np.uint8)))
-    with pytest.raises(ValueError, match="has images of 32 x 32 pixels; MNIST's are 28 x 28"):
-        read_mnist(folder)
-
-
-def test_options_that_do_not_go_together(folder: Path) -> None:
-    with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
-        load_task("mnist", data_dir=folder, synthetic=True)
+    images, labels = folder / "train-images-idx3-ubyte.gz", folder / "train-labels-idx1-ubyte"
+    for file, array, message in (
+        (labels, np.arange(40, dtype=np.uint8) % 11, r"train-labels.* has the label 10 at row 10; .* 0 to 9"),
+        (labels, np.zeros(39, np.uint8), r"train-labels.* has 39 labels for 40 images in .*train"),
+        (labels, np.zeros(0, np.uint8), r"train-labels.* has 0 labels for 40 images in .*train"),
+        (images, np.zeros((0, 28, 28), np.uint8), r"train-images.* has no images"),
+        (images, np.zeros((40, 32, 32), np.uint8), "has images of 32 x 32 pixels; MNIST's are 28 x 28"),
+    ):
+        file.write_bytes(idx_bytes(array))
+        with pytest.raises(ValueError, match=message):
+            read_mnist(folder)
 
 
 def test_the_network_is_pytorchs(synthetic: Task) -> None:

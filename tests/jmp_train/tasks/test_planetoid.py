@@ -28,10 +28,6 @@ def test_a_data_set_is_chosen_in_any_case(folder: Path) -> None:
         load_task("planetoid", data_dir=folder, dataset="pubmed")
     with pytest.raises(ValueError, match="dataset='reddit' must be one of cora, citeseer, pubmed"):
         load_task("planetoid", data_dir=folder, dataset="reddit")
-    with pytest.raises(ValueError, match="dataset='pubmed' has no synthetic data; only cora does"):
-        load_task("planetoid", synthetic=True, dataset="pubmed")
-    with pytest.raises(FileNotFoundError, match=r"needs --data-dir, the folder of ind.pubmed.x and the other seven"):
-        load_task("planetoid", dataset="PUBMED")
 
 
 def test_sparse_words_train_as_those_with_zeros_do() -> None:

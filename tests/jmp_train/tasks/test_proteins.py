@@ -13,7 +13,6 @@ from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.cli.entry import main
 from jmp_train.graphs import padded_sizes
 from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
@@ -182,9 +181,7 @@ def test_a_split_and_features_of_whole_numbers_are_taken_as_they_are(tmp_path: P
     assert np.asarray(graph.senders)[:2].tolist() == [0, 1]
 
 
-def test_wrong_calls_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "proteins"]) == 2
-    assert "task proteins needs --data-dir, the folder of PROTEINS_A.txt" in capsys.readouterr().err
+def test_labels_that_are_numbers_are_refused() -> None:
     numbers = dataclasses.replace(graphs.synthetic_proteins(5), num_classes=None)
     with pytest.raises(ValueError, match="the labels of the graphs must be classes, got numbers"):
         make_task(numbers)

@@ -1,7 +1,4 @@
 import dataclasses
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,8 @@ from promotion import relaxed
 import jmp_train as jt
 from jmp_train.cli import compare as compare_command
 from jmp_train.cli import entry as cli
-from jmp_train.cli.entry import main
 from jmp_train.graphs.datasets.graph_data import NodeData
 from jmp_train.graphs.datasets.synthetic_graphs import synthetic_reddit
-from jmp_train.policies.optimizers.loss_scaled import with_loss_scale
 from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
 from jmp_train.task import Task
@@ -68,14 +63,6 @@ def test_the_synthetic_graph_has_reddits_counts(scale: float, nodes: int, edges:
     assert (data.labels[data.senders] == data.labels[data.receivers]).mean() > 0.6
     assert abs(data.features.mean()) < 0.01
     assert 0.8 < data.features.std() < 1.1
-
-
-def test_the_seed_makes_the_data() -> None:
-    one, same, other = (synthetic_reddit(TINY, seed) for seed in (3, 3, 4))
-    for name in ("senders", "receivers", "features", "labels", "train", "validation", "test"):
-        arrays = [getattr(data, name) for data in (one, same, other)]
-        np.testing.assert_array_equal(arrays[0], arrays[1])
-        assert not np.array_equal(arrays[0], arrays[2])
 
 
 def test_scales_out_of_range_are_named() -> None:
@@ -155,23 +142,6 @@ def test_the_loss_is_the_training_nodes(tiny: Task) -> None:
 
 
 @pytest.mark.full
-def test_graph_and_features_are_arguments_of_the_step(tiny: Task) -> None:
-    """Neither is a constant of the program, and the features are there in the compute dtype only."""
-    policy = jt.get_policy("mixed_float16")
-    optimizer = with_loss_scale(tiny.optimizer_for(10), jt.torch_loss_scale())
-    params, _ = tiny.init(jax.random.key(0))
-    state = jt.TrainState.create(params, optimizer, rng=jax.random.key(1))
-    step = jt.train_step(tiny.loss_fn, optimizer, policy=policy)
-    batch: Any = tiny.train | policy.cast_to_compute(tiny.shared())
-    program = jax.make_jaxpr(step)(state, batch)
-    assert not program.consts
-    nodes = batch["graph"].num_nodes
-    shapes = {(x.aval.dtype.name, x.aval.shape) for x in program.jaxpr.invars}
-    assert ("float16", (nodes, 602)) in shapes
-    assert f"f32[{nodes},602]" not in str(program)
-
-
-@pytest.mark.full
 def test_it_learns_in_float32_and_float16(tiny: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the loop makes the graph once a run, and casts the features before they are arguments."""
     made, traced = [], []
@@ -194,33 +164,6 @@ def test_it_learns_in_float32_and_float16(tiny: Task, monkeypatch: pytest.Monkey
         assert run.epochs[-1].loss < 0.5 * run.epochs[-14 + 2].loss
     losses = [[step.loss for step in run.steps if step.finite] for run in runs]
     np.testing.assert_allclose(losses[1], losses[0][: len(losses[1])], rtol=0.05, atol=0.02)
-
-
-@pytest.mark.full
-def test_loading_starts_no_device() -> None:
-    """Where it did, `compare` would take the memory of the GPU that its processes need."""
-    code = """
-import jax
-from jmp_train.tasks import load_task
-load_task("reddit", synthetic=True, scale=0.001)
-jax.config.update("jax_num_cpu_devices", 3)  # refused once a device is started
-print(jax.device_count())
-"""
-    result = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False, timeout=100)
-    assert result.stdout == "3\n", result.stderr
-
-
-@pytest.mark.full
-@pytest.mark.timeout(200)
-def test_compare_runs(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    policies = ["float32", "mixed_float16"]
-    arguments = "compare reddit --synthetic --scale 0.002 --epochs 2 --json --policies"
-    assert main([*arguments.split(), *policies]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert [run["policy"] for run in report["runs"]] == policies
-    assert all(len(run["epochs"]) == 2 for run in report["runs"])
-    assert 0 < report["runs"][0]["epochs"][0]["loss"] < 8
 
 
 def test_compare_hands_scale_and_heads_on() -> None:
@@ -246,25 +189,3 @@ def test_a_run_from_files(tmp_path: Path) -> None:
             np.testing.assert_array_equal(getattr(read, name)[key], array)
     leaves = [jax.tree.leaves(task.shared()) for task in (read, made)]
     jax.tree.map(np.testing.assert_array_equal, *leaves)
-
-
-def test_heads_are_one_number_a_layer() -> None:
-    with pytest.raises(ValueError, match=r"heads=\(2, 2\) must be 3 numbers of at least 1"):
-        load_task("reddit", synthetic=True, heads=(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ("--scale 1.5", "scale=1.5 must be above 0 and up to 1"),
-        ("--scale nan", "argument --scale: 'nan' is not a number"),
-        ("--scale x", "argument --scale: 'x' is not a number"),
-        ("--heads 1 0 1", "heads=(1, 0, 1) must be 3 numbers of at least 1"),
-        ("--heads 1 1", "argument --heads: expected 3 arguments"),
-    ],
-)
-def test_wrong_options_are_one_line(args: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "reddit", *args.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

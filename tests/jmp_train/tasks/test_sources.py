@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +30,6 @@ def with_default(size=3):
 def two(options: Options, more):
     return more
 """
-
-
-@pytest.fixture(name="folder")
-def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    before = dict(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - set(before):
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def written(folder: Path, text: str, name: str = "job_of_a_user.py") -> Path:
@@ -99,10 +87,7 @@ def test_modules_are_found_on_the_path_and_not_in_the_current_folder(
 ) -> None:
     written(folder, JOB, "module_of_a_user.py")
     monkeypatch.chdir(folder)
-    with pytest.raises(
-        ValueError,
-        match=r"there is no module 'module_of_a_user' among .* as file.py:function",
-    ):
+    with pytest.raises(ValueError, match=r"there is no module 'module_of_a_user' among .* as file.py:function"):
         find_task("module_of_a_user:plain")
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     source = find_task("module_of_a_user:plain")
@@ -164,16 +149,27 @@ def test_definitions_say_which_have_changed(folder: Path) -> None:
     assert changed("return 1", "return 1  # one") == set()
 
 
+@pytest.mark.parametrize("name", ["mnist", "cora", "reddit", "proteins", "cifar10", "vit-b16"])
+def test_data_are_from_files_or_synthetic(name: str) -> None:
+    with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
+        load_task(name, synthetic=True, data_dir=Path("x"))
+
+
 def test_options_of_built_in_tasks_are_checked() -> None:
-    for name, options, message in (
-        ("cora", {"synthetic": True, "data_dir": Path("x")}, "--data-dir and --synthetic exclude each other"),
-        ("reddit", {"scale": 2.0}, r"scale=2\.0 must be above 0 and up to 1"),
-        ("vit-b16", {"synthetic": True, "image_size": 30}, "image_size=30 must be a multiple"),
+    made = {"synthetic": True}
+    for name, options, error, message in (
+        ("cora", {"heads": (1, 1, 1)}, TypeError, "unexpected keyword argument 'heads'"),
+        ("reddit", {"scale": 2.0}, ValueError, r"scale=2\.0 must be above 0 and up to 1"),
+        ("reddit", {**made, "heads": (2, 2)}, ValueError, r"heads=\(2, 2\) must be 3 numbers of at least 1"),
+        ("planetoid", {**made, "dataset": "pubmed"}, ValueError, "dataset='pubmed' has no synthetic data; only cora"),
+        ("planetoid", {"dataset": "PUBMED"}, FileNotFoundError, "needs --data-dir, the folder of ind.pubmed.x and the"),
+        ("vit-b16", {**made, "image_size": 40}, ValueError, "image_size=40 must be a multiple of the patch size, 16"),
+        ("vit-b16", {**made, "image_size": 0}, ValueError, "image_size=0 must be a multiple"),
+        ("vit-b16", {}, FileNotFoundError, r"task vit-b16 needs --data-dir, the folder of train/CLASS/\*\.jpg"),
+        ("vit-b16", {"data_dir": Path("/nowhere")}, FileNotFoundError, r"/nowhere/train is not a folder"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(error, match=message):
             load_task(name, **options)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'heads'"):
-        load_task("cora", heads=(1, 1, 1))
 
 
 def test_descriptions() -> None:

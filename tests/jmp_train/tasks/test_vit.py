@@ -196,10 +196,7 @@ def test_the_schedule_of_any_length_never_stops_before_the_end(steps: int, first
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "mode",
-    ["naive", *(pytest.param(mode, marks=pytest.mark.full) for mode in MODES if mode != "naive")],
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_finite_in_every_mode_and_all_parameters_move(tiny: Task, params: Any, mode: str) -> None:
     # naive begins at 2**32, at which ten to twenty steps are skipped.
     amp: Any = amp_mode("naive", initial_scale=2.0**10) if mode == "naive" else precision_of(mode)
@@ -246,9 +243,7 @@ def fixture_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_cropped_by_chance_for_training_and_from_the_center_for_evaluation(
-    folder: Path,
-) -> None:
+def test_a_folder_is_cropped_by_chance_for_training_and_from_the_center_for_evaluation(folder: Path) -> None:
     task = load_task("vit-b16", data_dir=folder, image_size=SIZE)
     assert sorted(task.train["label"].tolist()) == [0] * 6 + [1] * 6 != task.train["label"].tolist()
     shapes, _ = jax.eval_shape(promoting(task.init), jax.random.key(0))
@@ -300,30 +295,3 @@ def test_synthetic_images_have_their_labels_color() -> None:
     centers = np.array([colors[data["label"] == label].mean(0) for label in range(10)])
     nearest = np.linalg.norm(colors[:, None] - centers, axis=-1).argmin(-1)
     np.testing.assert_array_equal(nearest, data["label"])
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"synthetic": True, "image_size": 40},
-            ValueError,
-            r"image_size=40 must be a multiple of the patch size, 16",
-        ),
-        ({"synthetic": True, "image_size": 0}, ValueError, r"image_size=0 must be a multiple"),
-        (
-            {"synthetic": True, "data_dir": Path("x")},
-            ValueError,
-            "--data-dir and --synthetic exclude each other",
-        ),
-        (
-            {},
-            FileNotFoundError,
-            r"task vit-b16 needs --data-dir, the folder of train/CLASS/\*\.jpg",
-        ),
-        ({"data_dir": Path("/nowhere")}, FileNotFoundError, r"/nowhere/train is not a folder"),
-    ],
-)
-def test_options_that_do_not_fit(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        load_task("vit-b16", **options)
