@@ -4,47 +4,56 @@ import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machine_limits import mounted_tmpfs
 from made_runs import make_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jmp_train.runs.events import Compiled, Phase, Progress, Watched
+from jmp_train.runs.events import Compiled, Event, Phase, Progress, Watched
 from jmp_train.runs.run_log import RunLog
 
 pytestmark = pytest.mark.quick
 
 RUN = make_run(scale=8.0, skips=(3,))
+ENDS = (RUN.epochs[0], RUN)
 
 
-def write(directory: Path) -> None:
+def write(directory: Path, *events: Event) -> None:
+    """Logs some events, by default those of a run."""
     with RunLog(directory) as log:
-        log.write(Compiled(7.5, "process", RUN.costs))
-        log.write(Progress(100, 1, RUN.steps[:50]))
-        log.write(RUN.epochs[0])
-        log.write(RUN)
+        for event in events or (Compiled(7.5, "process", RUN.costs), Progress(100, 1, RUN.steps[:50]), *ENDS):
+            log.write(event)
+
+
+def lines_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def scalars(directory: Path, name: str) -> list[tuple[int, float]]:
+    """Returns steps and values, as TensorBoard reads them."""
+    events = EventAccumulator(str(directory)).Reload()
+    return [(x.step, x.value) for x in events.Scalars(name)] if name in events.Tags()["scalars"] else []
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
-    write(tmp_path / "log" / "float32")
-    events = EventAccumulator(str(tmp_path / "log" / "float32")).Reload()
-    assert events.Tags()["scalars"] == [
+    log = tmp_path / "log" / "float32"
+    write(log)
+    assert EventAccumulator(str(log)).Reload().Tags()["scalars"] == [
         "step/loss", "step/grad_norm", "step/loss_scale", "step/finite",
         "epoch/loss", "epoch/learning_rate", "epoch/seconds", "epoch/memory_mb",
         "epoch/loss_scale", "epoch/skipped_steps", "test_accuracy",
     ]  # fmt: skip
-    scales = events.Scalars("step/loss_scale")
-    assert [(scale.step, scale.value) for scale in scales[:4]] == [(1, 8), (2, 8), (3, 4), (4, 4)]
-    assert [x.value for x in events.Scalars("step/finite")[:4]] == [1, 1, 0, 1]
-    assert events.Scalars("epoch/seconds")[0].value == 2.0
-    (accuracy,) = events.Scalars("test_accuracy")
-    assert (accuracy.step, accuracy.value) == (100, pytest.approx(0.987))
+    assert scalars(log, "step/loss_scale")[:4] == [(1, 8), (2, 8), (3, 4), (4, 4)]
+    assert scalars(log, "step/finite")[:4] == [(1, 1), (2, 1), (3, 0), (4, 1)]
+    assert scalars(log, "epoch/seconds")[0][1] == 2.0
+    assert scalars(log, "test_accuracy") == [(100, pytest.approx(0.987))]
 
 
 def test_json_lines_have_the_same(tmp_path: Path) -> None:
     write(tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path)
     assert lines[0] == {
         "compile_seconds": 7.5, "half_flops_share": 0.0, "residual_bytes": 3_000_000,
         "params_bytes": 200_000, "opt_state_bytes": 400_000, "model_state_bytes": 1_000,
@@ -58,44 +67,31 @@ def test_json_lines_have_the_same(tmp_path: Path) -> None:
 
 
 def test_bits_per_byte_are_logged_with_the_accuracy(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log:
-        log.write(
-            dataclasses.replace(RUN, metrics={"test_accuracy": 0.987, "bits_per_byte": 2.5, "nonfinite_outputs": 0})
-        )
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"test_accuracy": 0.987, "bits_per_byte": 2.5}
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(x.step, x.value) for x in events.Scalars("bits_per_byte")] == [(100, 2.5)]
-    assert events.Tags()["scalars"] == ["test_accuracy", "bits_per_byte"]
+    write(
+        tmp_path,
+        dataclasses.replace(RUN, metrics={"test_accuracy": 0.987, "bits_per_byte": 2.5, "nonfinite_outputs": 0}),
+    )
+    assert lines_of(tmp_path) == [{"test_accuracy": 0.987, "bits_per_byte": 2.5}]
+    assert scalars(tmp_path, "bits_per_byte") == [(100, 2.5)]
 
 
 def test_a_phase_that_begins_is_a_line(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log:
-        log.write(Phase("float32", 90, 100, RUN.costs))
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"phase": "float32", "start": 90, "stop": 100}
+    write(tmp_path, Phase("float32", 90, 100, RUN.costs))
+    assert lines_of(tmp_path) == [{"phase": "float32", "start": 90, "stop": 100}]
 
 
 def test_what_a_run_watches_is_logged_with_its_steps(tmp_path: Path) -> None:
     watched = tuple(Watched(n, {"underflow": {"Dense_0": n / 4, "norm": 0.0}}) for n in (1, 2))
-    with RunLog(tmp_path) as log:
-        log.write(Progress(100, 1, RUN.steps[:2], watched))
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(x.step, x.value) for x in events.Scalars("step/underflow/Dense_0")] == [(1, 0.25), (2, 0.5)]
-    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    write(tmp_path, Progress(100, 1, RUN.steps[:2], watched))
+    assert scalars(tmp_path, "step/underflow/Dense_0") == [(1, 0.25), (2, 0.5)]
+    first, second = lines_of(tmp_path)
     assert (first["loss"], first["underflow/Dense_0"], second["underflow/Dense_0"]) == (1.0, 0.25, 0.5)
 
 
 def test_a_run_that_is_killed_leaves_what_it_logged(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         log.write(Progress(100, 1, RUN.steps[:50]))
-        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 50
-        assert _count_losses(tmp_path) == 50
-
-
-def _count_losses(directory: Path) -> int:
-    events = EventAccumulator(str(directory)).Reload()
-    return len(events.Scalars("step/loss")) if "step/loss" in events.Tags()["scalars"] else 0
+        assert len(lines_of(tmp_path)) == len(scalars(tmp_path, "step/loss")) == 50
 
 
 def test_runs_are_not_mixed(tmp_path: Path) -> None:
@@ -124,12 +120,11 @@ def test_a_full_disk_costs_the_log_some_records_and_the_run_nothing(
     assert capsys.readouterr().err == (
         f"jmp-train: warning: --logdir {tmp_path}: File too large; the log lacks some of the run\n"
     )
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path)
     assert [line.get("step") for line in lines] == [*range(1, 51), None]
     assert lines[-1]["epoch"] == 1
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [event.step for event in events.Scalars("step/loss")] == list(range(1, 51))
-    assert events.Scalars("epoch/seconds")[0].value == 2.0
+    assert [step for step, _ in scalars(tmp_path, "step/loss")] == list(range(1, 51))
+    assert scalars(tmp_path, "epoch/seconds")[0][1] == 2.0
 
 
 @pytest.fixture(name="small_disk")
@@ -145,8 +140,7 @@ def test_a_disk_that_has_no_room_for_a_log_at_all_costs_the_log(
     with RunLog(small_disk / "a") as log:  # which takes the rest: a folder and two files
         for _ in range(5):
             log.write(Progress(100, 1, RUN.steps))
-        lines = (small_disk / "a" / "metrics.jsonl").read_text().splitlines()
-        assert len([json.loads(line) for line in lines]) % 100 == 0
+        assert len(lines_of(small_disk / "a")) % 100 == 0
         with RunLog(small_disk / "b") as none:
             none.write(RUN)
     first, second = capsys.readouterr().err.splitlines()

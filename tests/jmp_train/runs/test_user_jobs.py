@@ -16,7 +16,7 @@ from user_jobs import SOURCES, STEPS, batches, examples, init, loss_fn, make_tas
 
 import jmp_train as jt
 from jmp_train.runs import Event, Note, RunSettings, train
-from jmp_train.runs.events import Planned, Run
+from jmp_train.runs.events import Run
 from jmp_train.runs.foreign_batches import as_arrays
 from jmp_train.runs.preparing import prepare_run
 from jmp_train.runs.resuming import Saving, Stopped
@@ -110,13 +110,12 @@ def test_the_number_of_steps_is_known_where_the_batches_or_the_task_say_it() -> 
         ("list", {}, 3 * STEPS),
         ("arrays", {}, 3 * STEPS),
     ):
-        events: list[Event] = []
-        found = run(make_task(source, **changes), events=events)
-        assert next(event for event in events if not isinstance(event, Planned)) is not None
         prepared, _ = prepare_run(make_task(source, **changes), "float32")
         assert prepared.length.total == total
-        assert len(found.steps) == (total or 3 * STEPS)
-        assert [epoch.epoch for epoch in found.epochs] == [1, 2, 3]
+        if source == "generator":
+            found = run(make_task(source, **changes))
+            assert len(found.steps) == (total or 3 * STEPS)
+            assert [epoch.epoch for epoch in found.epochs] == [1, 2, 3]
 
 
 @pytest.mark.quick_cases(1)
@@ -130,9 +129,8 @@ def test_steps_replace_epochs(source: str) -> None:
 
 def test_what_needs_the_number_of_steps_says_how_to_give_it() -> None:
     task = make_task(optimizer=lambda steps: optax.adam(0.1))
-    with pytest.raises(
-        ValueError, match=r"optimizer is a function of the number of steps.*steps_per_epoch, or .*--steps"
-    ):
+    message = r"optimizer is a function of the number of steps.*steps_per_epoch, or .*--steps"
+    with pytest.raises(ValueError, match=message):
         run(task)
     assert len(run(task, steps=4).steps) == 4
     with pytest.raises(ValueError, match=r"a schedule needs the number of steps, which is unknown"):
@@ -171,8 +169,8 @@ def test_metrics_run_in_the_precision_of_the_policy_and_evaluate_has_its_paramet
         return {"product": (thousands @ thousands).max()}  # 2e6, which float16 does not have
 
     task = make_task("arrays", metrics=metrics, batch_norms=tuple)
-    for policy, wanted in {"mixed_float16": math.inf, "autocast_float16": math.inf, "apex-O2": math.inf}.items():
-        assert run(task, policy, steps=1).metrics["product"] == wanted, policy
+    for policy in ("mixed_float16", "autocast_float16", "apex-O2"):
+        assert run(task, policy, steps=1).metrics["product"] == math.inf, policy
     assert run(task, steps=1).metrics["product"] == 2e6
 
     def evaluate(params: Any, model_state: Any) -> dict[str, Any]:
@@ -194,16 +192,10 @@ def test_an_evaluation_that_half_precision_does_not_suit_says_so(tmp_path: Path)
         run(task, "mixed_float16", steps=1)
 
 
-def test_names_of_metrics_need_not_be_text() -> None:
-    found = run(make_task("arrays", metrics=None, test=None, evaluate=lambda *args: {3: 0.5}), steps=1)
-    assert found.metrics == {"3": 0.5}
-    assert found.headline == "3"
-
-
-def test_a_task_may_have_no_evaluation() -> None:
-    found = run(make_task("arrays", metrics=None, test=None), steps=2)
-    assert found.metrics == {}
-    assert found.headline is None
+def test_names_of_metrics_need_not_be_text_and_there_may_be_none() -> None:
+    for evaluate, metrics, headline in ((lambda *args: {3: 0.5}, {"3": 0.5}, "3"), (None, {}, None)):
+        found = run(make_task("arrays", metrics=None, test=None, evaluate=evaluate), steps=1)
+        assert (found.metrics, found.headline) == (metrics, headline)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +210,12 @@ def test_a_task_may_have_no_evaluation() -> None:
 def test_metrics_that_are_no_numbers_are_named(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         run(make_task("arrays", metrics=lambda *args: {"bad": value}), steps=1)
-    if not isinstance(value, tuple | np.ndarray):
-        message = message.replace("a scalar, or a pair of a sum and a count", "a number").replace("a scalar, .*", ".*")
-        with pytest.raises(TypeError, match=message):
-            run(make_task("arrays", metrics=None, test=None, evaluate=lambda *args: {"bad": value}), steps=1)
+
+
+def test_what_evaluate_returns_has_to_be_numbers() -> None:
+    task = make_task("arrays", metrics=None, test=None, evaluate=lambda *args: {"bad": "high"})
+    with pytest.raises(TypeError, match="'bad' must be a number, got a str: 'high'"):
+        run(task, steps=1)
 
 
 def _changing(number: int, batch: Any) -> Callable[[int], Iterator[Any]]:
@@ -236,46 +230,52 @@ def once(epoch: int, batches: Iterator[Any] = iter(list(batches(0)))) -> Iterato
     return batches
 
 
+def batches_of(batch: Any) -> dict[str, Any]:
+    return {"train": lambda epoch: [batch]}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "error", "message"),
     [
         (
-            {"train": _changing(2, lambda batch: {"x": batch["x"]})},
+            {"train": _changing(2, lambda batch: {"x": batch["x"]})}, ValueError,
             r"batch 2 of train\(1\) has another .*: 'x'; the first batch has 'x', 'y'",
         ),
         (
-            {"train": _changing(1, lambda batch: batch | {"y": batch["y"].astype(np.int32)})},
+            {"train": _changing(1, lambda batch: batch | {"y": batch["y"].astype(np.int32)})}, ValueError,
             r"batch 1 of train\(1\): 'y' is int32 with 1 axes, but the first batch had float32 with 1 axes",
         ),
-        ({"train": lambda epoch: iter(())}, r"train\(0\) returned no batches"),
+        ({"train": lambda epoch: iter(())}, ValueError, r"train\(0\) returned no batches"),
+        ({"train": once}, ValueError, r"train\(1\) returned no batches; .* a new iterator for each"),
+        ({"steps_per_epoch": 9}, ValueError, r"train\(0\) ended after 5 batches, but steps_per_epoch=9"),
         (
-            {"train": once},
-            r"train\(1\) returned no batches; .* a new iterator for each",
-        ),
-        ({"steps_per_epoch": 9}, r"train\(0\) ended after 5 batches, but steps_per_epoch=9"),
-        (
-            {"train": lambda epoch: list(batches(epoch))[epoch:]},
+            {"train": lambda epoch: list(batches(epoch))[epoch:]}, ValueError,
             r"train\(1\) ended after 4 batches, but train\(0\) has 5",
         ),
+        (
+            batches_of({"x": ["a", "b"]}), TypeError,
+            r"batch 0 of train\(0\).*'x/0' must be an array of numbers, got a str; .* with_format\('numpy'\)",
+        ),
+        (batches_of({"x": np.array(["a"])}), TypeError, "'x' must be an array of numbers, got an array of dtype <U1"),
+        (batches_of({}), TypeError, r"batch 0 of train\(0\).* has no arrays: it is a dict"),
+        (batches_of(3), TypeError, "'the batch' must be an array of numbers, got a int"),
+        (
+            {"train": lambda epoch: 3, "steps_per_epoch": 3}, TypeError,
+            r"train\(0\) must return an iterable of batches, got a int",
+        ),
+        (
+            {"source": "list", "init": lambda key: init(key)[0]}, TypeError,
+            r"init must return \(params, model_state\), got a dict",
+        ),
+        (
+            {"source": "list", "optimizer": lambda steps: 3}, TypeError,
+            r"optimizer\(15\) must return an optax optimizer, got a int",
+        ),
     ],
-)
-def test_batches_that_change_or_run_out_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+)  # fmt: skip
+def test_what_a_jobs_functions_must_not_return(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         run(make_task(**changes))
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"x": ["a", "b"]}, r"'x/0' must be an array of numbers, got a str; a Hugging Face .* with_format\('numpy'\)"),
-        ({"x": np.array(["a"])}, "'x' must be an array of numbers, got an array of dtype <U1"),
-        ({}, "has no arrays: it is a dict"),
-        (3, "'the batch' must be an array of numbers, got a int"),
-    ],
-)
-def test_batches_that_are_no_arrays_are_named(batch: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=rf"batch 0 of train\(0\).*{message}"):
-        run(make_task(train=lambda epoch: [batch]))
 
 
 def test_nan_in_the_first_batch_is_named_where_the_loss_has_it_too() -> None:
@@ -288,9 +288,8 @@ def test_nan_in_the_first_batch_is_named_where_the_loss_has_it_too() -> None:
 
         return train
 
-    with pytest.raises(
-        FloatingPointError, match=r"the loss of step 1 is nan: 'x' of batch 0 of train\(0\) has NaN in 3"
-    ):
+    message = r"the loss of step 1 is nan: 'x' of batch 0 of train\(0\) has NaN in 3"
+    with pytest.raises(FloatingPointError, match=message):
         run(make_task(train=with_nan("x")))
 
     def masked(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
@@ -298,13 +297,10 @@ def test_nan_in_the_first_batch_is_named_where_the_loss_has_it_too() -> None:
         return loss_fn(params, model_state, {**batch, "y": jnp.where(known, batch["y"], 0)}, rng)
 
     assert run(make_task(train=with_nan("y"), loss_fn=masked, epochs=1)).steps[-1].finite  # NaN for what is not known
-    infinite = make_task(train=lambda epoch: [{"x": np.full((4, 3), np.inf, np.float32), "y": np.ones(4)}])
+    linear = jt.stateless(lambda params, batch: (batch["x"] * params["in"][0, 0]).sum())
+    batch = {"x": np.full((4, 3), np.inf, np.float32), "y": np.ones(4)}
     with pytest.raises(FloatingPointError, match=r"'x' of batch 0 of .* has infinity in 12 of 12 values"):
-        run(
-            dataclasses.replace(
-                infinite, loss_fn=jt.stateless(lambda params, batch: (batch["x"] * params["in"][0, 0]).sum())
-            )
-        )
+        run(make_task(loss_fn=linear, **batches_of(batch)))
 
 
 def test_tensors_become_arrays_without_a_copy() -> None:
@@ -324,7 +320,7 @@ def test_tensors_become_arrays_without_a_copy() -> None:
 
 
 def test_a_loss_scale_of_the_tasks_own_is_kept_and_said() -> None:
-    for policy in ("mixed_float16", "float32", "torch", "apex-O2"):
+    for policy in ("mixed_float16", "float32", "apex-O2"):
         events: list[Event] = []
         optimizer = jt.with_loss_scale(optax.sgd(0.01), jt.StaticLossScale(8.0))
         found = run(make_task("arrays", optimizer=optimizer), policy, events, steps=2)
@@ -356,17 +352,3 @@ def test_numbers_that_a_task_does_not_take_are_refused() -> None:
     for task, settings, message in cases:
         with pytest.raises(ValueError, match=message), jax.numpy_dtype_promotion("standard"):
             train(task, "float32", RunSettings(**settings))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"init": lambda key: init(key)[0]}, r"init must return \(params, model_state\), got a dict"),
-        ({"optimizer": lambda steps: 3}, r"optimizer\(15\) must return an optax optimizer, got a int"),
-        ({"train": lambda epoch: 3, "steps_per_epoch": 3}, r"train\(0\) must return an iterable of batches, got a int"),
-    ],
-)
-def test_functions_that_return_something_else_are_named(changes: dict[str, Any], message: str) -> None:
-    source = "list" if "train" not in changes else "generator"
-    with pytest.raises(TypeError, match=message):
-        run(make_task(source, **changes))
