@@ -43,53 +43,43 @@ def test_products_of_cublas(target: str, escaped: bool) -> None:
     assert operations(workspace, call, "f16[6,5]{1,0}", "f16[5,7]{1,0}", "f16[7]{0}") == ("f16", 2 * 6 * 5 * 7, True)
 
 
-def test_a_batch_of_products() -> None:
-    call = gemm(batch=1)
-    assert operations("bf16[3,6,7]", call, "bf16[3,6,5]", "bf16[3,5,7]") == ("bf16", 2 * 3 * 6 * 5 * 7, True)
+DOT = "dot(), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+BATCHED_DOT = "dot(), lhs_batch_dims={0}, lhs_contracting_dims={1,3}, rhs_batch_dims={0}, rhs_contracting_dims={2,1}"
+PRODUCTS = {
+    "a batch": (gemm(batch=1), "bf16[3,6,7]", ("bf16[3,6,5]", "bf16[3,5,7]"), ("bf16", 2 * 3 * 6 * 5 * 7)),
+    "contracted axes": (BATCHED_DOT, "f32[2,7,9]", ("f32[2,3,7,5]", "f32[2,5,3,9]"), ("f32", 2 * 2 * 7 * 9 * 3 * 5)),
+    "complex, four real ones": (DOT, "c64[6,7]", ("c64[6,5]", "c64[5,7]"), ("c64", 4 * 2 * 6 * 5 * 7)),
+    "mixed, the wider dtype": (DOT, "f32[6,7]", ("s8[6,5]", "bf16[5,7]"), ("bf16", 2 * 6 * 5 * 7)),
+    "no spatial axes": (
+        "convolution(), dim_labels=bf_io->bf", "f32[4,8]", ("f32[4,6]", "f32[6,8]"), ("f32", 2 * 4 * 6 * 8),
+    ),
+}  # fmt: skip
 
 
-def test_dot_with_several_contracted_axes() -> None:
-    call = "dot(), lhs_batch_dims={0}, lhs_contracting_dims={1,3}, rhs_batch_dims={0}, rhs_contracting_dims={2,1}"
-    assert operations("f32[2,7,9]", call, "f32[2,3,7,5]", "f32[2,5,3,9]") == ("f32", 2 * 2 * 7 * 9 * 3 * 5, True)
-
-
-def test_a_complex_product_is_four_real_ones() -> None:
-    call = "dot(), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-    assert operations("c64[6,7]", call, "c64[6,5]", "c64[5,7]") == ("c64", 4 * 2 * 6 * 5 * 7, True)
-
-
-def test_the_wider_dtype_of_a_mixed_product() -> None:
-    call = "dot(), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-    assert operations("f32[6,7]", call, "s8[6,5]", "bf16[5,7]")[0] == "bf16"
+@pytest.mark.parametrize(("call", "result", "operands", "wanted"), PRODUCTS.values(), ids=PRODUCTS)
+def test_other_products(call: str, result: str, operands: tuple[str, str], wanted: tuple[str, int]) -> None:
+    assert operations(result, call, *operands) == (*wanted, True)
 
 
 @pytest.mark.parametrize(
-    ("attribute", "dtype", "allow_tf32"),
+    ("call", "dtype", "allow_tf32"),
     [
-        ("operand_precision={default,default}", "f32", True),
-        ("operand_precision={high,high}", "f32", True),
-        ("operand_precision={highest,highest}", "f32", False),
-        ("algorithm=dot_f32_f32_f32", "f32", False),
-        ("algorithm=dot_tf32_tf32_f32", "f32", True),
-        ("algorithm=dot_bf16_bf16_f32", "bf16", True),
+        (f"{DOT}, operand_precision={{default,default}}", "f32", True),
+        (f"{DOT}, operand_precision={{high,high}}", "f32", True),
+        (f"{DOT}, operand_precision={{highest,highest}}", "f32", False),
+        (f"{DOT}, algorithm=dot_f32_f32_f32", "f32", False),
+        (f"{DOT}, algorithm=dot_tf32_tf32_f32", "f32", True),
+        (f"{DOT}, algorithm=dot_bf16_bf16_f32", "bf16", True),
+        (gemm(precision={"operand_precision": ["DEFAULT", "DEFAULT"], "algorithm": "ALG_UNSET"}), "f32", True),
+        (gemm(precision={"operand_precision": ["HIGHEST", "HIGHEST"], "algorithm": "ALG_UNSET"}), "f32", False),
+        (
+            gemm(precision={"operand_precision": ["DEFAULT", "DEFAULT"], "algorithm": "ALG_DOT_F32_F32_F32"}),
+            "f32", False,
+        ),
     ],
-)
-def test_precisions_that_allow_tf32(attribute: str, dtype: str, allow_tf32: bool) -> None:
-    call = f"dot(), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, {attribute}"
+)  # fmt: skip
+def test_precisions_that_allow_tf32(call: str, dtype: str, allow_tf32: bool) -> None:
     assert operations("f32[6,7]", call, "f32[6,5]", "f32[5,7]") == (dtype, 2 * 6 * 5 * 7, allow_tf32)
-
-
-@pytest.mark.parametrize(
-    ("precision", "allow_tf32"),
-    [
-        ({"operand_precision": ["DEFAULT", "DEFAULT"], "algorithm": "ALG_UNSET"}, True),
-        ({"operand_precision": ["HIGHEST", "HIGHEST"], "algorithm": "ALG_UNSET"}, False),
-        ({"operand_precision": ["DEFAULT", "DEFAULT"], "algorithm": "ALG_DOT_F32_F32_F32"}, False),
-    ],
-)
-def test_precisions_of_cublas_that_allow_tf32(precision: dict[str, object], allow_tf32: bool) -> None:
-    call = gemm(precision=precision)
-    assert operations("f32[6,7]", call, "f32[6,5]", "f32[5,7]") == ("f32", 2 * 6 * 5 * 7, allow_tf32)
 
 
 IMAGE, FILTER, OUT = "f16[4,9,9,6]", "f16[8,3,3,3]", "f16[4,5,5,8]"  # stride 2, padding 1, two groups
@@ -127,10 +117,6 @@ def test_a_dilated_convolution_that_xla_computes() -> None:
     found = convolution(*program("f32[8,9,4]", call, "f32[4,6,5]", "f32[6,8,3]"))
     axis = Axis(length=5, size=3, outputs=9, padding=2, lhs_dilate=2, rhs_dilate=3)
     assert found == Convolution(spatial=(axis,), batch=4, channels=8, channels_in=6)
-
-
-def test_a_convolution_without_spatial_axes_is_a_product() -> None:
-    assert operations("f32[4,8]", "convolution(), dim_labels=bf_io->bf", "f32[4,6]", "f32[6,8]")[1] == 2 * 4 * 6 * 8
 
 
 def test_pairs_of_taps_and_outputs() -> None:

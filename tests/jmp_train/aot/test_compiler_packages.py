@@ -76,16 +76,35 @@ def test_the_folder_is_of_one_jaxlib_and_one_python(cache: Path) -> None:
     assert compiler_folder("13") != compiler_folder("12")
 
 
-def test_what_is_not_installed_is_said_with_the_command() -> None:
-    text = f"XLA's compiler for CUDA is not installed for jaxlib {JAXLIB}; install it with {INSTALL}"
-    with pytest.raises(PluginError, match=re.escape(text)):
-        compiler_path()
+MISSING = {
+    "cuda": f"XLA's compiler for CUDA is not installed for jaxlib {JAXLIB}; install it with {INSTALL}",
+    "tpu": f"libtpu, XLA's compiler for TPUs, is not installed for jaxlib {JAXLIB}; install it with {INSTALL_TPU}",
+}
 
 
-def test_a_compiler_for_another_jaxlib_does_not_count(cache: Path) -> None:
+def test_what_is_not_installed_for_this_jaxlib_is_said_with_the_command(cache: Path) -> None:
     (cache / "compiler-jaxlib-0.0.1-cuda12-python3.11").mkdir(parents=True)
-    with pytest.raises(PluginError, match="XLA's compiler for CUDA is not installed for jaxlib"):
+    for platform, text in MISSING.items():
+        with pytest.raises(PluginError, match=re.escape(text)):
+            compiler_path(platform)
+
+
+def test_libtpu_is_in_a_folder_of_its_own() -> None:
+    compiler_folder().mkdir(parents=True)
+    with pytest.raises(PluginError, match=re.escape(MISSING["tpu"])):
+        compiler_path("tpu")
+    tpu_compiler_folder().mkdir()
+    assert compiler_path("tpu") == tpu_compiler_folder() != compiler_folder() == compiler_path()
+    assert len(remove_compilers()) == 2
+
+
+def test_a_plugin_of_another_version_is_said_with_the_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions({"jax-cuda12-plugin": "0.0.1"}, monkeypatch)
+    needed = f"jaxlib {JAXLIB} needs jax-cuda12-plugin of the same version, not 0.0.1: "
+    with pytest.raises(PluginError, match=re.escape(f"{needed}pip install 'jax-cuda12-plugin=={JAXLIB}'")):
         compiler_path()
+    compiler_folder().mkdir(parents=True)
+    assert compiler_path() == compiler_folder(), "the private one fits"
 
 
 def test_the_private_folder_is_found_and_12_before_13() -> None:
@@ -98,18 +117,6 @@ def test_the_private_folder_is_found_and_12_before_13() -> None:
 def test_an_environment_that_has_the_plugin_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     versions({"jax-cuda13-plugin": JAXLIB}, monkeypatch)
     assert compiler_path() is None
-
-
-def test_a_plugin_of_another_version_is_said_with_the_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions({"jax-cuda12-plugin": "0.0.1"}, monkeypatch)
-    text = (
-        f"jaxlib {JAXLIB} needs jax-cuda12-plugin of the same version, not 0.0.1: "
-        f"pip install 'jax-cuda12-plugin=={JAXLIB}'"
-    )
-    with pytest.raises(PluginError, match=re.escape(text)):
-        compiler_path()
-    compiler_folder().mkdir(parents=True)
-    assert compiler_path() == compiler_folder(), "the private one fits"
 
 
 def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,21 +168,6 @@ def test_all_versions_can_be_removed(cache: Path) -> None:
     (cache / "programs").mkdir()
     assert len(remove_compilers()) == 2
     assert [file.name for file in cache.iterdir()] == ["programs"]
-
-
-# libtpu
-
-
-def test_libtpu_is_in_a_folder_of_its_own_and_said_with_its_command(cache: Path) -> None:
-    text = f"libtpu, XLA's compiler for TPUs, is not installed for jaxlib {JAXLIB}; install it with {INSTALL_TPU}"
-    with pytest.raises(PluginError, match=re.escape(text)):
-        compiler_path("tpu")
-    compiler_folder().mkdir(parents=True)
-    with pytest.raises(PluginError, match="libtpu"):
-        compiler_path("tpu")
-    tpu_compiler_folder().mkdir()
-    assert compiler_path("tpu") == tpu_compiler_folder() != compiler_folder() == compiler_path()
-    assert len(remove_compilers()) == 2
 
 
 def test_on_a_tpus_host_libtpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

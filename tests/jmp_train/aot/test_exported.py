@@ -1,5 +1,6 @@
 """Programs that are exported here: what they are made of, what cannot be exported, what is kept of compiled ones."""
 
+import os
 import re
 from typing import Any
 
@@ -191,8 +192,7 @@ def test_a_step_of_these_devices_is_told_from_one_of_a_plan() -> None:
         return state, jax.lax.with_sharding_constraint(batch["x"], sharding).sum()
 
     with pytest.raises(
-        ExportError,
-        match=r"runs on 8 devices by itself .* but a program for 1 is needed; pass the step of one device",
+        ExportError, match=r"runs on 8 devices by itself .* but a program for 1 is needed; pass the step of one device"
     ):
         exported(run)
 
@@ -211,8 +211,6 @@ def test_errors_of_the_step_itself_come_as_they_are() -> None:
 
 
 def test_the_oldest_are_forgotten(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     monkeypatch.setattr("jmp_train.aot.exported._MOST_CACHED", 25)
     for age, name in enumerate(("new", "used", "old")):
         (tmp_path / name).write_bytes(bytes(10))

@@ -1,5 +1,3 @@
-import jax
-import jax.numpy as jnp
 import pytest
 
 from jmp_train.aot.compiled import StoredArray, stored_arrays
@@ -91,16 +89,3 @@ def test_what_is_outside_of_fusions_is_stored() -> None:
 
 def test_bytes_of_an_array() -> None:
     assert StoredArray("x", "add", "bf16", (2, 3)).n_bytes == 12
-
-
-def test_a_program_compiled_here_is_read() -> None:
-    constant = jnp.arange(12.0).reshape(3, 4)
-
-    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = jax.lax.cond(x[0, 0] > 0, jnp.sin, lambda x: jnp.sort(x @ x.T @ x), x + constant)
-        return jax.lax.fori_loop(0, 3, lambda _, z: z @ z.T @ z, y), jnp.argmax(y)
-
-    hlo = jax.jit(f).lower(jax.ShapeDtypeStruct((3, 4), jnp.float32)).compile().as_text() or ""
-    arrays = stored_arrays(hlo)
-    assert {(a.dtype, a.shape) for a in arrays} >= {("f32", (3, 4)), ("f32", (3, 3)), ("s32", ())}
-    assert max(a.n_bytes for a in arrays) == 48
