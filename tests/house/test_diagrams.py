@@ -1,11 +1,10 @@
 """The diagrams of the pages on how it works: as their scripts draw them, and of the programs as they are."""
 
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from process_helpers import run_python
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(200)]
 
@@ -24,9 +23,7 @@ draw.main()
 def fixture_drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the diagrams, drawn anew."""
     folder = tmp_path_factory.mktemp("diagrams")
-    command = (sys.executable, "-c", DRAW, str(DOCS / "diagrams"), str(folder))
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", DRAW, DOCS / "diagrams", folder, timeout=150)
     return folder
 
 

@@ -2,11 +2,11 @@
 
 import ast
 import functools
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from process_helpers import run_python
 
 pytestmark = pytest.mark.quick
 
@@ -14,29 +14,11 @@ ROOT = Path(__file__).parents[2]
 STANDARD = sys.stdlib_module_names
 ALLOWED = {
     "policies": {"jax", "optax", "numpy", "jinja2", "jmp_train.policies"},
-    "graphs": {
-        "jax",
-        "optax",
-        "numpy",
-        "scipy",
-        "jraph",
-        "flax",
-        "jmp_train.policies",
-        "jmp_train.graphs",
-    },
+    "graphs": {"jax", "optax", "numpy", "scipy", "jraph", "flax", "jmp_train.policies", "jmp_train.graphs"},
 }
 HEAVY = (
-    "orbax",
-    "tensorstore",
-    "matplotlib",
-    "grain",
-    "rich",
-    "sklearn",
-    "networkx",
-    "pandas",
-    "safetensors",
-    "jinja2",
-)
+    "orbax", "tensorstore", "matplotlib", "grain", "rich", "sklearn", "networkx", "pandas", "safetensors", "jinja2",
+)  # fmt: skip
 
 
 def modules(folder: str) -> list[Path]:
@@ -50,13 +32,19 @@ def _through_link(path: Path, top: Path) -> bool:
 
 
 @functools.cache
+def imports_in(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Returns the imports of a file, at its top or within functions."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports(path: Path) -> list[str]:
     """Returns the full names of the modules that a file imports."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports_in(path):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path} has a relative import"
             names.append(node.module or "")
     return names
@@ -85,10 +73,10 @@ FACES = {module: path for module, path in SOURCES.items() if path.name == "__ini
 def imported_modules(path: Path) -> set[str]:
     """Returns the modules of this project that a file imports, at its top or within functions."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports_in(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & SOURCES.keys()
-        elif isinstance(node, ast.ImportFrom):
+        else:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 passes = path != FACES.get(node.module or "") and alias.name in passed_on(node.module)
@@ -102,8 +90,7 @@ def passed_on(face: str | None) -> set[str]:
     """Returns the names that users of a folder may import from its face, modules among them."""
     if face is None or face not in FACES:
         return set()
-    nodes = ast.parse(FACES[face].read_text()).body
-    return {a.asname for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names if a.asname}
+    return {alias.asname for node in imports_in(FACES[face]) for alias in node.names if alias.asname}
 
 
 @pytest.mark.parametrize("floor", ALLOWED)
@@ -164,7 +151,7 @@ def test_a_name_for_users_is_in_the_face_of_the_floor_alone(floor: str) -> None:
         used = {
             alias.name
             for path in within
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in imports_in(path)
             if isinstance(node, ast.ImportFrom) and node.module == room
             for alias in node.names
         }
@@ -175,7 +162,7 @@ def test_no_name_of_a_face_hides_a_module() -> None:
     for module, path in FACES.items():
         if module == "jmp_train":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in imports_in(path):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     full = f"{module}.{alias.asname or alias.name}"
@@ -221,5 +208,4 @@ scale = jmp_train.torch_loss_scale()
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend runs
 print(jax.device_count())
 """
-    result = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False, timeout=100)
-    assert result.stdout == "[]\n[]\n3\n", result.stderr
+    assert run_python("-c", code, timeout=100) == "[]\n[]\n3\n"

@@ -1,30 +1,24 @@
-"""What `benchmarks/gpu.py` does beside measuring: its parts, its file of results, and its goals."""
+"""`benchmarks/gpu.py`: its parts, its file of results, its goals, and runs on a CPU."""
 
 import argparse
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_runs import BENCHMARKS, measured
 
 pytestmark = pytest.mark.quick
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MACHINE = {"device": "NVIDIA H100 80GB HBM3", "devices": 1, "driver": "580.1", "versions": {"jax": "0.11.2"}}
 
 
 @pytest.fixture(name="gpu", scope="module")
 def fixture_gpu() -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("gpu_benchmark", BENCHMARKS / "gpu.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", BENCHMARKS / "gpu.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -113,16 +107,91 @@ def test_results_are_named_by_the_device(gpu: Any) -> None:
     assert gpu.results_file(MACHINE["device"]) == BENCHMARKS / "results" / "gpu_nvidia_h100_80gb_hbm3.json"
 
 
+def of_jmp_train(report: Any) -> dict[str, Any]:
+    """Returns the variants of a part that are ours."""
+    return {name: found for name, found in report["variants"].items() if name.startswith("jmp_train")}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    output, report = measured(tmp_path, "gpu.py", "--tiny", "--parts", "mnist", "--rounds", "1")
+    report = report["parts"]["mnist"]
+    assert report["batch"] == 8
+    ours = of_jmp_train(report)
+    assert list(ours) == [f"jmp_train {p}" for p in ("float32", "tf32", "float16", "bfloat16")]
+    first = ours["jmp_train float32"]
+    for name, result in ours.items():
+        assert name in output
+        assert len(result["step_ms"]) == 1
+        assert result["step_ms"][0] == result["median_ms"] > 0
+        assert (result["device"], result["memory_of"]) == ("cpu", "process")
+        assert result["memory_mb"] > result["program_mb"] > 100
+        assert result["of_the_memory"] == result["memory_mb"] / first["memory_mb"]
+        assert result["loss"] == pytest.approx(first["loss"], rel=0.05)
+    assert "2.3 times as fast, 0.63 of the memory" in output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("workload", "batch"), [("resnet34", 4), ("vit-b16", 2)])
+def test_the_gpu_benchmark_makes_steps_in_amp_modes(tmp_path: Path, workload: str, batch: int) -> None:
+    part = f"{workload}-apex"
+    options = ("--parts", part, "--rounds", "1", "--precisions", "float32", "apex-O2")
+    output, report = measured(tmp_path, "gpu.py", "--tiny", *options)
+    report = report["parts"][part]
+    assert report["batch"] == batch
+    ours = of_jmp_train(report)
+    assert list(ours) == ["jmp_train float32", "jmp_train apex-O2"]
+    first = ours["jmp_train float32"]
+    for name, result in ours.items():
+        assert f"\n{name} " in output
+        assert result["step_ms"] == [result["median_ms"]]
+        assert result["of_the_memory"] == result["memory_mb"] / first["memory_mb"]
+        assert result["loss"] == pytest.approx(first["loss"], rel=0.1)
+    assert first["skipped_steps"] == 0
+    assert f"\n{report['note']}\n" in output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_gpu_benchmark_makes_gat_steps_on_a_graph_made_once(tmp_path: Path) -> None:
+    options = ("--parts", "gat", "gat-pyg", "--precisions", "float32", "--rounds", "1", "--minutes", "60")
+    output, report = measured(tmp_path, "gpu.py", "--tiny", *options)
+    assert output.count("gat: made its data in") == 1
+    report = report["parts"]["gat"]
+    assert report["scale"] == 0.0005
+    ours = report["variants"]["jmp_train float32"]
+    assert (ours["nodes"], ours["edges"], ours["part"]) == (116, 1784, 1)  # self-loops included
+    assert ours["step_ms"] == [ours["median_ms"]]
+    assert ours["memory_mb"] > ours["program_mb"] > 0
+    assert 0.5 < ours["loss"] < 3
+    assert "jmp_train float32  " in output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_gpu_benchmark_times_each_graph_operation(tmp_path: Path) -> None:
+    options = ("--parts", "graph-ops", "graph-ops-peers", "--rounds", "1", "--minutes", "60")
+    output, report = measured(tmp_path, "gpu.py", "--tiny", *options)
+    parts = report["parts"]
+    assert [part["edges"] for part in parts.values()] == [4000, 4000]
+    variants = parts["graph-ops"]["variants"] | parts["graph-ops-peers"]["variants"]
+    for way in ("jmp_train chunked", "jmp_train xla", "jraph"):
+        for precision in ("float32", "float16", "bfloat16"):
+            rows = variants[f"{way} {precision}"]["rows"]
+            assert len(rows) == 5
+            for title, row in rows.items():
+                assert f"\n{title} " in output
+                assert row["ms"] > 0
+                assert row["extra_mb"] > 0
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_every_part_runs_and_none_twice(gpu: Any, tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    options = ("--tiny", "--rounds", "1", "--precisions", "float32", "--minutes", "60", "--json", str(file))
-    command = (sys.executable, str(BENCHMARKS / "gpu.py"), *options)
-    first, second = (
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=1000).stdout for _ in range(2)
-    )
-    report = json.loads(file.read_text())
+    options = ("--tiny", "--rounds", "1", "--precisions", "float32", "--minutes", "60")
+    (first, _), (second, report) = (measured(tmp_path, "gpu.py", *options, timeout=1000) for _ in range(2))
     assert list(report["parts"]) == list(gpu.PARTS)
     for name, part in report["parts"].items():
         assert part["variants"] or part["absent"], name

@@ -4,14 +4,12 @@ A block ```` ```python torch ```` is the other library's, ```` ```python ```` is
 runs after ours, where `torch["losses"]` is what the other library's blocks have left in `losses`.
 """
 
-import os
 import re
-import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from process_helpers import run_python
 
 pytestmark = pytest.mark.quick
 
@@ -42,18 +40,8 @@ COMPARED = [page for page in PAGES if markers(page) - NEEDS_CUDA]
 
 
 def run(python: Path, code: str, cwd: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if python == HERE or name != "PYTHONPATH"}
-    result = subprocess.run(
-        (python, "-c", code),
-        cwd=cwd,
-        env={**environment, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    environment = {} if python == HERE else {"PYTHONPATH": ""}
+    return run_python("-c", code, cwd=cwd, python=python, **environment)
 
 
 def test_each_page_compares_all_that_it_runs() -> None:
@@ -71,7 +59,8 @@ def test_code_that_cannot_run_here_is_python() -> None:
 
 
 def test_code_in_two_columns_fits_them() -> None:
-    in_columns = runpy.run_path(str(ROOT / "docs" / "extensions" / "side_by_side.py"))["in_columns"]
+    from side_by_side import in_columns  # and with it sphinx
+
     found = 0
     for page, text in PAGES.items():
         for column in re.findall(r"^::::\{container\}\n(.*?)^::::$", in_columns(text), re.MULTILINE | re.DOTALL):

@@ -1,17 +1,18 @@
 """The wheel holds the tree, all of it and nothing else, and works where users have names like ours."""
 
-import os
 import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import dist
 import jax
 import pytest
+from process_helpers import run_python
 
 import jmp_train as jt
 
@@ -73,6 +74,19 @@ def test_what_is_missing_or_too_much_is_named(built: tuple[Path, Path], tmp_path
         dist.check_contents(wheel, short)
 
 
+def test_the_packages_are_the_folders_with_modules() -> None:
+    declared = tomllib.loads((dist.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {
+        path.parent.relative_to(dist.ROOT)
+        for floor in ("jmp_train", "policies", "graphs")
+        for path in (dist.ROOT / floor).rglob("*.py")
+        if not any((dist.ROOT / parent).is_symlink() for parent in path.relative_to(dist.ROOT).parents)
+    }
+    names = (".".join(folder.parts) for folder in folders)
+    assert sorted(declared) == sorted(n if n.startswith("jmp_train") else f"jmp_train.{n}" for n in names)
+
+
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_every_module_imports_from_the_wheel_beside_namesakes(built: tuple[Path, Path], tmp_path: Path) -> None:
     wheel, _ = built
@@ -96,13 +110,5 @@ for name in {modules!r}:
 assert graphs.mine and policies.mine
 print("imported", {len(modules)})
 """
-    result = subprocess.run(
-        (sys.executable, "-c", code),
-        cwd=elsewhere,
-        env={**os.environ, "PYTHONPATH": str(target)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert result.stdout == f"imported {len(modules)}\n", result.stderr
+    shown = run_python("-c", code, cwd=elsewhere, timeout=200, PYTHONPATH=str(target))
+    assert shown == f"imported {len(modules)}\n"

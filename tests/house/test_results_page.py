@@ -3,7 +3,6 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,12 +23,8 @@ RUN = {
 
 
 @pytest.fixture(name="extension", scope="module")
-def fixture_extension() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "docs" / "extensions"))
-    try:
-        yield importlib.import_module("benchmark_results")
-    finally:
-        sys.path.pop(0)
+def fixture_extension() -> ModuleType:
+    return importlib.import_module("benchmark_results")  # and with it sphinx
 
 
 def file_of(folder: Path, content: Any) -> Path:

@@ -1,19 +1,17 @@
 """The site: every public name once in its reference, every page built, looked at in a browser."""
 
 import html
-import importlib
-import importlib.util
 import inspect
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from browsing import open_browser, show
+from documented_names import documented_names
+from process_helpers import run_python
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
@@ -30,15 +28,6 @@ FACES = (jt, jmp_train.policies, jmp_train.graphs)
 NOT_SHOWN = {"PyTree"}  # any tree: a name for readers of signatures
 GENERATED = ("genindex", "search")
 TUTORIALS = sorted(path.stem for path in (DOCS / "tutorials").glob("*.md"))
-
-
-def documented_names(folder: Path) -> dict[str, str]:
-    """Returns the full names of all that the pages in a folder document, by name."""
-    spec = importlib.util.spec_from_file_location("documented_names", DOCS / "extensions" / "documented_names.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.documented_names(folder)
 
 
 def missing_names(folder: Path) -> set[str]:
@@ -73,9 +62,7 @@ def fixture_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site without its notebooks run, which have a test each."""
     folder = tmp_path_factory.mktemp("site")
     settings = ("-W", "--keep-going", "-D", "nb_execution_mode=off", "-D", "suppress_warnings=myst-nb.lexer")
-    command = (sys.executable, "-m", "sphinx", "-b", "html", "-q", *settings, str(DOCS), str(folder))
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=550)
-    assert result.returncode == 0, result.stderr
+    run_python("-m", "sphinx", "-b", "html", "-q", *settings, DOCS, folder, timeout=550)
     return folder
 
 
@@ -153,9 +140,9 @@ def test_names_of_other_projects_lead_there(site: Path) -> None:
 
 
 @pytest.mark.full
-def test_an_inventory_is_an_excerpt_of_what_a_project_publishes(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
-    refresh = importlib.import_module("refresh_inventories")
+def test_an_inventory_is_an_excerpt_of_what_a_project_publishes(site: Path) -> None:
+    import refresh_inventories as refresh  # and with it sphinx
+
     published = (site / "objects.inv").read_bytes()
     text = refresh.excerpt("jmp_train", published, ["jmp_train.train_step", "jmp_train.TrainState"])
     assert text.splitlines()[3:] == [
@@ -180,23 +167,23 @@ def test_an_inventory_is_an_excerpt_of_what_a_project_publishes(site: Path, monk
         ("jax.nowhere", None),
     ],
 )
-def test_what_prose_names_is_found(code: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
-    linked_names = importlib.import_module("linked_names")
+def test_what_prose_names_is_found(code: str, wanted: str | None) -> None:
+    from linked_names import documented_name  # and with it sphinx
+
     ours = {"train_step": "jmp_train.train_step", "TrainState": "jmp_train.TrainState", "plan": "jmp_train.plan"}
-    assert linked_names.documented_name(code, ours, {"jax.numpy.where", "optax.losses.l2_loss", "jax.jit"}) == wanted
+    assert documented_name(code, ours, {"jax.numpy.where", "optax.losses.l2_loss", "jax.jit"}) == wanted
 
 
 @pytest.mark.full
-def test_a_plot_is_described_by_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
-    plots = importlib.import_module("plots")
-    assert plots.description('ax.set(xlabel="step", ylabel="loss")') == "Plot: loss by step"
-    assert plots.description('ax.set(xlim=(0, 1), xlabel="share")') == "Plot: share"
-    assert plots.description("print(1)") == ""
+def test_a_plot_is_described_by_its_labels() -> None:
+    from plots import description  # and with it sphinx
+
+    assert description('ax.set(xlabel="step", ylabel="loss")') == "Plot: loss by step"
+    assert description('ax.set(xlim=(0, 1), xlabel="share")') == "Plot: share"
+    assert description("print(1)") == ""
     for tutorial in (DOCS / "tutorials").glob("*.md"):
         for cell in re.findall(r"```{code-cell} ipython3\n(.*?)```", tutorial.read_text(), re.DOTALL):
-            assert "plt.subplots" not in cell or plots.description(cell), f"{tutorial.name}: a plot without labels"
+            assert "plt.subplots" not in cell or description(cell), f"{tutorial.name}: a plot without labels"
 
 
 @pytest.mark.full
@@ -292,7 +279,4 @@ def _run_cells(name: str, folder: Path) -> None:
             code.append(cell)
     assert len(code) > 3
     (folder / "tutorial.py").write_text('import matplotlib\n\nmatplotlib.use("agg")\n' + "\n".join(code))
-    result = subprocess.run(
-        (sys.executable, "tutorial.py"), cwd=folder, capture_output=True, text=True, check=False, timeout=800
-    )
-    assert result.returncode == 0, result.stderr
+    run_python("tutorial.py", cwd=folder, timeout=800)

@@ -1,8 +1,9 @@
-import subprocess
-import sys
+"""A test that is skipped for a reason that `tests/allowed_skips.txt` does not list fails the session."""
+
 from pathlib import Path
 
 import pytest
+from process_helpers import shell
 
 pytestmark = pytest.mark.quick
 
@@ -30,10 +31,7 @@ def test_a_skip_for_an_unlisted_reason_fails_the_session(tmp_path: Path, reason:
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_it.py").write_text(TESTS.format(reason=reason))
     (tmp_path / "skips.txt").write_text("# reasons\n\nlisted: .*\n")
-    result = subprocess.run(
-        (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--allowed-skips", "skips.txt"),
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
-    )  # fmt: skip
-    assert result.returncode == code, result.stdout
-    assert (f"test_it.py::test_other: {reason}" in result.stdout) == bool(code)
-    assert "test_listed:" not in result.stdout
+    found, output, _ = shell("$PYTHON -m pytest -p no:cacheprovider --allowed-skips skips.txt", tmp_path)
+    assert found == code, output
+    assert (f"test_it.py::test_other: {reason}" in output) == bool(code)
+    assert "test_listed:" not in output

@@ -1,32 +1,20 @@
 """`.ci/lint-github` finds faults in workflows, forms and CITATION.cff; workflows have no more rights than needed."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from process_helpers import shell
 
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 CHECKOUT = "actions/checkout@de0fac2e4500dabe0009e67214ff5f5447ce83dd"
-
-
-def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        (str(ROOT / ".ci" / "lint-github"), str(folder)),
-        env={**os.environ, "BIN": str(Path(sys.executable).parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
 
 
 @pytest.fixture(name="copy")
@@ -55,9 +43,9 @@ def test_a_planted_fault_is_found(copy: Path, name: str, old: str, new: str, mes
     text = (copy / name).read_text()
     assert old in text
     (copy / name).write_text(text.replace(old, new))
-    done = lint(copy)
-    assert (done.returncode == 0) == (old == new), done.stdout + done.stderr
-    assert re.search(message, done.stdout + done.stderr)
+    code, *output = shell(f"{ROOT}/.ci/lint-github {copy}", ROOT, BIN=str(Path(sys.executable).parent))
+    assert (code == 0) == (old == new), output
+    assert re.search(message, "".join(output))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -94,5 +82,5 @@ def test_the_workflow_of_tests_runs_all_parts() -> None:
     everything = re.search(r"parts=\(([a-z -]+)\)", script)
     assert everything is not None
     assert parts == set(everything[1].split())
-    done = subprocess.run((ROOT / ".ci" / "run", "tests"), capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr) == (2, f"no part tests: {everything[1]}\n")
+    code, _, error = shell(".ci/run tests", ROOT)
+    assert (code, error) == (2, f"no part tests: {everything[1]}\n")

@@ -1,12 +1,10 @@
 """The command of the page about users' jobs runs on its file, and prints what the page shows but for times."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from process_helpers import run_python
 
 pytestmark = pytest.mark.full
 
@@ -25,17 +23,8 @@ def shape(text: str) -> list[str]:
 @pytest.mark.timeout(300)
 def test_the_command_prints_what_the_page_shows(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    result = subprocess.run(
-        (sys.executable, "-m", "jmp_train", *COMMAND.split()[1:]),
-        cwd=tmp_path,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "150"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr
-    tables = result.stdout[result.stdout.index(" policy ") :]
+    output = run_python("-m", "jmp_train", *COMMAND.split()[1:], cwd=tmp_path, COLUMNS="150")
+    tables = output[output.index(" policy ") :]
     assert shape(tables) == shape(SHOWN)
     found, wanted = ([float(x) for x in re.findall(r"([\d.]+)% +[\d.]+ +\d+", text)] for text in (tables, SHOWN))
     assert len(found) == 3
