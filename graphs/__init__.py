@@ -8,8 +8,8 @@ from jmp_train.graphs.datasets.graph_data import NodeData as NodeData
 from jmp_train.graphs.datasets.graph_file_reading import load_graphs as load_graphs
 from jmp_train.graphs.datasets.graph_files import save_graphs as save_graphs
 from jmp_train.graphs.datasets.ogb import read_ogb as read_ogb
-from jmp_train.graphs.datasets.ogb_graphs import read_ogb_graphs as read_ogb_graphs
-from jmp_train.graphs.datasets.ogb_links import read_ogb_links as read_ogb_links
+from jmp_train.graphs.datasets.ogb_graphs_and_links import read_ogb_graphs as read_ogb_graphs
+from jmp_train.graphs.datasets.ogb_graphs_and_links import read_ogb_links as read_ogb_links
 from jmp_train.graphs.datasets.padded_batches import PaddedSize as PaddedSize
 from jmp_train.graphs.datasets.padded_batches import padded_batch as padded_batch
 from jmp_train.graphs.datasets.padded_batches import padded_sizes as padded_sizes
@@ -184,6 +184,8 @@ from jmp_train.graphs.structure.stacking import stack as stack
 from jmp_train.graphs.structure.stacking import unstack as unstack
 from jmp_train.graphs.transforms.derived_graphs import add_virtual_node as add_virtual_node
 from jmp_train.graphs.transforms.derived_graphs import line_graph as line_graph
+from jmp_train.graphs.transforms.derived_graphs import to_heterogeneous as to_heterogeneous
+from jmp_train.graphs.transforms.derived_graphs import to_homogeneous as to_homogeneous
 from jmp_train.graphs.transforms.dropping import drop_edges as drop_edges
 from jmp_train.graphs.transforms.dropping import drop_features as drop_features
 from jmp_train.graphs.transforms.dropping import drop_nodes as drop_nodes
@@ -199,8 +201,6 @@ from jmp_train.graphs.transforms.encodings import laplacian_pe as laplacian_pe
 from jmp_train.graphs.transforms.encodings import normalize_rows as normalize_rows
 from jmp_train.graphs.transforms.encodings import random_walk_pe as random_walk_pe
 from jmp_train.graphs.transforms.encodings import shortest_path_distances as shortest_path_distances
-from jmp_train.graphs.transforms.homogeneous import to_heterogeneous as to_heterogeneous
-from jmp_train.graphs.transforms.homogeneous import to_homogeneous as to_homogeneous
 from jmp_train.graphs.transforms.point_clouds import knn_graph as knn_graph
 from jmp_train.graphs.transforms.point_clouds import radius_graph as radius_graph
 from jmp_train.graphs.transforms.subgraphs import edge_subgraph as edge_subgraph

@@ -23,43 +23,46 @@ from jmp_train.graphs.datasets.graph_data import NodeData
 _ENDINGS = (".csv.gz", ".csv")
 _PARTS = ("train", "valid", "test")
 
-PUBLIC = "OGB's data sets are public in https://ogb.stanford.edu/docs/nodeprop"
-_NEEDED = ("edge", "num-node-list", "num-edge-list", "node-feat", "node-label")
 
+def find_tables(
+    data_dir: Path | str,
+    split: str | None,
+    task: str,
+    labels: Sequence[str],
+    endings: Sequence[str] = _ENDINGS,
+) -> tuple[Path, dict[str, Path], dict[str, Path]]:
+    """Returns the folder of a data set's tables, the required tables by name, and the files of its split by part.
 
-def raw_folder(data_dir: Path | str) -> Path:
-    """Returns the folder of the tables; raises ValueError if it has the binary layout."""
+    Raises an error if a file is missing, or if the data set has the binary layout.
+
+    Args:
+      data_dir: the folder of `raw` and `split`.
+      split: the name of the scheme; None for the only one.
+      task: OGB's name of the task, which ends the data sets' public address.
+      labels: the names of required tables, in addition to the edges and the numbers of nodes and edges.
+      endings: the endings of the split's files.
+    """
+    public = f"OGB's data sets are public in https://ogb.stanford.edu/docs/{task}"
     raw = Path(data_dir) / "raw"
     if (raw / "data.npz").is_file():
         raise ValueError(f"{raw / 'data.npz'} is in OGB's binary format (ogbn-papers100M), which is not supported")
-    return raw
-
-
-def find_table(folder: Path, name: str) -> Path | None:
-    """Returns the file of an optional table, or None."""
-    return find_file(folder, [name + ending for ending in _ENDINGS])
-
-
-def find_tables(folder: Path, names: Sequence[str], public: str, endings: Sequence[str] = _ENDINGS) -> dict[str, Path]:
-    """Returns the files of tables; raises FileNotFoundError if one is missing.
-
-    Args:
-      folder: their folder.
-      names: names of the tables.
-      public: public address of the data sets, for messages.
-      endings: endings of the files' names.
-    """
-    return find_files(folder, {name: [name + ending for ending in endings] for name in names}, public)
-
-
-def find_split(folder: Path, split: str | None, public: str, endings: Sequence[str] = _ENDINGS) -> dict[str, Path]:
-    """Returns the three files of a scheme; for None, of the only scheme."""
+    paths = _found(raw, ("edge", "num-node-list", "num-edge-list", *labels), public)
+    folder = Path(data_dir) / "split"
     schemes = sorted(path.name for path in folder.glob("*/"))
     if not schemes:
         raise FileNotFoundError(f"{folder} has no split folder; {public}")
     if split not in schemes and (split is not None or len(schemes) > 1):
         raise ValueError(f"split={split!r} must be one of {', '.join(map(repr, schemes))}, the splits in {folder}")
-    return find_tables(folder / (split or schemes[0]), _PARTS, public, endings)
+    return raw, paths, _found(folder / (split or schemes[0]), _PARTS, public, endings)
+
+
+def _found(folder: Path, names: Sequence[str], public: str, endings: Sequence[str] = _ENDINGS) -> dict[str, Path]:
+    return find_files(folder, {name: [name + ending for ending in endings] for name in names}, public)
+
+
+def find_table(folder: Path, name: str) -> Path | None:
+    """Returns the file of an optional table, or None."""
+    return find_file(folder, [name + ending for ending in _ENDINGS])
 
 
 def read_count(read: Table, path: Path) -> int:
@@ -172,9 +175,7 @@ def read_ogb(
     Reference: Hu et al., Open Graph Benchmark, https://arxiv.org/abs/2005.00687;
     https://github.com/snap-stanford/ogb (ogb/io/read_graph_raw.py).
     """
-    raw = raw_folder(data_dir)
-    paths = find_tables(raw, _NEEDED, PUBLIC)
-    split_paths = find_split(Path(data_dir) / "split", split, PUBLIC)
+    raw, paths, split_paths = find_tables(data_dir, split, "nodeprop", ("node-feat", "node-label"))
     read = functools.partial(read_table, max_bytes=max_bytes)
     num_nodes = read_count(read, paths["num-node-list"])
     num_edges = read_count(read, paths["num-edge-list"])

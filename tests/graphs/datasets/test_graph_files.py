@@ -12,7 +12,7 @@ import safetensors.numpy
 from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
-from jmp_train.graphs.file_formats.safetensors_format import DTYPES, SafetensorsFile, serialized
+from jmp_train.graphs.file_formats.array_files import DTYPES, SafetensorsFile, serialized
 
 pytestmark = pytest.mark.quick
 
