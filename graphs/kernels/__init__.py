@@ -1,11 +1,6 @@
 """Sums over edges and attention, computed chunk by chunk or on whole arrays of edges."""
 
-from jmp_train.graphs.kernels.attention import GAT as GAT
-from jmp_train.graphs.kernels.attention import GATV2 as GATV2
-from jmp_train.graphs.kernels.attention_weights import edge_dropout as edge_dropout
-from jmp_train.graphs.kernels.block_maps import BlockReduction as BlockReduction
-from jmp_train.graphs.kernels.block_maps import Messages as Messages
-from jmp_train.graphs.kernels.block_maps import reduce_blocks as reduce_blocks
+from jmp_train.graphs.kernels.attention import edge_dropout as edge_dropout
 from jmp_train.graphs.kernels.chunks import run_chunked as run_chunked
 from jmp_train.graphs.kernels.dot_product import DOT_ATTENTION as DOT_ATTENTION
 from jmp_train.graphs.kernels.dot_product import DotInputs as DotInputs
@@ -20,7 +15,9 @@ from jmp_train.graphs.kernels.edge_matrices import OfEdges as OfEdges
 from jmp_train.graphs.kernels.edge_reads import EdgeIds as EdgeIds
 from jmp_train.graphs.kernels.edge_terms import Inputs as Inputs
 from jmp_train.graphs.kernels.edge_terms import Term as Term
+from jmp_train.graphs.kernels.gat import GAT as GAT
 from jmp_train.graphs.kernels.gat import GATInputs as GATInputs
+from jmp_train.graphs.kernels.gatv2 import GATV2 as GATV2
 from jmp_train.graphs.kernels.gatv2 import GATv2Inputs as GATv2Inputs
 from jmp_train.graphs.kernels.implementations import CHUNKED_ELEMENTS as CHUNKED_ELEMENTS
 from jmp_train.graphs.kernels.implementations import EdgeOperation as EdgeOperation
@@ -33,13 +30,16 @@ from jmp_train.graphs.kernels.messages_xla import combined_rows as combined_rows
 from jmp_train.graphs.kernels.messages_xla import messages_by_xla as messages_by_xla
 from jmp_train.graphs.kernels.messages_xla import reduce_rows as reduce_rows
 from jmp_train.graphs.kernels.messages_xla import reductions_by_xla as reductions_by_xla
-from jmp_train.graphs.kernels.moments import chunked_argextreme as chunked_argextreme
-from jmp_train.graphs.kernels.moments import chunked_extreme as chunked_extreme
-from jmp_train.graphs.kernels.moments import chunked_mean as chunked_mean
-from jmp_train.graphs.kernels.moments import chunked_moments as chunked_moments
-from jmp_train.graphs.kernels.moments import chunked_softmax_sum as chunked_softmax_sum
-from jmp_train.graphs.kernels.moments import chunked_sum as chunked_sum
-from jmp_train.graphs.kernels.moments import weighted_sender as weighted_sender
 from jmp_train.graphs.kernels.native_calls import Scales as Scales
+from jmp_train.graphs.kernels.reductions import BlockReduction as BlockReduction
+from jmp_train.graphs.kernels.reductions import Messages as Messages
+from jmp_train.graphs.kernels.reductions import chunked_argextreme as chunked_argextreme
+from jmp_train.graphs.kernels.reductions import chunked_extreme as chunked_extreme
+from jmp_train.graphs.kernels.reductions import chunked_mean as chunked_mean
+from jmp_train.graphs.kernels.reductions import chunked_moments as chunked_moments
+from jmp_train.graphs.kernels.reductions import chunked_softmax_sum as chunked_softmax_sum
+from jmp_train.graphs.kernels.reductions import chunked_sum as chunked_sum
+from jmp_train.graphs.kernels.reductions import reduce_blocks as reduce_blocks
+from jmp_train.graphs.kernels.reductions import weighted_sender as weighted_sender
 from jmp_train.graphs.kernels.spmm_sddmm import edge_dot as edge_dot
 from jmp_train.graphs.kernels.spmm_sddmm import weighted_sum as weighted_sum

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.kernels.attention_weights import EdgeDropout, Saved, dropout_and_weight, times
+from jmp_train.graphs.kernels.attention import EdgeDropout, Saved, dropout_and_weight, times
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, largest, of_edges, run_chunked
 from jmp_train.graphs.kernels.implementations import EdgeOperation
 from jmp_train.graphs.kernels.spmm_sddmm import edge_rows

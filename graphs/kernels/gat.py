@@ -1,4 +1,6 @@
-"""Chunked graph attention: stores two values per node and head, and recomputes values of edges.
+"""Graph attention (GAT), with whole-edge arrays or in chunks.
+
+The kernel in chunks stores two values per node and head, and recomputes values of edges.
 
 With the logit `s = leaky_relu(left[u] + right[v])` of an edge from u to v, its largest value m over the
 edges that enter v, the inverse i of the sum of `exp(s - m)` there, and the factor k of dropout and edge
@@ -13,10 +15,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.kernels.attention_weights import (
+from jmp_train.graphs.kernels.attention import (
     EdgeDropout,
     Saved,
     SoftmaxSum,
+    attention_operation,
     dropout_and_weight,
     gradient_of_edge_weight,
     softmax_sum,
@@ -24,7 +27,7 @@ from jmp_train.graphs.kernels.attention_weights import (
 )
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, sum_of_rows
 from jmp_train.graphs.kernels.native_calls import native_gat, native_gat_gradient, on_cpus, takes
-from jmp_train.graphs.structure import CSR, CSRAndCSC, upcast
+from jmp_train.graphs.structure import CSR, Adjacency, CSRAndCSC, upcast
 
 
 @jax.tree_util.register_dataclass
@@ -180,3 +183,13 @@ def _chunked_backward(negative_slope: float, saved: _Saved, gradient: jax.Array)
 
 
 chunked_gat.defvjp(_forward, _backward)
+
+
+def _logits_and_messages(negative_slope: float, adjacency: Adjacency, inputs: GATInputs) -> tuple[jax.Array, jax.Array]:
+    """Returns the logits [edges, heads] and the messages [edges, heads, width]."""
+    left = adjacency.senders.read(upcast(inputs.left))
+    logits = jax.nn.leaky_relu(left + adjacency.receivers.read(upcast(inputs.right)), negative_slope)
+    return logits, adjacency.senders.read(upcast(inputs.features))
+
+
+GAT = attention_operation(_logits_and_messages, chunked_gat)

@@ -1,4 +1,4 @@
-"""Chunked GATv2 attention: like `gat`, with logits from a small network of both ends.
+"""GATv2 attention, with whole-edge arrays or in chunks: like `gat`, with logits from a small network of both ends.
 
 The logit of an edge from u to v is the sum over the width of `attention * leaky_relu(left[u] + right[v])`.
 With its gradient `e = a (k t - d[v])`, and `q` the sum of `e` times the slopes of `leaky_relu` over the
@@ -12,16 +12,17 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.kernels.attention_weights import (
+from jmp_train.graphs.kernels.attention import (
     EdgeDropout,
     Saved,
+    attention_operation,
     dropout_and_weight,
     gradient_of_edge_weight,
     softmax_sum,
     times,
 )
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, sum_of_rows
-from jmp_train.graphs.structure import BLOCK, CSRAndCSC, upcast
+from jmp_train.graphs.structure import BLOCK, Adjacency, CSRAndCSC, upcast
 
 
 @jax.tree_util.register_dataclass
@@ -159,3 +160,16 @@ def _total(rows: jax.Array) -> jax.Array:
         blocks = jnp.pad(rows, pad).reshape(-1, BLOCK, *rows.shape[1:])
         rows = jax.lax.optimization_barrier(blocks.sum(1))  # XLA would join the sums to one
     return rows.sum(0)
+
+
+def _logits_and_messages(
+    negative_slope: float, adjacency: Adjacency, inputs: GATv2Inputs
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the logits [edges, heads] and the messages [edges, heads, width]."""
+    messages = adjacency.senders.read(upcast(inputs.left))
+    both = messages + adjacency.receivers.read(upcast(inputs.right))
+    both = jax.nn.leaky_relu(both, negative_slope)
+    return (inputs.attention.astype(both.dtype) * both).sum(-1), messages
+
+
+GATV2 = attention_operation(_logits_and_messages, chunked_gatv2)
