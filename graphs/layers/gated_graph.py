@@ -21,7 +21,6 @@ from jmp_train.graphs.layers.layer_inputs import (
     as_optional,
     promoted,
 )
-from jmp_train.graphs.layers.recurrent import gru_shapes, gru_state
 from jmp_train.graphs.structure import Block, Graph, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
@@ -99,7 +98,7 @@ def gated_graph_conv(
             messages = aggregate(ours.connections, sent, edge_weight)
         else:
             messages = _typed_messages(ours, stored, matrices, offset, OfEdges(types, edge_weight))
-        state = gru_state(state, messages, cell)
+        state = _gru_state(state, messages, cell)
         stored = graph_storage(state.astype(rows.dtype))
     return stored
 
@@ -114,7 +113,7 @@ def _as_matrices(weight: Floats, num_steps: int) -> jax.Array:
 
 
 def _as_gru(weights: Sequence[Floats], width: int) -> list[jax.Array]:
-    shapes = gru_shapes(width)
+    shapes = _gru_shapes(width)
     if len(weights) != len(shapes):
         raise ValueError(f"gru_weights must be {len(shapes)} arrays, got {len(weights)}")
     pairs = enumerate(zip(weights, shapes, strict=True))
@@ -129,6 +128,31 @@ def _typed_messages(
         rows = jnp.concatenate([rows, jnp.ones_like(rows[:, :1])], 1)
         matrices = jnp.concatenate([matrices, offset[:, None]], 1)
     return MAPPED_SUM(None, graph.connections, MixedMatrices(), MappedInputs((matrices, None), of_edges, rows))
+
+
+def _gru_shapes(width: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of a GRU's weights, for input and hidden state, and of their biases."""
+    return ((width, 3 * width), (width, 3 * width), (3 * width,), (3 * width,))
+
+
+@autocast_as("float32")
+@jax.checkpoint
+def _gru_state(hidden: jax.Array, inputs: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
+    """Returns the next hidden state [nodes, width], in float32 or higher precision; the gradient recomputes the gates.
+
+    Args:
+      hidden: the state, in float32 or higher precision, [nodes, width].
+      inputs: floating [nodes, width].
+      weights: floating, of the shapes of `_gru_shapes`.
+
+    Reference: Cho et al., https://arxiv.org/abs/1406.1078, in the form of torch.nn.GRUCell.
+    """
+    of_input, of_hidden, input_bias, hidden_bias = (upcast(weight) for weight in weights)
+    reset, update, new = jnp.split(upcast(inputs) @ of_input + input_bias, 3, axis=-1)
+    own_reset, own_update, own_new = jnp.split(hidden @ of_hidden + hidden_bias, 3, axis=-1)
+    update = jax.nn.sigmoid(update + own_update)
+    new = jnp.tanh(new + jax.nn.sigmoid(reset + own_reset) * own_new)
+    return (1 - update) * new + update * hidden
 
 
 class GatedGraphConv(Layer):
@@ -181,7 +205,7 @@ class GatedGraphConv(Layer):
         glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform", batch_axis=0)
         self.weight = drawn(rngs, glorot, (num_types, out_features, out_features), param_dtype)
         self.message_bias = zero_bias(use_bias, (num_types, out_features), param_dtype)
-        shapes = gru_shapes(out_features)
+        shapes = _gru_shapes(out_features)
         self.gru_weights = nnx.List([uniform_param(rngs, shape, out_features, param_dtype) for shape in shapes])
 
     def __call__(

@@ -23,8 +23,18 @@ from jmp_train.graphs.layers.layer_inputs import (
     end_rows,
     promoted_with,
 )
-from jmp_train.graphs.layers.recurrent import lstm_aggregate, lstm_shapes
-from jmp_train.graphs.structure import Adjacency, Block, Graph, SparseFeatures, checked_word, rows_like
+from jmp_train.graphs.messages import EdgeBatch, NodeBatch, update_all
+from jmp_train.graphs.structure import (
+    Adjacency,
+    Block,
+    Graph,
+    SparseFeatures,
+    checked_word,
+    graph_storage,
+    rows_like,
+    upcast,
+)
+from jmp_train.policies.autocasting import autocast_as
 
 AGGREGATORS = ("mean", "gcn", "pool", "lstm")
 
@@ -115,7 +125,7 @@ def sage_conv(
 
 def _inner_shapes(aggregator: str, width: int) -> tuple[tuple[int, ...], ...]:
     if aggregator == "lstm":
-        return lstm_shapes(width)
+        return ((width, 4 * width), (width, 4 * width), (4 * width,), (4 * width,))
     return ((width, width), (width,)) if aggregator == "pool" else ()
 
 
@@ -143,16 +153,64 @@ def _collect(
         if isinstance(graph, Block):
             raise TypeError('aggregator="lstm" needs a Graph: blocks have no mailboxes')
         return lstm_aggregate(graph, features, inner, edge_weight)
-    if aggregator == "pool":
-        return aggregate(graph.connections, features, edge_weight, reduction="max")
-    if aggregator == "mean":
-        return aggregate(graph.connections, features, edge_weight, reduction="mean")
-    return aggregate(graph.connections, features, edge_weight, after=_mean_with_self, receivers=rows.own_receivers)
+    if aggregator == "gcn":
+        return aggregate(graph.connections, features, edge_weight, after=_mean_with_self, receivers=rows.own_receivers)
+    return aggregate(graph.connections, features, edge_weight, reduction="max" if aggregator == "pool" else "mean")
 
 
 def _mean_with_self(adjacency: Adjacency, rows: jax.Array, total: jax.Array) -> jax.Array:
     sizes = (adjacency.in_degrees + 1).astype(rows.dtype)
     return (total + rows) / rows_like(sizes, rows)
+
+
+def lstm_aggregate(
+    graph: Graph,
+    features: jax.Array,
+    weights: Sequence[jax.Array],
+    edge_weight: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the last hidden state [nodes, width] of an LSTM that reads the neighbors' features; see `sage_conv`.
+
+    Both states are float32, because slow changes of a state stagnate in half precision. The gradient recomputes
+    the gates.
+    """
+    edges = {} if edge_weight is None else {"weight": edge_weight}
+    carrier = dataclasses.replace(graph, nodes={"h": features}, edges=edges)
+
+    def message(edges: EdgeBatch) -> dict[str, jax.Array]:
+        return {"m": graph_storage(_weighted(edges.src["h"], edges.data.get("weight")))}
+
+    def reduce(nodes: NodeBatch) -> dict[str, jax.Array]:
+        return {"last": graph_storage(_last_state(nodes.mailbox["m"], *weights))}
+
+    nodes = update_all(carrier, message, reduce).nodes
+    return nodes["last"] if "last" in nodes else jnp.zeros_like(features)
+
+
+@autocast_as("float32")
+def _weighted(rows: jax.Array, weight: jax.Array | None) -> jax.Array:
+    if weight is None:
+        return rows
+    messages = upcast(rows)
+    return (messages * rows_like(weight.astype(messages.dtype), rows)).astype(rows.dtype)
+
+
+@autocast_as("float32")
+def _last_state(messages: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Returns the hidden state [nodes, width] after messages [nodes, degree, width], in their dtype."""
+    of_input, of_hidden, input_bias, hidden_bias = (upcast(weight) for weight in weights)
+
+    @jax.checkpoint
+    def step(states: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        hidden, cell = states
+        gates = upcast(row) @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
+        enter, forget, new, leave = jnp.split(gates, 4, axis=-1)
+        cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
+        return (jax.nn.sigmoid(leave) * jnp.tanh(cell), cell), None
+
+    start = jnp.zeros((messages.shape[0], messages.shape[2]), of_input.dtype)
+    (hidden, _), _ = jax.lax.scan(step, (start, start), jnp.moveaxis(messages, 1, 0))
+    return hidden.astype(messages.dtype)
 
 
 class SAGEConv(Layer):

@@ -28,6 +28,10 @@ from jmp_train.graphs.structure.csr import CSRAndCSC as CSRAndCSC
 from jmp_train.graphs.structure.csr import from_degrees as from_degrees
 from jmp_train.graphs.structure.edge_order import ascends as ascends
 from jmp_train.graphs.structure.edge_order import filled as filled
+from jmp_train.graphs.structure.edge_order import incidence_of as incidence_of
+from jmp_train.graphs.structure.edge_order import (
+    most_in_as_many_levels as most_in_as_many_levels,
+)
 from jmp_train.graphs.structure.feature_arrays import accumulation_dtype as accumulation_dtype
 from jmp_train.graphs.structure.feature_arrays import as_inexact as as_inexact
 from jmp_train.graphs.structure.feature_arrays import common_dtype as common_dtype
@@ -53,10 +57,6 @@ from jmp_train.graphs.structure.hetero_graph import find_edge_type as find_edge_
 from jmp_train.graphs.structure.hetero_graph import hetero_from_edges as hetero_from_edges
 from jmp_train.graphs.structure.incidence import BLOCK as BLOCK
 from jmp_train.graphs.structure.incidence import Incidence as Incidence
-from jmp_train.graphs.structure.incidence_building import incidence_of as incidence_of
-from jmp_train.graphs.structure.incidence_building import (
-    most_in_as_many_levels as most_in_as_many_levels,
-)
 from jmp_train.graphs.structure.jraph_conversion import AnyBatch as AnyBatch
 from jmp_train.graphs.structure.jraph_conversion import AnyGraph as AnyGraph
 from jmp_train.graphs.structure.jraph_conversion import OurGraph as OurGraph

@@ -12,13 +12,14 @@ from jax.core import Tracer
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure.counts import check_int32
 from jmp_train.graphs.structure.csr import NOT_APART, CSRAndCSC, host_csr_and_csc
-from jmp_train.graphs.structure.edge_order import clipped_ids, edge_order
-from jmp_train.graphs.structure.incidence import Incidence
-from jmp_train.graphs.structure.incidence_building import (
+from jmp_train.graphs.structure.edge_order import (
+    clipped_ids,
+    edge_order,
     fixed_incidence,
     incidence_of,
     incidence_on_host,
 )
+from jmp_train.graphs.structure.incidence import Incidence
 
 FORMATS = ("coo", "csr", "mailbox")
 DEFAULT_FORMATS = ("coo", "csr")

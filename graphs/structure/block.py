@@ -11,11 +11,10 @@ from jax.typing import ArrayLike
 
 from jmp_train.graphs.structure.adjacency import FIXED_EDGES, Adjacency
 from jmp_train.graphs.structure.csr import host_csr_and_csc
-from jmp_train.graphs.structure.edge_order import edge_order, filled
+from jmp_train.graphs.structure.edge_order import edge_order, filled, padded_incidence
 from jmp_train.graphs.structure.feature_arrays import in_float32, upcast
 from jmp_train.graphs.structure.graph import Features
 from jmp_train.graphs.structure.hetero_graph import HeteroGraph, hetero_of
-from jmp_train.graphs.structure.incidence_building import padded_incidence
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmp_train.graphs.structure.edge_order import fixed_incidence, incidence_of, padded_incidence
 from jmp_train.graphs.structure.incidence import Incidence
-from jmp_train.graphs.structure.incidence_building import fixed_incidence, incidence_of, padded_incidence
 
 pytestmark = pytest.mark.quick
 
