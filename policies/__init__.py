@@ -33,8 +33,8 @@ from jmp_train.policies.autocasting import explain_autocast as explain_autocast
 from jmp_train.policies.autocasting import float32_dot_general as float32_dot_general
 from jmp_train.policies.comparing.comparison import parity as parity
 from jmp_train.policies.comparing.log_probs import TokenDifference as TokenDifference
-from jmp_train.policies.comparing.parted import FirstDifference as FirstDifference
-from jmp_train.policies.comparing.parted import OperationParity as OperationParity
+from jmp_train.policies.comparing.report import FirstDifference as FirstDifference
+from jmp_train.policies.comparing.report import OperationParity as OperationParity
 from jmp_train.policies.comparing.report import ParityReport as ParityReport
 from jmp_train.policies.diagnosing.diagnosis import diagnose as diagnose
 from jmp_train.policies.diagnosing.problems import Problem as Problem

@@ -11,8 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
-from jmp_train.policies.autocasting.binding import as_traced
-from jmp_train.policies.autocasting.interpreter import inlined, interpret, on_arrays
+from jmp_train.policies.autocasting.interpreter import as_traced, inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.literal_bounds import fits
 from jmp_train.policies.autocasting.primitives import PRODUCTS, opened, programs_in
 from jmp_train.policies.autocasting.region import Decision, Region

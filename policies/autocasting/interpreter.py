@@ -2,27 +2,59 @@
 
 The function is traced with float32 in place of half inputs, so that literals are not rounded. `decisions` first
 makes those that depend on the program only. Then the equations run one by one on the actual values: `settle` chooses
-the dtypes of the operands, and `binding` binds the primitive to them. Values computed only from literals are
-weak: they take the dtype of the other operand, as Python numbers do.
+the dtypes of the operands, and the primitive is bound to them. Values computed only from literals are weak: they
+take the dtype of the other operand, as Python numbers do.
+
+The gradient of a primitive stores its operands as they are bound. If a gradient needs half values, they are upcast
+within a checkpoint. Values that are read more than once are read through float32, so that their gradients are added in
+float32.
 """
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import user_context
+from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.binding import bound, saved
-from jmp_train.policies.autocasting.decisions import Step, is_entered, settle, steps_of
-from jmp_train.policies.autocasting.primitives import ARITHMETIC, opened
+from jmp_train.policies.autocasting.decisions import Step, is_entered, literals_fit, settle, steps_of
+from jmp_train.policies.autocasting.fp8 import fp8_dot
+from jmp_train.policies.autocasting.primitives import (
+    ARITHMETIC,
+    COMPUTED,
+    PRODUCTS,
+    TRANSCENDENTAL,
+    bind,
+    cast,
+    float32_product,
+    opened,
+)
 from jmp_train.policies.autocasting.region import Region
 from jmp_train.policies.autocasting.source_lines import source_of
-from jmp_train.policies.autocasting.values import Value, argument, literal, on_device
+from jmp_train.policies.autocasting.values import (
+    FLOAT32,
+    HALVES,
+    Value,
+    argument,
+    eligible,
+    literal,
+    note_integers,
+    on_device,
+    results_of,
+    traced_dtype,
+)
+
+_READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # they may read a value more than once
+_SAVES_ITS_INPUT = TRANSCENDENTAL | {"mul", "div"}  # their gradients need an input or the result
 
 
 def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
@@ -46,11 +78,12 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
                     outputs = _entered(region, step, inputs) if equation.primitive.name in region.handlers else None
                     if outputs is None:
                         step = settle(region, step, inputs)
-                        outputs = bound(region, step, inputs)
+                        outputs = _bound(region, step, inputs)
+                        note_integers(equation, inputs, outputs)
                         if region.log is not None:
                             _note(region, step, inputs, outputs)
                         if equation.primitive.name in ARITHMETIC:
-                            outputs = [saved(region, step, outputs[0], inputs)]
+                            outputs = [_saved(region, step, outputs[0], inputs)]
                 environment.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in program.outvars]
 
@@ -96,3 +129,146 @@ def on_arrays(region: Region, jaxpr: ClosedJaxpr, inputs: Sequence[Value] | None
         return [on_device(value.array) for value in outputs]
 
     return run
+
+
+def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
+    """Returns the results of an operation whose rule and dtypes are settled; how it is bound decides what is stored."""
+    equation: Any = step.equation
+    name, half, dtypes, rule = equation.primitive.name, region.half, step.dtypes, step.rule
+    if rule == "fp8":
+        return [_in_8_bits(region, step, inputs)]
+    if rule == "lower" and step.is_logits:
+        halves = [value.to(half) for value in inputs]
+        return [Value(float32_product(equation.primitive, halves, equation.params), product=True)]
+    if name == "convert_element_type":
+        return [_converted(equation, inputs[0], keeps_float32=rule == "float32")]
+    arrays = [value.array for value in inputs]
+    params = _params(equation, next((d for d in dtypes if d is not None), None))
+    upcast = any(x.dtype == half and not x.weak and d == FLOAT32 for x, d in zip(inputs, dtypes, strict=True))
+    if name in TRANSCENDENTAL and dtypes == [FLOAT32] and inputs[0].addends is not None:
+        return [_recomputed(lambda add: equation.primitive.bind(add(), **params), inputs[0].addends)]
+    in_float32 = functools.partial(_in_float32, equation, params)
+    if name in _SAVES_ITS_INPUT | PRODUCTS and upcast:
+        return [_recomputed(in_float32, *arrays)]
+    if name in _READS_AGAIN and dtypes[0] == half and not inputs[0].weak:
+        return [_read_again(equation, inputs, params, half)]
+    if name in ARITHMETIC and half in dtypes and _spreads(equation, inputs):
+        return [_spread(equation, inputs, params, half)]
+    cast_arrays = [x.array if dtype is None else x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+    outputs = _bind(equation, cast_arrays, inputs, params)
+    if name in ("add", "sub") and upcast and _is_smaller(inputs, equation.outvars[0].aval.shape):
+        outputs[0].addends = jax.tree_util.Partial(in_float32, *arrays)
+    return outputs
+
+
+def _saved(region: Region, step: Step, output: Value, inputs: list[Value]) -> Value:
+    """Returns the result of arithmetic, rounded to half if a gradient stores it for readers that compute in half."""
+    of_half = any(x.dtype == region.half for x in inputs)
+    may_round = output.dtype == FLOAT32 and literals_fit(region, step.equation, inputs)
+    exact = output.integers is None or output.integers.held_by(region.half)
+    if step.in_half and may_round and exact and (of_half or any(x.scaled for x in inputs)):
+        return Value(output.to(region.half))
+    return dataclasses.replace(output, scaled=of_half and step.equation.primitive.name in ("mul", "div"))
+
+
+def _in_8_bits(region: Region, step: Step, inputs: Sequence[Value]) -> Value:
+    """Multiplies in 8 bits; the operands keep their dtypes."""
+    contract, _ = step.equation.params["dimension_numbers"]
+    dtype = _params(step.equation, region.half).get("preferred_element_type") or region.half
+    lhs, rhs = (on_device(value.array) for value in inputs)
+    scales = region.delayed.of(step.place) if region.delayed else None
+    return Value(fp8_dot(lhs, rhs, contract, region.recipe, dtype, scales), product=True)
+
+
+def _converted(equation: JaxprEqn, value: Value, *, keeps_float32: bool) -> Value:
+    source, dtype = traced_dtype(equation.invars[0]), equation.params["new_dtype"]
+    if keeps_float32 and dtype in HALVES:
+        return Value(value.to(FLOAT32))
+    if eligible(source) and source == dtype:  # it only makes a weak type strong
+        return value
+    if eligible(source) and eligible(dtype):
+        return dataclasses.replace(value, array=value.to(dtype), casts={}, addends=None)
+    (output,) = _bind(equation, [value.array], [value], equation.params)
+    if source == np.bool_:
+        return dataclasses.replace(output, weak=True, bounds=(0.0, 1.0))  # a mask
+    return output
+
+
+def _params(equation: JaxprEqn, dtype: DTypeLike | None) -> dict[str, Any]:
+    """Returns the parameters of an equation whose operands were cast to `dtype`."""
+    params = equation.params
+    is_product = equation.primitive.name in PRODUCTS
+    preferred = params.get("preferred_element_type") if is_product else None
+    if preferred is None or dtype is None or not eligible(np.dtype(preferred)):
+        return params
+    asked_for_upcast = jnp.promote_types(*(traced_dtype(x) for x in equation.invars[:2])) != preferred
+    return params if asked_for_upcast else {**params, "preferred_element_type": dtype}
+
+
+def _bind(equation: JaxprEqn, arrays: Sequence[Any], inputs: Sequence[Value], params: dict[str, Any]) -> list[Value]:
+    primitive = equation.primitive
+    if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        results = as_traced(equation, *arrays)
+    elif primitive.name in COMPUTED:
+        results = bind(primitive, arrays, params)
+    else:
+        results = primitive.bind(*arrays, **params)
+    return results_of(equation, results if primitive.multiple_results else [results], inputs)
+
+
+def as_traced(equation: JaxprEqn, *arrays: jax.Array) -> list[Any]:
+    """Binds a call to values in their traced dtypes; its custom rules are Python code and need jax arrays."""
+    primitive, params = equation.primitive, equation.params
+    return primitive.bind(*map(on_device, arrays), **primitive.get_bind_params(params))
+
+
+def _is_smaller(inputs: Sequence[Value], shape: tuple[int, ...]) -> bool:
+    """Returns whether the inputs, one in half and smaller ones, take less memory than a float32 array."""
+    large = [x.dtype for x in inputs if not x.weak and np.shape(x.array) == shape]
+    return len(large) < 2 and all(dtype in HALVES for dtype in large)
+
+
+def _in_float32(equation: JaxprEqn, params: dict[str, Any], *arrays: jax.Array) -> Any:
+    """Binds an equation to its arrays, cast to float32."""
+    upcast = [
+        lax.convert_element_type(array, FLOAT32) if eligible(traced_dtype(atom)) else array
+        for array, atom in zip(arrays, equation.invars, strict=True)
+    ]
+    return equation.primitive.bind(*upcast, **params)
+
+
+def _recomputed(run: Callable[..., Any], *saved: Any) -> Value:
+    """Returns the result of `run`; the gradient stores only the arguments and recomputes everything else."""
+    return Value(jax.checkpoint(run, prevent_cse=False)(*saved))
+
+
+def _read_again(equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike) -> Value:
+    """Reads half values more than once through float32, so that their gradients are added in float32."""
+    arrays = [inputs[0].to(FLOAT32), *(value.array for value in inputs[1:])]
+    (output,) = _bind(equation, arrays, inputs, params)
+    return dataclasses.replace(output, array=cast(output.array, half))
+
+
+def _spreads(equation: Any, inputs: Sequence[Value]) -> bool:
+    """Returns whether operands with gradients are smaller than the result."""
+    shape = equation.outvars[0].aval.shape
+    return any(not x.weak and np.shape(x.array) != shape for x in inputs)
+
+
+def _spread(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike) -> Value:
+    """Binds in half; broadcasts smaller operands in float32, so that their gradients are added in float32."""
+    shape = equation.outvars[0].aval.shape
+
+    def in_half(value: Value, array: jax.Array) -> Any:
+        if value.weak:
+            return value.to(half)
+        if array.shape != shape:
+            array = jnp.broadcast_to(array.astype(FLOAT32), shape)
+        return array.astype(half)
+
+    def run(*arrays: jax.Array) -> Any:
+        return equation.primitive.bind(*map(in_half, inputs, arrays), **params)
+
+    arrays = [value.array for value in inputs]
+    saves = equation.primitive.name in _SAVES_ITS_INPUT  # store the small operands, not the broadcast ones
+    return _recomputed(run, *arrays) if saves else Value(run(*arrays))

@@ -20,7 +20,7 @@ from jmp_train.policies.autocasting import FlatCall
 from jmp_train.policies.comparing.contributions import Named, Program, named_of, program_of
 from jmp_train.policies.comparing.fingerprints import SAME, Found, KnownRows, Prints, fingerprint, is_column_of
 from jmp_train.policies.comparing.log_probs import Tokens, differences_of, tokens_of
-from jmp_train.policies.comparing.parted import FirstDifference, Kind, OperationParity, Operations
+from jmp_train.policies.comparing.report import FirstDifference, Kind, OperationParity, Operations
 from jmp_train.policies.comparing.rerunning import Rerun
 from jmp_train.policies.diagnosing import Pair, Recorded, is_low, record
 

@@ -13,7 +13,6 @@ from jmp_train.policies.autocasting import PRODUCTS
 from jmp_train.policies.diagnosing.arithmetic import SUMS
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_float, is_low
-from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.problems import Problem, problem_at
 from jmp_train.policies.diagnosing.remedies import LINEAR, Remedy, operands_in_float32, product_of_cast
 
@@ -192,7 +191,7 @@ def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Errors) 
     gradients = "" if errors.gradients is None else f", gradients by {text_of(errors.gradients)}"
     whole = "results are" if errors.gradients is None else "the loss is"
     text = (
-        f"{named(evidence, row)} makes more of the rounding of its operands than results can bear: "
+        f"{evidence.named(row)} makes more of the rounding of its operands than results can bear: "
         f"{whole} off by {text_of(errors.results)}{gradients}"
     )
     return problem_at(evidence, row, "cancellation", text, remedy)[1]

@@ -13,7 +13,6 @@ from jmp_train.policies.diagnosing.constants import epsilon_in_code
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.examining import examine
 from jmp_train.policies.diagnosing.measures import is_low
-from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.problems import Problem, place_of, where_is
 from jmp_train.policies.diagnosing.report import NumericsReport
 from jmp_train.policies.diagnosing.shadow import forget_programs
@@ -118,14 +117,14 @@ def _first_nonfinite(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -
     if problem is None:
         operation = evidence.rows[row]
         place = operation.subject or place_of(operation.file, operation.line)
-        return f"{what} are not finite, which begins with {named(evidence, row)}, {place}."
+        return f"{what} are not finite, which begins with {evidence.named(row)}, {place}."
     at, rest = "at" if problem.line else "of", ""
     if problem.severity == "note" and problem.remedy.action == "loss scale":
         rest = ", and ends when the loss scale has fallen"
     elif epsilon := _vanished_epsilon(evidence, row):
         operation = evidence.rows[row]
         share = operation.nan + operation.infinite
-        rest = f": {share:.0%} of {named(evidence, row)} are not finite, and its {epsilon} is 0 in {operation.dtype}"
+        rest = f": {share:.0%} of {evidence.named(row)} are not finite, and its {epsilon} is 0 in {operation.dtype}"
     return f"{what} are not finite, which begins with the {problem.kind} {at} {where_is(problem)}{rest}."
 
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from jmp_train.policies.diagnosing.descriptions import argument_of, function_called
 from jmp_train.policies.diagnosing.equations import Direction, Site
 from jmp_train.policies.diagnosing.measures import COLUMNS
 from jmp_train.policies.diagnosing.rows import OperationNumerics
-from jmp_train.policies.diagnosing.subjects import argument_of
 
 _NEGLIGIBLE = 1e-4  # magnitude of a gradient relative to the largest one
 _CARRIED = ("add", "sub", "mul", "convert_element_type")  # through which a sum is carried on
+_WORDS = {"convert_element_type": "cast to"}
 WRONG = 0.1  # relative error of a result or gradient that infinities have gone into
 
 
@@ -77,6 +78,16 @@ class Evidence:
     def argument(self, row: int) -> str:
         """Returns the path of the argument that a row casts; empty if it does not."""
         return argument_of(self.sites[row], self.arguments)
+
+    def named(self, row: int) -> str:
+        """Returns a row's operation as users write it, `x**2`, or its primitive, with the called function and type."""
+        found, site = self.rows[row], self.sites[row]
+        operation = _WORDS.get(found.primitive, found.primitive)
+        if found.primitive == "integer_pow":
+            operation = f"x**{site.equation.params['y']}"
+        function = function_called(site)
+        whose = f"{function}'s " if function else ""
+        return f"{whose}{operation} {found.dtype}[{','.join(map(str, found.shape))}]"
 
     def sources(self, row: int) -> list[int]:
         """Returns the rows whose results a row reads."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import FlatCall
+from jmp_train.policies.diagnosing.descriptions import subject_of
 from jmp_train.policies.diagnosing.equations import Site, sites_of
 from jmp_train.policies.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.policies.diagnosing.findings import problems_of
@@ -18,7 +19,6 @@ from jmp_train.policies.diagnosing.pairs import Pair
 from jmp_train.policies.diagnosing.problems import Problem
 from jmp_train.policies.diagnosing.rows import row_of
 from jmp_train.policies.diagnosing.shadow import Shadowing
-from jmp_train.policies.diagnosing.subjects import subject_of
 from jmp_train.policies.dtype_policies import lost_in_cast
 from jmp_train.policies.loss_scaling import DynamicLossScale, is_loss_scale, scales_in
 from jmp_train.policies.optimizers import scaled_states

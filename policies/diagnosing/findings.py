@@ -16,10 +16,10 @@ from jmp_train.policies.autocasting import PRODUCTS
 from jmp_train.policies.diagnosing.amplifying import named_row
 from jmp_train.policies.diagnosing.arithmetic import SUMS, dtype_of
 from jmp_train.policies.diagnosing.constants import epsilon_in_code, is_zero_by_default, number_in_code
+from jmp_train.policies.diagnosing.descriptions import is_loss, is_reduction
 from jmp_train.policies.diagnosing.equations import Site, is_infinite, user_line
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_float, is_low
-from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.problems import Problem, problem_at, worst_first
 from jmp_train.policies.diagnosing.remedies import (
     LINEAR,
@@ -41,7 +41,6 @@ from jmp_train.policies.diagnosing.results import (
     stagnating_sums,
     wrong_results,
 )
-from jmp_train.policies.diagnosing.subjects import is_loss, is_reduction
 
 _LOST_DIGITS = 0.1  # relative error of one operation of the forward pass
 _AMPLIFIED = 10  # relative error of a result, in those of its operands
@@ -114,7 +113,7 @@ def _masks(evidence: Evidence) -> Found:
     """Finds NaN from infinite constants, such as a mask of all elements."""
     for i in evidence.first_to_be("nan"):
         site = evidence.sites[i]
-        nan = f"{evidence.rows[i].nan:.2%} of {named(evidence, i)} are NaN"
+        nan = f"{evidence.rows[i].nan:.2%} of {evidence.named(i)} are NaN"
         if _is_multiplied_by_infinity(evidence, i):
             dtype = str(dtype_of(site.equation.outvars[0]))
             number = number_in_code(site.line, math.inf, dtype) or "that multiplies a mask"
@@ -172,7 +171,7 @@ def _overflows(evidence: Evidence) -> Found:
         if not row.overflowed:
             continue
         largest = float(jnp.finfo(row.dtype).max)
-        share = f"{row.overflowed:.2%} of {named(evidence, i)}"
+        share = f"{row.overflowed:.2%} of {evidence.named(i)}"
         if row.largest <= largest:
             zeros, large = f"operands that are 0 in {row.dtype}", f"operands, or sums of them, beyond {largest:.5g}"
             text = f"{share} are infinite or NaN, of {zeros if is_undefined_at_zero(evidence, i) else large}"
@@ -207,7 +206,7 @@ def _nans(evidence: Evidence) -> Found:
         if _is_multiplied_by_infinity(evidence, i) or _is_of_mask(evidence, i) or _is_unused_constant(evidence, i):
             continue
         sources = evidence.sources(i)
-        text = f"{evidence.rows[i].nan:.2%} of {named(evidence, i)} are NaN"
+        text = f"{evidence.rows[i].nan:.2%} of {evidence.named(i)} are NaN"
         if zeros := evidence.sites[i].zeros:
             line, dtype = user_line(zeros[0]), str(dtype_of(zeros[0][-1].outvars[0]))
             text = f"the constant {epsilon_in_code(line, dtype)} is 0 in {dtype}, and {text}"
@@ -232,7 +231,7 @@ def _infinities(evidence: Evidence) -> Found:
         row = evidence.rows[i]
         if row.overflowed or evidence.column("shadow_infinite")[i] or not is_undefined_at_zero(evidence, i):
             continue
-        text = f"{row.infinite:.2%} of {named(evidence, i)} are infinite, and not in float32: an operand has become 0"
+        text = f"{row.infinite:.2%} of {evidence.named(i)} are infinite, and not in float32: an operand has become 0"
         begin = named_row(evidence, i)
         remedy = operands_in_float32(evidence, begin)
         kind = "cancellation" if evidence.rows[begin].primitive in ("add", "sub") else "underflow"
@@ -250,7 +249,7 @@ def _underflows(evidence: Evidence) -> Found:
         if row.worst_error < _FLUSHED and not is_divisor:
             continue
         text = (
-            f"{row.flushed:.2%} of {named(evidence, i)} become 0: {row.smallest:.2g} to {row.largest:.2g}, "
+            f"{row.flushed:.2%} of {evidence.named(i)} become 0: {row.smallest:.2g} to {row.largest:.2g}, "
             f"and {row.dtype} begins at {least:.2g}"
         )
         if row.direction != "backward":
@@ -271,11 +270,9 @@ def _cancellations(evidence: Evidence) -> Found:
         if is_low(row.dtype) and row.largest > float(jnp.finfo(row.dtype).max):
             continue  # of operands that are infinite
         if row.worst_error >= _LOST_DIGITS:
-            text = f"{named(evidence, i)} is off by {row.worst_error:.1%} if its operands are rounded, by that alone"
+            text = f"{evidence.named(i)} is off by {row.worst_error:.1%} if its operands are rounded, by that alone"
         elif _amplifies(evidence, i):
-            text = (
-                f"{named(evidence, i)} is off by {row.inherited_error:.1%}, more than {_AMPLIFIED} times its operands"
-            )
+            text = f"{evidence.named(i)} is off by {row.inherited_error:.1%}, more than {_AMPLIFIED} times its operands"
         else:
             continue
         harmful = evidence.reaches(i, _REACHED)

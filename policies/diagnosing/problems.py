@@ -6,6 +6,7 @@ import os
 from typing import Any, Literal
 
 from jmp_train.policies.autocasting import AutocastRules
+from jmp_train.policies.diagnosing.descriptions import is_by_policy, is_of_graphs, is_reduction
 from jmp_train.policies.diagnosing.equations import Direction
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.remedies import (
@@ -17,7 +18,6 @@ from jmp_train.policies.diagnosing.remedies import (
     full_state,
     wide_reduction,
 )
-from jmp_train.policies.diagnosing.subjects import is_by_policy, is_of_graphs, is_reduction
 
 Kind = Literal[
     "overflow",

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import HALVES, PRODUCTS, TORCH_CUDA, AutocastRules, Rule, replace_arguments
 from jmp_train.policies.diagnosing.arithmetic import SUMS
+from jmp_train.policies.diagnosing.descriptions import function_called, is_of_graphs
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_float, is_low
-from jmp_train.policies.diagnosing.names import function_called
-from jmp_train.policies.diagnosing.subjects import is_of_graphs
 
 Action = Literal["rules", "argument", "loss scale", "epsilon", "mask", "reduction", "state", "mathematics"]
 

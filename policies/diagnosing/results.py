@@ -8,7 +8,6 @@ from typing import Any
 from jmp_train.policies.diagnosing.amplifying import addition_before, gradients_error, terms_error
 from jmp_train.policies.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.policies.diagnosing.measures import is_float, is_low
-from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.problems import Problem, problem_at
 from jmp_train.policies.diagnosing.remedies import Remedy, full_state, in_float32, operands_in_float32
 
@@ -37,7 +36,7 @@ def grown_infinities(known: Named, evidence: Evidence) -> Found:
         is_local = row.overflowed or is_undefined_at_zero(evidence, i)
         if is_local or evidence.column("shadow_infinite")[i] or _is_explained(known, evidence, i):
             continue
-        text = f"{row.infinite:.2%} of {named(evidence, i)} are infinite, and not in float32: operands that are off"
+        text = f"{row.infinite:.2%} of {evidence.named(i)} are infinite, and not in float32: operands that are off"
         remedy = operands_in_float32(evidence, i)
         yield problem_at(evidence, i, "overflow", text, remedy, harmful=evidence.spreads(i))
 
@@ -67,7 +66,7 @@ def wrong_results(known: Named, evidence: Evidence) -> Found:
         gradients = f", the gradients by {_times(gradients_error(evidence))}" if has_gradients else ""
         text = (
             f"{'the loss' if has_gradients else 'a result'} is off by {off}{gradients}, most of which begins here: "
-            f"{named(evidence, row)} is off by {_times(evidence.rows[row].inherited_error)}, its operands by "
+            f"{evidence.named(row)} is off by {_times(evidence.rows[row].inherited_error)}, its operands by "
             f"{_operands_error(evidence, row):.1%}"
         )
         remedy = operands_in_float32(evidence, row)
@@ -109,7 +108,7 @@ def stagnating_sums(evidence: Evidence) -> Found:
     for i, row in enumerate(evidence.rows):
         if row.lost_terms < _LOST_TERMS or row.overflowed or row.primitive in ("add", "sub", "add_any"):
             continue
-        text = f"{row.lost_terms:.1%} of what {named(evidence, i)} adds up is lost"
+        text = f"{row.lost_terms:.1%} of what {evidence.named(i)} adds up is lost"
         harmful = evidence.reaches(i, _LOST_TERMS / 2)
         yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
 
@@ -119,7 +118,7 @@ def accumulations(evidence: Evidence) -> Found:
     for i, row in enumerate(evidence.rows):
         if row.absorbed < _ABSORBED or row.primitive not in ("add", "sub") or not evidence.feeds_itself(i):
             continue
-        text = f"{row.absorbed:.1%} of what {named(evidence, i)} adds in {row.runs} iterations changes nothing"
+        text = f"{row.absorbed:.1%} of what {evidence.named(i)} adds in {row.runs} iterations changes nothing"
         harmful = evidence.reaches(i, _LOST_TERMS / 2)
         yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
 

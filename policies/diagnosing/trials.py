@@ -21,9 +21,9 @@ from jmp_train.policies.diagnosing.amplifying import (
     named_row,
     text_of,
 )
+from jmp_train.policies.diagnosing.descriptions import is_by_policy
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.examining import Examination, examine
-from jmp_train.policies.diagnosing.names import named
 from jmp_train.policies.diagnosing.problems import Problem, problem_at, worst_first
 from jmp_train.policies.diagnosing.remedies import (
     Remedy,
@@ -34,7 +34,6 @@ from jmp_train.policies.diagnosing.remedies import (
     merged_rules,
     operands_in_float32,
 )
-from jmp_train.policies.diagnosing.subjects import is_by_policy
 
 _ROUNDS = 4  # in which rules are completed
 _CANDIDATES = (8, 3)  # sets of rules that are tried where no operation stands out, and once the best is followed
@@ -265,7 +264,7 @@ def decisions(
         moved = 0.0 if run is None else _apart(first, run)
         if moved > error_limit(evidence):
             text = (
-                f"{evidence.rows[row].decided:.2%} of {named(evidence, row)} are other whole numbers than those of "
+                f"{evidence.rows[row].decided:.2%} of {evidence.named(row)} are other whole numbers than those of "
                 f"float32, with which results or gradients differ by {text_of(moved)}"
             )
             yield problem_at(evidence, begin, "integer precision lost", text, remedy)

@@ -28,10 +28,10 @@ from jmp_train.policies.documents.elements import as_json as as_json
 from jmp_train.policies.documents.elements import counted as counted
 from jmp_train.policies.documents.elements import text as text
 from jmp_train.policies.documents.elements import with_unit as with_unit
-from jmp_train.policies.documents.layout import linear_axis as linear_axis
-from jmp_train.policies.documents.layout import log_axis as log_axis
-from jmp_train.policies.documents.layout import placed as placed
 from jmp_train.policies.documents.pages import fragment as fragment
+from jmp_train.policies.documents.pages import linear_axis as linear_axis
+from jmp_train.policies.documents.pages import log_axis as log_axis
 from jmp_train.policies.documents.pages import page as page
+from jmp_train.policies.documents.pages import placed as placed
 from jmp_train.policies.documents.pages import svg as svg
 from jmp_train.policies.documents.pages import svg_file as svg_file

@@ -1,19 +1,192 @@
-"""Renders documents as HTML and charts as SVG, without scripts or network, for light and dark surroundings."""
+"""Renders documents as HTML and charts as SVG, without scripts or network, for light and dark surroundings.
 
+Axes have round ticks. A chart's marks, grid, labels, title and legend are placed in pixels, and then drawn.
+"""
+
+import dataclasses
 import functools
+import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
-from jmp_train.policies.documents.charts import Box, Chart, Color, Dot, Label, Mark, Path, light_and_dark
+from jmp_train.policies.documents.charts import Axis, Box, Chart, Color, Dot, Label, Mark, Path, Style, light_and_dark
 from jmp_train.policies.documents.elements import Block, shown
-from jmp_train.policies.documents.layout import placed
+
+_LINE_HEIGHT = 18  # of the title and of each row of the legend
+_CHARACTER = 6.2  # mean width
+_SHORTEST = 1.5  # of a dash
+_GRID = Style("rule", width=1)
 
 _FONT = 'font-family="system-ui, sans-serif" font-size="11"'
 
 Paint = Callable[[Color], str]
 """Returns the CSS of a color."""
+
+
+def linear_axis(
+    low: float,
+    high: float,
+    label: Callable[[float], str] = "{:.3g}".format,
+    *,
+    title: str = "",
+    has_grid: bool = True,
+    least_step: float = 0,
+) -> Axis:
+    """Returns a linear axis with ticks at up to seven round numbers.
+
+    Args:
+      low: the lower end.
+      high: the upper end. If it equals `low`, the axis extends by 1 to both sides.
+      label: returns the label of a tick.
+      title: the title of the axis.
+      has_grid: True if a line crosses the chart at each tick.
+      least_step: the minimum distance of ticks, such as 1 for counts.
+
+    Example:
+      >>> linear_axis(0, 16.9).ticks
+      [(0.0, '0'), (5.0, '5'), (10.0, '10'), (15.0, '15')]
+    """
+    low, high = (low - 1, high + 1) if low == high else (low, high)
+    least = max((high - low) / 6, least_step)
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+    numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return Axis(low, high, [(i * step, label(i * step)) for i in numbers], title, has_grid=has_grid)
+
+
+def log_axis(
+    values: Iterable[float], label: Callable[[float], str] = "{:.3g}".format, *, base: int = 10, title: str = ""
+) -> Axis:
+    """Returns a logarithmic axis around positive numbers, with ticks at powers of its base.
+
+    With base 10, it begins and ends at 1, 2 or 5 times a power of ten; these are the ticks if there are no two powers.
+
+    Args:
+      values: the values, at least one.
+      label: returns the label of a tick.
+      base: 10, or 2 for an axis of powers of two.
+      title: the title of the axis.
+
+    Example:
+      >>> axis = log_axis([0.03, 3.0])
+      >>> axis.low, axis.high, axis.ticks
+      (0.02, 5.0, [(0.1, '0.1'), (1.0, '1')])
+    """
+    low, high = min(numbers := list(values)), max(numbers)
+    exponents = range(math.floor(math.log(low, base)) - 1, math.ceil(math.log(high, base)) + 2)
+    powers = [float(base) ** exponent for exponent in exponents]
+    bounds = [factor * power for power in powers for factor in ((1, 2, 5) if base == 10 else (1,))]
+    low = max(bound for bound in bounds if bound <= low * (1 + 1e-9))
+    high = min(bound for bound in bounds if bound >= high * (1 - 1e-9) and bound > low)
+    inside = [power for power in powers if low <= power <= high]
+    inside = inside[:: len(inside) // 8 + 1]
+    if len(inside) < 2:
+        inside = [bound for bound in bounds if low <= bound <= high]
+    return Axis(low, high, [(tick, label(tick)) for tick in inside], title, is_log=True)
+
+
+def placed(chart: Chart, *, is_whole: bool = True) -> tuple[list[Mark], float]:
+    """Returns all marks of a chart in pixels, y downwards, and the height of the whole.
+
+    Args:
+      chart: the chart.
+      is_whole: True if title and legend are part of it.
+
+    Example:
+      >>> chart = Chart("a line", Axis(0, 1), Axis(0, 1), [Path(Style(), [[(0, 0), (1, 1)]])])
+      >>> (title, path), height = placed(chart)
+      >>> path.runs, height
+      ([[(60.0, 255.0), (975.0, 30.0)]], 300)
+    """
+    width, height = chart.size
+    above, marks = 0, []
+    if is_whole:
+        legend, rows = _legend(chart)
+        above, marks = _LINE_HEIGHT * (1 + rows), [Label(chart.title, 0, 14, color="ink", is_heading=True), *legend]
+    left, right, top, bottom = chart.margins
+    area = _Area(chart, left, width - right, above + top, above + height - bottom)
+    return [*marks, *area.axes(), *area.marks()], above + height
+
+
+def _legend(chart: Chart) -> tuple[list[Mark], int]:
+    """Returns the keys of a chart with their texts, and the number of their rows."""
+    marks: list[Mark] = []
+    left = x = chart.margins[0]
+    row = 1
+    for style in chart.legend:
+        needed = 24 + _CHARACTER * len(style.legend)
+        if x > left and x + needed > chart.size[0]:
+            x, row = left, row + 1
+        y = _LINE_HEIGHT * row
+        key = dataclasses.replace(style, width=4)
+        marks += [Path(key, [[(x, y + 12), (x + 18, y + 12)]]), Label(style.legend, x + 24, y + 16)]
+        x += needed + 20
+    return marks, row if marks else 0
+
+
+class _Area:
+    """The rectangle between the axes of a chart, in pixels."""
+
+    def __init__(self, chart: Chart, left: float, right: float, top: float, bottom: float) -> None:
+        self.chart = chart
+        self.left, self.right, self.top, self.bottom = left, right, top, bottom
+
+    def x(self, value: float) -> float:
+        return self.left + self.chart.x.part(value) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        return self.bottom + self.chart.y.part(value) * (self.top - self.bottom)
+
+    def axes(self) -> Iterator[Mark]:
+        """Yields the grid and the labels."""
+        for value, text in self.chart.y.ticks:
+            y = self.y(value)
+            yield from [Path(_GRID, [[(self.left, y), (self.right, y)]])] * self.chart.y.has_grid
+            yield Label(text, self.left - 6, y + 4, "end")
+        for value, text in self.chart.x.ticks:
+            x = self.x(value)
+            yield from [Path(_GRID, [[(x, self.top), (x, self.bottom)]])] * self.chart.x.has_grid
+            yield Label(text, x, self.bottom + 16, "middle")
+        if self.chart.x.title:
+            yield Label(self.chart.x.title, (self.left + self.right) / 2, self.bottom + 36, "middle")
+
+    def marks(self) -> Iterator[Mark]:
+        """Yields the marks; moves a dot with text down if it would cover an earlier one."""
+        texts: list[tuple[float, float]] = []
+        for mark in self.chart.marks:
+            match mark:
+                case Path():
+                    runs = [_seen([(self.x(x), self.y(y)) for x, y in run]) for run in mark.runs if len(run) > 1]
+                    yield dataclasses.replace(mark, runs=runs)
+                case Box():
+                    edges = {"left": self.x(mark.left), "right": self.x(mark.right)}
+                    yield dataclasses.replace(mark, **edges, bottom=self.y(mark.bottom), top=self.y(mark.top))
+                case Label():
+                    x, y = self.x(mark.x) + mark.shift[0], self.y(mark.y) + mark.shift[1]
+                    yield dataclasses.replace(mark, x=x, y=y, shift=(0, 0))
+                case Dot():
+                    x, y, r = self.x(mark.x), self.y(mark.y), mark.radius
+                    if mark.text:
+                        y = self._free(x, y, 2 * r, texts)
+                        texts.append((x, y))
+                    lines = [[(x - r, y - r), (x + r, y + r)], [(x - r, y + r), (x + r, y - r)]]
+                    is_cross = mark.is_cross
+                    yield Path(mark.style, lines, mark.title) if is_cross else dataclasses.replace(mark, x=x, y=y)
+
+    def _free(self, x: float, y: float, size: float, taken: list[tuple[float, float]]) -> float:
+        """Returns the first free height for a dot of this size, at `y` or below."""
+        while any(abs(x - left) < size and abs(y - top) < size for left, top in taken) and y < self.bottom:
+            y += size
+        return y
+
+
+def _seen(run: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns the points of a line; lengthens a dash that is too short to be seen."""
+    if len(run) == 2 and run[0][1] == run[1][1] and 0 <= run[1][0] - run[0][0] < _SHORTEST:
+        return [run[0], (run[0][0] + _SHORTEST, run[0][1])]
+    return run
 
 
 def page(title: str, blocks: Sequence[Block | None], footer: Sequence[str] = ()) -> str:

@@ -17,11 +17,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.binding import as_traced
 from jmp_train.policies.autocasting.custom_derivatives import multiplies
 from jmp_train.policies.autocasting.decisions import Step, integers_fit, literals_fit, settle, steps_of
 from jmp_train.policies.autocasting.emulating.rounded_operations import Bit, both, either, rounded, rounded_operation
 from jmp_train.policies.autocasting.higher_order import ENTERED, scan_counts
+from jmp_train.policies.autocasting.interpreter import as_traced
 from jmp_train.policies.autocasting.literal_bounds import result_bounds
 from jmp_train.policies.autocasting.opaque import OpaqueCall
 from jmp_train.policies.autocasting.primitives import ARITHMETIC, PLACEMENT, TRANSCENDENTAL, opened

@@ -1,13 +1,52 @@
-"""Descriptions of operations without a line of the user's: an argument's cast, the loss, an update."""
+"""Descriptions of operations in the user's terms: the function that was called, an argument's cast, an update."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
 
 from jmp_train.policies.diagnosing.equations import LAYERS, Site, frames_of
 
 _POLICIES = os.path.join("policies", "dtype_policies")
 _STEPS = os.path.join("jmp_train", "steps")
 _LOSS, _REDUCED = "float32_scalar", ("reduce_gradients", "scatter_gradients")
+_JAX = os.path.dirname(jax.__file__)
+_MODULES = (jax.nn, jnp.linalg, jax.scipy.special, jnp)
+_LAYER = re.compile(r"([A-Z]\w*)\.__call__$")
+_WRAPPERS = frozenset(("vectorize", "Module"))  # which call what the user has written
+# Functions of one primitive, which says as much. Those of `_MODULES` that it is named for need no entry.
+_PLAIN = frozenset(
+    ("matmul", "power", "inner", "vdot", "einsum", "tensordot", "asarray", "array", "where", "clip", "astype")
+)
+
+
+def function_called(site: Site) -> str:
+    """Returns the function or layer around an operation that the user's line called; empty if unknown.
+
+    Args:
+      site: the operation.
+    """
+    primitive = site.equation.primitive.name
+    names = [name for file, function in frames_of(site) if (name := _public(file, function, primitive))]
+    return names[-1] if names and site.line else ""
+
+
+def _public(file: str, function: str, primitive: str) -> str:
+    """Returns the public name of a frame's function, or the class of a layer; empty if it is not of interest."""
+    if file.startswith(_JAX):
+        is_plain = function in _PLAIN or function in primitive or primitive in function
+        return function if not is_plain and function not in _WRAPPERS and _is_of_jax(function) else ""
+    if layer := _LAYER.match(function):
+        return layer[1] if layer[1] not in _WRAPPERS else ""
+    return function if file.startswith(os.path.dirname(optax.__file__)) and hasattr(optax, function) else ""
+
+
+def _is_of_jax(function: str) -> bool:
+    found = next((getattr(module, function) for module in _MODULES if hasattr(module, function)), None)
+    return callable(found) and not isinstance(found, jnp.ufunc | type)
 
 
 def argument_of(site: Site, arguments: Mapping[int, str]) -> str:
