@@ -12,7 +12,7 @@ import pytest
 import jmp_train as jt
 from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 SIZE = 8
 TOLERANCE = np.array([0.01, 0.05, 0.25])  # of loss, gradient and leaf, as by default
@@ -68,7 +68,6 @@ def errors_under(rules: jt.AutocastRules, loss_fn: Any, example: Any, scale: flo
     return [abs(float(loss) / scale / float(exact_loss) - 1), float(np.linalg.norm(off) / whole), float(leaves.max())]
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("seed", range(20))
 def test_each_entry_is_needed_and_all_together_suffice(seed: int) -> None:
     loss_fn, examples = program(seed)

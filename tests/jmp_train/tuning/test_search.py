@@ -1,5 +1,7 @@
 """The search leaves items of which each is needed, whatever the test of a set."""
 
+from collections.abc import Callable
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -12,16 +14,21 @@ COUNT = 24
 SETS = st.frozensets(st.integers(0, COUNT - 1), max_size=5)
 
 
-def is_minimal(found: list[int], suffices) -> bool:
+Suffices = Callable[[frozenset[int]], bool]
+
+
+def any_of(alternatives: list[frozenset[int]]) -> Suffices:
+    return lambda items: any(wanted <= items for wanted in alternatives)
+
+
+def is_minimal(found: list[int], suffices: Suffices) -> bool:
     kept = frozenset(found)
     return suffices(kept) and not any(suffices(kept - {item}) for item in kept)
 
 
 @hypothesis.given(alternatives=st.lists(SETS, min_size=1, max_size=4), ranking=st.permutations(range(COUNT)))
 def test_each_item_is_needed(alternatives: list[frozenset[int]], ranking: list[int]) -> None:
-    def suffices(items: frozenset[int]) -> bool:
-        return any(wanted <= items for wanted in alternatives)
-
+    suffices = any_of(alternatives)
     found = smallest_list(ranking, lambda i: i % 3 == 0, lambda i: i // 4, suffices)
     assert is_minimal(found, suffices)
     assert frozenset(found) in alternatives
@@ -29,10 +36,7 @@ def test_each_item_is_needed(alternatives: list[frozenset[int]], ranking: list[i
 
 @hypothesis.given(alternatives=st.lists(SETS, min_size=1, max_size=4), ranking=st.permutations(range(COUNT)))
 def test_costly_items_are_avoided(alternatives: list[frozenset[int]], ranking: list[int]) -> None:
-    def suffices(items: frozenset[int]) -> bool:
-        return any(wanted <= items for wanted in alternatives)
-
-    found = smallest_list(ranking, lambda i: i < 12, lambda i: i, suffices)
+    found = smallest_list(ranking, lambda i: i < 12, lambda i: i, any_of(alternatives))
     if any(all(i >= 12 for i in wanted) for wanted in alternatives):
         assert all(i >= 12 for i in found)
 

@@ -141,6 +141,7 @@ def test_an_interrupt_returns_the_best_so_far(examples: list[tuple[Any, ...]]) -
     assert "the search was stopped" in str(stopped)
 
 
+@pytest.mark.full
 def test_a_budget_ends_the_search(examples: list[tuple[Any, ...]]) -> None:
     stopped = jt.tune(loss_fn, examples[:1], tolerance=1e-5, budget=3)
     assert (stopped.complete, stopped.trials) == (False, 3)
@@ -226,7 +227,8 @@ def step_of(fn: Any, **options: Any) -> tuple[jt.steps.TrainStep, jt.TrainState]
     return step, jt.TrainState.create(params_of((4, 8), (8, 2)), optimizer)
 
 
-@pytest.mark.parametrize("accumulate_steps", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_train_step(examples: list[tuple[Any, ...]], accumulate_steps: int) -> None:
     step, state = step_of(bad_loss_fn, accumulate_steps=accumulate_steps)
     tuned = jt.tune(step, [(state, x) for _, x in examples], steps=6)
@@ -312,24 +314,14 @@ def test_bad_arguments_are_named(examples: list[tuple[Any, ...]]) -> None:
     refuse(TypeError, "fn must be a function or a TrainStep, got 3", 3, examples)
     refuse(ValueError, "examples is empty", loss_fn, [])
     refuse(TypeError, r"examples\[0\] must be a tuple of arguments, got list", loss_fn, [[params, x]])
-    refuse(
-        ValueError,
-        r"examples\[1\] '1' is float32\[8, 4\], and float32\[16, 4\]",
-        loss_fn,
-        [(params, x), (params, x[:8])],
-    )
+    sizes = r"examples\[1\] '1' is float32\[8, 4\], and float32\[16, 4\]"
+    refuse(ValueError, sizes, loss_fn, [(params, x), (params, x[:8])])
     refuse(ValueError, r"examples\[1\] has another structure", loss_fn, [(params, x), (params, {"x": x})])
     refuse(ValueError, "budget=0 must be an integer of at least 1", loss_fn, examples, budget=0)
     refuse(ValueError, "steps=2 needs a TrainStep", loss_fn, examples, steps=2)
     refuse(ValueError, "dtype", loss_fn, examples, dtype="float32")
     refuse(ValueError, "loss_scale=0 must be a positive number", loss_fn, examples, loss_scale=0)
-    refuse(
-        TypeError,
-        "tolerance must be a Tolerance, a number or a function, got 'low'",
-        loss_fn,
-        examples,
-        tolerance="low",
-    )
+    refuse(TypeError, "tolerance must be a Tolerance, .* got 'low'", loss_fn, examples, tolerance="low")
     refuse(ValueError, "tolerance=0 must be a positive number", loss_fn, examples, tolerance=0)
     step, _ = step_of(loss_fn)
     refuse(TypeError, r"examples\[0\] must be a TrainState and a batch", step, examples)
