@@ -35,6 +35,36 @@ def growing_scale() -> jt.LossScale:
     return jt.torch_loss_scale(FIRST_SCALE, growth_interval=PERIOD)
 
 
+def half_optimizer(optimizer: Any, half: bool) -> Any:
+    """Returns a script's optimizer, for training in half precision with a loss scale."""
+    return jt.with_loss_scale(optimizer, growing_scale()) if half else optimizer
+
+
+def gradients_of(
+    loss_fn: Callable[..., Any],
+    half: bool,
+    value_and_grad: Callable[..., Any] | None = None,
+    *,
+    has_aux: bool = False,
+    policy: str | None = "autocast_float16",
+) -> Callable[..., Any]:
+    """Returns a function of the optimizer's state and of the loss's arguments to the loss and its gradients.
+
+    Args:
+      loss_fn: the script's.
+      half: whether to scale the loss and to run it under the policy.
+      value_and_grad: what the script itself uses; jax's by default.
+      has_aux: as for `jax.value_and_grad`.
+      policy: a policy's name; None if the loss is in half precision by itself.
+    """
+    if half:
+        half_policy = None if policy is None else jt.get_policy(policy)
+        half_fn = jt.scaled_value_and_grad(loss_fn, half_policy, has_aux=has_aux)
+        return lambda opt_state, *args: half_fn(jt.get_loss_scale(opt_state), *args)
+    full_fn = (value_and_grad or jax.value_and_grad)(loss_fn, has_aux=has_aux)
+    return lambda opt_state, *args: full_fn(*args)
+
+
 # Products in half precision
 
 
@@ -135,8 +165,7 @@ def assert_learns_alike(
 
 
 def scaled_states(state: Any) -> list[jt.policies.LossScaledState]:
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, jt.policies.LossScaledState))
-    return [node for node in nodes if isinstance(node, jt.policies.LossScaledState)]
+    return [node for node in jax.tree.leaves(state, is_leaf=is_scaled) if is_scaled(node)]
 
 
 def assert_skips(
@@ -170,6 +199,10 @@ def assert_skips(
         assert np.all(scaled.loss_scale.loss_scale == scale / 2**skips)
 
 
+def is_scaled(x: Any) -> bool:
+    return isinstance(x, jt.policies.LossScaledState)
+
+
 def overflowing(tree: Any) -> Any:
     """Returns a state with a loss scale that no gradient in float16 survives."""
     return jt.set_loss_scale(tree, jt.torch_loss_scale(HUGE_SCALE, growth_interval=PERIOD))
@@ -177,11 +210,7 @@ def overflowing(tree: Any) -> Any:
 
 def _leaves(state: Any) -> dict[str, tuple[str, bytes]]:
     """Returns dtype and bytes of all arrays by their paths, but for those of loss scales."""
-    inner = jax.tree.map(
-        lambda x: x.inner_state if isinstance(x, jt.policies.LossScaledState) else x,
-        state,
-        is_leaf=lambda x: isinstance(x, jt.policies.LossScaledState),
-    )
+    inner = jax.tree.map(lambda x: x.inner_state if is_scaled(x) else x, state, is_leaf=is_scaled)
     return {
         jax.tree_util.keystr(path): _bits(x)
         for path, x in jax.tree_util.tree_leaves_with_path(inner)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from training_scripts import equinox_diffusion as diffusion
+from training_scripts import haiku_transformer, ogbg
+from training_scripts import nnx_mnist as mnist
 
 import jmp_train as jt
 from jmp_train.aot import ExportedProgram
@@ -24,17 +28,12 @@ pytestmark = [pytest.mark.quick, pytest.mark.timeout(500)]
 Step = tuple[Callable[..., Any], Any, Any]
 
 
-def script_of(name: str) -> Any:
-    return importlib.import_module(f"test_{name}")
-
-
 def nnx_mnist() -> Step:
     """The script's own `nnx.jit`ted step, which changes the objects and returns nothing."""
-    script = script_of("nnx_mnist")
-    model = script.CNN(rngs=nnx.Rngs(0))
+    model = mnist.CNN(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(5e-3, 0.9), wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
-    return lambda state, batch: script.train_step(*state, batch), (model, optimizer, metrics), script.digits()
+    return lambda state, batch: mnist.train_step(*state, batch), (model, optimizer, metrics), mnist.digits()
 
 
 def nnx_mnist_split() -> Step:
@@ -52,16 +51,13 @@ def nnx_mnist_split() -> Step:
 
 def equinox_diffusion() -> Step:
     """A model with activation functions and numbers among its leaves, in a tuple with optax's state and a key."""
-    import equinox as eqx
-
-    script = script_of("equinox_diffusion")
-    model, data = script.model_and_data()
+    model, data = diffusion.model_and_data()
     optimizer = optax.adabelief(3e-3)
 
     @eqx.filter_jit
     def make_step(state: Any, data: Any) -> Any:
         model, opt_state, key = state
-        loss, grads = eqx.filter_value_and_grad(script.batch_loss_fn)(model, data, 10.0, key)
+        loss, grads = eqx.filter_value_and_grad(diffusion.loss_fn)(model, data, 10.0, key)
         updates, opt_state = optimizer.update(grads, opt_state, model)
         return (eqx.apply_updates(model, updates), opt_state, jax.random.split(key, 1)[0]), loss
 
@@ -72,7 +68,7 @@ def of_script(name: str, half: bool = False) -> Callable[[], Step]:
     """Returns a maker of a script's step as it is."""
 
     def make() -> Step:
-        script = script_of(name).script(half)
+        script = importlib.import_module(f"training_scripts.{name}").script(half)
         return script.step, script.state, script.batch
 
     make.__name__ = f"{name}_half" if half else name
@@ -126,19 +122,18 @@ def test_all_arguments_are_there_in_their_groups(make: Callable[[], Step]) -> No
 
 @pytest.mark.full
 def test_haikus_policies_are_those_of_the_thread_that_plans(compiler: None) -> None:
-    script = script_of("haiku_transformer")
-    step = script.script(False)
+    step = haiku_transformer.script(False)
 
     def update(state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(script.loss_fn)(state["params"], state["rng"], batch)
+        loss, grads = jax.value_and_grad(haiku_transformer.loss_fn)(state["params"], state["rng"], batch)
         return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, loss
 
     state = {name: step.state[name] for name in ("params", "rng")}
     in_float32 = row_of(update, state, step.batch)
-    with script.mixed_precision():
+    with haiku_transformer.mixed_precision():
         in_half = row_of(lambda state, batch: update(state, batch), state, step.batch)
     assert in_float32.costs.cast_bytes < in_half.costs.cast_bytes
-    assert hk.mixed_precision.get_policy(script.LanguageModel) is None
+    assert hk.mixed_precision.get_policy(haiku_transformer.LanguageModel) is None
 
 
 @pytest.mark.full
@@ -153,7 +148,7 @@ def test_steps_that_cannot_be_planned_say_what_to_do() -> None:
 
 def padded_graphs(size: int) -> Any:
     """Returns the shapes of a batch of so many molecules, as `jraph.pad_with_graphs` pads them."""
-    graphs = script_of("ogbg").molecules()
+    graphs = ogbg.molecules()
     nodes, edges = ((graphs.nodes, graphs.senders, graphs.receivers)[i].shape[0] for i in (0, 1))
     counts = {nodes: 4 * size, edges: 8 * size, graphs.n_node.shape[0]: size}
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((counts[x.shape[0]], *x.shape[1:]), x.dtype), graphs)

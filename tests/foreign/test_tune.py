@@ -1,122 +1,25 @@
 """`tune` on losses that others wrote: it sees the program, and what it finds holds under autocast itself."""
 
 import importlib
-from collections.abc import Callable, Iterable
-from typing import Any
+import pkgutil
+from collections.abc import Callable
 
-import jax
 import pytest
-from flax import nnx
+import training_scripts
 from healthy_models import MODELS, Model, gan
+from training_scripts import equinox_gan
 
 import jmp_train as jt
 
 pytestmark = pytest.mark.full
 
-KEY = jax.random.key(0)
-Loss = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-def script_of(name: str) -> Any:
-    return importlib.import_module(f"test_{name}")
-
-
-def params_of(script: Any) -> Any:
-    return script.script(True).state.params
-
-
-def equinox_diffusion() -> Loss:
-    script = script_of("equinox_diffusion")
-    return script.batch_loss_fn, (*script.model_and_data(), 10.0, KEY)
-
-
-def equinox_generator() -> Loss:
-    script = script_of("equinox_gan")
-    (generator, g_state), (discriminator, d_state) = script.models()
-    noise = jax.random.normal(KEY, (8, script.LATENTS, 1, 1))
-    return script.generator_loss, (generator, (g_state, d_state), discriminator, noise)
-
-
-def equinox_discriminator() -> Loss:
-    script = script_of("equinox_gan")
-    (generator, g_state), (discriminator, d_state) = script.models()
-    fake, _ = script.batched(generator, jax.random.normal(KEY, (8, script.LATENTS, 1, 1)), g_state)
-    return script.discriminator_loss, (discriminator, d_state, fake, script.real_images())
-
-
-def haiku_transformer() -> Loss:
-    script = script_of("haiku_transformer")
-    return script.loss_fn, (script.script(True).state["params"], jax.random.PRNGKey(0), script.sequences())
-
-
-def imagenet() -> Loss:
-    script = script_of("imagenet")
-    variables = script.initialized()
-    return script.loss_fn, (variables["params"], variables["batch_stats"], script.images())
-
-
-def lm1b() -> Loss:
-    script = script_of("lm1b")
-    return script.loss_fn, (params_of(script), script.packed_batch(), jax.random.PRNGKey(0))
-
-
-def nanodo() -> Loss:
-    script = script_of("nanodo")
-    return script.loss_fn, (params_of(script), script.tokens())
-
-
-def nnx_mnist() -> Loss:
-    script = script_of("nnx_mnist")
-    return script.loss_fn, (script.CNN(rngs=nnx.Rngs(0)), script.digits())
-
-
-def ogbg() -> Loss:
-    script = script_of("ogbg")
-    return script.loss_fn, (params_of(script), script.molecules())
-
-
-def ppo() -> Loss:
-    script = script_of("ppo")
-    return script.loss_fn, (params_of(script), script.trajectories())
-
-
-def seq2seq() -> Loss:
-    script = script_of("seq2seq")
-    return script.loss_fn, (params_of(script), script.additions(), jax.random.PRNGKey(0))
-
-
-def vae() -> Loss:
-    script = script_of("vae")
-    return script.loss_fn, (params_of(script), script.digits(), KEY)
-
-
-def wmt() -> Loss:
-    script = script_of("wmt")
-    return script.loss_fn, (params_of(script), None, script.padded_batch(), KEY)
-
-
-LOSSES = (
-    equinox_diffusion,
-    equinox_generator,
-    equinox_discriminator,
-    haiku_transformer,
-    imagenet,
-    lm1b,
-    nanodo,
-    nnx_mnist,
-    ogbg,
-    ppo,
-    seq2seq,
-    vae,
-    wmt,
-)
-
-
-def cases(makers: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Returns each model in each half type."""
-    return [
-        pytest.param(make, dtype, id=f"{make.__name__}-{dtype}") for make in makers for dtype in ("float16", "bfloat16")
-    ]
+SCRIPTS = {
+    found.name: importlib.import_module(f"training_scripts.{found.name}")
+    for found in pkgutil.iter_modules(training_scripts.__path__)
+}
+# Each loss, with a function that returns its arguments.
+LOSSES = {name: (script.loss_fn, script.loss_args) for name, script in SCRIPTS.items()}
+LOSSES["equinox_discriminator"] = (equinox_gan.discriminator_loss, equinox_gan.discriminator_args)
 
 
 def assert_all_is_half(tuned: jt.tuning.TunedRules, least_choices: int) -> None:
@@ -129,13 +32,15 @@ def assert_all_is_half(tuned: jt.tuning.TunedRules, least_choices: int) -> None:
     assert by_rules >= table - 1e-6
 
 
-@pytest.mark.parametrize(("loss", "dtype"), cases(LOSSES))
-def test_losses_of_scripts(loss: Callable[[], Loss], dtype: str) -> None:
-    loss_fn, args = loss()
-    assert_all_is_half(jt.tune(loss_fn, [args], dtype=dtype), 10)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_scripts(name: str, dtype: str) -> None:
+    loss_fn, make_args = LOSSES[name]
+    assert_all_is_half(jt.tune(loss_fn, [make_args()], dtype=dtype), 10)
 
 
-@pytest.mark.parametrize(("make", "dtype"), cases(make for make in MODELS if make is not gan))  # whose step is its own
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("make", [make for make in MODELS if make is not gan], ids=lambda make: make.__name__)
 def test_steps_that_half_precision_does_not_harm(make: Callable[[], Model], dtype: str) -> None:
     model = make()
     step, state = model.training(None, jt.torch_loss_scale(2.0**12))
