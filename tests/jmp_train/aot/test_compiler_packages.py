@@ -114,9 +114,10 @@ def test_the_private_folder_is_found_and_12_before_13() -> None:
     assert compiler_path() == compiler_folder("12")
 
 
-def test_an_environment_that_has_the_plugin_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions({"jax-cuda13-plugin": JAXLIB}, monkeypatch)
+def test_an_environment_that_has_the_compiler_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions({"jax-cuda13-plugin": JAXLIB, "libtpu": "0.0.42.1"}, monkeypatch)
     assert compiler_path() is None
+    assert compiler_path("tpu") is None
 
 
 def test_what_is_installed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +169,6 @@ def test_all_versions_can_be_removed(cache: Path) -> None:
     (cache / "programs").mkdir()
     assert len(remove_compilers()) == 2
     assert [file.name for file in cache.iterdir()] == ["programs"]
-
-
-def test_on_a_tpus_host_libtpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions({"libtpu": "0.0.42.1"}, monkeypatch)
-    assert compiler_path("tpu") is None
 
 
 def test_libtpu_is_the_one_that_jax_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

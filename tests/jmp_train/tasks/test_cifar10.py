@@ -1,7 +1,6 @@
 """The task `cifar10`: its data on the way into the network, its optimizer, and training with a small ResNet."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from made_runs import first_examples
 from promotion import promoting, promoting_task, relaxed
 
-import jmp_train as jt
 from jmp_train.runs import RunSettings
 from jmp_train.runs.loop import train
+from jmp_train.runs.precisions import precision_of
 from jmp_train.task import Task
 from jmp_train.tasks import cifar10, load_task
 from jmp_train.tasks.models.convolution import ResNet
@@ -129,38 +128,22 @@ def test_files_are_found_and_options_checked(tmp_path: Any) -> None:
     ]
 
 
-def convolution_dtypes(fn: Any, *args: Any) -> set[str]:
-    """Returns the dtypes of all operands of convolutions in a function and its gradient."""
-    with jax.numpy_dtype_promotion("standard"):
-        jaxpr = jax.make_jaxpr(jax.value_and_grad(fn, has_aux=True))(*args)
-    dtypes: set[str] = set()
-
-    def look(jaxpr: Any) -> None:
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "conv_general_dilated":
-                dtypes.update(x.aval.dtype.name for x in equation.invars)
-            for value in equation.params.values():
-                if hasattr(value, "jaxpr"):
-                    look(value.jaxpr)
-
-    look(jaxpr.jaxpr)
-    return dtypes
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["torch", "apex-O1", "apex-O2", "apex-O3", "naive"])
 def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
+    """Reads the dtypes of their results in the program of a loss and its gradient."""
     task = small_task(8, (4, 8))
-    name, _, level = mode.partition("-")
-    amp = jt.amp_mode(name, **({"opt_level": level} if level else {}))
+    amp: Any = precision_of(mode)
     amp = dataclasses.replace(amp, batch_norms=task.batch_norms())
     loss_fn, _ = amp.transform(task.loss_fn, optax.sgd(0.1))
-    shapes = jax.eval_shape(task.init, jax.random.key(0))
-    params, stats = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
-    params, stats = amp.cast_params(params), amp.cast_model_state(stats)
-    batch = task.prepare(task.train)
-    on_params = partial(loss_fn, model_state=stats, batch=batch, rng=jax.random.key(1))
-    assert convolution_dtypes(lambda params: on_params(params), params) == {"float16"}
+    params, stats = jax.eval_shape(task.init, jax.random.key(0))
+    params, stats = jax.eval_shape(amp.cast_params, params), jax.eval_shape(amp.cast_model_state, stats)
+    with jax.numpy_dtype_promotion("standard"):
+        gradient = jax.value_and_grad(loss_fn, has_aux=True)
+        program = str(jax.make_jaxpr(gradient)(params, stats, task.prepare(task.train), jax.random.key(1)))
+    results = [line.partition(" = conv")[0] for line in program.splitlines() if "= conv_general_dilated[" in line]
+    assert len(results) > 10
+    assert all(":f16[" in result for result in results)
 
 
 @pytest.mark.full
@@ -199,21 +182,3 @@ def test_batch_norm_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     for parts, whole in zip(jax.tree.leaves(parts_stats), jax.tree.leaves(whole_stats), strict=True):
         np.testing.assert_allclose(parts[0], whole, rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(parts[0], parts[1])
-
-
-def test_devices_draw_crops_of_their_own() -> None:
-    task = small_task(8, (4,), devices=2)
-    image = task.train["image"][:1]
-    batch = {"image": np.repeat(image, 2, axis=0), "label": np.zeros(2, np.int32)}
-
-    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        pixels = cifar10.augment(batch["image"], rng).astype(jnp.float32)
-        spread = jax.lax.pmax(pixels, "data") - jax.lax.pmin(pixels, "data")
-        return params * spread.max(), (model_state, None)
-
-    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    optimizer = optax.sgd(0.0)
-    step = jax.jit(jt.data_parallel(jt.train_step(loss_fn, optimizer), mesh))
-    state = jt.TrainState.create(jnp.ones(()), optimizer, rng=jax.random.key(0))
-    _, metrics = step(state, batch)
-    assert float(metrics["loss"]) > 0

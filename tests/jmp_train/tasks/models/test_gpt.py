@@ -147,19 +147,6 @@ def test_rotations_within_autocast_are_float32_and_their_products_exact(dtype: A
     assert np.abs(np.asarray(out, np.float64) - exact).max() < 4 * float(jnp.finfo(dtype).eps)
 
 
-def test_scores_of_rotated_heads_depend_on_the_distance_alone() -> None:
-    random = np.random.default_rng(0)
-    query, key = (jnp.asarray(random.normal(size=(1, 1, 1, 32)), jnp.float32) for _ in range(2))
-
-    def score(position: int) -> float:
-        turns = [rotations(jnp.array([place]), 32) for place in (position, position - 3)]
-        turned_query, turned_key = rotated(query, turns[0]), rotated(key, turns[1])
-        return float((turned_query * turned_key).sum())
-
-    assert score(FAR) == pytest.approx(score(3), abs=2e-3)
-    assert abs(score(FAR) - float((query * key).sum())) > 0.1
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("prompt", [1, 5])
 def test_cached_logits_are_those_of_the_full_forward_pass(params: Any, prompt: int) -> None:
