@@ -1,5 +1,6 @@
 """What tests run as several processes: `jmp-train launch -n 2 -- process_programs.py NAME ...`."""
 
+import contextlib
 import logging
 import random
 import shutil
@@ -7,7 +8,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,36 @@ def make_step(policy: str) -> tuple[jt.steps.TrainStep, jt.TrainState]:
     return step, jt.TrainState.create(params, optimizer)
 
 
-def first_losses(directory: str) -> None:
-    """Trains on all devices of all processes, says how many they are, and leaves the losses in a file."""
+def join() -> tuple[Mesh, NamedSharding]:
+    """Has this process take part; returns a mesh of all devices, and the sharding of a batch over them."""
     jt.distributed.initialize(shutdown_timeout=20)
     mesh = Mesh(np.array(jax.devices()), ("data",))
+    return mesh, NamedSharding(mesh, PartitionSpec("data"))
+
+
+def batch_of_parts(sharding: NamedSharding, overflows: bool) -> Any:
+    """Returns a batch to which each process gives its part; if it overflows, in the last process only."""
+    batch = jax.tree.map(lambda x: x[: BATCH // jax.process_count()].copy(), digits())
+    if overflows and jax.process_index() == jax.process_count() - 1:
+        batch["x"][0] = 7e4
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+
+
+@contextlib.contextmanager
+def printing_refusal(name: str) -> Iterator[None]:
+    """Prints in one line the ValueError that is raised within."""
+    try:
+        yield
+    except ValueError as error:
+        print(f"{name}: {error}".replace("\n", " |"))
+
+
+def first_losses(directory: str) -> None:
+    """Trains on all devices of all processes, says how many they are, and leaves the losses in a file."""
+    mesh, sharding = join()
     step, state = make_step("float32")
     run, state = jax.jit(jt.data_parallel(step, mesh)), jt.distributed.broadcast_state(state, mesh)
-    batches = array_batches(digits(), BATCH, seed=1, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    batches = array_batches(digits(), BATCH, seed=1, sharding=sharding)
     losses = []
     for _ in range(STEPS):
         state, metrics = run(state, next(batches))
@@ -66,9 +90,7 @@ def first_losses(directory: str) -> None:
 
 def train(directory: str, *names: str) -> None:
     """Trains by some routes, once with a late process, and leaves parameters and losses in files."""
-    jt.distributed.initialize(shutdown_timeout=20)
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    mesh, sharding = join()
     routes: dict[str, tuple[Callable[[jt.steps.TrainStep], Any], Any, Any]] = {
         "shard_map": (lambda step: jax.jit(jt.data_parallel(step, mesh)), mesh, sharding),
         "jit": (lambda step: jax.jit(jt.sharded_step(step, mesh)), mesh, sharding),
@@ -107,13 +129,8 @@ def overflow(mesh: Mesh, sharding: NamedSharding) -> None:
     step, state = make_step("mixed_float16")
     state = jt.distributed.broadcast_state(state, mesh)
     run, finite, scales = jax.jit(jt.data_parallel(step, mesh)), [], []
-    examples = BATCH // jax.process_count()
     for number in range(6):
-        batch = jax.tree.map(lambda x: x[:examples].copy(), digits())
-        if number in (1, 4) and jax.process_index() == jax.process_count() - 1:
-            batch["x"][0] = 7e4
-        batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
-        state, metrics = run(state, batch)
+        state, metrics = run(state, batch_of_parts(sharding, overflows=number in (1, 4)))
         finite.append(bool(metrics["grads_finite"]))
         scales.append(float(metrics["loss_scale"]))
     print("finite", finite, "scale", scales[-1])
@@ -129,14 +146,9 @@ def naive_mode(mesh: Mesh, sharding: NamedSharding) -> None:
     state = jt.TrainState.create(state.params, optimizer, cast_params=amp.cast_params)
     state = jt.distributed.broadcast_state(state, mesh)
     run = jax.jit(jt.data_parallel(jt.train_step(loss_fn, optimizer), mesh))
-    examples = BATCH // jax.process_count()
     metrics: Any = {}
     for number in range(4):
-        batch = jax.tree.map(lambda x: x[:examples].copy(), digits())
-        if number == 2 and jax.process_index() == jax.process_count() - 1:
-            batch["x"][0] = 7e4
-        batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
-        state, metrics = run(state, batch)
+        state, metrics = run(state, batch_of_parts(sharding, overflows=number == 2))
         amp.log(metrics)
     jt.distributed.check_agreement(state)
     master_weights = jt.get_master_weights(state.opt_state)
@@ -183,14 +195,10 @@ def differ() -> None:
         "rng": {"state": {**state, "rng": jax.random.key(int(odd))}},
     }
     for name, case in cases.items():
-        try:
+        with printing_refusal(name):
             jt.distributed.check_agreement(**case)
-        except ValueError as error:
-            print(f"{name}: {error}".replace("\n", " |"))
-    try:
+    with printing_refusal("broadcast"):
         jt.distributed.broadcast_state({"w": np.zeros(2 if odd else 3)})
-    except ValueError as error:
-        print(f"broadcast: {error}".replace("\n", " |"))
     send_all_kinds()
     save_replicated_and_sharded_weights()
     jt.distributed.check_agreement(seed=int(odd))  # the end
@@ -225,15 +233,10 @@ def save_replicated_and_sharded_weights() -> None:
         file = Path(folder, "weights.safetensors")
         jt.save_weights(file, {"w": replicated})
         (got,) = jt.load_weights(file, {"w": sharded}).values()
-        print(
-            "loaded",
-            got.sharding == sharded.sharding,
-            np.array_equal(got.addressable_data(0), sharded.addressable_data(0)),
-        )
-        try:
+        is_equal = np.array_equal(got.addressable_data(0), sharded.addressable_data(0))
+        print("loaded", got.sharding == sharded.sharding, is_equal)
+        with printing_refusal("save"):
             jt.save_weights(file, {"w": sharded})
-        except ValueError as error:
-            print(f"save: {error}".replace("\n", " |"))
 
 
 def late(delay: str, collective_timeout: str) -> None:
@@ -280,16 +283,15 @@ def divided_state(value: float, mesh: Mesh) -> dict[str, Any]:
     apart, alike = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
     rows = np.arange(8.0, dtype=np.float32) * value
     return {
-        "divided": jax.make_array_from_callback(rows.shape, apart, lambda index: rows[index]),
-        "alike": jax.make_array_from_callback((), alike, lambda index: np.float32(value)),
+        "divided": placed_whole(rows, apart),
+        "alike": placed_whole(np.full((), value, np.float32), alike),
         "step": int(value),
     }
 
 
 def damage(directory: str) -> None:
     """Saves two steps, and restores from copies with one damaged file each."""
-    jt.distributed.initialize(shutdown_timeout=20)
-    mesh, folder, cases = Mesh(np.array(jax.devices()), ("data",)), Path(directory), 0
+    (mesh, _), folder, cases = join(), Path(directory), 0
     with jt.CheckpointStore(folder / "whole") as store:
         for step in (1, 2):
             store.save(step, divided_state(float(step), mesh))
@@ -312,19 +314,14 @@ def damage(directory: str) -> None:
                 assert said[0].startswith("step 2 is damaged: "), said
                 shutil.rmtree(copy)
             cases += 1
-    try:
-        with jt.CheckpointStore(folder / "whole") as store:
-            store.restore({**divided_state(1.0, mesh), "step": 1.0})
-    except ValueError as error:
-        print(f"refused: {error}".replace("\n", " |"))
+    with printing_refusal("refused"), jt.CheckpointStore(folder / "whole") as store:
+        store.restore({**divided_state(1.0, mesh), "step": 1.0})
     print("cases", cases)
 
 
 def capsules(directory: str) -> None:
     """Skips steps by three routes, and replays each from the capsules of all processes."""
-    jt.distributed.initialize(shutdown_timeout=20)
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    mesh, sharding = join()
     step, state = make_step("mixed_float16")
     fsdp = jt.fsdp_shardings(state, mesh, min_size=64)
     routes: dict[str, tuple[Any, Any, Any]] = {
@@ -351,10 +348,9 @@ def replay_skips(folder: Path, run: Any, state: jt.TrainState, sharding: Any, sa
             bad = number in (0, 1, 3)
             batch = batch_of_capsules(number, bad)
             if sharding is None:
-                start, count = BATCH // jax.process_count() * jax.process_index(), BATCH // jax.process_count()
-                batch = jax.tree.map(lambda x, at=start, count=count: x[at : at + count], batch)
+                batch = {name: np.split(x, jax.process_count())[jax.process_index()] for name, x in batch.items()}
             else:
-                batch = placed_whole(batch, sharding)
+                batch = {name: placed_whole(x, sharding) for name, x in batch.items()}
             state, metrics = watched(state, batch)
             assert bool(metrics["grads_finite"].addressable_data(0)) is not bad
             if not bad:
@@ -378,9 +374,9 @@ def batch_of_capsules(number: int, bad: bool) -> dict[str, np.ndarray]:
     return batch
 
 
-def placed_whole(batch: Any, sharding: Any) -> Any:
-    """Returns the same batch of all processes as one over their devices."""
-    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch)
+def placed_whole(x: np.ndarray, sharding: Any) -> jax.Array:
+    """Returns the same array of all processes as one over their devices."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def local_bytes(tree: Any) -> list[list[bytes]]:
