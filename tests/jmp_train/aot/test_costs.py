@@ -95,25 +95,26 @@ ENTRY %main (x: f32[20,50], y: f16[50,30], m0: f32[20,20], p: pred[20,50]) -> f1
 """  # noqa: E501
 
 
+FOUND = program_costs(read_hlo(PROGRAM), GPU)
+
+
 def kernel(found: Costs, name: str) -> Kernel:
     (one,) = (kernel for kernel in found.kernels if kernel.name == name)
     return one
 
 
 def test_operations_by_dtype_and_by_operation() -> None:
-    found = program_costs(read_hlo(PROGRAM), GPU)
-    assert found.operations == {"f32": 6 * 2 * 20**3, "f16": 2 * 20 * 50 * 30}
-    assert [(x.op_name, x.dtype, x.operations, x.stack_frame) for x in found.by_operation] == [
+    assert FOUND.operations == {"f32": 6 * 2 * 20**3, "f16": 2 * 20 * 50 * 30}
+    assert [(x.op_name, x.dtype, x.operations, x.stack_frame) for x in FOUND.by_operation] == [
         ("loop", "f32", 96_000, 7),
         ("fused", "f16", 60_000, None),
     ]
-    assert found.uncounted == {"mine": 1}
-    assert (found.unknown_loops, found.conditionals) == (0, 0)
+    assert FOUND.uncounted == {"mine": 1}
+    assert (FOUND.unknown_loops, FOUND.conditionals) == (0, 0)
 
 
 def test_bytes_and_those_of_casts() -> None:
-    found = program_costs(read_hlo(PROGRAM), GPU)
-    assert [(x.name, x.times, x.read_bytes, x.written_bytes, x.is_cast) for x in found.kernels] == [
+    assert [(x.name, x.times, x.read_bytes, x.written_bytes, x.is_cast) for x in FOUND.kernels] == [
         ("cast_fusion", 1, 4000, 3200, True),
         ("scaled_fusion", 1, 4000, 2000, False),
         ("mask_fusion", 1, 1000, 2000, False),  # no cast between floating-point dtypes
@@ -122,14 +123,13 @@ def test_bytes_and_those_of_casts() -> None:
         ("sorted", 1, 4000, 4000, False),
         ("gemm_fusion", 1, 2000 + 3000, 1200, False),
     ]
-    assert found.cast_bytes == 7200
-    assert found.read_bytes == 4000 + 4000 + 1000 + 6 * 4 + 6 * 1600 + 4000 + 5000
-    assert found.written_bytes == 3200 + 2000 + 2000 + 6 * 1 + 6 * 1600 + 4000 + 1200
+    assert FOUND.cast_bytes == 7200
+    assert FOUND.read_bytes == 4000 + 4000 + 1000 + 6 * 4 + 6 * 1600 + 4000 + 5000
+    assert FOUND.written_bytes == 3200 + 2000 + 2000 + 6 * 1 + 6 * 1600 + 4000 + 1200
 
 
 def test_the_least_time_of_each_kernel() -> None:
-    found = program_costs(read_hlo(PROGRAM), GPU)
-    seconds = {x.name: (x.seconds, x.seconds_without_cache) for x in found.kernels}
+    seconds = {x.name: (x.seconds, x.seconds_without_cache) for x in FOUND.kernels}
     assert seconds == {
         "cast_fusion": ((3000 + 2200) / 50, 7200 / 50),  # the cache may have 1,000 of the bytes, and keep 1,000
         "scaled_fusion": ((3000 + 1000) / 50, 6000 / 50),
@@ -139,8 +139,8 @@ def test_the_least_time_of_each_kernel() -> None:
         "sorted": (0, 8000 / 50),  # it may read nothing
         "gemm_fusion": ((4000 + 200) / 50, 6200 / 50),  # of which the product needs 60
     }
-    assert found.compute_seconds == pytest.approx(104 + 80 + 20 + 6 * 160 + 84)
-    assert found.compute_seconds_without_cache == pytest.approx(144 + 120 + 60 + 6 * 0.1 + 6 * 160 + 160 + 124)
+    assert FOUND.compute_seconds == pytest.approx(104 + 80 + 20 + 6 * 160 + 84)
+    assert FOUND.compute_seconds_without_cache == pytest.approx(144 + 120 + 60 + 6 * 0.1 + 6 * 160 + 160 + 124)
 
 
 def test_float32_that_must_be_exact_has_its_own_rate() -> None:
@@ -150,13 +150,12 @@ def test_float32_that_must_be_exact_has_its_own_rate() -> None:
 
 def test_communication() -> None:
     """Each of six times, a device sends 2 x 3/4 of 1,600 bytes."""
-    found = program_costs(read_hlo(PROGRAM), GPU)
-    (item,) = found.communication
+    (item,) = FOUND.communication
     assert (item.kind, item.dtype, item.group_size, item.count) == ("all-reduce", "f32", 4, 6)
     assert (item.n_bytes, item.sent_bytes, item.seconds) == (9600, 14_400, 14_400 / 5)
-    assert found.communication_seconds == found.seconds == found.seconds_without_cache == 14_400 / 5
+    assert FOUND.communication_seconds == FOUND.seconds == FOUND.seconds_without_cache == 14_400 / 5
     fast = program_costs(read_hlo(PROGRAM), dataclasses.replace(GPU, link_bandwidth=1e9))
-    assert fast.seconds == fast.compute_seconds == found.compute_seconds
+    assert fast.seconds == fast.compute_seconds == FOUND.compute_seconds
     assert fast.seconds_without_cache == fast.compute_seconds_without_cache
 
 

@@ -214,7 +214,7 @@ def test_the_page_has_the_table() -> None:
 @pytest.mark.timeout(600)
 def test_every_gpu_is_compiled_for(plan_python: str) -> None:
     """One process for all; products in bfloat16 are float32's where the GPU has no bfloat16."""
-    environment = {**compiling_environment(None), "PYTHONPATH": str(TESTS / "helpers")}
+    environment: Any = {**compiling_environment(None), "PYTHONPATH": str(TESTS / "helpers")}
     out = run_python(TESTS / "programs" / "every_gpu.py", python=plan_python, timeout=500, **environment)
     found = json.loads(out.splitlines()[-1])
     assert [*found] == [*GPUS]

@@ -1,5 +1,6 @@
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -189,6 +190,6 @@ def test_a_step_that_overflows_once_in_a_while_does_not_stop_the_run(digits: Tas
         ("float64", {}, "'float64' has float64, which needs JAX_ENABLE_X64=1"),
     ],
 )
-def test_bad_arguments_are_named(digits: Task, policy: str, settings: dict[str, int], message: str) -> None:
+def test_bad_arguments_are_named(digits: Task, policy: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(digits, policy, RunSettings(**settings))
