@@ -64,11 +64,6 @@ def test_a_whole_graph_stays_and_its_examples_grow() -> None:
     jax.eval_shape(step, state, large)
 
 
-def test_what_is_no_precision() -> None:
-    with pytest.raises(ValueError, match="float33"):
-        planned_step(load_task("digits"), "float33")
-
-
 def test_a_stack_of_graphs_does_not_grow() -> None:
     graph = from_edges([0, 1], [1, 0], 2, nodes={"h": jax.numpy.ones((2, 3))})
     batch = stack([{"graph": graph, "label": jax.numpy.ones(2)}])  # all of its first axes are 1
