@@ -229,11 +229,13 @@ def attention_operation(
       logits_and_messages: returns both for all edges.
       chunked_kernel: the operation in chunks: a function of negative slope, sorted edges, dropout and inputs.
     """
-    kernels = {
-        "xla": functools.partial(_by_xla, logits_and_messages),
-        "chunked": functools.partial(_by_chunks, chunked_kernel),
-    }
-    return EdgeOperation(kernels, _elements_per_edge)
+    return EdgeOperation(
+        {
+            "xla": functools.partial(_by_xla, logits_and_messages),
+            "chunked": functools.partial(_by_chunks, chunked_kernel),
+        },
+        _elements_per_edge,
+    )
 
 
 def _by_xla(
@@ -257,21 +259,11 @@ def _attend(
     inputs: AttentionInputs,
 ) -> jax.Array:
     logits, messages = logits_and_messages(negative_slope, adjacency, inputs)
-    return _weighted_sum(adjacency, logits, messages, inputs.edge_weight, dropout)
-
-
-def _weighted_sum(
-    adjacency: Adjacency,
-    logits: jax.Array,
-    messages: jax.Array,
-    edge_weight: jax.Array | None,
-    dropout: EdgeDropout | None,
-) -> jax.Array:
     weights = adjacency.receivers.softmax(logits)
     if dropout is not None:
         weights = weights * dropout.of_edges(jnp.arange(len(weights))).astype(weights.dtype)
-    if edge_weight is not None:
-        weights = weights * edge_weight.astype(weights.dtype)[:, None]
+    if inputs.edge_weight is not None:
+        weights = weights * inputs.edge_weight.astype(weights.dtype)[:, None]
     return adjacency.receivers.sum(weights[..., None] * messages)
 
 
