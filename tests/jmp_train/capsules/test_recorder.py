@@ -96,20 +96,12 @@ def mesh_of(count: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:count]), ("data",))
 
 
-def one_device(step: TrainStep) -> Run:
-    return jax.jit(step, donate_argnums=0)
-
-
-def on_eight_by_shard_map(step: TrainStep) -> Run:
-    return jax.jit(jt.data_parallel(step, mesh_of(8)), donate_argnums=0)
-
-
-def on_eight_by_pmap(step: TrainStep) -> Run:
-    return jt.pmap_step(step, donate_argnums=0)
-
-
-def on_eight_by_jit(step: TrainStep) -> Run:
-    return jt.sharded_step(step, mesh_of(8), donate_argnums=0)
+ROUTES: dict[str, Callable[[TrainStep], Run]] = {
+    "one device": lambda step: jax.jit(step, donate_argnums=0),
+    "shard_map": lambda step: jax.jit(jt.data_parallel(step, mesh_of(8)), donate_argnums=0),
+    "pmap": lambda step: jt.pmap_step(step, donate_argnums=0),
+    "jit": lambda step: jt.sharded_step(step, mesh_of(8), donate_argnums=0),
+}
 
 
 def check_replays(run: Run, state: Any, directory: Path, count: int, skips: set[int], **options: Any) -> int:
@@ -141,7 +133,6 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-ROUTES = [one_device, on_eight_by_shard_map, on_eight_by_pmap, on_eight_by_jit]
 MODES: list[tuple[str, dict[str, Any]]] = [
     ("torch", {"init_scale": 256.0}),
     ("torch", {"dtype": jnp.bfloat16}),
@@ -155,20 +146,20 @@ MODES: list[tuple[str, dict[str, Any]]] = [
     ("naive", {"initial_scale": 2.0**8, "hysteresis": 3, "accumulate_steps": 2}),
 ]
 # Each mode on one device and by one other route, and each route with several modes.
-PAIRS = [(*mode, route) for i, mode in enumerate(MODES) for route in (ROUTES[0], ROUTES[1 + i % 3])]
+PAIRS = [(*mode, route) for i, mode in enumerate(MODES) for route in ("one device", [*ROUTES][1 + i % 3])]
 
 
 def test_a_skip_is_replayed_bit_by_bit(tmp_path: Path) -> None:
     step, state = make_step(init_scale=256.0, growth_interval=2)
-    assert check_replays(one_device(step), state, tmp_path, 6, {1, 4, 5}) == 3
+    assert check_replays(ROUTES["one device"](step), state, tmp_path, 6, {1, 4, 5}) == 3
     assert [path.name for path in sorted(tmp_path.iterdir())] == [f"step_{number:08d}.capsule" for number in (1, 4, 5)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("mode", "options", "route"), PAIRS)
-def test_fifty_of_fifty_are_replayed(mode: str, options: dict[str, Any], route: Any, tmp_path: Path) -> None:
+def test_fifty_of_fifty_are_replayed(mode: str, options: dict[str, Any], route: str, tmp_path: Path) -> None:
     step, state = make_step(mode, **options)
-    assert check_replays(route(step), state, tmp_path, 60, set(range(60)) - set(range(3, 60, 6))) == 50
+    assert check_replays(ROUTES[route](step), state, tmp_path, 60, set(range(60)) - set(range(3, 60, 6))) == 50
 
 
 def small_step() -> tuple[jt.steps.TrainStep, jt.TrainState]:

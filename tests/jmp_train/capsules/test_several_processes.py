@@ -1,11 +1,10 @@
 """Each of several processes writes its own part of a capsule; they replay it together, and one alone has all of it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from process_helpers import launched
 from process_programs import batch_of_capsules, make_step
 
 import jmp_train as jt
@@ -17,12 +16,8 @@ PROGRAMS = Path(__file__).resolve().parents[2] / "programs" / "process_programs.
 
 @pytest.mark.timeout(240)
 def test_two_processes_replay_their_skips(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "jmp_train", "launch", "-n", "2", "--devices-per-process", "2", "--"]
-    done = subprocess.run(
-        [*command, str(PROGRAMS), "capsules", str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
-    )
-    text = done.stdout + done.stderr
-    assert done.returncode == 0, text
+    code, text = launched(PROGRAMS, "capsules", tmp_path, options=["--devices-per-process", "2"])
+    assert code == 0, text
     for route in ("shard_map False", "jit False", "jit True", "pmap False"):
         assert text.count(f"{route}: replayed 3") == 2, text
 

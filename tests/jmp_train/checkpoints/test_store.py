@@ -23,6 +23,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from process_helpers import launched
 from process_programs import damage_file
 from promotion import relaxed
 from pytrees import assert_bitwise_equal, assert_same
@@ -348,14 +349,12 @@ def test_another_jax_reads_it_and_is_read(tmp_path: Path) -> None:
 @pytest.mark.timeout(200)
 def test_no_damage_is_silent_with_two_processes_and_a_leaf_divided_between_them(tmp_path: Path) -> None:
     program = Path(__file__).resolve().parents[2] / "programs" / "process_programs.py"
-    command = [sys.executable, "-m", "jmp_train", "launch", "-n", "2", "--", str(program)]
-    done = subprocess.run([*command, "damage", str(tmp_path)], capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    cases = [int(count) for count in re.findall(r"cases (\d+)", done.stdout)]
+    code, text = launched(program, "damage", tmp_path)
+    assert code == 0, text
+    cases = [int(count) for count in re.findall(r"cases (\d+)", text)]
     assert len(cases) == 2
     assert cases[0] >= 200
-    refusal = "['step']: the checkpoint has int int64[], the state has float float64[]"
-    assert done.stdout.count(refusal) == 2, done.stdout
+    assert text.count("['step']: the checkpoint has int int64[], the state has float float64[]") == 2, text
 
 
 def test_metadata_is_what_the_step_was_saved_with(tmp_path: Path) -> None:

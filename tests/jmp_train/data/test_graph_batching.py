@@ -12,6 +12,7 @@ from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
 from jmp_train.data import graph_batches
+from jmp_train.data.graph_batching import shuffled_order
 
 pytestmark = pytest.mark.quick
 
@@ -79,8 +80,8 @@ def test_threads_and_where_it_starts_change_nothing(data: graphs.GraphData) -> N
 
 
 def test_a_step_has_the_same_graphs_however_many_processes_and_devices_share_it(data: graphs.GraphData) -> None:
-    parts = [list(graph_batches(data, 4, process_index=i, process_count=2, stack=2)) for i in range(2)]
-    alone = list(graph_batches(data, 4, stack=4))
+    options = ({"stack": 4}, *({"process_index": i, "process_count": 2, "stack": 2} for i in range(2)))
+    alone, *parts = (jax.device_get(list(graph_batches(data, 4, **each))) for each in options)
     assert len(alone) == len(parts[0]) == len(parts[1]) == 3
     for whole, *shares in zip(alone, *parts, strict=True):
         assert_bitwise_equal([*graphs.unstack(shares[0]), *graphs.unstack(shares[1])], graphs.unstack(whole))
@@ -91,7 +92,7 @@ def test_a_stack_goes_to_the_devices_a_graph_each(data: graphs.GraphData) -> Non
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     stacked = next(graph_batches(data, 3, stack=4, device=sharding, formats=("coo", "csr")))
     assert len(stacked) == 4 and all(x.sharding == sharding for x in jax.tree.leaves(stacked))
-    chosen = all_numbers(graphs.unstack(stacked))
+    chosen = all_numbers(graphs.unstack(jax.device_get(stacked)))
     assert len(set(chosen)) == 12
 
 
@@ -115,3 +116,26 @@ def test_wrong_arguments_are_named(data: graphs.GraphData) -> None:
     small = graphs.PaddedSize(n_node=8, n_edge=8, n_graph=9)
     with pytest.raises(ValueError, match=r"no size fits a batch of 8 graphs with \d+ nodes and"):
         next(graph_batches(data, 8, sizes=[small]))
+
+
+# --- the order of an epoch, for any number of examples, seed and epoch ---------------------------
+
+
+@pytest.mark.quick_cases(6)
+@pytest.mark.parametrize("seed", [0, 1, 2**31 + 12345, 2**32 - 1])
+@pytest.mark.parametrize("count", [1, 2, 188, 40_000, 2**16, 2**16 + 1, 2**16 + 2, 2**18 + 1, 300_000])
+def test_the_order_of_an_epoch_is_that_of_grain(count: int, seed: int) -> None:
+    data = grain.MapDataset.range(count).shuffle(seed=seed)
+    places = sorted({0, 1 % count, count // 3, count // 2, count - 1})
+    for epoch in (0, 3):
+        found = shuffled_order(count, (seed + epoch) % 2**32)
+        assert found[places].tolist() == [data[place + epoch * count] for place in places]
+    if count not in (2**16 + 1, 2**18 + 1):  # of which grain has one number twice
+        assert np.array_equal(np.sort(found), np.arange(count))
+
+
+def test_the_order_that_is_kept_cannot_be_changed() -> None:
+    order = shuffled_order(10, 5)
+    with pytest.raises(ValueError, match="read-only"):
+        order[0] = 0
+    assert shuffled_order(10, 5) is order

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from process_helpers import launched
 from process_programs import BATCH, STEPS, digits, make_step
 
 import jmp_train as jt
@@ -26,12 +27,9 @@ Launch = Callable[..., tuple[int, str]]
 
 @pytest.fixture(name="launch")
 def fixture_launch(tmp_path: Path) -> Launch:
-    def launch(*arguments: Any, count: int = 2, timeout: int = 150, options: Sequence[str] = ()) -> tuple[int, str]:
-        """Returns the exit code and what all processes printed, before what the launcher said."""
-        command = [sys.executable, "-m", "jmp_train", "launch", "-n", str(count), *options]
-        command += ["--logdir", str(tmp_path / "logs"), "--", str(PROGRAMS), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-        return done.returncode, done.stdout + done.stderr
+    def launch(*arguments: Any, count: int = 2, options: Sequence[str] = ()) -> tuple[int, str]:
+        options = [*options, "--logdir", str(tmp_path / "logs")]
+        return launched(PROGRAMS, *arguments, count=count, options=options)
 
     return launch
 
@@ -118,7 +116,7 @@ def test_a_late_process_is_reported_after_the_time_out(launch: Launch, tmp_path:
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "code"), [("exit", 3), ("raise", 1)])
 def test_all_are_stopped_when_one_fails(how: str, code: int, launch: Launch) -> None:
-    returned, text = launch("leave", how, timeout=60)
+    returned, text = launch("leave", how)
     assert returned == 1
     assert f"jmp-train: error: process 1 ended with exit code {code}" in text, text
     assert ("LookupError: lost" in text) == (how == "raise")
@@ -126,7 +124,7 @@ def test_all_are_stopped_when_one_fails(how: str, code: int, launch: Launch) -> 
 
 @pytest.mark.full
 def test_a_process_that_ends_early_says_that_it_waits_in_vain(launch: Launch) -> None:
-    code, text = launch("uneven", 2, timeout=60)
+    code, text = launch("uneven", 2)
     assert code == 1
     said = "[1] process 1 has ended its script, but others have not within shutdown_timeout=2 s; check that all "
     before, found, after = text.partition(said)
@@ -141,7 +139,7 @@ def test_a_process_that_ends_early_says_that_it_waits_in_vain(launch: Launch) ->
 @pytest.mark.full
 def test_processes_that_wait_for_one_that_has_ended_are_stopped(launch: Launch) -> None:
     options = ["--exit-timeout", "1"]
-    code, text = launch("uneven", 100, timeout=60, options=options)
+    code, text = launch("uneven", 100, options=options)
     assert code == 1
     assert "[0] process 0 is done" not in text
     assert (

@@ -35,10 +35,7 @@ def by_branches(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def in_one_branch(w: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.cond(
-        x.sum() > 0,
-        lambda w: jnp.where(w[0, 0] > 0, Half(1), Half(0)),
-        lambda w: w.astype(Half)[0, 0],
-        w,
+        x.sum() > 0, lambda w: jnp.where(w[0, 0] > 0, Half(1), Half(0)), lambda w: w.astype(Half)[0, 0], w
     )
 
 
@@ -59,10 +56,7 @@ USES: dict[str, tuple[Callable[..., Any], str]] = {
     "carry": (in_carry, "float32"),
     "cond": (by_branches, "float16"),
     "one branch": (in_one_branch, "float32"),
-    "gradient": (
-        lambda w, x: jax.grad(lambda w: jnp.sin(x.astype(Half) @ w.astype(Half)).sum())(w),
-        "float16",
-    ),
+    "gradient": (lambda w, x: jax.grad(lambda w: jnp.sin(x.astype(Half) @ w.astype(Half)).sum())(w), "float16"),
 }
 
 

@@ -42,10 +42,7 @@ def make() -> tuple[Any, Any]:
 def test_codes_and_scales_lie_where_the_parameter_does() -> None:
     _, state = make()
     where = jt.zero1_shardings(state, MESH).opt_state.inner_state.inner_state[0]
-    for name, codes, scales in (
-        ("up", (None, "data"), (None, "data")),
-        ("down", ("data",), ("data", None, None)),
-    ):
+    for name, codes, scales in (("up", (None, "data"), (None, "data")), ("down", ("data",), ("data", None, None))):
         assert tuple(where.mu[name].codes.spec) == codes
         assert tuple(where.mu[name].scales.spec) == scales
         assert tuple(where.nu[name].spec) == codes

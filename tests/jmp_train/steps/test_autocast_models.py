@@ -97,14 +97,11 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer, ViT-B/16 by default."""
+    """A small vision transformer."""
 
-    width: int = 768
-    heads: int = 12
-    blocks: int = 12
-    patch: int = 16
-    classes: int = 1000
     dtype: Any = None
+    width: int = 64
+    patch: int = 8
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -113,18 +110,14 @@ class ViT(nn.Module):
         x = x.reshape(x.shape[0], -1, self.width)
         positions = self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]))
         x = x + positions.astype(x.dtype)
-        for _ in range(self.blocks):
-            x = Block(self.heads, self.dtype)(x)
+        for _ in range(2):
+            x = Block(2, self.dtype)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x).mean(1)
-        return nn.Dense(self.classes, dtype=self.dtype)(x)
-
-
-def small_vit(dtype: Any = None) -> ViT:
-    return ViT(width=64, heads=2, blocks=2, patch=8, classes=10, dtype=dtype)
+        return nn.Dense(10, dtype=self.dtype)(x)
 
 
 def linen_vit() -> Model:
-    return applied(small_vit(), normal(8, 32, 32, 3), labels(8))
+    return applied(ViT(), normal(8, 32, 32, 3), labels(8))
 
 
 def linen_gru() -> Model:
@@ -133,23 +126,6 @@ def linen_gru() -> Model:
         def __call__(self, x: jax.Array) -> jax.Array:
             outputs: Any = nn.RNN(nn.GRUCell(16))(x)
             return nn.Dense(10)(outputs[:, -1])
-
-    return applied(Net(), normal(8, 6, 5), labels(8))
-
-
-def linen_gru_scanned() -> Model:
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            scan = nn.scan(
-                nn.GRUCell,
-                variable_broadcast="params",
-                split_rngs={"params": False},
-                in_axes=1,
-                out_axes=1,
-            )
-            carry, _ = scan(features=16)(jnp.zeros((x.shape[0], 16), x.dtype), x)
-            return nn.Dense(10)(carry)
 
     return applied(Net(), normal(8, 6, 5), labels(8))
 
@@ -196,15 +172,7 @@ def nnx_cnn() -> Model:
     return Model(loss, params, (stats, normal(8, 6, 6, 1), labels(8)))
 
 
-MODELS = (
-    linen_cnn,
-    linen_vit,
-    linen_gru,
-    linen_gru_scanned,
-    equinox_mlp,
-    haiku_transformer,
-    nnx_cnn,
-)
+MODELS = (linen_cnn, linen_vit, linen_gru, equinox_mlp, haiku_transformer, nnx_cnn)
 
 
 # What is asserted
@@ -256,10 +224,7 @@ def test_a_model_runs_unchanged(make: Callable[[], Model], half: Any) -> None:
     assert len(products) == len(product_dtypes(model.under(lambda loss: loss), *args))
     assert set(product_dtypes(backward, *args)) == {half.__name__}
 
-    for (loss, rest), grads in (
-        (jax.jit(forward)(*args), expected_grads),
-        jax.jit(backward)(*args),
-    ):
+    for (loss, rest), grads in ((jax.jit(forward)(*args), expected_grads), jax.jit(backward)(*args)):
         assert loss.dtype == jnp.float32
         tolerance = 5e-3 if half == jnp.float16 else 2e-2
         assert float(loss) == pytest.approx(float(expected), rel=tolerance)
@@ -301,12 +266,6 @@ def vit_loss(model: ViT) -> Callable[..., jax.Array]:
     return promoting(loss)
 
 
-def vit_shapes(model: ViT, count: int, size: int) -> tuple[Any, ...]:
-    x = shaped(count, size, size, 3)
-    params = jax.eval_shape(promoting(model.init), jax.random.key(0), x)["params"]
-    return params, x, shaped(count, dtype=jnp.int32)
-
-
 def instructions(loss: Callable[..., jax.Array], *args: Any) -> tuple[int, int]:
     """Returns the instructions of a compiled training step, and those that convert dtypes."""
 
@@ -320,11 +279,13 @@ def instructions(loss: Callable[..., jax.Array], *args: Any) -> tuple[int, int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("half", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.full)], ids=["f16", "bf16"])
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["f16", "bf16"])
 def test_a_step_has_as_few_instructions_as_one_cast_by_hand(half: Any) -> None:
-    args = vit_shapes(small_vit(), 8, 32)
-    ours = instructions(autocast(vit_loss(small_vit()), half), *args)
-    by_hand = instructions(vit_loss(small_vit(half)), *args)
+    x = shaped(8, 32, 32, 3)
+    params = jax.eval_shape(promoting(ViT().init), jax.random.key(0), x)["params"]
+    args = (params, x, shaped(8, dtype=jnp.int32))
+    ours = instructions(autocast(vit_loss(ViT()), half), *args)
+    by_hand = instructions(vit_loss(ViT(half)), *args)
     assert ours[0] <= 1.05 * by_hand[0]
     assert ours[1] <= 1.05 * by_hand[1]
 
@@ -344,11 +305,4 @@ def test_the_mnist_network_keeps_half_as_much_for_its_gradient() -> None:
         return promoting(mnist.loss_fn)(*args)[0]
 
     args = mnist_shapes(256)
-    assert residual_bytes(autocast(loss), *args) <= 0.6 * residual_bytes(loss, *args)
-
-
-@pytest.mark.full
-def test_a_large_vit_keeps_half_as_much_for_its_gradient() -> None:
-    args = vit_shapes(ViT(), 8, 224)
-    loss = vit_loss(ViT())
     assert residual_bytes(autocast(loss), *args) <= 0.6 * residual_bytes(loss, *args)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from promotion import relaxed
-from pytrees import assert_bitwise_equal
+from pytrees import assert_bitwise_equal, assert_close
 
 import jmp_train as jt
 
@@ -83,8 +83,8 @@ def test_what_is_quantized_is_scaled_by_the_steps_before() -> None:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-6), scales_of(one), scales_of(other))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-3), one.params, other.params)
+    assert_close(scales_of(one), scales_of(other), rtol=2e-3, atol=1e-6)
+    assert_close(one.params, other.params, rtol=1e-3, atol=2e-3)
 
 
 def test_micro_batches_are_one_batch() -> None:

@@ -14,14 +14,7 @@ from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 from jmp_train.policies.optimizers import loss_scale_of
-from jmp_train.steps import (
-    GradientFunction,
-    StepGradients,
-    accumulated,
-    apply_gradients,
-    loss_gradients,
-    over_axes,
-)
+from jmp_train.steps import GradientFunction, StepGradients, accumulated, apply_gradients, loss_gradients, over_axes
 
 pytestmark = pytest.mark.quick
 
@@ -124,12 +117,6 @@ def test_micro_batches_average_gradients_of_any_gradient_function() -> None:
     result = run(jt.StaticLossScale(16.0), jnp.ones(2), None, jnp.arange(8.0), None)
     assert float(result.loss) == 3.5
     np.testing.assert_array_equal(result.grads, np.full(2, 3.5 * 16))
-
-
-def test_micro_batches_have_to_divide_the_batch() -> None:
-    run = accumulated(loss_gradients(jt.stateless(lambda params, x: (params * x).sum())), 3)
-    with pytest.raises(ValueError, match="accumulate_steps=3 must divide the first axis of every leaf of the batch"):
-        run(jt.NoOpLossScale(), jnp.ones(()), None, jnp.ones(4), None)
 
 
 def test_loss_gradients_warns_on_its_first_trace() -> None:

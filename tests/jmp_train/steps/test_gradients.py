@@ -198,11 +198,7 @@ def test_an_equinox_module_is_differentiated_in_its_arrays() -> None:
         loss, grads = fn(jt.StaticLossScale(8.0), params, x)
         assert jax.tree.structure(grads) == jax.tree.structure(expected)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-2)
-        jax.tree.map(
-            lambda g, e: np.testing.assert_allclose(g / 8, e, rtol=2e-2, atol=2e-3),
-            grads,
-            expected,
-        )
+        jax.tree.map(lambda g, e: np.testing.assert_allclose(g / 8, e, rtol=2e-2, atol=2e-3), grads, expected)
 
 
 def test_whole_numbers_of_a_module_have_no_gradient_and_of_a_dict_are_named() -> None:

@@ -28,17 +28,6 @@ def squared(y: jax.Array, batch: Any) -> jax.Array:
     return ((y.astype(jnp.float32) - batch["y"].astype(jnp.float32)) ** 2).mean()
 
 
-def plain() -> Made:
-    key = jax.random.key(0)
-    params = {"dense": {"w": jax.random.normal(key, (4, 1))}, "norm": {"scale": jnp.ones(4)}}
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x = batch["x"] * params["norm"]["scale"].astype(batch["x"].dtype)
-        return squared(x @ params["dense"]["w"], batch)
-
-    return params, None, jt.stateless(loss_fn)
-
-
 def linen() -> Made:
     class Net(nn.Module):
         @nn.compact
@@ -116,16 +105,13 @@ def haiku() -> Made:
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("make", [plain, linen, flax_nnx, equinox, haiku])
+@pytest.mark.parametrize("make", [linen, flax_nnx, equinox, haiku])
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "by path"])
 def test_it_trains(make: Callable[[], Made], policy: str) -> None:
     with jax.numpy_dtype_promotion("standard"):  # the libraries promote by themselves
         params, model_state, loss_fn = make()
-        chosen = (
-            jt.policy_by_path({"norm": "float32"}, default="mixed_float16")
-            if policy == "by path"
-            else jt.get_policy(policy)
-        )
+        by_path = jt.policy_by_path({"norm": "float32"}, default="mixed_float16")
+        chosen = by_path if policy == "by path" else jt.get_policy(policy)
         optimizer = jt.with_loss_scale(relaxed(optax.adam(0.03)), jt.torch_loss_scale(2.0**8))
         step = jax.jit(jt.train_step(loss_fn, optimizer, policy=chosen), donate_argnums=0)
         state = jt.TrainState.create(params, optimizer, model_state=model_state)

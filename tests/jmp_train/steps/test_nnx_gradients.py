@@ -146,9 +146,7 @@ def test_each_of_several_losses_has_a_scale_and_gradients_of_its_own() -> None:
 def test_a_skipped_step_leaves_all_state_and_training_goes_on(policy: str) -> None:
     model = net()
     optimizer = nnx.Optimizer(
-        model,
-        jt.with_loss_scale(optax.adam(1e-2), jt.torch_loss_scale(init_scale=2.0**10)),
-        wrt=nnx.Param,
+        model, jt.with_loss_scale(optax.adam(1e-2), jt.torch_loss_scale(init_scale=2.0**10)), wrt=nnx.Param
     )
 
     @nnx.jit

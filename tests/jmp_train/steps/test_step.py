@@ -142,7 +142,7 @@ def test_float32_equals_the_plain_optax_loop_bitwise() -> None:
 
     state = line_state(optimizer)
     params, opt_state = state.params, plain.init(state.params)
-    for seed in range(10):
+    for seed in range(4):
         state, _ = step(state, line_batch(seed))
         params, opt_state = by_hand(params, opt_state, line_batch(seed))
     assert_bitwise_equal(state.params, params)
@@ -467,8 +467,9 @@ WAYS = ("shard_map with vma", "shard_map without vma", "pmap")
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "accumulate_steps"), [*((way, 1) for way in WAYS), ("shard_map with vma", 2), ("pmap", 2)]
+)
 def test_eight_devices_equal_one(way: str, accumulate_steps: int) -> None:
     """Statistics are averaged, devices draw apart, and an overflow on one device skips on all."""
 

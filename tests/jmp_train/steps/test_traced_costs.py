@@ -81,9 +81,7 @@ def costs_of(
 ) -> StepCosts:
     optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.torch_loss_scale())
     state = jax.eval_shape(
-        lambda params, key: jt.TrainState.create(params, optimizer, rng=key),
-        PARAMS,
-        jax.random.key(0),
+        lambda params, key: jt.TrainState.create(params, optimizer, rng=key), PARAMS, jax.random.key(0)
     )
     step = jt.train_step(loss_fn, optimizer, policy=policy, accumulate_steps=accumulate_steps)
     return step_costs(jax.jit(wrap(step)).trace(state, BATCH), state)

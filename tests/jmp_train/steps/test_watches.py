@@ -44,10 +44,11 @@ def shares_of(
     watch: tuple[str, ...] = BOTH,
     examples: int = 1,
     run: Callable[[jt.steps.TrainStep], Any] = jax.jit,
+    loss: Any = None,
     **options: Any,
 ) -> Any:
     """Returns the shares of a step in which the gradients are `factors`, and all metrics."""
-    step = jt.train_step(jt.stateless(product_loss), optimizer, policy=policy, watch=watch, **options)
+    step = jt.train_step(loss or jt.stateless(product_loss), optimizer, policy=policy, watch=watch, **options)
     batch = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (examples, *np.shape(x))), factors)
     _, metrics = run(step)(jt.TrainState.create(params, optimizer), batch)
     shares = jax.tree.map(float, metrics["watch"])
@@ -150,15 +151,8 @@ def test_underflow_follows_the_policy_of_each_parameter() -> None:
     policy: Any = jt.policy_by_path({"norm": "float32"}, default="mixed_float16")
     params = {"dense": jnp.ones(6), "norm": jnp.ones(6)}
     factors = {"dense": FACTORS, "norm": FACTORS}
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        products = [(params[name] * batch[name].astype(params[name].dtype)).astype(jnp.float32) for name in params]
-        return products[0].sum() + products[1].sum()
-
-    optimizer = unscaled(optax.sgd(0.1))
-    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy, watch=("underflow",))
-    _, metrics = step(jt.TrainState.create(params, optimizer), jax.tree.map(lambda x: jnp.asarray(x)[None], factors))
-    assert jax.tree.map(float, metrics["watch"]) == {"underflow": {"dense": pytest.approx(2 / 5), "norm": 0.0}}
+    shares, _ = shares_of(params, factors, unscaled(optax.sgd(0.1)), policy=policy, watch=("underflow",))
+    assert shares == {"underflow": {"dense": pytest.approx(2 / 5), "norm": 0.0}}
 
 
 @pytest.mark.parametrize("mode", ["torch", "naive"])
@@ -181,17 +175,12 @@ def test_underflow_of_micro_batches_is_that_of_their_mean() -> None:
 
 
 def test_underflow_of_several_losses_counts_all_of_them() -> None:
-    optimizer = jt.with_loss_scale(
-        optax.sgd(0.1), jt.policies.PerLossScale((jt.StaticLossScale(1.0), jt.StaticLossScale(4.0)))
-    )
-
-    def losses(w: Any, x: Any) -> Any:
-        loss = (w * x).astype(jnp.float32).sum()
-        return loss, loss
-
-    step = jt.train_step(jt.stateless(losses, has_aux=False), optimizer, policy="mixed_float16", watch=("underflow",))
-    _, metrics = step(jt.TrainState.create(jnp.ones(6), optimizer), jnp.asarray(FACTORS)[None])
-    assert float(metrics["watch"]["underflow"]["params"]) == pytest.approx(2 / 10)
+    scales = jt.policies.PerLossScale((jt.StaticLossScale(1.0), jt.StaticLossScale(4.0)))
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), scales)
+    loss = jt.stateless(lambda w, x: (product_loss(w, x),) * 2, has_aux=False)
+    options: dict[str, Any] = {"policy": "mixed_float16", "watch": ("underflow",)}
+    shares, _ = shares_of(jnp.ones(6), FACTORS, optimizer, loss=loss, **options)
+    assert shares == {"underflow": {"params": pytest.approx(2 / 10)}}
 
 
 @pytest.mark.quick_cases(3)
@@ -287,11 +276,7 @@ def test_devices_with_parameters_of_their_own_agree_on_the_shares_of_all() -> No
         return jax.tree.map(lambda x: x[None, None], metrics["watch"])
 
     run = jax.shard_map(
-        on_each,
-        mesh=mesh,
-        in_specs=(specs, {"a": P("data", "model")}),
-        out_specs=P("data", "model"),
-        check_vma=False,
+        on_each, mesh=mesh, in_specs=(specs, {"a": P("data", "model")}), out_specs=P("data", "model"), check_vma=False
     )
     watched = jax.jit(run)(state, {"a": jnp.asarray(factors)})
     for name in BOTH:
@@ -307,6 +292,9 @@ def test_without_watches_the_program_is_as_before(monkeypatch: pytest.MonkeyPatc
         step = jt.train_step(jt.stateless(product_loss), optimizer, policy="mixed_float16", **options)
         return jax.jit(step).lower(state, batch).as_text()
 
+    step = jt.train_step(jt.stateless(product_loss), optimizer)
+    assert step.watch == ()
+    assert "watch" not in jax.eval_shape(step, state, batch)[1]
     off, on = program(), program(watch=BOTH)
     assert off == program(watch=())
     assert "ui32" in on
@@ -331,14 +319,6 @@ def test_a_step_that_watches_is_traced_once() -> None:
     assert len(traces) == count > 0
     for metrics in (first, second):
         assert all(x.dtype == jnp.float32 and x.shape == () for x in jax.tree.leaves(metrics["watch"]))
-
-
-def test_metrics_have_no_watches_where_there_are_none() -> None:
-    optimizer = optax.sgd(0.1)
-    step = jt.train_step(jt.stateless(product_loss), optimizer)
-    _, metrics = step(jt.TrainState.create(jnp.ones(4), optimizer), jnp.ones((8, 4)))
-    assert "watch" not in metrics
-    assert step.watch == ()
 
 
 def test_a_wrong_watch_is_refused() -> None:
