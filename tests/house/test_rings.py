@@ -2,10 +2,10 @@
 
 import ast
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from process_helpers import shell
 
 pytestmark = pytest.mark.quick
 
@@ -85,25 +85,30 @@ def test_rings_and_shares_part_the_tests(tmp_path: Path) -> None:
 
 
 def test_a_share_says_since_when_a_test_may_have_failed(tmp_path: Path) -> None:
-    def run(*command: str) -> str:
-        options = ("-c", "user.name=a", "-c", "user.email=a@b") if command[0] == "git" else ()
-        command = (command[0], *options, *command[1:])
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
-        return result.stdout + result.stderr
-
-    pytest_run = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--share", "0/1")
+    red = "def test_red(): raise AssertionError\n"
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
-    test = tmp_path / "test_red.py"
-    test.write_text("def test_red(): raise AssertionError\n\ndef test_green(): ...\n")
-    assert "test_red.py::test_red: unknown, without the history" in run(*pytest_run)
+    (tmp_path / "test_elsewhere.py").write_text(red)
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "test_old.py").write_text(f"{red}\ndef test_green(): ...\n")
+    (repository / "test_changed.py").touch()
+
+    def git(*command: str) -> str:
+        command = ("git", "-c", "user.name=a", "-c", "user.email=a@b", *command)
+        return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
+
+    git("init", "-q")
     for message in ("first", "second", "third"):
-        (tmp_path / "code.txt").write_text(message)
-        run("git", "init", "-q")
-        run("git", "add", ".")
-        run("git", "commit", "-q", "-m", message)
-    commit, _, date = run("git", "log", "--format=%h %cs", "--reverse").splitlines()[0].partition(" ")
-    shown = run(*pytest_run)
-    assert f"test_red.py::test_red: since {commit} of {date}, 2 commits ago, at the earliest" in shown
+        (repository / "code.txt").write_text(message)
+        git("add", ".")
+        git("commit", "-q", "-m", message)
+    (repository / "test_changed.py").write_text(red)
+    commit, _, date = git("log", "--format=%h %cs", "--reverse").splitlines()[0].partition(" ")
+    _, shown, _ = shell("$PYTHON -m pytest -p no:cacheprovider --share 0/1", tmp_path)
+    for line in (
+        "test_elsewhere.py::test_red: unknown, without the history",
+        f"repository/test_old.py::test_red: since {commit} of {date}, 2 commits ago, at the earliest",
+        "repository/test_changed.py::test_red: now, its file is not committed as it is",
+    ):
+        assert line in shown
     assert "test_green:" not in shown
-    test.write_text("def test_red(): raise AssertionError\n")
-    assert "test_red.py::test_red: now, its file is not committed as it is" in run(*pytest_run)
