@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import Literal
 
-from jmp_train.policies.autocasting.literal_bounds import (
-    UNKNOWN,
-    fits,
-    literal_bounds,
-    result_bounds,
-)
+from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, fits, literal_bounds, result_bounds
 
 pytestmark = pytest.mark.quick
 

@@ -22,23 +22,9 @@ Place = Callable[[Array, Given], Array]
 
 X = np.array([0.5, 0.75, 1.0, 1.25], np.float32)
 MATRIX = np.array([[1, 0.5, 0, 0.25], [0, 1, 0.5, 0], [0.25, 0, 1, 0.5], [0.5, 0, 0.25, 1]])
-DTYPES = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
-ON_DEVICE = [d for d in DTYPES if d not in ("int64", "float64", "complex128")]
+INTEGERS = ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32")
+ON_DEVICE = (*INTEGERS, "float16", "bfloat16", "float32", "complex64")
+DTYPES = (*ON_DEVICE, "int64", "float64", "complex128")
 
 # Numbers of Python and of NumPy, arrays of NumPy and of jax, random keys of both kinds. The 64-bit
 # dtypes are truncated by jax where they enter a plain program, too.
@@ -235,10 +221,7 @@ def test_what_a_program_holds_is_what_it_was(place: str) -> None:
     @jax.jit
     def everything(x: Array) -> Any:
         """As arguments of autocast, closed over by what it is given, and without it."""
-        forms = {
-            "plain": lambda x: run(x, EVERY),
-            "closed over": autocast(lambda x: run(x, EVERY)),
-        }
+        forms = {"plain": lambda x: run(x, EVERY), "closed over": autocast(lambda x: run(x, EVERY))}
         if not place.startswith("inside custom"):  # whose rules outlive the trace, as under jit
             forms["arguments"] = lambda x: half(x, EVERY)
         return {name: with_derivative(place, form)(x) for name, form in forms.items()}

@@ -197,13 +197,7 @@ def test_a_policy_saves_the_half_value_by_its_name(half: str) -> None:
 
 def test_operands_of_all_kinds_are_placed_together() -> None:
     def fn(x: Array) -> Any:
-        tree = {
-            "half": x @ x,
-            "full": x,
-            "int": jnp.arange(2),
-            "key": jax.random.key(0),
-            "z": lax.complex(x, x),
-        }
+        tree = {"half": x @ x, "full": x, "int": jnp.arange(2), "key": jax.random.key(0), "z": lax.complex(x, x)}
         return lax.optimization_barrier(jax.device_put(tree, jax.devices()[0]))
 
     dtypes = {name: x.dtype.name for name, x in autocast(fn)(jnp.ones((2, 2))).items()}
@@ -374,10 +368,7 @@ def test_nothing_is_wrong_behind_a_product_in_half(name: str) -> None:
 
 def test_explicit_shardings() -> None:
     def fn(x: Array) -> Array:
-        rows, whole = (
-            jax.sharding.reshard(x, P("data", None)),
-            jax.sharding.reshard(x, P(None, None)),
-        )
+        rows, whole = (jax.sharding.reshard(x, P("data", None)), jax.sharding.reshard(x, P(None, None)))
         y = jnp.einsum("ij,jk->ik", rows, whole, out_sharding=P("data", None))
         z = jnp.einsum("ij,ik->jk", y, y, out_sharding=P(None, None))
         return jnp.tanh(z / 8)

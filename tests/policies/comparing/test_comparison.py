@@ -183,12 +183,7 @@ def test_the_report_is_read_in_a_terminal_as_json_and_as_a_page(
             "25% of its rows are not among those of train; with the values of train, 40% of the difference",
         ),
         (0.0, 0.0, 0.4, "its rows are those of train, at other places or for other tokens; with the values of train"),
-        (
-            0.0,
-            0.5,
-            0.4,
-            "off by 0.5 from train, by 0.25 from float32; with the values of train, 40% of the difference",
-        ),
+        (0.0, 0.5, 0.4, "off by 0.5 from train, by 0.25 from float32; with the values of train, 40% of the difference"),
         (0.0, 0.0, math.nan, "off by 0 from train, by 0.25 from float32"),
     ],
 )

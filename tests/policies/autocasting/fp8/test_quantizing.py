@@ -7,13 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_train.policies.autocasting.fp8.recipes import (
-    amax_of,
-    dequantize_blocks,
-    quantize,
-    quantize_blocks,
-    scale_of,
-)
+from jmp_train.policies.autocasting.fp8.recipes import amax_of, dequantize_blocks, quantize, quantize_blocks, scale_of
 
 pytestmark = pytest.mark.quick
 
