@@ -33,7 +33,8 @@ def nnx_mnist() -> Step:
     model = mnist.CNN(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(5e-3, 0.9), wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
-    return lambda state, batch: mnist.train_step(*state, batch), (model, optimizer, metrics), mnist.digits()
+    train_step: Any = mnist.train_step
+    return lambda state, batch: train_step(*state, batch), (model, optimizer, metrics), mnist.digits()
 
 
 def nnx_mnist_split() -> Step:
@@ -148,7 +149,7 @@ def test_steps_that_cannot_be_planned_say_what_to_do() -> None:
 
 def padded_graphs(size: int) -> Any:
     """Returns the shapes of a batch of so many molecules, as `jraph.pad_with_graphs` pads them."""
-    graphs = ogbg.molecules()
+    graphs: Any = ogbg.molecules()
     nodes, edges = ((graphs.nodes, graphs.senders, graphs.receivers)[i].shape[0] for i in (0, 1))
     counts = {nodes: 4 * size, edges: 8 * size, graphs.n_node.shape[0]: size}
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((counts[x.shape[0]], *x.shape[1:]), x.dtype), graphs)

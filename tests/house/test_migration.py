@@ -7,6 +7,7 @@ runs after ours, where `torch["losses"]` is what the other library's blocks have
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from process_helpers import run_python
@@ -40,7 +41,7 @@ COMPARED = [page for page in PAGES if markers(page) - NEEDS_CUDA]
 
 
 def run(python: Path, code: str, cwd: Path) -> str:
-    environment = {} if python == HERE else {"PYTHONPATH": ""}
+    environment: dict[str, Any] = {} if python == HERE else {"PYTHONPATH": ""}
     return run_python("-c", code, cwd=cwd, python=python, **environment)
 
 
