@@ -75,8 +75,6 @@ COMBINATIONS = [
     (*KARATE, "--heads", "1", "1", "1"),
     (*KARATE, "--image-size", "32"),
     (*KARATE, "--scale", "0.1"),
-    (*KARATE, "--devices", "2"),
-    (*KARATE, "--accumulate-steps", "2"),
     (*KARATE, "--synthetic"),
     (*KARATE, "--remat"),
     (*KARATE, "--text-file", "file"),
