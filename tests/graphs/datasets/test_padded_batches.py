@@ -49,26 +49,6 @@ def test_any_batch_fits_into_the_last_size_and_most_into_the_first() -> None:
     assert few[-1].n_node < first.n_node
 
 
-def test_made_proteins_have_the_structure_of_proteins() -> None:
-    data = graphs.synthetic_proteins()
-    assert (len(data), data.num_classes) == (1113, 2)
-    assert 30 < data.n_node.mean() < 50 and data.n_node.min() >= 4 and data.n_node.max() <= 620
-    assert 3.2 < data.n_edge.sum() / data.n_node.sum() < 4.2
-    assert 0.3 < data.labels.mean() < 0.5
-    graph = data.graph(0)
-    both = set(zip(graph.senders.tolist(), graph.receivers.tolist(), strict=True))
-    assert both == {(receiver, sender) for sender, receiver in both}
-    # The kinds alone do not tell the classes apart; neighbors of one kind do.
-    owners = np.repeat(np.arange(len(data)), data.n_node)
-    kinds = np.stack([np.bincount(owners, data.nodes["label"] == kind, len(data)) for kind in range(3)], 1)
-    shares = kinds / data.n_node[:, None]
-    assert np.abs(shares[data.labels == 0].mean(0) - shares[data.labels == 1].mean(0)).max() < 0.05
-    firsts = np.repeat(data.node_starts[:-1], data.n_edge)
-    same = data.nodes["label"][data.senders + firsts] == data.nodes["label"][data.receivers + firsts]
-    alike = np.bincount(np.repeat(np.arange(len(data)), data.n_edge), same, len(data)) / data.n_edge
-    assert alike[data.labels == 0].mean() - alike[data.labels == 1].mean() > 0.1
-
-
 def test_wrong_arguments_are_named() -> None:
     data = a_data_set()
     with pytest.raises(ValueError, match=r"batch_size=31 must be between 1 and the 30 graphs"):

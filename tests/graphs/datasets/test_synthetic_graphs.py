@@ -37,11 +37,16 @@ def test_neighbors_of_an_element_are_next_to_it_or_three_to_five_away() -> None:
 
 def test_proteins_have_sizes_kinds_and_classes_as_their_docstring_says() -> None:
     data = synthetic_proteins()
+    assert (len(data), data.num_classes) == (1113, 2)
     assert data.n_node.min() >= 4 and data.n_node.max() <= 620
     assert data.n_node.mean() == pytest.approx(39, abs=3)
     assert data.n_edge.sum() / data.n_node.sum() == pytest.approx(3.6, abs=0.05)
     kinds = data.nodes["label"]
     np.testing.assert_allclose(np.bincount(kinds) / len(kinds), 1 / 3, atol=0.02)
+    # The kinds alone do not tell the classes apart; neighbors of one kind do.
+    owners = np.repeat(np.arange(len(data)), data.n_node)
+    shares = np.stack([np.bincount(owners, kinds == kind, len(data)) for kind in range(3)], 1) / data.n_node[:, None]
+    assert np.abs(shares[data.labels == 0].mean(0) - shares[data.labels == 1].mean(0)).max() < 0.05
     starts = data.node_starts
     stays = np.array([(np.diff(kinds[a:b]) == 0).mean() for a, b in itertools.pairwise(starts)])
     assert data.labels.mean() == pytest.approx(0.4 * 0.95 + 0.6 * 0.05, abs=0.04)

@@ -1,10 +1,11 @@
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from reader_faults import fault_of
 
 from jmp_train.graphs import GraphData, read_tu
 from jmp_train.policies import CollapsedValuesWarning
@@ -36,13 +37,7 @@ def fixture_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def fault(folder: Path, kind: type[Exception] = ValueError, **options: Any) -> str:
-    """Returns the message, one line, without the folder that it starts with."""
-    with pytest.raises(kind, match=re.escape(str(folder))) as caught:
-        read_tu(folder, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message.removeprefix(f"{folder}/")
+fault = functools.partial(fault_of, read_tu)
 
 
 def test_the_layout(folder: Path) -> None:
@@ -101,11 +96,10 @@ def test_the_data_set_is_chosen_by_name(tmp_path: Path) -> None:
     assert read_tu(tmp_path, "OTHER").num_classes == 1
     assert fault(tmp_path) == f"name=None must be one of 'other', 'tiny', the data sets in {tmp_path}"
     public = "the data sets are public in https://chrsmrrs.github.io/datasets"
-    message = fault(tmp_path, FileNotFoundError, name="MUTAG")
-    assert message == f"data_dir {tmp_path} lacks MUTAG_graph_indicator.txt; {public}"
+    missing = functools.partial(fault, tmp_path, kind=FileNotFoundError)
+    assert missing(name="MUTAG") == f"data_dir {tmp_path} lacks MUTAG_graph_indicator.txt; {public}"
     (tmp_path / "TINY/TINY_A.txt").unlink()
-    message = fault(tmp_path, FileNotFoundError, name="TINY")
-    assert message == f"data_dir {tmp_path}/TINY lacks TINY_A.txt; {public}"
+    assert missing(name="TINY") == f"data_dir {tmp_path}/TINY lacks TINY_A.txt; {public}"
     with pytest.raises(FileNotFoundError, match=r"data_dir nowhere is not a folder; the data sets are public"):
         read_tu("nowhere")
     for name in ("../TINY", "", "*"):
