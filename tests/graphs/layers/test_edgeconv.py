@@ -1,7 +1,6 @@
 """EdgeConv along given edges, and between the nearest points of a cloud."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from refusals import assert_refused
 
 import jmp_train as jt
 from jmp_train import graphs
@@ -121,33 +121,25 @@ def test_a_dynamic_layer_under_autocast_has_gradients_in_half_precision_within_e
         assert jnp.abs(one - other).max() < 0.05 * jnp.abs(other).max()
 
 
-FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
-    "odd weight": (
-        lambda: graphs.edge_conv(graphs.from_edges([0], [0], 1), jnp.ones((1, 1)), jnp.ones((3, 2))),
-        r"weight must be \[2, 2\], got shape \(3, 2\)",
+REFUSALS: dict[str, Any] = {
+    "ValueError: weight must be [2, 2], got shape (3, 2)": lambda: graphs.edge_conv(
+        graphs.from_edges([0], [0], 1), jnp.ones((1, 1)), jnp.ones((3, 2))
     ),
-    "aggregator": (lambda: graphs.EdgeConv(2, 2, aggregator="min", rngs=nnx.Rngs(0)), "aggregator='min' must be"),
-    "unsorted edges": (
-        lambda: graphs.edge_conv(
-            graphs.from_edges([0], [0], 1, formats=("coo",)),
-            jnp.ones((1, 1)),
-            jnp.ones((2, 2)),
-            apply=nnx.relu,
-            implementation="chunked",
-        ),
-        'implementation="chunked" needs sorted edges',
+    "ValueError: aggregator='min' must be": lambda: graphs.EdgeConv(2, 2, aggregator="min", rngs=nnx.Rngs(0)),
+    'ValueError: implementation="chunked" needs sorted edges': lambda: graphs.edge_conv(
+        graphs.from_edges([0], [0], 1, formats=("coo",)),
+        jnp.ones((1, 1)),
+        jnp.ones((2, 2)),
+        apply=nnx.relu,
+        implementation="chunked",
     ),
-    "no neighbors": (lambda: graphs.nearest_points(POINTS, 0), "k=0 must be at least 1"),
-    "mask": (lambda: graphs.nearest_points(POINTS, 2, MASK[0]), r"mask must be bool \(2, 12\), got bool \(12,\)"),
-    "features": (
-        lambda: graphs.dynamic_edge_conv(POINTS, jnp.ones((4, 2)), k=2),
-        r"features must be \[2, points, 2\], got shape \(2, 12, 3\)",
+    "ValueError: k=0 must be at least 1": lambda: graphs.nearest_points(POINTS, 0),
+    "ValueError: mask must be bool (2, 12), got bool (12,)": lambda: graphs.nearest_points(POINTS, 2, MASK[0]),
+    "ValueError: features must be [2, points, 2], got shape (2, 12, 3)": lambda: graphs.dynamic_edge_conv(
+        POINTS, jnp.ones((4, 2)), k=2
     ),
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_messages_name_the_argument(name: str) -> None:
-    call, message = FAULTS[name]
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_messages_name_the_argument() -> None:
+    assert_refused(REFUSALS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from graph_helpers import ONE_HALF, reduce_in_jax
 from pytrees import compiled_vjp
+from refusals import assert_refused
 
 import jmp_train as jt
 from jmp_train import graphs
@@ -195,16 +196,19 @@ def test_autocast_stores_in_half_and_computes_in_float32(implementation: str) ->
 
 def test_wrong_reductions_are_named() -> None:
     graph, _ = hub("float16", 3)
-    with pytest.raises(ValueError, match=r"results of reduce must have different names, got \['x', 'x'\]"):
-        graphs.update_all(graph, COPY, [fn.sum("m", "x"), fn.std("m", "x")])
-    with pytest.raises(ValueError, match=r"results of reduce must have different names, got \[\]"):
-        graphs.update_all(graph, COPY, [])
-    with pytest.raises(TypeError, match=r"reduce\[1\] must be a reduction"):
-        graphs.update_all(graph, COPY, [fn.sum("m", "x"), fn.std])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"returns the message 'm', but std needs 'n'"):
-        graphs.update_all(graph, COPY, [fn.sum("m", "x"), fn.std("n", "y")])
-    with pytest.raises(ValueError, match=r"std needs the message 'n'; there are: 'm'"):
-        graphs.update_all(graph, lambda edges: {"m": edges.src["h"]}, [fn.std("n", "y")])
-    with pytest.raises(ValueError, match="reduces messages of floats of one precision; these are others"):
-        whole = graph.with_nodes(h=jnp.arange(graph.num_nodes))
-        graphs.update_all(whole, COPY, fn.argmax("m", "x"), implementation="chunked")
+    whole_numbers = graph.with_nodes(h=jnp.arange(graph.num_nodes))
+    reduced = functools.partial(graphs.update_all, graph, COPY)
+    x, wrong = fn.sum("m", "x"), "results of reduce must have different names, got"
+    refusals = {
+        f"ValueError: {wrong} ['x', 'x']": lambda: reduced([x, fn.std("m", "x")]),
+        f"ValueError: {wrong} []": lambda: reduced([]),
+        "TypeError: reduce[1] must be a reduction": lambda: reduced([x, fn.std]),  # pyright: ignore[reportArgumentType]
+        "ValueError: returns the message 'm', but std needs 'n'": lambda: reduced([x, fn.std("n", "y")]),
+        "ValueError: std needs the message 'n'; there are: 'm'": lambda: graphs.update_all(
+            graph, lambda edges: {"m": edges.src["h"]}, [fn.std("n", "y")]
+        ),
+        "ValueError: reduces messages of floats of one precision; these are others": lambda: graphs.update_all(
+            whole_numbers, COPY, fn.argmax("m", "x"), implementation="chunked"
+        ),
+    }
+    assert_refused(refusals)
