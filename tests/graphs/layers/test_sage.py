@@ -7,37 +7,10 @@ import pytest
 from flax import nnx
 from graph_helpers import HALVES
 
-import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.graphs.layers.recurrent import lstm_aggregate
+from jmp_train.graphs.layers.sage import lstm_aggregate
 
 pytestmark = pytest.mark.quick
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
-@pytest.mark.parametrize("aggregator", ["mean", "gcn"])
-def test_means_do_not_overflow(aggregator: str, half: str, is_cast: bool) -> None:
-    graph = graphs.from_edges(range(1, 11), [0] * 10, 11)
-    dtype = jnp.dtype(half if is_cast else "float32")
-
-    def conv(x: jax.Array, one: jax.Array) -> jax.Array:
-        own = None if aggregator == "gcn" else 0 * one
-        return graphs.sage_conv(graph, x, one, own, aggregator=aggregator)
-
-    run = jax.jit(conv if is_cast else jt.autocast(conv, half))
-    result = np.asarray(run(np.full((11, 1), 1e4, dtype), np.ones((1, 1), dtype)))
-    assert result.dtype == half
-    assert result[0, 0] == np.asarray(1e4, jnp.dtype(half))
-
-
-def test_gcn_is_rounded_once() -> None:
-    """2,047 neighbors of 1 and the node's own 1 beside the least number above 1."""
-    graph = graphs.from_edges(range(1, 2048), [0] * 2047, 2048)
-    x, one = np.ones((2048, 1), np.float16), np.ones((1, 1), np.float16)
-    x[0] = 3
-    result = jax.jit(lambda x: graphs.sage_conv(graph, x, one, aggregator="gcn"))(x)
-    assert np.asarray(result)[0, 0] == np.float16((2047 + 3) / 2048)
 
 
 def lstm_weights(width: int) -> list[np.ndarray]:
@@ -111,27 +84,3 @@ def test_the_norm_comes_after_the_activation() -> None:
     found, wanted = jax.jit(lambda x: (layer(graph, x), norm(nnx.relu(bare(graph, x)))))(x)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert nnx.state(layer)["norm"]
-
-
-def test_parameters_are_drawn_as_in_dgl() -> None:
-    glorot = (12 / 500) ** 0.5  # Glorot's bound with gain sqrt(2)
-    uniform = 300**-0.5
-    for aggregator, inner in [
-        ("mean", []),
-        ("gcn", []),
-        ("pool", [((300, 300), (12 / 600) ** 0.5), ((300,), uniform)]),
-        ("lstm", [((300, 1200), uniform), ((300, 1200), uniform), ((1200,), uniform)]),
-    ]:
-        layer = graphs.SAGEConv(300, 200, aggregator=aggregator, rngs=nnx.Rngs(0))
-        pairs = [(layer.weight, (300, 200), glorot)]
-        if aggregator == "gcn":
-            assert layer.self_weight is None
-            assert layer.bias is not None and not layer.bias[...].any()
-        else:
-            assert layer.self_weight is not None and layer.bias is not None
-            pairs += [(layer.self_weight, (300, 200), glorot), (layer.bias, (200,), uniform)]
-        pairs += [(param, *wanted) for param, wanted in zip(layer.aggregator_weights, inner, strict=False)]
-        for param, shape, bound in pairs:
-            assert param.shape == shape
-            assert 0.95 * bound < np.abs(param[...]).max() <= bound
-    assert layer.aggregator_weights[3].shape == (1200,)
