@@ -354,7 +354,6 @@ class Case:
       options: of the reference.
       attention: the reference's attention, of layers that have one.
       is_weighted: whether there are edge weights.
-      is_chosen: whether a maximum decides which gradients are 0.
       edge_width: of features that edges have in place of weights; None for weights.
       has_sizes: whether the reference is told by `is_size` to add what else it subtracts.
       has_edge_features: whether edges have features, which the gradient keeps.
@@ -366,7 +365,6 @@ class Case:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     attention: Callable[..., Any] | None = None
     is_weighted: bool = False
-    is_chosen: bool = False
     is_recurrent: bool = False
     edge_width: int | None = None
     has_sizes: bool = False
@@ -387,31 +385,22 @@ class Case:
 
 
 def _conv(norm: str, width: int = 5, **options: Any) -> Case:
-    def make(**dtypes: Any) -> Any:
-        return graphs.GraphConv(width, 4, norm=norm, allow_zero_in_degree=True, **dtypes)
-
+    make = functools.partial(graphs.GraphConv, width, 4, norm=norm, allow_zero_in_degree=True)
     return Case(make, graph_conv, width, {"norm": norm}, **options)
 
 
 def _sage(kind: str, width: int = 5, **options: Any) -> Case:
-    def make(**dtypes: Any) -> Any:
-        return graphs.SAGEConv(width, 4, aggregator=kind, **dtypes)
-
-    recurrent = {"is_recurrent": kind == "lstm", "is_chosen": kind == "pool"}
-    return Case(make, sage_conv, width, {"kind": kind}, **recurrent, **options)
+    make = functools.partial(graphs.SAGEConv, width, 4, aggregator=kind)
+    return Case(make, sage_conv, width, {"kind": kind}, is_recurrent=kind == "lstm", **options)
 
 
 def _gat(heads: int, residual: bool = False, **options: Any) -> Case:
-    def make(**dtypes: Any) -> Any:
-        return graphs.GATConv(6, 3, heads, residual=residual, allow_zero_in_degree=True, **dtypes)
-
+    make = functools.partial(graphs.GATConv, 6, 3, heads, residual=residual, allow_zero_in_degree=True)
     return Case(make, gat_conv, 6, {"residual": residual}, gat_attention_of, **options)
 
 
 def _gatv2(heads: int, residual: bool = False, weighted: bool = False, **own: Any) -> Case:
-    def make(**dtypes: Any) -> Any:
-        return graphs.GATv2Conv(6, 3, heads, residual=residual, allow_zero_in_degree=True, **own, **dtypes)
-
+    make = functools.partial(graphs.GATv2Conv, 6, 3, heads, residual=residual, allow_zero_in_degree=True, **own)
     return Case(make, gatv2_conv, 6, {"residual": residual}, gatv2_attention_of, is_weighted=weighted)
 
 
@@ -420,7 +409,7 @@ def _gin(kind: str, is_network: bool, **options: Any) -> Case:
         network = nnx.Linear(5, 4, rngs=rngs, **dtypes) if is_network else None
         return graphs.GINConv(network, aggregator=kind, init_eps=0.5, learn_eps=is_network, **dtypes)
 
-    return Case(make, gin_conv, 5, {"kind": kind}, is_chosen=kind == "max", **options)
+    return Case(make, gin_conv, 5, {"kind": kind}, **options)
 
 
 def _rel(kind: str, num_bases: int | None = None, **options: Any) -> Case:
@@ -445,23 +434,13 @@ def _transformer(heads: int, with_edges: bool = False, **own: Any) -> Case:
         layer = graphs.TransformerConv(6, 3, heads, edge_width=2 if with_edges else None, **own, **dtypes)
         return OfEdges(layer, edge_features) if with_edges else layer
 
+    attention = functools.partial(transformer_attention_of, heads)
     options = {"heads": heads, "concat": own.get("concat", True)}
-    return Case(
-        make,
-        transformer_conv,
-        6,
-        options,
-        functools.partial(transformer_attention_of, heads),
-        has_edge_features=with_edges,
-    )
+    return Case(make, transformer_conv, 6, options, attention, has_edge_features=with_edges)
 
 
 def _gated(**dtypes: Any) -> Any:
     return OfEdges(graphs.GatedGraphConv(3, 4, 2, num_types=3, **dtypes), edge_types)
-
-
-def _bare(**dtypes: Any) -> Any:
-    return graphs.GraphConv(5, 5, use_weight=False, use_bias=False, allow_zero_in_degree=True, **dtypes)
 
 
 def _appnp(rngs: nnx.Rngs, param_dtype: Any = None, **dtypes: Any) -> Any:
@@ -470,9 +449,7 @@ def _appnp(rngs: nnx.Rngs, param_dtype: Any = None, **dtypes: Any) -> Any:
 
 
 def _sg(width: int, **options: Any) -> Case:
-    def make(**dtypes: Any) -> Any:
-        return graphs.SGConv(width, 4, k=2, allow_zero_in_degree=True, **dtypes)
-
+    make = functools.partial(graphs.SGConv, width, 4, k=2, allow_zero_in_degree=True)
     return Case(make, sg_conv, width, {"k": 2}, **options)
 
 
@@ -494,15 +471,16 @@ def _edge(kind: str, is_network: bool) -> Case:
         network = nnx.Sequential(nnx.relu, nnx.Linear(4, 3, rngs=rngs, **dtypes)) if is_network else None
         return graphs.EdgeConv(5, 4, network, aggregator=kind, rngs=rngs, **dtypes)
 
-    return Case(make, edge_conv, 5, {"kind": kind}, is_chosen=kind == "max", has_sizes=True)
+    return Case(make, edge_conv, 5, {"kind": kind}, has_sizes=True)
 
 
-def _pna(edge_width: int, **options: Any) -> Case:
+def _pna(edge_width: int) -> Case:
     make = functools.partial(graphs.PNAConv, 5, 4, delta=1.5, towers=2, edge_features=edge_width)
     own = {"delta": 1.5, "has_edges": edge_width > 0}
-    return Case(make, pna_conv, 5, own, is_weighted=edge_width > 0, edge_width=edge_width, has_sizes=True, **options)
+    return Case(make, pna_conv, 5, own, is_weighted=edge_width > 0, edge_width=edge_width, has_sizes=True)
 
 
+_bare = functools.partial(graphs.GraphConv, 5, 5, use_weight=False, use_bias=False, allow_zero_in_degree=True)
 CASES = {
     "graph both": _conv("both"),
     "graph both expanding, weighted": _conv("both", 3, is_weighted=True),

@@ -244,43 +244,36 @@ def test_what_is_wrong_is_named() -> None:
     layer = make_hgt()
     nodes = {name: graphs.HGTNodeWeights(**dict(rows)) for name, rows in layer.node_weights.items()}
     edges = {kind: graphs.HGTEdgeWeights(**dict(layer.edge_weights["/".join(kind)])) for kind in SIZES}
+    convolve = functools.partial(graphs.hetero_graph_conv, graph, {"plays": graphs.gin_conv})
+    attend = functools.partial(graphs.hgt_conv, graph)
     cases: list[tuple[Any, str]] = [
-        (
-            lambda: graphs.hetero_graph_conv(graph, {"plays": graphs.gin_conv}, x, "median"),
-            "aggregate='median' must be",
-        ),
+        (lambda: convolve(x, "median"), "aggregate='median' must be"),
         (lambda: graphs.HeteroGraphConv({}, "median"), "aggregate='median' must be one of 'sum', 'mean'"),
         (lambda: graphs.hetero_graph_conv(graph, {"likes": graphs.gin_conv}, x), "etype='likes' is not an edge type"),
+        (lambda: convolve({"user": x["user"]}), "features of 'game', the receivers of"),
         (
-            lambda: graphs.hetero_graph_conv(graph, {"plays": graphs.gin_conv}, {"user": x["user"]}),
-            "features of 'game', the receivers of",
-        ),
-        (
-            lambda: graphs.hetero_graph_conv(graph, {"plays": graphs.gin_conv}, {**x, "game": jnp.ones((2, 4))}),
+            lambda: convolve({**x, "game": jnp.ones((2, 4))}),
             r"features\['game'\] must be \[7, \.\.\.\], got shape \(2, 4\)",
         ),
         (
-            lambda: graphs.hetero_graph_conv(graph, {"plays": graphs.gin_conv}, x, edge_inputs={"makes": ()}),
+            lambda: convolve(x, edge_inputs={"makes": ()}),
             r"edge_inputs has \('firm', 'makes', 'game'\), but layers has no such edge type",
         ),
         (lambda: graphs.HeteroGraphConv(dict.fromkeys(SLASHES, graphs.gin_conv)), "'b', 'c/d'. have the same name"),
         (lambda: graphs.HGTConv(4, 4, (), SLASHES, rngs=nnx.Rngs(0)), "have the same name 'a/b/c/d': avoid slashes"),
         (lambda: graphs.HGTConv(4, 4, (), (), 3, rngs=nnx.Rngs(0)), "num_heads=3 must"),
-        (lambda: graphs.hgt_conv(graph, {"user": x["user"]}, nodes, edges), "features of 'firm' are missing"),
-        (lambda: graphs.hgt_conv(graph, x, {}, edges), "node_weights of 'firm' are missing"),
-        (lambda: graphs.hgt_conv(graph, x, nodes, {}), "edge_weights is empty: at least one edge type is needed"),
+        (lambda: attend({"user": x["user"]}, nodes, edges), "features of 'firm' are missing"),
+        (lambda: attend(x, {}, edges), "node_weights of 'firm' are missing"),
+        (lambda: attend(x, nodes, {}), "edge_weights is empty: at least one edge type is needed"),
         (
-            lambda: graphs.hgt_conv(graph, {**x, "game": jnp.ones((7, 5))}, nodes, edges),
+            lambda: attend({**x, "game": jnp.ones((7, 5))}, nodes, edges),
             r"features\['game'\] must be \[7, 4\], got shape \(7, 5\)",
         ),
         (
-            lambda: graphs.hgt_conv(graph, x, nodes, {PLAYS: edges[PLAYS]._replace(key=jnp.ones((2, 3, 3)))}),
+            lambda: attend(x, nodes, {PLAYS: edges[PLAYS]._replace(key=jnp.ones((2, 3, 3)))}),
             r"edge_weights\[\('user', 'plays', 'game'\)\]\.key must be \[2, 2, 2\], got shape \(2, 3, 3\)",
         ),
-        (
-            lambda: graphs.hgt_conv(graph, x, nodes, edges, attention_dropout=0.5),
-            "attention_dropout=0.5 needs a random",
-        ),
+        (lambda: attend(x, nodes, edges, attention_dropout=0.5), "attention_dropout=0.5 needs a random"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -320,6 +313,10 @@ def test_blocks_of_all_neighbors_give_what_the_graph_gives(name: str) -> None:
     for layer, blocks in zip(layers, batch.blocks, strict=True):
         whole, rows = layer(graph, whole), layer(blocks, rows)
     np.testing.assert_allclose(rows["game"][:3], whole["game"][seeds], rtol=1e-5, atol=1e-6)
+    on_host = {end: np.asarray(x[end]) for end in counts}
+    inferred = graphs.layerwise_inference(layers, indices, on_host, batch_size=7, max_edges=30)
+    for end, found in inferred.items():
+        np.testing.assert_allclose(found, whole[end], rtol=1e-5, atol=1e-6)
     wrong: Any = batch.blocks
     with pytest.raises(TypeError, match="graph must be a HeteroGraph, or a Block by edge type, got tuple"):
         layers[0](wrong, inputs)

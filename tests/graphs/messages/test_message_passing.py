@@ -51,10 +51,14 @@ NEED_PLACES: dict[str, Any] = {
     ),
     "types": lambda graph: graphs.rel_graph_conv(graph, graph.nodes["h"], [0, 1, 0], jnp.ones((2, 2, 2))),
     "edge_features": lambda graph: graphs.gine_conv(graph, graph.nodes["h"], jnp.ones((3, 2)), lambda x: x),
-    "network must have no state other than parameters": lambda graph: graphs.send_and_recv(
-        graph, [0], fn.copy_u("h", "m"), fn.sum("m", "x")
-    ),
+    "some edges": lambda graph: graphs.send_and_recv(graph, [0], fn.copy_u("h", "m"), fn.sum("m", "x")),
     "edge_softmax": lambda graph: graphs.edge_softmax(graph, jnp.ones(3)),
+    "senders": lambda graph: graph.senders,
+    "with_edges": lambda graph: graph.with_edges(w=jnp.ones(3)),
+    "edges": lambda _: graphs.from_edges([0], [1], 2, edges={"w": jnp.ones(1)}, formats=("csr",)),
+    "edge_dropout": lambda graph: graphs.appnp_conv(
+        graph, graph.nodes["h"], edge_dropout=0.5, dropout_key=jax.random.key(0)
+    ),
 }
 
 
@@ -127,8 +131,9 @@ def test_user_defined_functions_equal_built_ins(place: int) -> None:
     reduction = reducer("m", "x").reduction
 
     def send(edges: graphs.EdgeBatch) -> dict[str, jax.Array]:
-        features = {"u": edges.src, "v": edges.dst, "e": edges.data}
-        return {"m": jnp.asarray(_by_hand(message, [features[e][f] for e, f in message.operands]))}
+        of_ends = {"u": edges.src, "v": edges.dst, "e": edges.data}
+        features = {(end, field): of_ends[end][field] for end, field in message.operands}
+        return {"m": exact_messages(message, {"u": slice(None), "v": slice(None)}, features, xp=jnp)}
 
     def receive(nodes: graphs.NodeBatch) -> dict[str, jax.Array]:
         mailbox = nodes.mailbox["m"]
@@ -144,16 +149,6 @@ def test_user_defined_functions_equal_built_ins(place: int) -> None:
     np.testing.assert_allclose(
         graphs.apply_edges(graph, send).edges["m"], graphs.apply_edges(graph, message).edges["m"], rtol=1e-6, atol=1e-6
     )
-
-
-def _by_hand(message: fn.Message, reads: list[jax.Array]) -> jax.Array:
-    if message.operation == "copy":
-        return reads[0]
-    rank = max(x.ndim for x in reads)
-    left, right = (x.reshape(EDGES, *[1] * (rank - x.ndim), *x.shape[1:]) for x in reads)
-    if message.operation == "dot":
-        return (left * right).sum(-1, keepdims=True)
-    return {"add": left + right, "sub": left - right, "mul": left * right, "div": left / right}[message.operation]
 
 
 def test_mixed_dtypes_have_a_result_that_holds_both() -> None:

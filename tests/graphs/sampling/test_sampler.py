@@ -1,12 +1,13 @@
 """Mini-batches: their edges are the graph's, their shapes stay, and they estimate what the graph gives."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from refusals import assert_refused
 
 from jmp_train import graphs
 
@@ -144,54 +145,6 @@ def test_sampled_convolutions_estimate_the_whole_graphs(norm: str) -> None:
     assert (np.abs(found.mean(0) - whole[:10, 0]) < 4.5 * error + 1e-5).all()
 
 
-class Relational(nnx.Module):
-    """A layer of a relational network: a SAGE layer for each edge type, and their sum."""
-
-    def __init__(self, in_features: int, out: int, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([graphs.SAGEConv(in_features, out, rngs=rngs) for _ in range(3)])
-
-    def __call__(self, blocks: Any, rows: Any) -> Any:
-        result: dict[str, Any] = {}
-        for layer, (kind, block) in zip(self.layers, sorted(blocks.items()), strict=True):
-            own = layer(block, (rows[kind[0]], rows[kind[2]][: block.num_targets]))
-            result[kind[2]] = result.get(kind[2], 0) + own
-        return result
-
-
-@pytest.mark.full
-def test_several_types_give_what_the_whole_graph_gives() -> None:
-    with jax.enable_x64(True):
-        edges = typed_edges()
-        random = np.random.default_rng(0)
-        features = {PAPER: random.normal(size=(90, 3)), AUTHOR: random.normal(size=(40, 3))}
-        model = [Relational(*widths, nnx.Rngs(params=i)) for i, widths in enumerate([(3, 4), (4, 2)])]
-        # By hand, with matrices [targets, sources] of how many edges there are.
-        rows: dict[str, Any] = features
-        for layer in model:
-            result: dict[str, Any] = {PAPER: 0.0, AUTHOR: 0.0}
-            for conv, (kind, these) in zip(layer.layers, sorted(edges.items()), strict=True):
-                counts = np.zeros((these.num_targets, these.num_sources))
-                receivers = np.repeat(np.arange(these.num_targets), these.in_degrees)
-                np.add.at(counts, (receivers, these.sources), 1)
-                means = counts @ rows[kind[0]] / np.maximum(these.in_degrees, 1)[:, None]
-                own_weight, bias, weight = (
-                    np.asarray(getattr(conv, name)[...]) for name in ("self_weight", "bias", "weight")
-                )
-                own = rows[kind[2]] @ own_weight + bias + means @ weight
-                result[kind[2]] = result[kind[2]] + own
-            rows = result
-        seeds = np.array([3, 80, 17, 0])
-        sampler = graphs.neighbor_sampler(edges, (-1, -1), seeds, 5, seed_type=PAPER)
-        batch = sampler.sample(seeds, random)
-        found: Any = {kind: graphs.take_rows(features[kind], batch.inputs[kind]) for kind in features}
-        for layer, blocks in zip(model, batch.blocks, strict=True):
-            found = layer(blocks, found)
-        np.testing.assert_allclose(found[PAPER][:4], rows[PAPER][seeds], rtol=1e-6)
-        inferred = graphs.layerwise_inference(model, edges, features, batch_size=7, max_edges=30)
-        for kind, array in inferred.items():
-            np.testing.assert_allclose(array, rows[kind], rtol=1e-6)
-
-
 def test_fanouts_may_differ_by_type() -> None:
     edges = typed_edges()
     fanout = {WRITES: 1, CITES: 3, WRITTEN: 2}
@@ -204,33 +157,28 @@ def test_fanouts_may_differ_by_type() -> None:
 
 
 def test_wrong_calls_are_refused() -> None:
-    edges, some = graphs.host_edges([0, 1], [1, 0], 2), np.arange(2)
-    with pytest.raises(ValueError, match="fanout 0 must be a positive integer, or -1 for all"):
-        graphs.neighbor_sampler(edges, (0,), some, 2)
-    with pytest.raises(ValueError, match="fanouts is empty"):
-        graphs.neighbor_sampler(edges, (), some, 2)
-    with pytest.raises(ValueError, match="num_trials=0 must be at least 1"):
-        graphs.neighbor_sampler(edges, (1,), some, 2, num_trials=0)
-    with pytest.raises(ValueError, match="seeds is empty"):
-        graphs.neighbor_sampler(edges, (1,), [], 2)
-    with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
-        graphs.neighbor_sampler(edges, (1,), some, 0)
-    with pytest.raises(ValueError, match=r"seeds\[\d\] = 2 is out of range for 2 nodes"):
-        graphs.neighbor_sampler(edges, (1,), [0, 2], 2)
-    sampler = graphs.neighbor_sampler(edges, (1,), some, 2)
-    with pytest.raises(ValueError, match="seeds must be at most 2 nodes, the batch size, got 3"):
-        sampler.sample([0, 1, 0], np.random.default_rng(0))
-    with pytest.raises(ValueError, match=r"seeds\[\d\] = 2 is out of range for 2 nodes"):
-        sampler.sample([0, 2], np.random.default_rng(0))
-    with pytest.raises(TypeError, match="seeds must be integers, got float64"):
-        sampler.sample(np.array([0.5]), np.random.default_rng(0))
-    by_type = typed_edges()
-    with pytest.raises(ValueError, match="seed_type is needed, one of 'author', 'paper'"):
-        graphs.neighbor_sampler(by_type, (1,), some, 2)
-    with pytest.raises(ValueError, match="seed_type='book' must be one of 'author', 'paper'"):
-        graphs.neighbor_sampler(by_type, (1,), some, 2, seed_type="book")
-    with pytest.raises(ValueError, match=r"fanouts lacks edge type \('paper', 'cites', 'paper'\)"):
-        graphs.neighbor_sampler(by_type, ({WRITES: 1},), some, 2, seed_type=PAPER)
-    by_type[CITES] = graphs.host_edges([0], [1], 50)
-    with pytest.raises(ValueError, match="has 50 nodes of type 'paper', but another edge type has 90"):
-        graphs.neighbor_sampler(by_type, (1,), some, 2, seed_type=PAPER)
+    edges, some, random = graphs.host_edges([0, 1], [1, 0], 2), np.arange(2), np.random.default_rng(0)
+    by_type, uneven = typed_edges(), {**typed_edges(), CITES: graphs.host_edges([0], [1], 50)}
+    make = functools.partial(graphs.neighbor_sampler, edges)
+    of_types = functools.partial(graphs.neighbor_sampler, by_type)
+    sampler = make((1,), some, 2)
+    refusals = {
+        "ValueError: fanout 0 must be a positive integer, or -1 for all": lambda: make((0,), some, 2),
+        "ValueError: fanouts is empty": lambda: make((), some, 2),
+        "ValueError: num_trials=0 must be at least 1": lambda: make((1,), some, 2, num_trials=0),
+        "ValueError: seeds is empty": lambda: make((1,), [], 2),
+        "ValueError: batch_size=0 must be at least 1": lambda: make((1,), some, 0),
+        "ValueError: seeds[1] = 2 is out of range for 2 nodes": lambda: make((1,), [0, 2], 2),
+        "ValueError: seeds must be at most 2 nodes, the batch size, got 3": lambda: sampler.sample([0, 1, 0], random),
+        "ValueError: seeds[.*] = 2 is out of range for 2 nodes": lambda: sampler.sample([0, 2], random),
+        "TypeError: seeds must be integers, got float64": lambda: sampler.sample(np.array([0.5]), random),
+        "ValueError: seed_type is needed, one of 'author', 'paper'": lambda: of_types((1,), some, 2),
+        "ValueError: seed_type='book' must be one of": lambda: of_types((1,), some, 2, seed_type="book"),
+        "ValueError: fanouts lacks edge type ('paper', 'cites', 'paper')": lambda: of_types(
+            ({WRITES: 1},), some, 2, seed_type=PAPER
+        ),
+        "ValueError: has 50 nodes of type 'paper', but another edge type has 90": lambda: graphs.neighbor_sampler(
+            uneven, (1,), some, 2, seed_type=PAPER
+        ),
+    }
+    assert_refused(refusals)

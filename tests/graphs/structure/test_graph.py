@@ -37,18 +37,6 @@ def test_sorted_edges_alone_know_no_edge_apart() -> None:
     found = graphs.update_all(graph.with_nodes(h=h), fn.copy_u("h", "m"), [fn.sum("m", "x"), fn.max("m", "y")])
     assert found.nodes["x"].ravel().tolist() == [2, 0, 3]
     assert found.nodes["y"].ravel().tolist() == [2, 0, 2]
-    fault = r'the graph was made with formats=\("csr",\), which does not store single edges: add "coo" to formats'
-    for use in (
-        lambda: graph.senders,
-        lambda: graph.with_edges(w=jnp.ones(4)),
-        lambda: graphs.update_all(graph.with_nodes(h=h), fn.copy_u("h", "m"), fn.argmax("m", "x")),
-        lambda: graphs.edge_softmax(graph, jnp.ones(4)),
-        lambda: graphs.gat_attention(graph, h[:, None], h, h, edge_weight=jnp.ones(4)),
-    ):
-        with pytest.raises(ValueError, match=fault):
-            use()
-    with pytest.raises(ValueError, match=fault):
-        small_graph(edges={"w": jnp.ones(4)}, formats=("csr",))
 
 
 @pytest.mark.parametrize("count", [3, 3_000])

@@ -217,30 +217,35 @@ def test_each_key_drops_others_in_one_trace(formats: tuple[str, ...]) -> None:
         expected = count * scipy.stats.binom.pmf(np.arange(17), 16, 0.75)
         seen, expected = (np.append(x[:7].sum(), x[7:]) for x in (seen, expected))
         assert scipy.stats.chisquare(seen, expected).pvalue > 1e-4
-    same = graphs.drop_edges(graph, 0.0, jax.random.key(0)).in_degrees, graph.in_degrees
-    assert same[0].tolist() == same[1].tolist()
-    assert graphs.drop_edges(graph, 1.0, jax.random.key(0)).in_degrees.sum() == 0
-    assert not graphs.node_mask(graphs.drop_nodes(graph, 1, jax.random.key(0))).any()
+
+    @jax.jit
+    def extremes(graph: graphs.Graph, key: jax.Array) -> list[jax.Array]:
+        all_kept, none_kept = (graphs.drop_edges(graph, rate, key).in_degrees for rate in (0.0, 1.0))
+        return [all_kept, none_kept, graphs.node_mask(graphs.drop_nodes(graph, 1, key))]
+
+    all_kept, none_kept, nodes_left = extremes(graph, jax.random.key(0))
+    assert all_kept.tolist() == graph.in_degrees.tolist()
+    assert not np.asarray(none_kept).any() and not np.asarray(nodes_left).any()
 
 
 def test_edges_of_several_types_and_of_blocks_are_dropped() -> None:
     kinds = {("a", "to", "b"): ODD["hub"][:2], ("b", "to", "b"): ODD["multi-edges"][:2]}
-    graph = (
-        graphs.hetero_from_edges(kinds, {"a": 40, "b": 40})
-        .with_nodes("a", x=jnp.ones(40))
-        .with_nodes("b", x=jnp.ones(40))
-    )
-    smaller = jax.jit(lambda key: graphs.drop_edges(graph, 0.5, key))(jax.random.key(0))
+    graph = graphs.hetero_from_edges(kinds, {"a": 40, "b": 40})
+    block = padded_block(np.arange(40), np.repeat([0, 1], 20), 40, 3, num_edges=50)
+
+    @jax.jit
+    def run(key: jax.Array) -> tuple[graphs.HeteroGraph, jax.Array, jax.Array]:
+        less = graphs.drop_edges(block, 0.5, key)
+        given = less.graph({"h": jnp.ones(40, jnp.float16)})
+        passed = graphs.update_all(given, fn.copy_u("h", "m"), fn.sum("m", "s")).nodes["target"]["s"]
+        return graphs.drop_edges(graph, 0.5, key), passed, less.in_degrees
+
+    smaller, passed, degrees = run(jax.random.key(0))
     for kind, (senders, receivers) in kinds.items():
         mask = np.asarray(smaller.connections[kind].receivers.is_counted)
         assert smaller.in_degrees(kind).tolist() == np.bincount(receivers[mask], minlength=40).tolist()
         assert smaller.out_degrees(kind).tolist() == np.bincount(senders[mask], minlength=40).tolist()
-    block = padded_block(np.arange(40), np.repeat([0, 1], 20), 40, 3, num_edges=50)
-    less = jax.jit(lambda key: graphs.drop_edges(block, 0.5, key))(jax.random.key(0))
-    passed = graphs.update_all(
-        less.graph({"h": jnp.ones(40, jnp.float16)}), fn.copy_u("h", "m"), fn.sum("m", "s")
-    ).nodes["target"]["s"]
-    assert passed.tolist() == less.in_degrees.tolist()
+    assert passed.tolist() == degrees.tolist()
     assert 8 < passed.sum() < 32
     assert passed[2] == 0
 
@@ -248,18 +253,26 @@ def test_edges_of_several_types_and_of_blocks_are_dropped() -> None:
 def test_columns_of_features_are_dropped() -> None:
     nodes = {"h": np.ones((4, 64), np.float16), "i": np.ones((4, 2), np.int32)}
     graph = graphs.from_edges([0], [1], 4, nodes, {"w": np.ones((1, 2, 50), np.float32)})
-    found = jax.jit(lambda key: graphs.drop_features(graph, 0.5, key, edges=("w",)))(jax.random.key(0))
+
+    @jax.jit
+    def run(key: jax.Array) -> tuple[graphs.Graph, graphs.Graph]:
+        some = graphs.drop_features(graph, 0.5, key, edges=("w",))
+        return some, graphs.drop_features(graph, 1.0, key, nodes=("i",))
+
+    found, none = run(jax.random.key(0))
     h, w = np.asarray(found.nodes["h"]), np.asarray(found.edges["w"])
     assert h.dtype == np.float16
     assert (h == h[0]).all()
     assert 16 < h[0].sum() < 48
     assert 30 < w.sum() < 70
     assert found.nodes["i"].sum() == 8
-    assert graphs.drop_features(graph, 1.0, jax.random.key(0), nodes=("i",)).nodes["i"].sum() == 0
+    assert none.nodes["i"].sum() == 0
 
 
 def test_what_dropping_refuses() -> None:
     graph, key = graphs.from_edges([0], [1], 2), jax.random.key(0)
+    drop = jax.jit(lambda key: (graphs.drop_edges(graph, 1, key), graphs.drop_nodes(graph, 0, key)))
+    fewer_edges, fewer_nodes = drop(key)
     cases: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
         (graphs.drop_edges, (graph, 1.5, key), ValueError, "rate=1.5 must be between 0 and 1"),
         (graphs.drop_edges, (graph, jnp.float32(0.5), key), TypeError, "rate must be a Python number, got ArrayImpl"),
@@ -271,10 +284,10 @@ def test_what_dropping_refuses() -> None:
         ),
         (graphs.drop_nodes, (3, 0.5, key), TypeError, "graph must be a Graph, got int"),
         (graphs.drop_features, (graph, 0.5, key, ("x",)), ValueError, "no feature 'x' of the nodes; there are: none"),
-        (graphs.batch, ([graphs.drop_edges(graph, 1, key)],), ValueError, "graph has dropped edges or nodes"),
-        (graphs.pad, (graphs.drop_nodes(graph, 0, key), 4, 4), ValueError, "graph has dropped edges or nodes"),
-        (graphs.reverse, (graphs.drop_nodes(graph, 0, key),), ValueError, "graph has dropped nodes"),
-        (graphs.reverse, (graphs.drop_edges(graph, 1, key),), ValueError, r"senders\[0\] = 2 is out of range"),
+        (graphs.batch, ([fewer_edges],), ValueError, "graph has dropped edges or nodes"),
+        (graphs.pad, (fewer_nodes, 4, 4), ValueError, "graph has dropped edges or nodes"),
+        (graphs.reverse, (fewer_nodes,), ValueError, "graph has dropped nodes"),
+        (graphs.reverse, (fewer_edges,), ValueError, r"senders\[0\] = 2 is out of range"),
     ]
     for function, arguments, kind, message in cases:
         with pytest.raises(kind, match=message):
