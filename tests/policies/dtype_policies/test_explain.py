@@ -31,12 +31,7 @@ def test_plain_path_and_autocast_policies_of_one_function() -> None:
 
     params = {"body": W, "head": W}
     plain = jt.explain_policy(model, "mixed_bfloat16", params, X)
-    assert [row.operation for row in plain.operations] == [
-        "dot_general",
-        "tanh",
-        "dot_general",
-        "exp",
-    ]
+    assert [row.operation for row in plain.operations] == ["dot_general", "tanh", "dot_general", "exp"]
     assert {dtype for row in plain.operations for dtype in row.dtypes_in} == {"bfloat16"}
     assert plain.half_flops_share == plain.half_products_share == 1.0
 

@@ -151,10 +151,7 @@ CLOSED_OVER = jnp.ones((4, 4))
         (in_shard_map, "because of float32 made by"),
         (lambda w, x: x @ CLOSED_OVER @ w, "because of a closed-over float32[4,4]"),
         (lambda w, x: jnp.cumsum(x, dtype=jnp.float32)[:4] @ w, "cast from float16 to float32"),
-        (
-            lambda w, x: lax.dot(x, w, preferred_element_type=jnp.float32) @ w,
-            "the float32 result of",
-        ),
+        (lambda w, x: lax.dot(x, w, preferred_element_type=jnp.float32) @ w, "the float32 result of"),
     ],
 )
 def test_why_a_product_is_float32(fn: Callable[..., Any], reason: str) -> None:
@@ -290,18 +287,12 @@ def test_functions_of_values_run_as_they_did() -> None:
 @pytest.mark.parametrize(
     ("fn", "error"),
     [
-        (
-            lambda w, x: lax.scan(lambda c, t: ((t @ w).astype(t.dtype), None), jnp.zeros(4), x),
-            "carry",
-        ),
+        (lambda w, x: lax.scan(lambda c, t: ((t @ w).astype(t.dtype), None), jnp.zeros(4), x), "carry"),
         (lambda w, x: lax.conv(x[None, None], jnp.ones((1, 1, 2, 2)), (1, 1), "SAME"), "dtypes"),
     ],
 )
 def test_errors_of_half_beside_float32_say_what_to_do(fn: Callable[..., Any], error: str) -> None:
-    for run in (
-        jt.apply_policy(fn, HALF),
-        lambda w, x: jt.scaled_value_and_grad(fn, HALF)(jt.NoOpLossScale(), w, x),
-    ):
+    for run in (jt.apply_policy(fn, HALF), lambda w, x: jt.scaled_value_and_grad(fn, HALF)(jt.NoOpLossScale(), w, x)):
         with pytest.raises(TypeError, match=error) as info:
             run(W, X)
         (note,) = [note for note in info.value.__notes__ if "autocast_float16" in note]

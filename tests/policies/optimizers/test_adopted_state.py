@@ -53,11 +53,7 @@ def test_the_next_step_is_that_of_the_old_optimizer() -> None:
             assert int(optax.tree.get(state, "count")) == 3
             grads = jax.tree.map(lambda g: 64 * g, GRADS)
             updates, _ = optimizer.update(grads, state, params)
-            jax.tree.map(
-                lambda u, e: np.testing.assert_allclose(u, e, rtol=1e-5, atol=1e-8),
-                updates,
-                expected,
-            )
+            jax.tree.map(lambda u, e: np.testing.assert_allclose(u, e, rtol=1e-5, atol=1e-8), updates, expected)
 
 
 def test_common_wrappers_are_taken_over_and_others_taken_off() -> None:

@@ -122,10 +122,7 @@ def test_parameters_whose_gradients_reach_no_loss_scale_are_named() -> None:
     [
         (lambda: optax.apply_if_finite(scaled(), 3), "apply_if_finite"),
         (lambda: optax.chain(optax.apply_if_finite(scaled(), 3)), "apply_if_finite"),
-        (
-            lambda: optax.MultiSteps(optax.apply_if_finite(scaled(), 3), 2),
-            "apply_if_finite",
-        ),
+        (lambda: optax.MultiSteps(optax.apply_if_finite(scaled(), 3), 2), "apply_if_finite"),
         (
             lambda: optax.MultiSteps(scaled(), 2, should_skip_update_fn=optax.skip_not_finite),
             r"MultiSteps\(should_skip_update_fn=...\)",
@@ -146,10 +143,7 @@ AFTER = "optimizer: a transformation after with_master_weights or"
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(
-    "store",
-    [jt.with_master_weights, lambda x: jt.with_stochastic_rounding(x, jax.random.key(0))],
-)
+@pytest.mark.parametrize("store", [jt.with_master_weights, lambda x: jt.with_stochastic_rounding(x, jax.random.key(0))])
 def test_what_changes_the_updates_of_stored_parameters_is_refused(store: Any) -> None:
     """Master weights and parameters would diverge: 0.5875 and 0.703125 after three steps of 0.1."""
     for optimizer in (
@@ -169,10 +163,7 @@ def test_what_stores_parameters_goes_once() -> None:
 
     sgd, params = optax.sgd(0.1), jnp.ones(2, jnp.bfloat16)
     for optimizer, message in (
-        (
-            jt.with_master_weights(rounding(sgd)),
-            "with_stochastic_rounding has no effect on float32",
-        ),
+        (jt.with_master_weights(rounding(sgd)), "with_stochastic_rounding has no effect on float32"),
         (jt.with_master_weights(optax.chain(rounding(sgd))), "with_stochastic_rounding has no effect on float32"),
         (
             jt.with_master_weights(jt.with_master_weights(sgd)),

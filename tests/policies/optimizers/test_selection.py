@@ -40,10 +40,7 @@ def test_a_flax_train_state_keeps_its_batch_statistics_over_an_overflow() -> Non
     model = Normed()
     variables = model.init(jax.random.key(0), jnp.ones((4, 3)))
     state = FlaxState.create(
-        apply_fn=model.apply,
-        params=variables["params"],
-        tx=OPTIMIZER,
-        batch_stats=variables["batch_stats"],
+        apply_fn=model.apply, params=variables["params"], tx=OPTIMIZER, batch_stats=variables["batch_stats"]
     )
 
     @jax.jit

@@ -82,9 +82,7 @@ def test_steps_are_those_by_hand_and_a_skip_leaves_no_trace(name: str) -> None:
             params, opt_state = hand(params, opt_state, batch_of(seed))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), state.params, params)
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-4),
-        state.opt_state.inner_state,
-        opt_state,
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-4), state.opt_state.inner_state, opt_state
     )
     assert not np.array_equal(state.params["w"], PARAMS["w"])
     skipped, metrics = step(state, batch_of(3).at[0, 0].set(jnp.nan))
@@ -113,10 +111,7 @@ def test_a_line_search_in_half_precision_sees_small_gradients() -> None:
 
 def test_several_devices_evaluate_no_loss_again() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    for optimizer, name in (
-        (optax.lbfgs(), "a line search"),
-        (contrib.sophia(0.1), "sophia"),
-    ):
+    for optimizer, name in ((optax.lbfgs(), "a line search"), (contrib.sophia(0.1), "sophia")):
         step = jt.train_step(jt.stateless(loss_fn), jt.with_loss_scale(optimizer, jt.NoOpLossScale()))
         state = jt.TrainState.create(PARAMS, step.optimizer)
         for parallel in (jt.data_parallel(step, mesh), jt.sharded_step(step, mesh)):
@@ -127,8 +122,7 @@ def test_several_devices_evaluate_no_loss_again() -> None:
 def test_what_inner_states_keep_is_found_by_name() -> None:
     """As the page of recipes says; `schedule_free_eval_params` takes the state within."""
     steps = jt.with_loss_scale(
-        optax.MultiSteps(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5), 2),
-        jt.torch_loss_scale(),
+        optax.MultiSteps(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5), 2), jt.torch_loss_scale()
     )
     state = jt.with_master_weights(steps).init(PARAMS)
     assert int(optax.tree.get(state, "gradient_step")) == 0
