@@ -38,16 +38,17 @@ adjusting = pytest.mark.parametrize("name", [n for n in SCALES if n not in ("non
 
 
 @every_scale
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
-def test_scaling_and_unscaling_gives_the_value_back(name: str, dtype: Any) -> None:
-    scale, x = SCALES[name](), jnp.asarray(1.5, dtype)
-    scaled = scale.scale({"x": x})["x"]
-    assert complex(scaled) == 1.5 * float(scale.loss_scale)
-    back = scale.unscale({"x": scaled})["x"]
-    assert complex(back) == 1.5
-    if name != "none":
-        upcast = jnp.complex64 if dtype == jnp.complex64 else jnp.float32
-        assert scaled.dtype == back.dtype == upcast
+def test_scaling_and_unscaling_gives_the_value_back(name: str) -> None:
+    scale = SCALES[name]()
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "complex64"):
+        x = jnp.asarray(1.5, dtype)
+        scaled = scale.scale({"x": x})["x"]
+        assert complex(scaled) == 1.5 * float(scale.loss_scale), dtype
+        back = scale.unscale({"x": scaled})["x"]
+        assert complex(back) == 1.5, dtype
+        if name != "none":
+            upcast = "complex64" if dtype == "complex64" else "float32"
+            assert scaled.dtype.name == back.dtype.name == upcast, dtype
 
 
 @every_scale
@@ -120,7 +121,7 @@ def test_adjusting_keeps_the_state_for_scan_cond_and_vmap(name: str, finite: boo
 
 @pytest.mark.quick_cases(7)
 @every_scale
-def test_one_trace_for_all_steps(name: str) -> None:
+def test_one_trace_for_all_steps_and_for_a_state_from_elsewhere(name: str) -> None:
     traces = []
 
     @jax.jit
@@ -131,6 +132,8 @@ def test_one_trace_for_all_steps(name: str) -> None:
     scale = SCALES[name]()
     for finite in (True, False, True, True, False, True, True, True, True, True):
         scale = adjust(scale, jnp.array(finite))
+    for place in (jax.device_get, jax.device_put, lambda s: jax.tree.map(np.array, s)):
+        scale = adjust(place(scale), np.array(True))
     assert len(traces) == 1
 
 
@@ -148,9 +151,10 @@ def test_it_goes_on_from_a_checkpoint_in_the_middle_of_a_period(name: str) -> No
 
 
 @every_scale
-@pytest.mark.parametrize("finite", [True, np.bool_(True), jnp.array(True), np.array(True)])
-def test_every_kind_of_boolean_adjusts(name: str, finite: Any) -> None:
-    SCALES[name]().adjust(finite)
+def test_every_kind_of_boolean_adjusts(name: str) -> None:
+    for finite in (np.bool_(True), jnp.array(True), np.array(True)):
+        found = jax.tree.leaves(SCALES[name]().adjust(finite))
+        assert found == jax.tree.leaves(SCALES[name]().adjust(True))
 
 
 @pytest.mark.parametrize("number", [0, 0.0, -1.0, float("nan"), float("inf")])
@@ -193,13 +197,18 @@ def test_named_paths_for_checkpoints() -> None:
 
 def test_own_fields_are_strict() -> None:
     for name, values in {
-        "backoff_factor": (0.0, 1.0, -1.0),
-        "max_loss_scale": (0.0, 2.0**127),
-        "hysteresis": (0, 1.5, True),
+        "backoff_factor": (0.0, 1.0, -1.0, np.nan),
+        "max_loss_scale": (0.0, 2.0**127, np.nan),
+        "hysteresis": (0, 1.5, 2.0, True, np.inf, np.nan),
+        "counter_start": (-1.0,),
     }.items():
         for value in values:
-            with pytest.raises(ValueError, match=name):
+            with pytest.raises(ValueError, match=f"^{name}="):
                 jt.DynamicLossScale(8.0, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"max_loss_scale=4\.0"):
+        jt.DynamicLossScale(8.0, min_loss_scale=8.0, max_loss_scale=4.0)
+    with pytest.raises(ValueError, match="min_loss_scale must be a concrete number"):
+        jax.jit(lambda low: jt.DynamicLossScale(8.0, min_loss_scale=low).scale(1.0))(1.0)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +226,6 @@ def test_fields_of_jmp_are_lenient_and_warn(arguments: tuple[Any, ...], text: st
         jt.DynamicLossScale(*arguments)
 
 
-def test_a_traced_structural_field_is_named() -> None:
-    with pytest.raises(ValueError, match="min_loss_scale must be a concrete number"):
-        jax.jit(lambda low: jt.DynamicLossScale(8.0, min_loss_scale=low).scale(1.0))(1.0)
-
-
 def test_a_scale_can_be_made_of_a_traced_number() -> None:
     made = jax.jit(lambda s: jt.DynamicLossScale(s).adjust(False))(jnp.float16(8))
     assert float(made.loss_scale) == 4
@@ -233,68 +237,17 @@ def test_the_structure_does_not_depend_on_what_the_leaves_are(name: str) -> None
     scale = SCALES[name]()
     structure = jax.tree.structure(scale)
     hash(structure)
-    for other in (
-        jax.device_get(scale),
-        jax.device_put(scale),
-        jax.eval_shape(lambda s: s, scale),
-        jax.tree.map(lambda _: "sharding", scale),
-        jax.tree.map(lambda _: True, scale),
-        jax.tree.map(np.asarray, scale),
-    ):
-        assert jax.tree.structure(other) == structure
+    others = [jax.device_get(scale), jax.device_put(scale), jax.eval_shape(lambda s: s, scale)]
+    for leaf in (lambda _: "sharding", lambda _: True, np.asarray):
+        others.append(jax.tree.map(leaf, scale))
+    assert [jax.tree.structure(other) for other in others] == [structure] * 6
 
 
-@every_scale
-def test_a_state_from_elsewhere_is_not_traced_again(name: str) -> None:
-    traces = []
-
-    @jax.jit
-    def adjust(scale: Any, finite: Any) -> Any:
-        traces.append(1)
-        return scale.adjust(finite)
-
-    scale = adjust(SCALES[name](), np.array(False))
-    for place in (jax.device_get, jax.device_put, lambda s: jax.tree.map(np.array, s)):
-        scale = adjust(place(scale), np.array(True))
-    assert len(traces) == 1
-
-
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
-def test_float8_leaves_are_upcast(dtype: Any) -> None:
-    scaled = jt.DynamicLossScale(2.0**16).scale(jnp.asarray(448.0, dtype))
-    assert scaled.dtype == jnp.float32 and float(scaled) == 448.0 * 2**16
-
-
-@pytest.mark.parametrize("options", [{"hysteresis": 2.0}, {"hysteresis": 3, "counter_start": -1.0}, {"counter": 1.0}])
-def test_a_float_count_is_refused_or_stays_a_count(options: dict[str, Any]) -> None:
-    try:
-        scale = jt.DynamicLossScale(8.0, **options)
-    except ValueError as error:
-        assert list(options)[-1] in str(error)
-        return
+def test_a_float_counter_stays_a_count() -> None:
+    scale = jt.DynamicLossScale(8.0, counter=1.0)
     for finite in (False, True, False):
         scale = scale.adjust(finite)
-        dtypes = [x.dtype for x in jax.tree.leaves(scale)]
-        assert dtypes[:2] == [jnp.float32, jnp.int32] and set(dtypes[2:]) <= {jnp.int32}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("hysteresis", np.inf),
-        ("hysteresis", np.nan),
-        ("max_loss_scale", np.nan),
-        ("backoff_factor", np.nan),
-    ],
-)
-def test_what_is_not_a_number_is_named_too(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"^{name}="):
-        jt.DynamicLossScale(8.0, **{name: value})  # type: ignore[arg-type]
-
-
-def test_bounds_in_the_wrong_order_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_loss_scale=4\.0"):
-        jt.DynamicLossScale(8.0, min_loss_scale=8.0, max_loss_scale=4.0)
+        assert [x.dtype for x in jax.tree.leaves(scale)] == [jnp.float32, jnp.int32]
 
 
 @pytest.mark.parametrize("period", [2**31, 10**12, np.inf])

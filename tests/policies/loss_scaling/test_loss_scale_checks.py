@@ -47,9 +47,9 @@ class Additive:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OfADataclass(Additive):
-    loss_scale: Any
-    steps: Any
-    growth: float = dataclasses.field(metadata={"static": True})
+    loss_scale: Any = 8.0
+    steps: Any = 0
+    growth: float = dataclasses.field(default=1.0, metadata={"static": True})
 
 
 @flax.struct.dataclass
@@ -149,11 +149,17 @@ def batch(finite: bool = True) -> dict[str, jax.Array]:
     return {"x": jnp.full((16, 4), 0.5), "factor": jnp.full(16, factor)}
 
 
-def run(name: str, route: str) -> tuple[Any, list[Any]]:
+def with_scale(name: str) -> tuple[Any, jt.TrainState]:
+    """Returns an optimizer with the loss scale, and its first state."""
     optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), SCALES[name]())
+    return optimizer, jt.TrainState.create({"w": jnp.linspace(0.1, 0.8, 8).reshape(4, 2)}, optimizer)
+
+
+@functools.cache
+def run(name: str, route: str) -> tuple[Any, list[Any]]:
+    optimizer, state = with_scale(name)
     step = jt.train_step(jt.stateless(loss_fn), optimizer, policy="mixed_float16")
     step = jax.jit(jt.data_parallel(step, MESH) if route == "data_parallel" else step)
-    state = jt.TrainState.create({"w": jnp.linspace(0.1, 0.8, 8).reshape(4, 2)}, optimizer)
     every = []
     for finite in FINITE:
         state, metrics = step(state, batch(finite))
@@ -176,14 +182,10 @@ def test_it_is_a_loss_scale_by_what_it_has(name: str) -> None:
 @every_scale
 def test_gradients_are_scaled_by_its_number(name: str) -> None:
     scale = SCALES[name]()
-    for value_and_grad in (
-        jt.scaled_value_and_grad(jnp.sin),
-        jax.jit(jt.scaled_value_and_grad(jnp.sin)),
-    ):
-        loss, grad = value_and_grad(scale, jnp.float32(1.0))
-        np.testing.assert_allclose(loss, np.sin(1.0), rtol=1e-6)
-        np.testing.assert_allclose(grad, np.cos(1.0) * float(scale.loss_scale), rtol=1e-6)
-        np.testing.assert_allclose(scale.unscale(grad), np.cos(1.0), rtol=1e-6)
+    loss, grad = jax.jit(jt.scaled_value_and_grad(jnp.sin))(scale, jnp.float32(1.0))
+    np.testing.assert_allclose(loss, np.sin(1.0), rtol=1e-6)
+    np.testing.assert_allclose(grad, np.cos(1.0) * float(scale.loss_scale), rtol=1e-6)
+    np.testing.assert_allclose(scale.unscale(grad), np.cos(1.0), rtol=1e-6)
 
 
 @pytest.mark.quick_cases(2)
@@ -202,26 +204,21 @@ def test_a_train_step_follows_its_rule(name: str, route: str) -> None:
 
 @every_scale
 def test_it_is_set_by_another_of_its_kind(name: str) -> None:
-    optimizer = jt.with_loss_scale(optax.sgd(0.1), SCALES[name]())
-    state = optimizer.init(jnp.ones(2))
     other = SCALES[name]().adjust(jnp.array(False))
-    state = jt.set_loss_scale(state, other)
-    assert float(jt.get_loss_scale(state).loss_scale) == float(other.loss_scale)
-    assert type(jt.get_loss_scale(state)) is type(other)
+    found = jt.get_loss_scale(jt.set_loss_scale(with_scale(name)[1], other))
+    assert float(found.loss_scale) == float(other.loss_scale)
+    assert type(found) is type(other)
 
 
 @users_scale
 def test_a_user_scale_of_another_setting_is_refused(name: str) -> None:
-    state: Any = jt.with_loss_scale(optax.sgd(0.1), SCALES[name]()).init(jnp.ones(2))
-    with pytest.raises(ValueError, match=rf"a {type(USERS[name]()).__name__}, not a NoOpLossScale"):
+    _, state = with_scale(name)
+    kind = type(USERS[name]())
+    with pytest.raises(ValueError, match=rf"a {kind.__name__}, not a NoOpLossScale"):
         jt.set_loss_scale(state, jt.NoOpLossScale())
-    if name == "Scheduled":
-        other: Any = Scheduled(0, 0, optax.constant_schedule(8.0))
-        match = "schedule="
-    else:
-        other = type(USERS[name]())(64.0, 0, 4.0)
-        match = r"growth=8\.0, not 4\.0" if name != "OfAPlainClass" else r"8\.0.*, not .*4\.0"
-    with pytest.raises(ValueError, match=match):
+    other: Any = kind(0, 0, optax.constant_schedule(8.0)) if kind is Scheduled else kind(64.0, 0, 4.0)
+    named = {"Scheduled": "schedule=", "OfAPlainClass": r"8\.0.*, not .*4\.0"}
+    with pytest.raises(ValueError, match=named.get(name, r"growth=8\.0, not 4\.0")):
         jt.set_loss_scale(state, other)
 
 
@@ -229,8 +226,7 @@ def test_a_user_scale_of_another_setting_is_refused(name: str) -> None:
 @every_scale
 def test_a_checkpoint_keeps_it(name: str, tmp_path: Path) -> None:
     state, _ = run(name, "jit")
-    optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), SCALES[name]())
-    fresh = jt.TrainState.create({"w": jnp.zeros((4, 2))}, optimizer)
+    _, fresh = with_scale(name)
     with jt.CheckpointStore(tmp_path) as store:
         store.save(1, state)
         _, restored = store.restore(fresh)
@@ -241,8 +237,7 @@ def test_a_checkpoint_keeps_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in SCALES if name not in USERS] + ["OfFlax"])
 def test_flax_serializes_it(name: str) -> None:
     state, _ = run(name, "jit")
-    optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), SCALES[name]())
-    fresh = jt.TrainState.create({"w": jnp.zeros((4, 2))}, optimizer)
+    _, fresh = with_scale(name)
     assert_bitwise_equal(serialization.from_bytes(fresh, serialization.to_bytes(state)), state)
 
 
@@ -262,8 +257,7 @@ def test_it_is_one_of_several(name: str) -> None:
 
 @users_scale
 def test_how_far_it_can_fall_is_found_by_trial(name: str) -> None:
-    # 64 to 16 by halves; the schedule's goes on until float32 ends
-    # from 64 to 16 by halves; from 1024 at the schedule's end to 2**-10
+    # From 64 to 16 by halves; from 1024 at the schedule's end to 2**-10.
     assert jt.policies.skips_to_floor(USERS[name]()) == (2 if name != "Scheduled" else 20)
 
 
@@ -280,8 +274,6 @@ class WithoutTwo:
 @dataclasses.dataclass(frozen=True)
 class NotRegistered(Additive):
     loss_scale: Any = 8.0
-    steps: Any = 0
-    growth: float = 1.0
 
 
 @jax.tree_util.register_dataclass
@@ -305,6 +297,14 @@ class FunctionLeaf(Additive):
     schedule: Any = len
 
 
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "with_loss_scale": lambda scale: jt.with_loss_scale(optax.sgd(0.1), scale),
+    "scaled_value_and_grad": lambda scale: jt.scaled_value_and_grad(jnp.sin)(scale, jnp.ones(())),
+    "several": lambda scale: jt.with_loss_scale(optax.sgd(0.1), jt.policies.PerLossScale((jt.NoOpLossScale(), scale))),
+    "set": lambda scale: jt.set_loss_scale(with_scale("none")[1], scale),
+}
+
+
 @pytest.mark.parametrize(
     ("scale", "error", "message"),
     [
@@ -315,22 +315,14 @@ class FunctionLeaf(Additive):
         (OfADataclass, TypeError, r"a class; pass an instance: OfADataclass\(\.\.\.\)"),
         (jt.NoOpLossScale, TypeError, r"a class; pass an instance: NoOpLossScale\(\.\.\.\)"),
         (FunctionLeaf(8.0), TypeError, "whose leaf 'schedule' is not a number or array; mark settings as"),
-        (Wrong(0.0), ValueError, r"loss_scale=0\.0 must be a finite number above 0"),
-        (Wrong(float("inf")), ValueError, "loss_scale=inf must be a finite number above 0"),
+        (OfADataclass(0.0), ValueError, r"loss_scale=0\.0 must be a finite number above 0"),
+        (OfADataclass(float("inf")), ValueError, "loss_scale=inf must be a finite number above 0"),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("place", ["with_loss_scale", "scaled_value_and_grad", "several", "set"])
+)
+@pytest.mark.parametrize("place", PLACES)
 def test_what_it_lacks_is_named(scale: Any, error: Any, message: str, place: str) -> None:
-    call: dict[str, Callable[[], Any]] = {
-        "with_loss_scale": lambda: jt.with_loss_scale(optax.sgd(0.1), scale),
-        "scaled_value_and_grad": lambda: jt.scaled_value_and_grad(jnp.sin)(scale, jnp.ones(())),
-        "several": lambda: jt.with_loss_scale(optax.sgd(0.1), jt.policies.PerLossScale((jt.NoOpLossScale(), scale))),
-        "set": lambda: jt.set_loss_scale(
-            jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale()).init(jnp.ones(2)), scale
-        ),
-    }
     with pytest.raises(error, match=message):
-        call[place]()
+        PLACES[place](scale)
 
 
 def test_several_in_several_are_refused() -> None:

@@ -60,19 +60,14 @@ ROUNDED = [
 
 def state_dicts(trace: list[tuple[float, int]], *settings: float) -> list[dict[str, Any]]:
     names = ("growth_factor", "backoff_factor", "growth_interval")
-    return [
-        {"scale": scale, **dict(zip(names, settings, strict=True)), "_growth_tracker": tracker}
-        for scale, tracker in trace
-    ]
+    fixed = dict(zip(names, settings, strict=True))
+    return [{"scale": scale, **fixed, "_growth_tracker": tracker} for scale, tracker in trace]
 
 
 @pytest.mark.filterwarnings("ignore:.*not a power of two:UserWarning")
 @pytest.mark.parametrize(
     ("bad", "states"),
-    [
-        (HALVED_BAD, state_dicts(HALVED, 2.0, 0.5, 3)),
-        (ROUNDED_BAD, state_dicts(ROUNDED, 1.7, 0.3, 2)),
-    ],
+    [(HALVED_BAD, state_dicts(HALVED, 2.0, 0.5, 3)), (ROUNDED_BAD, state_dicts(ROUNDED, 1.7, 0.3, 2))],
 )
 def test_from_any_state_ours_follows_torch(bad: str, states: list[dict[str, Any]]) -> None:
     adjust = jax.jit(lambda scale, finite: scale.adjust(finite))
@@ -120,37 +115,31 @@ def test_there_and_back_in_pythons_own_numbers(
     assert list(got) == list(DEFAULT)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"scale": 0.0}, "scale=0.0 must be between"),
-        ({"scale": 2.0**127}, r"scale=1.7.* must be between 2\*\*-126 and 2\*\*126"),
-        ({"scale": float("inf")}, "scale=inf must be a finite number"),
-        ({"scale": "1"}, "scale='1' must be a finite number"),
-        ({"scale": None}, "scale=None must be a finite number"),
-        ({"growth_factor": 1.0}, "growth_factor=1.0 must be above 1"),
-        ({"growth_factor": True}, "growth_factor=True must be a finite number"),
-        ({"backoff_factor": 1.0}, "backoff_factor=1.0 must be below 1"),
-        ({"backoff_factor": -1.0}, "backoff_factor=-1.0 must be"),
-        ({"growth_interval": 0}, "growth_interval=0 must be an integer of at least 1"),
-        ({"growth_interval": 10.0}, "growth_interval=10.0 must be an integer"),
-        ({"_growth_tracker": 2000}, r"_growth_tracker=2000 must be an integer from 0 to 1999"),
-        ({"_growth_tracker": -1}, "_growth_tracker=-1 must be"),
-        ({"_growth_tracker": 1.0}, "_growth_tracker=1.0 must be"),
-        ({"_growth_tracker": False}, "_growth_tracker=False must be"),
-        ({"extra": 1}, r"missing \[\], unknown \['extra'\]"),
-    ],
-)
-def test_a_bad_entry_is_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        jt.loss_scale_from_torch({**DEFAULT, **change})
-
-
-@pytest.mark.parametrize("key", DEFAULT)
-def test_a_missing_key_is_named(key: str) -> None:
-    state = {name: value for name, value in DEFAULT.items() if name != key}
-    with pytest.raises(ValueError, match=rf"missing \['{key}'\], unknown \[\]"):
-        jt.loss_scale_from_torch(state)
+def test_a_bad_entry_is_named() -> None:
+    for key, value, message in (
+        ("scale", 0.0, "scale=0.0 must be between"),
+        ("scale", 2.0**127, r"scale=1.7.* must be between 2\*\*-126 and 2\*\*126"),
+        ("scale", float("inf"), "scale=inf must be a finite number"),
+        ("scale", "1", "scale='1' must be a finite number"),
+        ("scale", None, "scale=None must be a finite number"),
+        ("growth_factor", 1.0, "growth_factor=1.0 must be above 1"),
+        ("growth_factor", True, "growth_factor=True must be a finite number"),
+        ("backoff_factor", 1.0, "backoff_factor=1.0 must be below 1"),
+        ("backoff_factor", -1.0, "backoff_factor=-1.0 must be"),
+        ("growth_interval", 0, "growth_interval=0 must be an integer of at least 1"),
+        ("growth_interval", 10.0, "growth_interval=10.0 must be an integer"),
+        ("_growth_tracker", 2000, "_growth_tracker=2000 must be an integer from 0 to 1999"),
+        ("_growth_tracker", -1, "_growth_tracker=-1 must be"),
+        ("_growth_tracker", 1.0, "_growth_tracker=1.0 must be"),
+        ("_growth_tracker", False, "_growth_tracker=False must be"),
+        ("extra", 1, r"missing \[\], unknown \['extra'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jt.loss_scale_from_torch({**DEFAULT, key: value})
+    for key in DEFAULT:
+        state = {name: value for name, value in DEFAULT.items() if name != key}
+        with pytest.raises(ValueError, match=rf"missing \['{key}'\], unknown \[\]"):
+            jt.loss_scale_from_torch(state)
     with pytest.raises(TypeError, match=r"state_dict must be the dict .* got 5"):
         jt.loss_scale_from_torch(5)  # pyright: ignore[reportArgumentType]
 
@@ -206,22 +195,21 @@ def test_jmps_division_by_a_power_of_two_is_a_product() -> None:
 def test_a_state_takes_an_imported_scale_and_goes_on_without_a_retrace() -> None:
     tx = optax.chain(jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale()), optax.identity())
     params = {"w": jnp.ones(2)}
-    traces = []
 
     @jax.jit
     def step(params: Any, state: Any) -> Any:
-        traces.append(1)
         updates, state = tx.update(jt.get_loss_scale(state).scale(params), state, params)
         return optax.apply_updates(params, updates), state
 
     params, state = step(params, tx.init(params))
     imported = jt.loss_scale_from_torch({**DEFAULT, "scale": 4.0, "_growth_tracker": 1999})
-    new = jt.set_loss_scale(state, imported)
-    assert_bitwise_equal(jt.get_loss_scale(new), jax.tree.map(jnp.asarray, imported))
-    assert_bitwise_equal(new[0]._replace(loss_scale=None), state[0]._replace(loss_scale=None))
-    params, new = step(params, new)
-    assert float(jt.get_loss_scale(new).loss_scale) == 8.0
-    assert len(traces) == 1
+    for set_loss_scale in (jt.set_loss_scale, jax.jit(jt.set_loss_scale)):
+        new = set_loss_scale(state, imported)
+        assert_bitwise_equal(jt.get_loss_scale(new), jax.tree.map(jnp.asarray, imported))
+        assert_bitwise_equal(new[0]._replace(loss_scale=None), state[0]._replace(loss_scale=None))
+        _, new = step(params, new)
+        assert float(jt.get_loss_scale(new).loss_scale) == 8.0
+    assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
     assert float(jt.get_loss_scale(state).loss_scale) == 2.0**16  # the old state is as it was
 
 
@@ -238,12 +226,6 @@ def test_a_train_state_takes_it_too_and_keeps_its_devices() -> None:
     assert jax.tree.structure(new) == jax.tree.structure(state)
     jax.jit(lambda x: x, donate_argnums=0)(new)  # the imported scale was copied
     assert float(imported.loss_scale) == 2.0
-
-
-def test_under_jit() -> None:
-    tx = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
-    state = jax.jit(jt.set_loss_scale)(tx.init(jnp.ones(2)), jt.torch_loss_scale(2.0))
-    assert float(jt.get_loss_scale(state).loss_scale) == 2.0
 
 
 def scaled(loss_scale: jt.LossScale) -> Any:
