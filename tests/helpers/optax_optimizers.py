@@ -12,7 +12,7 @@ ALIASES: dict[str, Callable[[], Any]] = {
         name: functools.partial(getattr(optax, name), 0.1)
         for name in (
             "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan", "amsgrad",
-            "fromage", "lamb", "lars", "lion", "novograd", "optimistic_adam_v2",
+            "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "novograd", "optimistic_adam_v2",
             "optimistic_gradient_descent", "radam", "rprop", "sign_sgd", "sm3", "yogi",
         )
     },

@@ -165,20 +165,16 @@ def test_in_a_train_step_a_skip_changes_no_bit_and_float32_stays(compensation: s
 
 
 @pytest.mark.parametrize("compensation", COMPENSATIONS)
-def test_values_that_are_not_finite_leave_no_nan_behind(compensation: str | None) -> None:
+def test_infinite_values_leave_no_nan_behind_and_a_nan_is_its_parameters_alone(compensation: str | None) -> None:
     optimizer: Any = jt.with_kahan(optax.sgd(1.0), compensation_dtype=compensation)
+    step = jax.jit(lambda grads, state, params: optimizer.update(grads, state, params, return_params=True))
     params = jnp.asarray([6e4, -0.0, jnp.inf], jnp.float16)
-    params, state = optimizer.update(jnp.asarray([-6e4, 0.0, 0.0]), optimizer.init(params), params, return_params=True)
+    params, state = step(jnp.asarray([-6e4, 0.0, 0.0]), optimizer.init(params), params)
     assert np.asarray(params).tolist() == [np.inf, 0.0, np.inf]
     assert np.signbit(np.asarray(params)[1])
     assert not bool(jnp.isnan(state.compensation).any())
 
-
-@pytest.mark.parametrize("compensation", COMPENSATIONS)
-def test_a_nan_in_a_gradient_makes_its_parameter_nan(compensation: str | None) -> None:
-    optimizer: Any = jt.with_kahan(optax.sgd(1.0), compensation_dtype=compensation)
     params = jnp.ones(4096, jnp.bfloat16)
-    step = jax.jit(lambda grads, state, params: optimizer.update(grads, state, params, return_params=True))
     params, state = step(jnp.full(4096, 1e-3).at[100].set(jnp.nan), optimizer.init(params), params)
     params, state = step(jnp.full(4096, 1e-3), state, params)
     for found in (params, jt.policies.compensated_params(params, state)):

@@ -1,8 +1,8 @@
 """Noticing stalled runs: how long a fall takes, and who is told."""
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +42,30 @@ def after(scale: Any, steps: str) -> Any:
 def test_powers_of_two_are_counted_exactly() -> None:
     counts = {n: jt.policies.skips_to_floor(jt.DynamicLossScale(2.0**n)) for n in range(127)}
     assert {n: count for n, count in counts.items() if count != n} == {}
+    scales = jax.vmap(jt.DynamicLossScale)(jnp.array([4.0, 256.0, 16.0]))
+    assert jt.policies.skips_to_floor(scales) == 8  # to its last member
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (jt.NoOpLossScale, 0),
-        (lambda: jt.StaticLossScale(1024.0), 0),
-        (lambda: jt.StaticLossScale(jnp.float32(1024)), 0),
-        (lambda: jt.DynamicLossScale(1.0), 0),
-        (lambda: jt.DynamicLossScale(0.5), 0),
-        (lambda: jt.DynamicLossScale(1.5), 1),
-        (lambda: jt.DynamicLossScale(2.0**15, min_loss_scale=0.0), 15 + 126),
-        (lambda: jt.DynamicLossScale(81.0, factor=3), 4),
-        (jt.torch_loss_scale, 16 + 126),
-        (lambda: jt.apex_loss_scale(min_loss_scale=16.0), 12),
-        (jt.megatron_loss_scale, 32 + 1),
-        (jt.deepspeed_loss_scale, 16 + 1),
-        (lambda: jt.policies.nemo_loss_scale(hysteresis=4), 16 + 126 + 3),
-    ],
-)
-def test_how_far_the_usual_scales_fall(make: Callable[[], Any], expected: int) -> None:
-    assert jt.policies.skips_to_floor(make()) == expected
+@pytest.mark.filterwarnings("ignore:DynamicLossScale. factor=")
+def test_how_far_the_usual_scales_fall() -> None:
+    for scale, expected in (
+        (jt.NoOpLossScale(), 0),
+        (jt.StaticLossScale(1024.0), 0),
+        (jt.StaticLossScale(jnp.float32(1024)), 0),
+        (jt.DynamicLossScale(1.0), 0),
+        (jt.DynamicLossScale(0.5), 0),
+        (jt.DynamicLossScale(8.0, factor=1), 0),  # it never falls
+        (jt.DynamicLossScale(8.0, factor=0.5), 0),
+        (jt.DynamicLossScale(1.5), 1),
+        (jt.DynamicLossScale(2.0**15, min_loss_scale=0.0), 15 + 126),
+        (jt.DynamicLossScale(81.0, factor=3), 4),
+        (jt.torch_loss_scale(), 16 + 126),
+        (jt.apex_loss_scale(min_loss_scale=16.0), 12),
+        (jt.megatron_loss_scale(), 32 + 1),
+        (jt.deepspeed_loss_scale(), 16 + 1),
+        (jt.policies.nemo_loss_scale(hysteresis=4), 16 + 126 + 3),
+    ):
+        assert jt.policies.skips_to_floor(scale) == expected, scale
 
 
 @pytest.mark.full
@@ -109,17 +111,6 @@ def test_the_count_is_that_of_adjust_itself(start: float) -> None:
     assert float(before.adjust(False).loss_scale) == 1.0
 
 
-def test_a_vmapped_scale_is_counted_to_its_last_member() -> None:
-    scales = jax.vmap(jt.DynamicLossScale)(jnp.array([4.0, 256.0, 16.0]))
-    assert jt.policies.skips_to_floor(scales) == 8
-
-
-@pytest.mark.filterwarnings("ignore:DynamicLossScale. factor=")
-@pytest.mark.parametrize("factor", [1, 0.5])
-def test_a_scale_that_never_falls_has_no_way_to_go(factor: float) -> None:
-    assert jt.policies.skips_to_floor(jt.DynamicLossScale(8.0, factor=factor)) == 0
-
-
 # --- check_progress ---------------------------------------------------------------------------
 
 PARAMS = jnp.ones(2)
@@ -137,9 +128,9 @@ def scaled(loss_scale: jt.LossScale | None = None) -> Any:
     return jt.with_loss_scale(optax.sgd(0.1), loss_scale or jt.StaticLossScale(8.0))
 
 
-@pytest.mark.parametrize(
-    ("steps", "stop_after", "stops"),
-    [
+def test_only_skips_in_a_row_stop() -> None:
+    optimizer = scaled()
+    for steps, stop_after, stops in (
         ("", 1, False),
         ("-", 1, True),
         ("-", 2, False),
@@ -148,28 +139,23 @@ def scaled(loss_scale: jt.LossScale | None = None) -> Any:
         ("---+", 1, False),
         ("--+-", 2, False),
         ("+--", 2, True),
-    ],
-)
-def test_only_skips_in_a_row_stop(steps: str, stop_after: int, stops: bool) -> None:
-    state = run_steps(scaled(), steps)
-    if stops:
-        with pytest.raises(jt.policies.StalledTrainingError, match="skipped for non-finite gradients"):
-            jt.check_progress(state, stop_after=stop_after)
-    else:
-        jt.check_progress(state, stop_after=stop_after, warn_after=stop_after)
+    ):
+        state = run_steps(optimizer, steps)
+        says = pytest.raises(jt.policies.StalledTrainingError, match="skipped for non-finite gradients")
+        with says if stops else contextlib.nullcontext():
+            jt.check_progress(state, stop_after=stop_after, warn_after=None if stops else stop_after)
+    jt.check_progress(run_steps(optimizer, "---"), stop_after=math.inf)
 
 
 def test_the_message_has_the_numbers() -> None:
-    state = run_steps(scaled(jt.megatron_loss_scale(256.0, 4.0, hysteresis=1)), "---")
-    expected = r"^the last 3 steps were skipped .* loss scale is now 32 \(floor 4\)\. "
-    with pytest.raises(jt.policies.StalledTrainingError, match=expected):
-        jt.check_progress(state, stop_after=3)
-    state = run_steps(scaled(), "-")
-    with pytest.raises(jt.policies.StalledTrainingError, match=r"^the last step was .* scale is now 8\. "):
-        jt.check_progress(state, stop_after=1)
-    state = run_steps(scaled(jt.NoOpLossScale()), "--")
-    with pytest.raises(jt.policies.StalledTrainingError, match=r"^the last 2 .* scale is now 1\. "):
-        jt.check_progress(state, stop_after=1)
+    for scale, steps, stop_after, message in (
+        (jt.megatron_loss_scale(256.0, 4.0, hysteresis=1), "---", 3,
+         r"^the last 3 steps were skipped .* loss scale is now 32 \(floor 4\)\. "),
+        (jt.StaticLossScale(8.0), "-", 1, r"^the last step was .* scale is now 8\. "),
+        (jt.NoOpLossScale(), "--", 1, r"^the last 2 .* scale is now 1\. "),
+    ):  # fmt: skip
+        with pytest.raises(jt.policies.StalledTrainingError, match=message):
+            jt.check_progress(run_steps(scaled(scale), steps), stop_after=stop_after)
     assert issubclass(jt.policies.StalledTrainingError, FloatingPointError)
 
 
@@ -220,17 +206,14 @@ def test_a_scale_that_collapses_between_good_steps_is_warned_of() -> None:
     assert len(record) == 1
 
 
-@pytest.mark.parametrize(
-    ("loss_scale", "steps"),
-    [
+def test_other_scales_are_not_warned_of() -> None:
+    for loss_scale, steps in (
         (jt.DynamicLossScale(16.0), "+-+-+-+"),  # it is 2
         (jt.DynamicLossScale(1.0), "+-+-+-+"),  # 3 skips
         (jt.NoOpLossScale(), "+-+-+-+-+"),
         (jt.StaticLossScale(1.0), "+-+-+-+-+"),
-    ],
-)
-def test_other_scales_are_not_warned_of(loss_scale: jt.LossScale, steps: str) -> None:
-    jt.check_progress(run_steps(scaled(loss_scale), steps), stop_after=10, warn_after=4)
+    ):
+        jt.check_progress(run_steps(scaled(loss_scale), steps), stop_after=10, warn_after=4)
 
 
 def test_it_finds_scales_in_any_nesting_and_names_them() -> None:
@@ -238,22 +221,16 @@ def test_it_finds_scales_in_any_nesting_and_names_them() -> None:
     with pytest.raises(jt.policies.StalledTrainingError, match="of opt_state '1'"):
         jt.check_progress(run_steps(chain, "-"), stop_after=1)
 
-    fine, stuck = run_steps(scaled(), "-+"), run_steps(scaled(), "--")
-    state = {"generator": fine, "critic": {"opt": stuck}}
+    fine, twice, thrice = (run_steps(scaled(), steps) for steps in ("-+", "--", "---"))
+    state = {"generator": fine, "critic": {"opt": twice}}
     with pytest.raises(jt.policies.StalledTrainingError, match="of opt_state 'critic/opt' is now"):
         jt.check_progress(state, stop_after=2)
     with pytest.warns(RuntimeWarning, match="of opt_state 'critic/opt' is now"):
         jt.check_progress(state, stop_after=3, warn_after=2)
     jt.check_progress(state, stop_after=3)
-
-
-def test_a_stall_is_found_behind_a_warning() -> None:
-    state = {"a": run_steps(scaled(), "--"), "b": run_steps(scaled(), "---")}
-    with (
-        pytest.warns(RuntimeWarning, match="of opt_state 'a'"),
-        pytest.raises(jt.policies.StalledTrainingError, match="of opt_state 'b'"),
-    ):
-        jt.check_progress(state, stop_after=3, warn_after=2)
+    behind_a_warning = pytest.raises(jt.policies.StalledTrainingError, match="of opt_state 'b'")
+    with pytest.warns(RuntimeWarning, match="of opt_state 'a'"), behind_a_warning:
+        jt.check_progress({"a": twice, "b": thrice}, stop_after=3, warn_after=2)
 
 
 @pytest.mark.full
@@ -275,30 +252,16 @@ def test_vmapped_states_stop_for_their_worst_member() -> None:
         jt.check_progress(state, stop_after=2)
 
 
-@pytest.mark.parametrize("options", [{"stop_after": 0}, {"stop_after": -2}, {"stop_after": 5, "warn_after": 0}])
-def test_numbers_below_one_are_refused(options: Any) -> None:
-    name, number = list(options.items())[-1]
-    with pytest.raises(ValueError, match=f"^{name}={number} must be an integer of at least 1"):
-        jt.check_progress(run_steps(scaled(), ""), **options)
-
-
-def test_infinitely_many_skips_are_never_reached() -> None:
-    jt.check_progress(run_steps(scaled(), "BBB"), stop_after=math.inf)
-
-
-def test_a_state_without_a_scale_is_refused() -> None:
+def test_wrong_calls_are_named() -> None:
+    state = run_steps(scaled(), "")
+    for options in ({"stop_after": 0}, {"stop_after": -2}, {"stop_after": 5, "warn_after": 0}):
+        name, number = list(options.items())[-1]
+        with pytest.raises(ValueError, match=f"^{name}={number} must be an integer of at least 1"):
+            jt.check_progress(state, **options)
     with pytest.raises(ValueError, match="opt_state has no loss scale; wrap the optimizer"):
         jt.check_progress(optax.adam(0.1).init(PARAMS), stop_after=1)
-
-
-def test_inside_of_jit_it_says_where_it_belongs() -> None:
-    @jax.jit
-    def checked(state: Any) -> Any:
-        jt.check_progress(state, stop_after=1)
-        return state
-
     with pytest.raises(ValueError, match=r"check_progress reads values on the host; call it out"):
-        checked(run_steps(scaled(), ""))
+        jax.jit(lambda state: jt.check_progress(state, stop_after=1))(state)
 
 
 def test_more_than_skips_to_floor_lets_a_high_start_through() -> None:
