@@ -48,20 +48,7 @@ def test_every_public_name_is_here() -> None:
 
 
 words = st.sampled_from(
-    [
-        "f32",
-        "full",
-        "float32",
-        "f16",
-        "float16",
-        "half",
-        "bf16",
-        "bfloat16",
-        "f64",
-        "float64",
-        "f",
-        "",
-    ]
+    ["f32", "full", "float32", "f16", "float16", "half", "bf16", "bfloat16", "f64", "float64", "f", ""]
 )
 keys = st.sampled_from(["p", "params", "c", "compute", "o", "output", "P"])
 part = st.tuples(keys, words).map("=".join)
@@ -93,7 +80,7 @@ def test_policy_strings_mean_what_they_mean_in_jmp(text: str) -> None:
 @given(
     st.floats(0.5, 2.0**20, width=32),
     st.integers(1, 5),
-    st.sampled_from([2, 3, 1.5, 4.0]),
+    st.sampled_from([2, 3, 1.5, 4.0, 1.1, 1.001, 1.7]),
     st.sampled_from([0.0, 0.37, 1.0, 8.0]),
     st.lists(st.booleans(), max_size=25),
 )
@@ -132,42 +119,6 @@ def test_2_min_loss_scale_survives_flatten_and_jit() -> None:
     assert len(jax.tree.leaves(scale)) == 2
 
 
-def test_4_the_scale_stops_before_its_inverse_is_zero() -> None:
-    scale = jt.DynamicLossScale(2.0**125, period=1)
-    for _ in range(4):
-        scale = scale.adjust(True)
-    assert float(scale.unscale(jnp.float32(2.0**126))) == 1.0
-
-
-def test_5_unscale_leaves_whole_numbers_keys_and_functions_alone() -> None:
-    tree = (jnp.arange(2), jax.random.key(0), len)
-    assert jt.DynamicLossScale(8.0).unscale(tree) == tree
-
-
-def test_6_static_unscale_is_computed_in_float32() -> None:
-    result = jt.StaticLossScale(2.0**15).unscale(jnp.float16(1e-3))
-    assert float(result) == float(np.float16(1e-3)) / 2**15
-
-
-def test_8_equal_policies_have_equal_hashes() -> None:
-    ours = jt.Policy(np.dtype("float32"), np.float16, "float32")
-    assert ours == jt.get_policy("p=f32,c=f16,o=f32")
-    assert hash(ours) == hash(jt.get_policy("p=f32,c=f16,o=f32"))
-
-
-def test_9_every_dtype_prints() -> None:
-    assert str(jt.Policy(np.dtype("float16"), np.dtype("float16"), jnp.float8_e5m2)) == ("p=f16,c=f16,o=float8_e5m2")
-
-
-def test_12_booleans_of_python_are_taken() -> None:
-    assert int(jt.DynamicLossScale(8.0).adjust(True).counter) == 1
-    assert jt.select_tree(True, 1.0, 2.0) == 1.0
-
-
-def test_13_select_tree_passes_functions() -> None:
-    assert jt.select_tree(jnp.array(False), {"f": len}, {"f": len}) == {"f": len}
-
-
 def test_14_nonsense_warns_and_does_not_raise() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -178,40 +129,32 @@ def test_14_nonsense_warns_and_does_not_raise() -> None:
     ]
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, np.bool_, jnp.complex64, "int8", "half-ish"])
 @pytest.mark.parametrize("name", ["param_dtype", "compute_dtype", "output_dtype", "reduce_dtype"])
-def test_11_other_dtypes_are_refused_by_name(name: str, dtype: Any) -> None:
+def test_11_other_dtypes_are_refused_by_name(name: str) -> None:
     fields: dict[str, Any] = dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), "f4")
-    with pytest.raises(ValueError, match=rf"^{name}=.*floating dtype"):
-        jt.Policy(**{**fields, name: dtype})
+    for dtype in (jnp.int32, np.bool_, jnp.complex64, "int8", "half-ish"):
+        with pytest.raises(ValueError, match=rf"^{name}=.*floating dtype"):
+            jt.Policy(**{**fields, name: dtype})
 
 
-@pytest.mark.parametrize("wrong", [jnp.ones(1, bool), np.ones(2, bool), 1, jnp.ones(()), None])
-def test_12_anything_else_is_refused_in_jmps_words(wrong: Any) -> None:
-    with pytest.raises(AssertionError, match="expected boolean scalar"):
-        jt.DynamicLossScale(4.0).adjust(wrong)
-    with pytest.raises(AssertionError, match="expected boolean scalar"):
-        jt.select_tree(wrong, None, None)
+def test_12_anything_else_is_refused_in_jmps_words() -> None:
+    for wrong in (jnp.ones(1, bool), np.ones(2, bool), 1, jnp.ones(()), None):
+        with pytest.raises(AssertionError, match="expected boolean scalar"):
+            jt.DynamicLossScale(4.0).adjust(wrong)
+        with pytest.raises(AssertionError, match="expected boolean scalar"):
+            jt.select_tree(wrong, None, None)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"period": np.nan},
-        {"factor": np.inf},
-        {"factor": np.nan},
-        {"min_loss_scale": -1.0},
-        {"min_loss_scale": np.inf},
-        {"loss_scale": -8.0},
-        {"loss_scale": np.nan},
-        {"loss_scale": np.float32(np.inf)},
-        {"loss_scale": 2.0**127},  # 1 / 2**127 is flushed to zero: every gradient would be 0
-    ],
-)
-def test_14_each_questionable_field_warns(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.warns(UserWarning, match=f"DynamicLossScale: {name}="):
-        jt.DynamicLossScale(**{"loss_scale": 8.0, **options})
+def test_14_each_questionable_field_warns() -> None:
+    for name, values in {
+        "period": (np.nan,),
+        "factor": (np.inf, np.nan),
+        "min_loss_scale": (-1.0, np.inf),
+        "loss_scale": (-8.0, np.nan, np.float32(np.inf), 2.0**127),  # 1 / 2**127 is flushed to zero
+    }.items():
+        for value in values:
+            with pytest.warns(UserWarning, match=f"DynamicLossScale: {name}="):
+                jt.DynamicLossScale(**{"loss_scale": 8.0, name: value})
 
 
 def test_placeholders_for_leaves_are_kept() -> None:
@@ -223,18 +166,6 @@ def test_placeholders_for_leaves_are_kept() -> None:
 
 
 # --- the same numbers -------------------------------------------------------------------------
-
-
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("factor", [1.1, 1.001, 1.7])
-def test_a_factor_that_is_not_a_float32_number_gives_jmps_scales(factor: float) -> None:
-    args: Any = (jnp.float32(1000.0), jnp.int32(0), 1, factor)
-    ours, theirs = jt.DynamicLossScale(*args), jmp.DynamicLossScale(*args)
-    for finite in [True] * 40 + [False, True] * 10:
-        ours = ours.adjust(jnp.array(finite))
-        with jax.numpy_dtype_promotion("standard"):
-            theirs = theirs.adjust(jnp.array(finite))
-        assert float(ours.loss_scale) == float(theirs.loss_scale)
 
 
 @pytest.mark.parametrize("start", [2.0**15, 1000.0, 3.0])

@@ -119,6 +119,7 @@ def test_text_is_wrapped_indented_and_aligned_and_code_is_cut() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.full  # of a report it is a quick test
 def test_a_wide_document_fits_a_phone(tmp_path: pathlib.Path) -> None:
     wide = "a_name_that_is_long_" * 20
     table = Table((wide, "n"), [(wide, "1")])
