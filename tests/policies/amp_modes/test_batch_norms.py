@@ -16,11 +16,7 @@ from jax.tree_util import tree_map_with_path
 from promotion import promoting
 from pytrees import assert_bitwise_equal
 
-from jmp_train.policies.amp_modes.batch_norms import (
-    batch_norm_paths,
-    float32_batch_norms,
-    float32_batch_norms_called,
-)
+from jmp_train.policies.amp_modes.batch_norms import batch_norm_paths, float32_batch_norms, float32_batch_norms_called
 from jmp_train.policies.amp_modes.mode import amp_mode
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast
 from jmp_train.policies.pytrees.casting import cast_floating
@@ -163,11 +159,6 @@ def equinox(norm: Any, mode: Any = "batch") -> Case:
 
 
 @functools.cache
-def equinox_ema(norm: Any) -> Case:
-    return equinox(norm, "ema")
-
-
-@functools.cache
 def haiku(norm: Any) -> Case:
     class Block(hk.Module):
         def __init__(self) -> None:
@@ -192,16 +183,22 @@ def haiku(norm: Any) -> Case:
     return Case(net, (EXAMPLE,), "block/~/odd", params, stats, run)
 
 
-LIBRARIES = [
-    (linen, nn.BatchNorm),
-    (flax_nnx, nnx.BatchNorm),
-    (equinox, eqx.nn.BatchNorm),
-    (equinox_ema, eqx.nn.BatchNorm),
-    (haiku, hk.BatchNorm),
-]
-SUBCLASSES = [(linen, LinenOwn), (flax_nnx, NnxOwn), (equinox, EquinoxOwn), (haiku, HaikuOwn)]
-each_library = pytest.mark.parametrize(("make", "norm"), LIBRARIES)
-each_class = pytest.mark.parametrize(("make", "norm"), LIBRARIES + SUBCLASSES)
+LIBRARIES = {
+    "linen": (linen, nn.BatchNorm),
+    "nnx": (flax_nnx, nnx.BatchNorm),
+    "equinox": (equinox, eqx.nn.BatchNorm),
+    "equinox ema": (functools.partial(equinox, mode="ema"), eqx.nn.BatchNorm),
+    "haiku": (haiku, hk.BatchNorm),
+}
+CLASSES = {
+    **LIBRARIES,
+    "linen, own": (linen, LinenOwn),
+    "nnx, own": (flax_nnx, NnxOwn),
+    "equinox, own": (equinox, EquinoxOwn),
+    "haiku, own": (haiku, HaikuOwn),
+}
+each_library = pytest.mark.parametrize(("make", "norm"), LIBRARIES.values(), ids=LIBRARIES)
+each_class = pytest.mark.parametrize(("make", "norm"), CLASSES.values(), ids=CLASSES)
 
 
 def half_but_norms(case: Case) -> Any:
@@ -280,17 +277,6 @@ def is_among(stats: list[jax.Array], new: np.ndarray, first: int) -> bool:
     return any(np.allclose(x, average, rtol=1e-5) for x in flat for average in averages)
 
 
-@each_library
-def test_without_it_what_follows_is_promoted(make: Any, norm: Any) -> None:
-    case = make(norm)
-    try:
-        run = functools.partial(promoting(case.run), False)
-        y, _ = jax.eval_shape(run, half_but_norms(case), case.stats, jnp.asarray(X))
-    except TypeError:  # equinox's ema refuses two dtypes
-        return
-    assert y.dtype == jnp.float32
-
-
 @pytest.mark.quick_cases(2)
 @each_library
 def test_float32_stays_as_it_is(make: Any, norm: Any) -> None:
@@ -302,11 +288,11 @@ def test_float32_stays_as_it_is(make: Any, norm: Any) -> None:
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("make", [linen, equinox, haiku])
-def test_float64_stays(make: Any) -> None:
+@pytest.mark.parametrize("library", ["linen", "equinox", "haiku"])
+def test_float64_stays(library: str) -> None:
+    make, norm = LIBRARIES[library]
     with jax.enable_x64(True):
-        norms = {linen: nn.BatchNorm, equinox: eqx.nn.BatchNorm, haiku: hk.BatchNorm}
-        case = promoting(make.__wrapped__)(norms[make])
+        case = promoting(make.__wrapped__)(norm)
         params, stats = cast_floating((case.params, case.stats), jnp.float64)
         run = functools.partial(promoting(case.run), True)
         y, _ = jax.eval_shape(run, params, stats, jnp.asarray(X, jnp.float64))
@@ -324,14 +310,10 @@ def test_linen_lifted_transforms_and_containers() -> None:
 
     class Net(nn.Module):
         def setup(self) -> None:
+            split = {"params": True, "noise": True}
             self.jitted = nn.jit(Block)()
             self.rematerialized = [nn.remat(Block)()]
-            self.scanned = nn.scan(
-                nn.remat(Block),
-                {"params": 0, "batch_stats": 0},
-                split_rngs={"params": True, "noise": True},
-                length=2,
-            )()
+            self.scanned = nn.scan(nn.remat(Block), {"params": 0, "batch_stats": 0}, split_rngs=split, length=2)()
             self.norm = nn.remat(nn.BatchNorm)(use_running_average=False)
             self.dead = nn.BatchNorm(use_running_average=False, use_scale=False, use_bias=False)
             self.given = {"a": nn.Sequential([nn.BatchNorm(use_running_average=False)])}
@@ -350,13 +332,7 @@ def test_linen_lifted_transforms_and_containers() -> None:
     leaves = [name for name, _ in named_leaves(variables["params"])]
     norms = {name.removesuffix("/scale") for name in leaves if name.endswith("/scale")}
     assert set(paths) == norms and list(paths) == sorted(paths)
-    assert {
-        "jitted/odd",
-        "rematerialized_0/odd",
-        "scanned/odd",
-        "norm",
-        "given_a/layers_0",
-    } <= norms
+    assert {"jitted/odd", "rematerialized_0/odd", "scanned/odd", "norm", "given_a/layers_0"} <= norms
 
     def loss(params: Any) -> Any:
         with float32_batch_norms_called():
@@ -491,17 +467,16 @@ def test_other_transformed_haiku_functions() -> None:
     assert batch_norm_paths(jitted, EXAMPLE) == ("odd",)
 
 
-def test_linen_and_haiku_models_come_back() -> None:
+def test_linen_and_haiku_models_come_back_and_others_are_errors() -> None:
     for model in (nn.BatchNorm(), hk.transform(lambda x: x)):
         assert float32_batch_norms(model, jnp.float16) is model
-
-
-@pytest.mark.parametrize("call", [batch_norm_paths, lambda m: float32_batch_norms(m, jnp.float16)])
-@pytest.mark.parametrize("model", [{"w": jnp.ones(2)}, nn.BatchNorm, lambda x: x, None])
-def test_other_models_are_errors(call: Any, model: Any) -> None:
-    wanted = f"model is of type {type(model).__name__}; it must be a flax linen or nnx module, a"
-    with pytest.raises(TypeError, match=wanted):
-        call(model)
+    for model in ({"w": jnp.ones(2)}, nn.BatchNorm, lambda x: x, None):
+        for call in (batch_norm_paths, functools.partial(float32_batch_norms, dtype=jnp.float16)):
+            wanted = f"model is of type {type(model).__name__}; it must be a flax linen or nnx module, a"
+            with pytest.raises(TypeError, match=wanted):
+                call(model)
+    with pytest.raises(ValueError, match="dtype='int32' must be a floating dtype"):
+        float32_batch_norms(nn.BatchNorm(), "int32")
 
 
 @pytest.mark.parametrize(("make", "norm"), [(linen, nn.BatchNorm), (haiku, hk.BatchNorm)])
@@ -513,11 +488,6 @@ def test_example_inputs_are_asked_for(make: Any, norm: Any) -> None:
     with pytest.raises(TypeError) as raised:  # the library's own error
         batch_norm_paths(model, EXAMPLE, EXAMPLE, EXAMPLE, EXAMPLE)
     assert "example inputs" not in str(raised.value)
-
-
-def test_dtype_is_checked() -> None:
-    with pytest.raises(ValueError, match="dtype='int32' must be a floating dtype"):
-        float32_batch_norms(nn.BatchNorm(), "int32")
 
 
 @pytest.mark.full
