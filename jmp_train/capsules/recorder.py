@@ -13,6 +13,7 @@ import jax
 from jmp_train.capsules.capsule_files import capsule_content, capsule_path, capsules_in
 from jmp_train.capsules.state_parts import Snapshot, StateParts, parts_of, snapshot
 from jmp_train.policies.files import write_atomically
+from jmp_train.policies.loss_scaling import check_count
 from jmp_train.policies.pytrees import has_tracers
 from jmp_train.steps import TrainState, check_not_replicated
 from jmp_train.types import Batch, Metrics
@@ -87,8 +88,7 @@ class SkipRecorder:
         wait: bool = False,
         save_state: bool = False,
     ) -> None:
-        if not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep={keep!r} must be an integer of at least 1")
+        check_count("keep", keep)
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._keep = keep

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.parallel.mesh_axes import axis_size, surrounding
 from jmp_train.policies import Params, PyTree
+from jmp_train.policies.loss_scaling import check_count
 from jmp_train.policies.pytrees import is_float_array, named_leaves
 from jmp_train.steps import check_divides, in_parts
 from jmp_train.types import Batch
@@ -84,8 +85,7 @@ def pipeline_of_indexed(
       check: `check(params, parts, rng)` is called before anything runs; `parts` are [micro_batches, examples, ...].
     """
     count = axis_size(mesh, axis)
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches!r} must be an integer of at least 1")
+    check_count("micro_batches", micro_batches)
 
     def run(params: Params, x: Batch, rng: jax.Array | None = None) -> Any:
         for path, leaf in named_leaves(params):

@@ -10,7 +10,7 @@ import optax
 
 from jmp_train.policies import PathPolicy, PolicySchedule
 from jmp_train.policies.dtype_policies import Policy, named_policy
-from jmp_train.policies.loss_scaling import check_takes_state, refuse_second_cast
+from jmp_train.policies.loss_scaling import check_count, check_takes_state, refuse_second_cast
 from jmp_train.policies.optimizers import as_transformation, loss_scale_of
 from jmp_train.steps.call_checks import check_call
 from jmp_train.steps.fp8_scaling import delayed_scaling, scaled_products, with_next_scales
@@ -97,8 +97,7 @@ def train_step(
       >>> float(metrics["loss"]), bool(metrics["grads_finite"])
       (0.25, True)
     """
-    if not isinstance(accumulate_steps, int) or accumulate_steps < 1:
-        raise ValueError(f"accumulate_steps={accumulate_steps!r} must be an integer of at least 1")
+    check_count("accumulate_steps", accumulate_steps)
     if isinstance(policy, PolicySchedule):
         raise TypeError(
             "policy must be a single policy, got a PolicySchedule; make one step per phase with "

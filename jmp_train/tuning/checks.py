@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import INNER_REGION, OperationReport, mark_of
+from jmp_train.policies.loss_scaling import check_count
 from jmp_train.steps import TrainStep
 from jmp_train.tuning.tolerance import Reference
 from jmp_train.tuning.tuned_functions import Example
@@ -54,8 +55,7 @@ def checked(
         if not isinstance(example, tuple):
             got = type(example).__name__
             raise TypeError(f"examples[{number}] must be a tuple of arguments, got {got}: {wanted}")
-    if not isinstance(budget, int) or budget < 1:
-        raise ValueError(f"budget={budget!r} must be an integer of at least 1")
+    check_count("budget", budget)
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(f"steps={steps!r} must be an integer of at least 0")
     if steps and not is_step:
