@@ -132,10 +132,8 @@ def test_names_of_other_projects_lead_there(site: Path) -> None:
     ):
         assert f'href="{address}"' in step
     assert 'href="https://numpy.org/doc/stable/reference/generated/numpy.ndarray.html#numpy.ndarray"' in graphs
-    assert (
-        'href="https://docs.jax.dev/en/latest/_autosummary/jax.jit.html#jax.jit"'
-        in (site / "parallel.html").read_text()
-    )
+    jit = 'href="https://docs.jax.dev/en/latest/_autosummary/jax.jit.html#jax.jit"'
+    assert jit in (site / "autocast.html").read_text()
     assert 'href="api/parallel.html#jmp_train.data_parallel"' in (site / "parallel.html").read_text()
 
 
@@ -208,7 +206,7 @@ def test_signatures_have_names_of_types_and_of_defaults(site: Path) -> None:
     for page in (site / "api").glob("*.html"):
         for name, inner in re.findall(r'<dt class="sig[^"]*"[^>]*id="([^"]*)">(.*?)</dt>', page.read_text(), re.DOTALL):
             signatures[name] = " ".join(html.unescape(re.sub("<[^>]+>", "", inner)).split())
-    assert not [name for name, text in signatures.items() if len(text) > 800 or "~" in text or " at 0x" in text]
+    assert not [name for name, text in signatures.items() if len(text) > 1000 or "~" in text or " at 0x" in text]
     assert "rules: AutocastRules = TORCH_CUDA," in signatures["jmp_train.AutocastPolicy"]
     assert "reduce_dtype: DTypeLike = jnp.float32," in signatures["jmp_train.AutocastPolicy"]
     assert "rngs: Rngs," in signatures["jmp_train.graphs.GATConv"]
