@@ -95,6 +95,26 @@ def convolutional() -> Model:
     return Model(task.loss_fn, params, state, {"image": normal(BATCH, 8, 8, 1), "label": labels()})
 
 
+class ViT(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(WIDTH, (4, 4), strides=(4, 4))(x).reshape(len(x), -1, WIDTH)
+        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x))))
+        return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
+
+
+def vision_transformer() -> Model:
+    model, images = ViT(), normal(BATCH, 8, 8, 1)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return cross_entropy(model.apply(params, batch["image"]), batch["label"])
+
+    params = jax.jit(model.init)(jr.key(0), images)
+    return Model(jt.stateless(loss_fn), params, None, {"image": images, "label": labels()})
+
+
 class Decoder(nnx.Module):
     """A causal language model whose attention is written by hand."""
 
@@ -126,6 +146,67 @@ def language_model() -> Model:
         return cross_entropy(nnx.merge(graph, params)(batch[:, :-1]), batch[:, 1:])
 
     return Model(jt.stateless(loss_fn), params, None, tokens())
+
+
+class NNXClassifier(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(1, WIDTH, (3, 3), rngs=rngs)
+        self.norm = nnx.GroupNorm(WIDTH, num_groups=4, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.silu(self.norm(self.conv(x)))
+        return self.head(nnx.avg_pool(x, (8, 8)).reshape(len(x), -1))
+
+
+def group_norms() -> Model:
+    """A CNN with GroupNorm, in flax nnx."""
+    graph, params = nnx.split(NNXClassifier(nnx.Rngs(0)))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return cross_entropy(nnx.merge(graph, params)(batch["image"]), batch["label"])
+
+    return Model(jt.stateless(loss_fn), params, None, {"image": normal(BATCH, 8, 8, 1), "label": labels()})
+
+
+def lstm() -> Model:
+    """An LSTM over characters, in haiku."""
+
+    def logits(inputs: jax.Array) -> jax.Array:
+        core = hk.LSTM(WIDTH)
+        x = hk.Embed(VOCABULARY, WIDTH)(inputs)
+        start = jax.tree.map(lambda h: h.astype(x.dtype), core.initial_state(len(inputs)))
+        outputs, _ = hk.dynamic_unroll(core, x.swapaxes(0, 1), start)
+        return hk.Linear(VOCABULARY)(outputs)
+
+    net: Any = hk.without_apply_rng(hk.transform(logits))
+
+    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+        return cross_entropy(net.apply(params, batch[:, :-1]), batch[:, 1:].T)
+
+    return Model(jt.stateless(loss_fn), net.init(jr.key(0), tokens()[:, :-1]), None, tokens())
+
+
+def haiku_transformer() -> Model:
+    """A masked transformer block, in haiku; its norms are given float32, as `hk.mixed_precision` does."""
+
+    def norm(x: jax.Array) -> jax.Array:
+        return hk.LayerNorm(-1, True, True)(x.astype(jnp.float32)).astype(x.dtype)
+
+    def logits(inputs: jax.Array, mask: jax.Array) -> jax.Array:
+        x = hk.Embed(VOCABULARY, WIDTH)(inputs)
+        normed = norm(x)
+        x = x + hk.MultiHeadAttention(2, 8, model_size=WIDTH, w_init_scale=1.0)(normed, normed, normed, mask)
+        x = x + hk.Linear(WIDTH)(jax.nn.gelu(hk.Linear(2 * WIDTH)(norm(x))))
+        return hk.Linear(VOCABULARY)(norm(x))
+
+    net: Any = hk.without_apply_rng(hk.transform(logits))
+    mask = np.tril(np.ones((1, 1, LENGTH, LENGTH), bool))
+
+    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+        return cross_entropy(net.apply(params, batch[:, :-1], mask), batch[:, 1:])
+
+    return Model(jt.stateless(loss_fn), net.init(jr.key(0), tokens()[:, :-1], mask), None, tokens())
 
 
 def autoencoder() -> Model:
@@ -269,4 +350,17 @@ def graph_attention() -> Model:
     return Model(loss_fn, params, state, batch)
 
 
-MODELS = (perceptron, convolutional, language_model, autoencoder, gru, diffusion, gan, graph_attention)
+MODELS = (
+    perceptron,
+    convolutional,
+    vision_transformer,
+    language_model,
+    group_norms,
+    lstm,
+    haiku_transformer,
+    autoencoder,
+    gru,
+    diffusion,
+    gan,
+    graph_attention,
+)

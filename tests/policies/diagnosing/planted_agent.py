@@ -1,7 +1,7 @@
-"""Planted faults of agents in linen, as purejaxrl, cleanrl and jaxrl write them.
+"""Ten planted faults of agents in linen, as purejaxrl, cleanrl and jaxrl write them.
 
 The networks and losses follow luchris429/purejaxrl (`ppo_continuous_action.py`, `wrappers.py`), vwxyzjn/cleanrl
-(`ppo_atari_envpool_xla_jax.py`) and ikostrikov/jaxrl (`sac/actor.py`), in small sizes.
+(`c51_jax.py`, `ppo_atari_envpool_xla_jax.py`) and ikostrikov/jaxrl (`sac/actor.py`), in small sizes.
 """
 
 from typing import Any
@@ -13,11 +13,12 @@ import numpy as np
 from flax import linen as nn
 from flax.linen.initializers import constant, orthogonal
 from jax import lax
-from planting import BF16, Case, Fault, Way, mean_square, values
+from planting import Case, Fault, Way, mean_square, values
 from promotion import promoting
 
-ENVS, OBSERVED, ACTIONS, STEPS = 32, 8, 4, 128
+ENVS, OBSERVED, ACTIONS, STEPS, ATOMS = 32, 8, 4, 128, 51
 GAMMA, CLIP_EPS = 0.997, 0.2
+BF16 = "bfloat16"
 
 
 class ActorCritic(nn.Module):
@@ -32,6 +33,16 @@ class ActorCritic(nn.Module):
         log_std = self.param("log_std", constant(self.log_std), (ACTIONS,))
         value = nn.tanh(nn.Dense(16, kernel_init=orthogonal(np.sqrt(2)))(x))
         return mean, log_std, nn.Dense(1, kernel_init=orthogonal(1.0))(value).squeeze(-1)
+
+
+class Atoms(nn.Module):
+    """Cleanrl's network of C51: probabilities [batch, actions, atoms] of returns."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Dense(32)(x))
+        x = nn.Dense(ACTIONS * ATOMS, kernel_init=orthogonal(3.0))(x)
+        return nn.softmax(x.reshape(len(x), ACTIONS, ATOMS), axis=-1)
 
 
 def observations(*shape: int, seed: int = 0) -> jax.Array:
@@ -96,6 +107,31 @@ def clocked(way: Way) -> Case:
     return way.gradients(promoting(loss_fn)), (params, (x, step, values(ENVS, seed=2)))
 
 
+def projected(way: Way) -> Case:
+    """C51's target: returns between two atoms are shared by both."""
+    network: Any = Atoms()
+    low, high = -100.0, 100.0
+    atoms = jnp.linspace(low, high, ATOMS)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x, action, reward, next_pmfs = batch
+        support = atoms.astype(reward.dtype)
+        tz = jnp.clip(reward[:, None] + 0.99 * support, low, high)
+        b = (tz - low) / (support[1] - support[0])  # fault: projection
+        lower, upper = jnp.floor(b), jnp.ceil(b)
+        to_lower, to_upper = (upper + (lower == upper) - b) * next_pmfs, (b - lower) * next_pmfs
+        rows = jnp.arange(len(x))
+        target = jnp.zeros_like(next_pmfs).at[rows[:, None], lower.astype(int)].add(to_lower)
+        target = target.at[rows[:, None], upper.astype(int)].add(to_upper)
+        pmfs = jnp.clip(network.apply(params, x)[rows, action], 1e-5, 1 - 1e-5)
+        return (-(target * jnp.log(pmfs)).sum(-1)).mean()
+
+    x, action = observations(ENVS), jr.randint(jr.key(2), (ENVS,), 0, ACTIONS)
+    params = network.init(jr.key(0), x)
+    next_pmfs = network.apply(params, x + 0.1 * observations(ENVS, seed=3))[jnp.arange(ENVS), action]
+    return way.gradients(promoting(loss_fn)), (params, (x, action, values(ENVS, seed=4), next_pmfs))
+
+
 def discounted(way: Way) -> Case:
     """A critic that regresses on the returns of a long rollout, with a discount near 1."""
     network: Any = ActorCritic()
@@ -137,6 +173,19 @@ def importance(way: Way) -> Case:
     return way.gradients(promoting(loss_fn)), (params, batch)
 
 
+def standardized(way: Way) -> Case:
+    """Purejaxrl's normalized observations, one of which never changes."""
+    network: Any = ActorCritic()
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x, target = batch
+        x = (x - jnp.mean(x, axis=0)) / jnp.sqrt(jnp.var(x, axis=0) + way.number(1e-8))  # fault: constant observation
+        return mean_square(network.apply(params, x)[2] - target)
+
+    x = observations(ENVS).at[:, 3].set(1)
+    return way.gradients(promoting(loss_fn)), (network.init(jr.key(0), x), (x, values(ENVS, seed=1)))
+
+
 def unscaled(way: Way) -> Case:
     """PPO's clipped value loss of rewards that nothing scales."""
     network: Any = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(1)])
@@ -151,6 +200,26 @@ def unscaled(way: Way) -> Case:
     x = observations(ENVS)
     batch = x, values(ENVS, seed=1), 400 + 50 * values(ENVS, seed=2)
     return way.gradients(promoting(loss_fn)), (network.init(jr.key(0), x), batch)
+
+
+def far_off(way: Way) -> Case:
+    """PPO's ratio of an action that the old policy hardly ever took."""
+    network: Any = ActorCritic(log_std=-1.0)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x, action, old, gae = batch
+        mean, log_std, _ = network.apply(params, x)
+        log_prob = (-0.5 * jnp.square((action - mean) / jnp.exp(log_std)) - log_std).sum(-1)
+        ratio = jnp.exp(log_prob - old)  # fault: probability ratio
+        return -jnp.minimum(ratio * gae, jnp.clip(ratio, 1 - CLIP_EPS, 1 + CLIP_EPS) * gae).mean()
+
+    x = observations(ENVS)
+    params = network.init(jr.key(0), x)
+    action = acted(network, params, x)
+    mean, log_std, _ = network.apply(params, x)
+    log_prob = (-0.5 * jnp.square((action - mean) / jnp.exp(log_std)) - log_std).sum(-1)
+    old = (log_prob + 0.1 * values(ENVS, seed=3)).at[5].add(-12.0)
+    return way.gradients(promoting(loss_fn)), (params, (x, action, old, values(ENVS, seed=2)))
 
 
 def saturated(way: Way) -> Case:
@@ -172,8 +241,11 @@ AGENT = (
     Fault("action of a narrow policy", "cancellation", "linen", narrow),
     Fault("approximate divergence", "cancellation", "linen", distilled, BF16, tolerance=0.08),
     Fault("phase of a gait", "values collapse", "linen", clocked, BF16),
+    Fault("projection", "integer precision lost", "linen", projected, BF16),
     Fault("discounted returns", "cancellation", "linen", discounted, BF16, where="scan"),
     Fault("weights of episodes", "cancellation", "linen", importance, BF16),
-    Fault("value loss", "overflow", "linen", unscaled),
+    Fault("constant observation", "underflow", "linen", standardized, action="epsilon", applied="value"),
+    Fault("value loss", "overflow", "linen", unscaled, quick=True),
+    Fault("probability ratio", "overflow", "linen", far_off),
     Fault("saturated actions", "overflow", "linen", saturated),
 )

@@ -1,4 +1,4 @@
-"""Planted faults of a normalizing flow in haiku, with transforms and densities as its users write them.
+"""Ten planted faults of a normalizing flow in haiku, with transforms and densities as its users write them.
 
 The model has the structure of google-deepmind/distrax (examples/flow.py): masked couplings in turn, whose conditioners
 are perceptrons, and a base distribution.
@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from planting import BF16, Case, Fault, Way, values
+from planting import Case, Fault, Way, values
 from promotion import promoting
 
-ROWS, SIZE = 16, 8
+ROWS, SIZE, BINS = 16, 8, 12
+BF16 = "bfloat16"
 Transform = Callable[[Any, Any], tuple[Any, Any]]
 
 
@@ -62,6 +63,38 @@ def unit(shape: tuple[int, ...] = (ROWS, SIZE)) -> jax.Array:
     return jr.uniform(jr.key(1), shape, minval=0.02, maxval=0.98)
 
 
+def at_bin(values: Any, place: Any) -> Any:
+    return jnp.take_along_axis(values, place[..., None], -1)[..., 0]
+
+
+def knots_of(params: Any) -> Any:
+    """Returns where bins end, of sizes that are at least 1e-3."""
+    sizes = jax.nn.softmax(params, -1) * (1 - BINS * 1e-3) + 1e-3
+    return jnp.pad(jnp.cumsum(sizes, -1), [(0, 0)] * (params.ndim - 1) + [(1, 0)])
+
+
+def spline(x: Any, params: Any) -> tuple[Any, Any]:
+    """The rational-quadratic spline of Durkan and others."""
+    x_knots, y_knots = (knots_of(params[..., i * BINS : (i + 1) * BINS]) for i in (0, 1))
+    slopes = jax.nn.softplus(params[..., 2 * BINS :] + 0.54)
+    place = jnp.clip((x[..., None] >= x_knots).sum(-1) - 1, 0, BINS - 1)
+    width, height = (at_bin(jnp.diff(knots), place) for knots in (x_knots, y_knots))  # fault: bins of a spline
+    s, left, right = height / width, at_bin(slopes, place), at_bin(slopes, place + 1)
+    z = jnp.clip((x - at_bin(x_knots, place)) / width, 0, 1)
+    below = s + (left + right - 2 * s) * z * (1 - z)
+    y = at_bin(y_knots, place) + height * (s * z**2 + left * z * (1 - z)) / below
+    above = right * z**2 + 2 * s * z * (1 - z) + left * (1 - z) ** 2
+    return y, 2 * jnp.log(s) + jnp.log(above) - 2 * jnp.log(below)
+
+
+def spline_bins(way: Way) -> Case:
+    def forward(x: Any) -> Any:
+        z, logdet = couplings(x, spline, 3 * BINS + 1, 1.2)
+        return likelihood(4 * z - 2, logdet)
+
+    return flow(way, forward, unit())
+
+
 def quadratic(x: Any, params: Any) -> tuple[Any, Any]:
     """The inverse of a quadratic spline of one bin, that begins near the identity."""
     a = 0.1 * jnp.tanh(params[..., 0])
@@ -76,6 +109,18 @@ def roots(way: Way) -> Case:
         return likelihood(4 * z - 2, logdet)
 
     return flow(way, forward, unit())
+
+
+def logits_of_pixels(way: Way) -> Case:
+    """The first layer of RealNVP and MAF, which keeps pixels off 0 and 1."""
+
+    def forward(x: Any) -> Any:
+        x = 1e-6 + (1 - 2e-6) * x
+        logits = jnp.log(x) - jnp.log(1 - x)  # fault: logits of pixels
+        z, logdet = couplings(logits, affine, 2)
+        return likelihood(z, logdet - (jnp.log(x) + jnp.log1p(-x)).sum(-1))
+
+    return flow(way, forward, jnp.round(255 * jnp.clip(1.1 * unit() - 0.05, 0, 1)) / 255)
 
 
 def determinant(way: Way) -> Case:
@@ -148,6 +193,20 @@ def annealed(way: Way) -> Case:
     return flow(way, forward, values(ROWS, SIZE), jnp.array(30000))
 
 
+def torus(way: Way) -> Case:
+    """A flow on the torus, whose angles wind around it."""
+
+    def transform(x: Any, params: Any) -> tuple[Any, Any]:
+        angle = jnp.mod(31 * x + params[..., 0], 2 * np.pi)  # fault: angles that wind
+        return angle, jnp.full(x.shape, np.log(31.0), x.dtype)
+
+    def forward(x: Any) -> Any:
+        z, logdet = couplings(x, transform, 1)
+        return -((2 * jnp.cos(z - 1)).sum(-1) + logdet).astype(jnp.float32).mean()
+
+    return flow(way, forward, 2 * np.pi * unit())
+
+
 def simplex(way: Way) -> Case:
     """The first layer of a flow of probabilities: the rest of a stick is broken, as Stan does."""
 
@@ -161,11 +220,14 @@ def simplex(way: Way) -> Case:
 
 
 FLOW = (
+    Fault("bins of a spline", "NaN made", "haiku", spline_bins, BF16),
     Fault("root of a quadratic", "overflow", "haiku", roots),
+    Fault("logits of pixels", "cancellation", "haiku", logits_of_pixels),
     Fault("determinant by a product", "underflow", "haiku", determinant),
     Fault("density of samples", "cancellation", "haiku", importance, BF16, autocast=True),
     Fault("scale of a coupling", "underflow", "haiku", sigmoid_scale),
     Fault("discretized logistic", "cancellation", "haiku", discretized, BF16),
     Fault("annealing", "overflow", "haiku", annealed),
+    Fault("angles that wind", "cancellation", "haiku", torus, BF16),
     Fault("rest of a stick", "cancellation", "haiku", simplex, BF16),
 )

@@ -1,12 +1,13 @@
-"""Planted faults of graph networks in jraph with linen, and of this library's own graphs.
+"""Ten planted faults of graph networks in jraph with linen and haiku, and of this library's own graphs.
 
 The networks follow google-deepmind/jraph (`ogb_examples/train_flax.py`, `_src/models.py`), SchNet's and EGNN's
-layers as jraph users write them, in small sizes.
+layers as jraph users write them, and GRAND's diffusion, in small sizes.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -22,6 +23,7 @@ import jmp_train as jt
 from jmp_train.graphs import fn
 
 WIDTH, ATOMS, MOLECULES = 8, 9, 4
+BF16 = "bfloat16"
 
 
 def molecules(nodes: Any = None, padding: int = 0) -> Any:
@@ -42,6 +44,12 @@ def molecules(nodes: Any = None, padding: int = 0) -> Any:
     if not padding:
         return graph
     return jraph.pad_with_graphs(graph, MOLECULES * ATOMS + padding, len(shift) + padding, MOLECULES + 1)
+
+
+def owner(graph: Any) -> jax.Array:
+    """Returns the graph of each node."""
+    total = jax.tree.leaves(graph.nodes)[0].shape[0]
+    return jnp.repeat(jnp.arange(len(graph.n_node)), graph.n_node, total_repeat_length=total)
 
 
 class MLP(nn.Module):
@@ -85,6 +93,38 @@ def bonds(way: Way) -> Case:
     return way.gradients(promoting(loss_fn)), (params, (positions, values(len(graph.senders), 1, seed=2)))
 
 
+def radial(way: Way) -> Case:
+    """SchNet's radial basis of long distances."""
+    network = mlp(16, 1)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        vectors, target = batch
+        distance = jnp.sqrt(jnp.sum(vectors**2, axis=-1))
+        centers = jnp.linspace(0, 20, 100).astype(distance.dtype)
+        basis = jnp.exp(-10.0 * (distance[:, None] - centers) ** 2)  # fault: radial basis
+        return mean_square(network.apply(params, basis) - target)
+
+    params = network.init(jr.key(0), jnp.ones((1, 100)))
+    return way.gradients(promoting(loss_fn)), (params, (7 * values(64, 3), values(64, 1, seed=2)))
+
+
+def total_energy(way: Way) -> Case:
+    """Energies of molecules in eV, of references of their atoms and what a network adds to them."""
+    network, graph = mlp(16, 1), molecules()
+    reference = jnp.array([-13.6, -1029.9, -1485.3, -2042.6])
+    species = jr.randint(jr.key(4), (MOLECULES * ATOMS,), 0, 4)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x, energies = batch
+        atomic = network.apply(params, x)[:, 0]
+        atomic = atomic + reference.astype(x.dtype)[species]
+        error = jraph.segment_sum(atomic, owner(graph), MOLECULES) - energies  # fault: total energy
+        return jnp.mean(jnp.abs(error).astype(jnp.float32))
+
+    energies = jax.ops.segment_sum(reference[species], owner(graph), MOLECULES) + 2 * values(MOLECULES, seed=3)
+    return way.gradients(promoting(loss_fn)), (network.init(jr.key(0), graph.nodes), (graph.nodes, energies))
+
+
 class GraphNetwork(nn.Module):
     """The network of jraph's example for molecules, in which all nodes of a graph are added up."""
 
@@ -111,6 +151,27 @@ def readout(way: Way) -> Case:
     x, edges = values(nodes, 4), values(nodes, 4, seed=1)
     params = network.init(jr.key(0), shape._replace(nodes=x, edges=edges))
     return way.gradients(promoting(loss_fn)), (params, (x, edges))
+
+
+def graph_norm(way: Way) -> Case:
+    """GraphNorm, whose variance is that of the nodes of a graph, in haiku."""
+    graph = molecules()
+
+    def forward(x: jax.Array) -> jax.Array:
+        x, index = 3 + 0.2 * hk.Linear(WIDTH)(x), owner(graph)
+        mean = jraph.segment_mean(x, index, MOLECULES)
+        variance = jraph.segment_mean(x * x, index, MOLECULES) - mean * mean  # fault: variance of a graph
+        x = (x - mean[index]) / jnp.sqrt(jnp.maximum(variance, 0)[index] + 1e-3)
+        return hk.Linear(1)(jnp.tanh(x))
+
+    net: Any = hk.without_apply_rng(hk.transform(forward))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x, target = batch
+        return mean_square(net.apply(params, x) - target)
+
+    batch = graph.nodes, values(MOLECULES * ATOMS, 1, seed=2)
+    return way.gradients(promoting(loss_fn)), (net.init(jr.key(0), graph.nodes), batch)
 
 
 def attention(way: Way) -> Case:
@@ -159,6 +220,25 @@ def pooled(way: Way) -> Case:
     return way.gradients(promoting(loss_fn)), (network.init(jr.key(0), graph.nodes), graph.nodes)
 
 
+def diffused(way: Way) -> Case:
+    """GRAND's diffusion of features along edges, in many small steps."""
+    network, graph = as_any(nn.Dense(WIDTH)), molecules()
+    degree = jraph.segment_sum(jnp.ones(len(graph.senders)), graph.receivers, MOLECULES * ATOMS)[:, None]
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x, target = batch
+
+        def step(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+            mean = jraph.segment_sum(h[graph.senders], graph.receivers, len(h)) / degree.astype(h.dtype)
+            return h + 0.005 * (mean - h), None  # fault: diffusion of features
+
+        h, _ = lax.scan(step, network.apply(params, x), None, length=200)
+        return mean_square(h - target)
+
+    batch = graph.nodes, values(MOLECULES * ATOMS, WIDTH, seed=2)
+    return way.gradients(promoting(loss_fn)), (network.init(jr.key(0), graph.nodes), batch)
+
+
 def temperatures(way: Way) -> Case:
     """Heat between cells of a weather model, from differences of temperatures in kelvin, with this library's graphs."""
     network, graph = mlp(16, 1), jt.graphs.rand_graph(40, 160, seed=0)
@@ -176,9 +256,13 @@ def temperatures(way: Way) -> Case:
 
 GRAPHS = (
     Fault("bond vectors", "cancellation", "jraph", bonds),
+    Fault("radial basis", "cancellation", "jraph", radial, BF16),
+    Fault("total energy", "cancellation", "jraph", total_energy),
     Fault("readout of a large graph", "stagnation", "jraph", readout),
+    Fault("variance of a graph", "cancellation", "jraph-haiku", graph_norm, BF16),
+    Fault("diffusion of features", "stagnation", "jraph", diffused, BF16, where="scan"),
     Fault("temperatures", "cancellation", "jt.graphs", temperatures),
-    Fault("attention of edges", "overflow", "jraph", attention),
+    Fault("attention of edges", "overflow", "jraph", attention, quick=True),
     Fault("padding edges", "underflow", "jraph", equivariant, action="epsilon", applied="value"),
     Fault("mask of padding nodes", "invalid mask", "jraph", pooled, action="mask", applied="value"),
 )

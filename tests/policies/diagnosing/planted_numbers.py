@@ -1,6 +1,5 @@
 """Planted faults of numbers that half precision has not: positions, timesteps, epsilons, masks, decays."""
 
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -8,11 +7,13 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from planting import BF16, Case, Fault, Way, mean_square, values
+from planting import Case, Fault, Way, mean_square, values
 
+BF16 = "bfloat16"
 WIDTH, LENGTH = 8, 8
 FAR = 65536
 
@@ -67,6 +68,38 @@ def diffusion(way: Way) -> Case:
     return way.training(loss_fn, params, (values(LENGTH, WIDTH), jnp.arange(992, 992 + LENGTH)))
 
 
+class HaikuDecoder(hk.Module):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        position = jnp.arange(len(x), dtype=x.dtype)  # fault: sinusoidal positions
+        angles = position[:, None] * jnp.array([1.0, 0.3, 0.1, 0.03], x.dtype)
+        x = x + jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+        return hk.Linear(WIDTH)(x)
+
+
+def sinusoidal(way: Way) -> Case:
+    net = hk.without_apply_rng(hk.transform(lambda x: HaikuDecoder()(x)))
+    x = values(400, WIDTH)
+    return way.gradients(lambda params, x: mean_square(net.apply(params, x))), (net.init(jr.key(0), x), x)
+
+
+class BiasedAttention(nn.Module):
+    """Attention with linear biases, of the last tokens to all before."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        queries, keys = nn.Dense(WIDTH)(x[-LENGTH:]), nn.Dense(WIDTH)(x)
+        distance = jnp.arange(len(x) - LENGTH, len(x))[:, None] - jnp.arange(len(x))
+        bias = -distance.astype(x.dtype) * 0.25  # fault: linear biases
+        return nn.softmax(queries @ keys.T / 8 + bias) @ x
+
+
+def linear_biases(way: Way) -> Case:
+    model, x = BiasedAttention(), values(400, WIDTH)
+    # Of equally distant tokens, the far ones count for nothing, unless the near ones are masked: here they are small.
+    x = x.at[-300:].set(-x[-300:] / 4)
+    return way.gradients(lambda p, x: mean_square(model.apply(p, x))), (model.init(jr.key(0), x), x)
+
+
 class Epsilons(nn.Module):
     """A layer norm as it is written by hand, of rows that are zero where there is padding."""
 
@@ -89,9 +122,6 @@ def norm_epsilon(way: Way, remat: bool = False) -> Case:
     model = kind(way.number(1e-8))
     params = Epsilons(1e-3).init(jr.key(0), padded())
     return way.gradients(lambda p, x: mean_square(model.apply(p, x))), (params, padded())
-
-
-norm_epsilon_in_remat = partial(norm_epsilon, remat=True)
 
 
 def similarity_epsilon(way: Way) -> Case:
@@ -149,11 +179,39 @@ class MaskedAttention(nn.Module):
         return nn.softmax(logits) @ x
 
 
-def attention_mask(way: Way) -> Case:
-    model, x = MaskedAttention(way.number(-1e9)), values(LENGTH, WIDTH)
+def attention_mask(way: Way, where: str = "plain") -> Case:
+    kind: Any = nn.remat(MaskedAttention) if where == "remat" else MaskedAttention
+    model, x = kind(way.number(-1e9)), values(LENGTH, WIDTH)
     mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool)).at[0].set(False)  # the first token is padding
-    params = model.init(jr.key(0), x, mask)
+    params = MaskedAttention(-1.0).init(jr.key(0), x, mask)
     return way.gradients(lambda p, x: mean_square(model.apply(p, x, mask))), (params, x)
+
+
+class DenseGAT(nnx.Module):
+    def __init__(self, fill: float, rngs: nnx.Rngs) -> None:
+        self.project = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.scores = nnx.Linear(WIDTH, 2, rngs=rngs)
+        self.fill = fill
+
+    def __call__(self, x: jax.Array, adjacency: jax.Array) -> jax.Array:
+        h = self.project(x)
+        left, right = self.scores(h).T
+        scores = nnx.leaky_relu(left[:, None] + right)
+        scores = jnp.where(adjacency > 0, scores, self.fill)  # fault: mask of neighbors
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True) @ h
+
+
+def neighbor_mask(way: Way) -> Case:
+    graph, params = nnx.split(DenseGAT(way.number(-9e15), nnx.Rngs(0)))
+    adjacency = (
+        (jnp.eye(LENGTH) + jnp.eye(LENGTH, k=1) + jnp.eye(LENGTH, k=-2)).at[3].set(0)
+    )  # a node without neighbors
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        return mean_square(nnx.merge(graph, params)(x, adjacency))
+
+    return way.gradients(loss_fn), (params, values(LENGTH, WIDTH))
 
 
 def smoothed(way: Way) -> Case:
@@ -169,15 +227,47 @@ def smoothed(way: Way) -> Case:
     return way.run(smooth), (2 + values(2000, WIDTH, scale=0.1),)
 
 
+def fourier(way: Way) -> Case:
+    """A coordinate network of Fourier features, as neural fields have them."""
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        phases = jnp.sin(2 * np.pi * (x @ params["frequencies"]))  # fault: Fourier features
+        return mean_square(jnp.tanh(phases @ params["w"]))
+
+    params = {"frequencies": values(2, WIDTH, scale=400.0), "w": values(WIDTH, WIDTH)}
+    return way.gradients(loss_fn), (params, values(LENGTH, 2, seed=1))
+
+
 NUMBERS = (
     Fault("rotary positions", "integer precision lost", "equinox", rotary, BF16),
-    Fault("rotary positions", "integer precision lost", "equinox", partial(rotary, scanned=True), BF16, where="scan"),
+    Fault("rotary positions", "integer precision lost", "equinox", lambda way: rotary(way, True), BF16, where="scan"),
     Fault("timesteps", "integer precision lost", "nnx", diffusion, BF16, where="train_step"),
+    Fault("sinusoidal positions", "integer precision lost", "haiku", sinusoidal, BF16),
+    Fault("linear biases", "integer precision lost", "linen", linear_biases, BF16),
     Fault("epsilon of a norm", "underflow", "linen", norm_epsilon, action="epsilon", applied="value", quick=True),
-    Fault("epsilon of a norm", "underflow", "linen", norm_epsilon_in_remat, where="remat", action="epsilon"),
+    Fault(
+        "epsilon of a norm",
+        "underflow",
+        "linen",
+        lambda way: norm_epsilon(way, True),
+        where="remat",
+        action="epsilon",
+        applied="rules",
+    ),
     Fault("epsilon of a similarity", "underflow", "haiku", similarity_epsilon, action="epsilon", applied="value"),
     Fault("epsilon of a GAN", "underflow", "equinox", gan_epsilon, action="epsilon"),
     Fault("clipped probabilities", "underflow", "jax", clipped_probabilities, action="epsilon"),
     Fault("mask of attention", "invalid mask", "linen", attention_mask, action="mask", applied="value"),
+    Fault(
+        "mask of attention",
+        "invalid mask",
+        "linen",
+        lambda way: attention_mask(way, "remat"),
+        where="remat",
+        action="mask",
+        applied="value",
+    ),
+    Fault("mask of neighbors", "invalid mask", "nnx", neighbor_mask, action="mask", applied="value"),
     Fault("decay of an average", "stagnation", "jax", smoothed, BF16, where="scan"),
+    Fault("Fourier features", "cancellation", "jax", fourier),
 )

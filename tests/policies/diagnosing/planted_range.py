@@ -1,6 +1,5 @@
 """Planted faults of range: squares, exponentials, norms and logits that overflow, numbers that become zero."""
 
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -9,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 from flax import linen as nn
+from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from planting import Case, Fault, Way, mean_square, values
 from promotion import promoting
 
@@ -18,6 +17,7 @@ import jmp_train as jt
 from jmp_train.tasks.models import image_classifier
 
 WIDTH, LENGTH = 8, 8
+BF16 = "bfloat16"
 
 
 class RMSNorm(nn.Module):
@@ -121,6 +121,48 @@ def unscaled_logits(way: Way) -> Case:
     return way.gradients(lambda model, x: mean_square(model(x) / 300)), (model, x)
 
 
+class HandSoftmax(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        logits = self.head(x)
+        exponentials = jnp.exp(logits)  # fault: exponentials of logits
+        return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def hand_softmax(way: Way) -> Case:
+    graph, params = nnx.split(HandSoftmax(nnx.Rngs(0)))
+    x = values(LENGTH, WIDTH, scale=12.0)
+    return way.gradients(lambda params, x: mean_square(nnx.merge(graph, params)(x))), (params, x)
+
+
+def variational(way: Way) -> Case:
+    """The encoder of a VAE, of which a few variances are large."""
+
+    def encode(x: jax.Array) -> Any:
+        mean, log_variance = jnp.split(hk.Linear(2 * WIDTH)(x), 2, axis=-1)
+        divergence = jnp.exp(log_variance) + mean**2 - 1 - log_variance  # fault: variances of a VAE
+        return 0.5 * divergence.astype(jnp.float32).mean()
+
+    net = hk.without_apply_rng(hk.transform(encode))
+    x = values(LENGTH, WIDTH, scale=12.0)
+    return way.gradients(net.apply), (net.init(jr.key(0), x), x)
+
+
+def gram_matrix(way: Way) -> Case:
+    """A style loss."""
+
+    def loss_fn(params: Any, image: jax.Array) -> jax.Array:
+        features = nn.relu(lax.conv_general_dilated(image, params["kernel"], (1, 1), "SAME"))
+        flat = features.reshape(WIDTH, -1)
+        gram = flat @ flat.T  # fault: Gram matrix
+        return mean_square(gram / flat.size)
+
+    params = {"kernel": values(WIDTH, 1, 3, 3, scale=4.0)}
+    return way.gradients(loss_fn), (params, values(1, 1, 32, 32, scale=8.0))
+
+
 def dice_loss(way: Way) -> Case:
     """A segmentation loss, of as many pixels as float16 cannot count."""
 
@@ -156,6 +198,44 @@ def pooling(way: Way) -> Case:
     return way.gradients(loss_fn), (params, batch)
 
 
+def scaled_before_mean(way: Way) -> Case:
+    """A loss times 2^16 before the mean, as it is written by hand."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x, y = batch
+        scaled = jnp.mean((x @ params["w"] - y) ** 2 * 2.0**12)  # fault: loss times a constant
+        return scaled.astype(jnp.float32)
+
+    batch = values(LENGTH, WIDTH), values(LENGTH, 1, seed=1)
+    return way.gradients(loss_fn), ({"w": values(WIDTH, 1)}, batch)
+
+
+def growing_cell(way: Way) -> Case:
+    """A linear recurrence that grows for 64 steps, and whose states are scaled down at the end."""
+
+    class Cell(nn.RNNCellBase):
+        @nn.compact
+        def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            carry = 1.25 * carry + nn.Dense(WIDTH)(inputs)  # fault: state of a recurrent cell
+            return carry, carry
+
+        def initialize_carry(self, rng: Any, input_shape: tuple[int, ...]) -> jax.Array:
+            return jnp.ones((*input_shape[:-1], WIDTH))
+
+        @property
+        def num_feature_axes(self) -> int:
+            return 1
+
+    model, x = nn.RNN(Cell()), values(2, 64, WIDTH)
+    params = model.init(jr.key(0), x)
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        states: Any = model.apply(params, x, initial_carry=jnp.ones((2, WIDTH), x.dtype))
+        return mean_square(states[:, -1].astype(jnp.float32) * 2.0**-20)
+
+    return way.gradients(loss_fn), (params, x)
+
+
 def hidden_markov(way: Way) -> Case:
     """The forward algorithm, with probabilities and not with their logarithms."""
 
@@ -184,51 +264,34 @@ def small_squares(way: Way) -> Case:
     return way.run(directions), (values(LENGTH, 3, scale=1e-4), jnp.zeros((LENGTH, 3)))
 
 
-def summed_on_devices(way: Way) -> Case:
-    """The sum of a loss over devices, in half."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+def spread_gates(way: Way) -> Case:
+    """The z-loss of a mixture of experts, whose router is far out."""
 
     def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        def total(params: Any, x: jax.Array) -> jax.Array:
-            h = jnp.abs(x @ params["w"])
-            return lax.psum(h, "data")  # fault: sum over devices
+        logits = x @ params["router"]
+        z = jax.nn.logsumexp(logits, axis=-1) ** 2  # fault: z-loss of a router
+        return z.astype(jnp.float32).mean() * 1e-3
 
-        h = jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(params, x)
-        return mean_square(h.astype(jnp.float32) / 10000)
-
-    return way.gradients(loss_fn), ({"w": jnp.ones((WIDTH, WIDTH))}, jnp.full((LENGTH, WIDTH), 2000.0))
-
-
-def gan_penalty(way: Way) -> Case:
-    """The gradient penalty of a GAN: the norm of a gradient, within the loss."""
-
-    def critic(x: jax.Array) -> jax.Array:
-        return 3000 * hk.Linear(1)(jnp.tanh(hk.Linear(WIDTH)(x)))[0]
-
-    net = hk.without_apply_rng(hk.transform(critic))
-
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        gradients = jax.vmap(jax.grad(lambda x: net.apply(params, x)))(x)
-        norms = jnp.sqrt((gradients**2).sum(-1) + 1e-3)  # fault: gradient penalty
-        return ((norms.astype(jnp.float32) / 300 - 1) ** 2).mean()
-
-    x = values(LENGTH, WIDTH)
-    return way.gradients(loss_fn), (net.init(jr.key(1), x[0]), x)
+    return way.gradients(loss_fn), ({"router": values(WIDTH, WIDTH)}, values(LENGTH, WIDTH, scale=100.0))
 
 
 RANGE = (
     Fault("squares of activations", "overflow", "linen", squares),
-    Fault("squares of activations", "overflow", "linen", partial(squares, where="remat"), where="remat"),
-    Fault("squares of activations", "overflow", "linen", partial(squares, where="scan"), where="scan"),
+    Fault("squares of activations", "overflow", "linen", lambda way: squares(way, "remat"), where="remat"),
+    Fault("squares of activations", "overflow", "linen", lambda way: squares(way, "scan"), where="scan"),
     Fault("squares in a branch", "overflow", "jax", squares_in_cond, where="cond"),
     Fault("squares on devices", "overflow", "jax", squares_in_shards, where="shard_map"),
     Fault("squares in a pipeline", "overflow", "jax", squares_in_pipeline, where="pipeline"),
     Fault("norm of a long vector", "overflow", "haiku", long_norm),
     Fault("logits before they are scaled", "overflow", "equinox", unscaled_logits),
+    Fault("exponentials of logits", "overflow", "nnx", hand_softmax),
+    Fault("variances of a VAE", "overflow", "haiku", variational),
+    Fault("Gram matrix", "overflow", "jax", gram_matrix),
     Fault("sum over pixels", "overflow", "jax", dice_loss),
     Fault("sums of a pooling layer", "overflow", "linen", pooling),
+    Fault("loss times a constant", "overflow", "jax", scaled_before_mean),
+    Fault("state of a recurrent cell", "overflow", "linen", growing_cell, where="scan"),
     Fault("product of probabilities", "underflow", "jax", hidden_markov, where="scan"),
     Fault("squares of small distances", "underflow", "jax", small_squares),
-    Fault("sum over devices", "overflow", "jax", summed_on_devices, where="shard_map"),
-    Fault("gradient penalty", "overflow", "haiku", gan_penalty),
+    Fault("z-loss of a router", "overflow", "jax", spread_gates),
 )

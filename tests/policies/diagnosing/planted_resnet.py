@@ -1,4 +1,4 @@
-"""Planted faults of a ResNet with batch statistics in linen, with heads and losses as its users write them.
+"""Ten planted faults of a ResNet with batch statistics in linen, with heads and losses as its users write them.
 
 The model has the structure of google/flax (examples/imagenet/models.py, `_ResNet1`): a stem, a block whose last norm
 begins at zero, the mean over pixels, a linear layer.
@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 from flax import linen as nn
-from planting import BF16, Case, Fault, Way, values
+from planting import Case, Fault, Way, values
 from promotion import promoting
 
 FILTERS, CLASSES, SIZE = 8, 8, 16
+BF16 = "bfloat16"
 
 
 class Block(nn.Module):
@@ -41,11 +42,12 @@ def mean_over_pixels(x: Any) -> Any:
 class ResNet(nn.Module):
     classes: int = CLASSES
     pool: Callable[[Any], Any] = mean_over_pixels
+    stem: Callable[..., Any] = lambda x: x
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
         conv = partial(nn.Conv, use_bias=False)
-        x = conv(FILTERS, (7, 7), (2, 2), padding=[(3, 3), (3, 3)], name="conv_init")(x)
+        x = conv(FILTERS, (7, 7), (2, 2), padding=[(3, 3), (3, 3)], name="conv_init")(self.stem(x))
         x = nn.max_pool(nn.relu(batch_norm(name="bn_init")(x)), (3, 3), strides=(2, 2), padding="SAME")
         x = self.pool(Block(conv, batch_norm, name="block")(x))
         return nn.Dense(self.classes, name="head")(x) if self.classes else x
@@ -98,6 +100,18 @@ def tomography(way: Way) -> Case:
     return way.gradients(promoting(loss_fn)), (params, (x, jnp.arange(len(x)) % CLASSES))
 
 
+def noisy_or(way: Way) -> Case:
+    """The probability of a finding in a scan by those of its pixels, as models of weakly labeled images have it."""
+
+    def loss(logits: Any, labels: Any) -> Any:
+        p = jax.nn.sigmoid(logits - 7)
+        whole = 1 - jnp.prod(1 - p, axis=(1, 2))  # fault: probability of any pixel
+        y = jax.nn.one_hot(labels, CLASSES)
+        return -(y * jnp.log(whole) + (1 - y) * jnp.log1p(-whole)).astype(jnp.float32).mean()
+
+    return classifier(way, images(), loss, pool=lambda x: x)
+
+
 def debiased(way: Way) -> Case:
     """Features by a running mean that is rid of its bias, as haiku's moving averages are."""
     model, x = ResNet(), images()
@@ -131,6 +145,22 @@ def angular_margin(way: Way) -> Case:
         return cross_entropy(30 * jnp.where(jax.nn.one_hot(labels, CLASSES) > 0, margin, cosine), labels)
 
     return way.gradients(promoting(loss_fn)), ({"net": net, "centers": centers}, (x, jnp.arange(len(x)) % CLASSES))
+
+
+def barlow_twins(way: Way) -> Case:
+    """Barlow Twins late in training: two views agree, and what is on the diagonal is nearly 1."""
+    model, x = ResNet(), images(16)
+    params, stats = start(model, x)
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        a, b = (outputs(model, params, stats, view) for view in batch)
+        a, b = ((z - z.mean(0)) / z.std(0) for z in (a, b))
+        correlation = a.T @ b / len(a)
+        on_diagonal = jnp.square(jnp.diag(correlation) - 1).sum()  # fault: redundancy reduction
+        apart = jnp.square(correlation * (1 - jnp.eye(CLASSES, dtype=a.dtype))).sum()
+        return on_diagonal.astype(jnp.float32) + 1e-4 * apart.astype(jnp.float32)
+
+    return way.gradients(promoting(loss_fn)), (params, (x, x + 0.1 * images(16, seed=2)))
 
 
 def soft_targets(way: Way) -> Case:
@@ -191,12 +221,30 @@ def keypoints(way: Way) -> Case:
     return way.gradients(promoting(loss_fn)), (params, (x, target))
 
 
+class PixelNorm(nn.Module):
+    """Batch normalization of pixels by hand."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        running = self.variable("batch_stats", "mean", lambda: jnp.zeros(x.shape[-1]))
+        mean = x.sum((0, 1, 2)) / x[..., 0].size  # fault: mean of a batch
+        running.value = 0.9 * running.value + 0.1 * mean
+        return (x - mean) / 64
+
+
+def raw_pixels(way: Way) -> Case:
+    return classifier(way, jnp.clip(120 + 60 * images(), 0, 255), stem=lambda x: PixelNorm()(x))
+
+
 RESNET = (
     Fault("window of a scan", "integer precision lost", "linen", tomography, BF16),
+    Fault("probability of any pixel", "cancellation", "linen", noisy_or, BF16),
     Fault("average without its bias", "NaN made", "linen", debiased, BF16),
     Fault("sine of an angular margin", "cancellation", "linen", angular_margin, BF16, autocast=True),
+    Fault("redundancy reduction", "cancellation", "linen", barlow_twins, BF16, autocast=True),
     Fault("soft targets", "cancellation", "linen", soft_targets, BF16),
     Fault("generalized mean", "overflow", "linen", generalized_mean),
     Fault("signed roots", "underflow", "linen", bilinear, action="epsilon"),
     Fault("keypoints in pixels", "cancellation", "linen", keypoints, BF16, autocast=True),
+    Fault("mean of a batch", "overflow", "linen", raw_pixels),
 )

@@ -1,4 +1,4 @@
-"""Planted faults of neural differential equations in equinox and of optimal transport, as in diffrax and ott.
+"""Ten planted faults of neural differential equations in equinox and of optimal transport, as in diffrax and ott.
 
 The models follow patrick-kidger/diffrax (`examples/latent_ode.py`, `continuous_normalising_flow.py`, `neural_cde.py`,
 `stiff_ode.py`) with solvers of fixed steps, and ott-jax/ott (`solvers/linear/sinkhorn.py`,
@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
-from planting import BF16, Case, Fault, Way, mean_square, values
+from planting import Case, Fault, Way, mean_square, values
 
 BATCH, DATA, WIDTH, POINTS = 16, 4, 16, 24
+BF16 = "bfloat16"
 
 
 def module(way: Way, model: Any, loss: Callable[[Any, Any], jax.Array], batch: Any) -> Case:
@@ -28,6 +29,26 @@ def field(data: int = DATA, out: int | None = None, seed: int = 0) -> eqx.nn.MLP
     """Returns the vector field of diffrax's examples."""
     size = data if out is None else out
     return eqx.nn.MLP(data, size, WIDTH, 1, jax.nn.softplus, jnp.tanh, key=jr.key(seed))
+
+
+def estimated(way: Way) -> Case:
+    """A solver whose estimated errors are regularized, so that the equation becomes easy to solve."""
+    dt = 0.05
+
+    def loss(func: Any, batch: Any) -> jax.Array:
+        start, target = batch
+
+        def step(y: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            k1 = jax.vmap(func)(y)
+            euler = y + dt * k1
+            heun = y + 0.5 * dt * (k1 + jax.vmap(func)(euler))
+            error = heun - euler  # fault: estimated error
+            return heun, jnp.abs(error).mean()
+
+        y, errors = lax.scan(step, start, None, length=20)
+        return 0.01 * mean_square(y - target) + errors.astype(jnp.float32).sum()
+
+    return module(way, field(), loss, (values(BATCH, DATA), values(BATCH, DATA, seed=1)))
 
 
 def flow(way: Way) -> Case:
@@ -85,6 +106,25 @@ def potentials(cost: jax.Array, epsilon: float, iterations: int = 20) -> tuple[j
     return lax.scan(iterate, start, None, length=iterations)[0]
 
 
+def transported(way: Way) -> Case:
+    """How far an entropic transport moves the points of an embedding, whose coordinates are large."""
+    epsilon = 0.02
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        x, y = batch
+        x = 6 + jax.vmap(model)(x)
+        cost = squared(x, y)
+        f, g = lax.stop_gradient(potentials(cost, epsilon))
+        plan = jnp.exp((f[:, None] + g[None] - cost) / epsilon)
+        displacement = plan @ y / jnp.sum(plan, axis=1, keepdims=True) - x  # fault: displacement of points
+        return mean_square(displacement)
+
+    x = values(POINTS, 2)
+    model = eqx.nn.Linear(2, 2, key=jr.key(0))
+    y = 6 + jax.vmap(model)(x) + 0.1 * values(POINTS, 2, seed=1)
+    return module(way, model, loss, (x, y))
+
+
 def debiased(way: Way) -> Case:
     """The Sinkhorn divergence of two point clouds that are nearly alike."""
 
@@ -100,6 +140,28 @@ def debiased(way: Way) -> Case:
 
     x, model = values(POINTS, 2), eqx.nn.Linear(2, 2, key=jr.key(0))
     return module(way, model, loss, (x, jax.vmap(model)(x) + 0.1 * values(POINTS, 2, seed=1)))
+
+
+def gaps(way: Way) -> Case:
+    """A recurrent network between whose observations its state decays, by the hours of a patient's stay."""
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        times, ys = batch
+        cell, rate, readout = model
+        apart = jnp.diff(times, axis=0)  # fault: gaps of time
+
+        def step(h: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
+            gap, y = inputs
+            h = h * jnp.exp(-gap[:, None] * jax.nn.softplus(rate))
+            h = jax.vmap(cell)(y, h)
+            return h, jax.vmap(readout)(h)
+
+        _, out = lax.scan(step, jnp.zeros((BATCH, WIDTH), ys.dtype), (apart, ys[:-1]))
+        return mean_square(out - ys[1:])
+
+    model = eqx.nn.GRUCell(DATA, WIDTH, key=jr.key(0)), jnp.zeros(WIDTH), eqx.nn.Linear(WIDTH, DATA, key=jr.key(1))
+    times = 700 + jnp.cumsum(jr.uniform(jr.key(2), (12, BATCH)), axis=0)
+    return module(way, model, loss, (times, values(12, BATCH, DATA)))
 
 
 def scaled(way: Way) -> Case:
@@ -141,6 +203,20 @@ def stiff(way: Way) -> Case:
     return module(way, rates, loss, (y, 0.1 * values(BATCH, 3)))
 
 
+def gravity(way: Way) -> Case:
+    """The acceleration of a satellite, of which a network learns what the law leaves out."""
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        mass, func = model
+        r, target = batch
+        law = -mass * r / jnp.sum(r**2, axis=-1, keepdims=True) ** 1.5  # fault: inverse cube
+        return mean_square(law + 0.01 * jax.vmap(func)(r / 64) - target)
+
+    r = 60 + 5 * values(BATCH, 3)
+    target = -900.0 * r / jnp.sum(r**2, axis=-1, keepdims=True) ** 1.5
+    return module(way, (jnp.array(700.0), field(3)), loss, (r, target))
+
+
 def path(way: Way) -> Case:
     """A neural controlled differential equation along the line between fine samples."""
     dt = 1 / 64
@@ -164,10 +240,14 @@ def path(way: Way) -> Case:
 
 
 SOLVERS = (
+    Fault("estimated error", "cancellation", "equinox", estimated, where="scan"),
     Fault("small steps of a flow", "stagnation", "equinox", flow, BF16, where="scan"),
     Fault("distance to the prior", "cancellation", "equinox", latent, BF16),
+    Fault("displacement of points", "cancellation", "equinox", transported),
     Fault("divergence", "cancellation", "equinox", debiased),
+    Fault("gaps of time", "cancellation", "equinox", gaps),
     Fault("slopes of a path", "cancellation", "equinox", path, BF16),
     Fault("scaling of a far point", "overflow", "equinox", scaled, where="scan"),
     Fault("rate constant", "underflow", "equinox", stiff),
+    Fault("inverse cube", "overflow", "equinox", gravity),
 )

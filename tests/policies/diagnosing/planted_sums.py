@@ -12,10 +12,10 @@ import optax
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from planting import BF16, Case, Fault, Way, mean_square, values
-from promotion import promoting
+from planting import Case, Fault, Way, mean_square, values
 
-WIDTH, LENGTH, ROWS = 8, 8, 16
+WIDTH, LENGTH = 8, 8
+BF16 = "bfloat16"
 
 
 def star(edges: int) -> Any:
@@ -39,14 +39,15 @@ class GraphConvolution(nn.Module):
         return total / degrees[:, None].astype(jnp.float32)
 
 
-def degrees(way: Way) -> Case:
+def degrees(way: Way, where: str = "plain") -> Case:
     graph, model = star(5000), GraphConvolution()
     params = model.init(jr.key(0), graph.nodes, graph.receivers, graph.senders)
 
     def loss_fn(params: Any, x: jax.Array) -> jax.Array:
         return mean_square(model.apply(params, x, graph.receivers, graph.senders))
 
-    return way.run(loss_fn), (params, graph.nodes)
+    run = jax.checkpoint(loss_fn) if where == "remat" else loss_fn
+    return way.run(run), (params, graph.nodes)
 
 
 def messages(way: Way) -> Case:
@@ -61,6 +62,16 @@ def messages(way: Way) -> Case:
         {"w": values(WIDTH, WIDTH)},
         graph.nodes,
     )
+
+
+def mean_messages(way: Way) -> Case:
+    graph = star(5000)
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        sent = (x @ params["w"])[graph.senders]
+        return mean_square(jraph.segment_mean(sent, graph.receivers, 2))  # fault: means of messages
+
+    return way.run(loss_fn), ({"w": values(WIDTH, WIDTH)}, graph.nodes)
 
 
 def edge_probabilities(way: Way) -> Case:
@@ -86,6 +97,23 @@ def embedding_gradient(way: Way) -> Case:
     return way.gradients(loss_fn), (params, tokens)
 
 
+def expert_positions(way: Way) -> Case:
+    """Which place each token has in its expert's buffer, as switch transformers count it."""
+
+    def route(params: Any, x: jax.Array) -> jax.Array:
+        gates = jax.nn.softmax(x @ params["router"])
+        chosen = jax.nn.one_hot(gates.argmax(-1), 2, dtype=x.dtype)
+
+        def count(filled: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+            filled = filled + row  # fault: one-hot sums
+            return filled, filled
+
+        counts = lax.scan(count, jnp.zeros(2, x.dtype), chosen)[1]
+        return jnp.where(counts <= 1000, gates, 0).astype(jnp.float32).sum() + counts[-1].astype(jnp.float32).sum()
+
+    return way.run(route), ({"router": values(WIDTH, 2)}, values(3000, WIDTH))
+
+
 def accumulated_loss(way: Way) -> Case:
     """A loss of a long sequence, added up in a loop."""
 
@@ -101,6 +129,19 @@ def accumulated_loss(way: Way) -> Case:
 
     batch = values(3000, WIDTH), values(3000, seed=1)
     return way.run(loss_fn), ({"w": values(WIDTH)}, batch)
+
+
+def integrated(way: Way) -> Case:
+    """A neural differential equation in equinox, of many small steps in a while loop."""
+    field = eqx.nn.MLP(2, 2, 8, 1, key=jr.key(0))
+
+    def solve(field: eqx.nn.MLP, start: jax.Array) -> jax.Array:
+        def euler(i: jax.Array, y: jax.Array) -> jax.Array:
+            return y + 2.0**-12 * field(y)  # fault: small steps of a solver
+
+        return lax.fori_loop(0, 2000, euler, start)
+
+    return way.run(solve), (field, jnp.array([1.0, 2.0]))
 
 
 def running_mean(way: Way) -> Case:
@@ -129,10 +170,10 @@ class InstanceNorm(nn.Module):
         return (x - mean) * lax.rsqrt(jnp.maximum(variance, 0) + 0.01)
 
 
-def fast_variance(way: Way) -> Case:
-    model: Any = InstanceNorm()
+def fast_variance(way: Way, where: str = "plain") -> Case:
+    model: Any = nn.remat(InstanceNorm)() if where == "remat" else InstanceNorm()
     x = 30 + values(2, LENGTH, LENGTH, 1)
-    params = model.init(jr.key(1), x)
+    params = InstanceNorm().init(jr.key(1), x)
     return way.gradients(lambda p, x: mean_square(model.apply(p, x) - 1)), (params, x)
 
 
@@ -181,6 +222,20 @@ def offset_logits(way: Way) -> Case:
     return way.run(attend), (eqx.nn.Linear(WIDTH, WIDTH, key=jr.key(0)), values(LENGTH, WIDTH))
 
 
+def advantages(way: Way) -> Case:
+    """Advantages of a policy gradient, of returns that are large and alike."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        observations, rewards = batch
+        returns = 500 + jnp.cumsum(rewards)
+        baseline = 500 + (observations @ params["w"])[:, 0]
+        advantage = returns - baseline  # fault: advantages
+        return jnp.mean(advantage.astype(jnp.float32) ** 2)
+
+    batch = values(LENGTH, WIDTH), values(LENGTH, scale=0.1)
+    return way.run(loss_fn), ({"w": values(WIDTH, 1, scale=0.1)}, batch)
+
+
 class StateSpace(nnx.Module):
     """Decays between positions, as differences of a cumulative sum."""
 
@@ -223,76 +278,29 @@ def averaged_weights(way: Way) -> Case:
     return way.run(follow), ({"w": 2 + values(WIDTH, scale=0.1)}, {"w": jnp.ones(WIDTH)})
 
 
-def near(x: jax.Array, distance: float) -> jax.Array:
-    """Returns points near others."""
-    return x + distance * values(*x.shape, seed=7)
-
-
-def transport(way: Way) -> Case:
-    """Sinkhorn's iterations between near point clouds, in linen."""
-    layer: Any = nn.Dense(WIDTH)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x, y = (6 + layer.apply(params, points) for points in batch)
-        cost = (x * x).sum(-1)[:, None] + (y * y).sum(-1) - 2 * x @ y.T  # fault: transport cost
-        kernel = -10 * cost.astype(jnp.float32)
-
-        def iterate(f: jax.Array, _: None) -> tuple[jax.Array, None]:
-            g = -jax.nn.logsumexp(kernel + f[:, None], axis=0)
-            return -jax.nn.logsumexp(kernel + g, axis=1), None
-
-        f, _ = lax.scan(iterate, jnp.zeros(ROWS), None, length=5)
-        return -f.mean()
-
-    x = 0.3 * values(ROWS, WIDTH)
-    return way.gradients(promoting(loss_fn)), (layer.init(jr.key(0), x), (x, near(x, 0.05)))
-
-
-def retrieval(way: Way) -> Case:
-    """Alignment of two views by the cosine, in nnx."""
-    graph, params = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        a, b = (nnx.merge(graph, params)(x) for x in batch)
-        a, b = (x / jnp.sqrt((x * x).sum(-1, keepdims=True)) for x in (a, b))
-        apart = 1 - (a * b).sum(-1)  # fault: cosine distance
-        return jnp.mean(apart.astype(jnp.float32)) * 1e3
-
-    x = values(ROWS, WIDTH)
-    return way.gradients(promoting(loss_fn)), (params, (x, near(x, 0.05)))
-
-
-def returns(way: Way) -> Case:
-    """Temporal differences of large values, as a critic has them."""
-    layer: Any = nn.Dense(1)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x, following, reward = batch
-        value, after = (500 + layer.apply(params, s)[:, 0] for s in (x, following))
-        error = reward + 0.99 * after - value  # fault: temporal difference
-        return mean_square(error)
-
-    x = values(ROWS, WIDTH)
-    batch = x, x + 0.1 * values(ROWS, WIDTH, seed=2), 5 + 0.1 * values(ROWS, seed=3)
-    return way.gradients(promoting(loss_fn)), (layer.init(jr.key(0), x), batch)
+def in_remat(build: Any) -> Any:
+    return lambda way: build(way, "remat")
 
 
 SUMS = (
     Fault("degrees of nodes", "stagnation", "linen", degrees),
+    Fault("degrees of nodes", "stagnation", "linen", in_remat(degrees), where="remat"),
     Fault("sums of messages", "stagnation", "jraph", messages, BF16),
+    Fault("means of messages", "stagnation", "jraph", mean_messages),
     Fault("softmax over edges", "stagnation", "jraph", edge_probabilities),
     Fault("gradient of an embedding", "stagnation", "jax", embedding_gradient, BF16, direction="backward"),
+    Fault("one-hot sums", "stagnation", "jax", expert_positions, BF16, where="scan"),
     Fault("sum of thousands of terms", "stagnation", "jax", accumulated_loss, where="scan"),
+    Fault("small steps of a solver", "stagnation", "equinox", integrated, BF16, where="while"),
     Fault("count beyond 2048", "stagnation", "jax", running_mean, where="scan"),
     Fault("variance by squares", "cancellation", "linen", fast_variance, BF16),
+    Fault("variance by squares", "cancellation", "linen", in_remat(fast_variance), BF16, where="remat"),
     Fault("distances by products", "cancellation", "jax", distances),
     Fault("logarithm of a complement", "cancellation", "haiku", complement, quick=True),
     Fault("logarithm near 1", "cancellation", "jax", small_logarithm),
     Fault("softmax of an offset", "cancellation", "equinox", offset_logits),
+    Fault("advantages", "cancellation", "jax", advantages, BF16),
     Fault("differences of a cumulative sum", "cancellation", "nnx", cumulative, BF16),
     Fault("root near 0", "underflow", "jax", gradient_of_root),
     Fault("target network", "stagnation", "optax", averaged_weights, BF16, where="scan"),
-    Fault("transport cost", "cancellation", "linen", transport),
-    Fault("cosine distance", "cancellation", "nnx", retrieval),
-    Fault("temporal difference", "cancellation", "linen", returns),
 )

@@ -1,4 +1,4 @@
-"""Planted faults of the backward pass and the update: loss scales, moments, averages, and what holds them."""
+"""Planted faults of the backward pass and of the update: loss scales, moments, averages and parameters in half."""
 
 from typing import Any
 
@@ -12,12 +12,13 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from planting import BF16, SCALE, STATE, Case, Fault, Way, mean_square, values
+from planting import Case, Fault, Way, mean_square, values
 from promotion import promoting
 
 import jmp_train as jt
 
 WIDTH, LENGTH = 8, 8
+BF16 = "bfloat16"
 
 
 class MLP(nn.Module):
@@ -73,6 +74,21 @@ def large_scale_on_devices(way: Way) -> Case:
     return jt.data_parallel(step, mesh), args
 
 
+def summed_on_devices(way: Way) -> Case:
+    """The sum of a loss over devices, in half."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        def total(params: Any, x: jax.Array) -> jax.Array:
+            h = jnp.abs(x @ params["w"])
+            return lax.psum(h, "data")  # fault: sum over devices
+
+        h = jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(params, x)
+        return mean_square(h.astype(jnp.float32) / 10000)
+
+    return way.gradients(loss_fn), ({"w": jnp.ones((WIDTH, WIDTH))}, jnp.full((LENGTH, WIDTH), 2000.0))
+
+
 def adam(way: Way) -> Case:
     """Adam on parameters and gradients in float16: squares of gradients and its epsilon are 0."""
     optimizer = optax.adam(1e-2)
@@ -101,6 +117,19 @@ def hand_adam(way: Way) -> Case:
     w = way.state(values(WIDTH, WIDTH).at[0].set(0))
     x = values(LENGTH, WIDTH).at[:, 0].set(0).astype(way.state_dtype)
     return step, ((w, jnp.zeros_like(w), jnp.zeros_like(w)), x)
+
+
+def second_moments(way: Way) -> Case:
+    """Moments in bfloat16 that should fall, late in training."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        w, nu = state
+        g = jax.grad(lambda w: mean_square(x @ w))(w)
+        nu = nu + (1 - 0.999) * (g.astype(nu.dtype) ** 2 - nu)  # fault: second moments
+        return (w - 1e-3 * g / jnp.sqrt(nu.astype(jnp.float32) + 1e-8), nu), None
+
+    nu = jnp.full((WIDTH, WIDTH), 0.25, way.state_dtype)
+    return step, ((values(WIDTH, WIDTH, scale=0.1), nu), values(LENGTH, WIDTH))
 
 
 def stuck_moments(way: Way) -> Case:
@@ -179,105 +208,156 @@ def batch_statistics(way: Way) -> Case:
     return promoting(step), (way.state(stats), x)
 
 
-def static(way: Way, planted: float) -> jt.LossScale | None:
-    return None if way.exact else jt.StaticLossScale(way.number(planted))
+def counter(way: Way) -> Case:
+    """A count of examples in float16."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        w, seen = state
+        w = w - 0.1 * jax.grad(lambda w: mean_square(x @ w))(w)
+        seen = seen + 1  # fault: counter
+        return (w, seen), None
+
+    return step, ((values(WIDTH, WIDTH), jnp.full((), 2048, way.state_dtype)), values(LENGTH, WIDTH))
 
 
-def steep_branch(way: Way) -> Case:
-    """A steep function in a branch, whose gradient overflows."""
+def gan_penalty(way: Way) -> Case:
+    """The gradient penalty of a GAN: the norm of a gradient, within the loss."""
 
-    def steep(x: jax.Array) -> jax.Array:
-        return jnp.tanh(1000 * x)  # fault: steep branch
+    def critic(x: jax.Array) -> jax.Array:
+        return 3000 * hk.Linear(1)(jnp.tanh(hk.Linear(WIDTH)(x)))[0]
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x, is_steep = batch
-        h = x @ params["w"]
-        return jnp.sum(lax.cond(is_steep, steep, jnp.tanh, h).astype(jnp.float32))
-
-    batch = values(LENGTH, WIDTH, scale=1e-4), jnp.array(True)
-    return way.training(loss_fn, {"w": values(WIDTH, WIDTH)}, batch, static(way, 2.0**10))
-
-
-class Steep(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.tanh(nn.Dense(WIDTH)(x) * 1000)  # fault: steep layer
-
-
-def steep_layer(way: Way) -> Case:
-    model: Any = nn.remat(Steep)()
-    x = values(LENGTH, WIDTH, scale=1e-4)
+    net = hk.without_apply_rng(hk.transform(critic))
 
     def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(model.apply(params, x).astype(jnp.float32))
+        gradients = jax.vmap(jax.grad(lambda x: net.apply(params, x)))(x)
+        norms = jnp.sqrt((gradients**2).sum(-1) + 1e-3)  # fault: gradient penalty
+        return ((norms.astype(jnp.float32) / 300 - 1) ** 2).mean()
 
-    return way.training(loss_fn, Steep().init(jr.key(0), x), x, static(way, 2.0**10))
-
-
-def updates_on_devices(way: Way) -> Case:
-    """Parameters in bfloat16 on eight devices."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def update(scale: jax.Array, x: jax.Array) -> jax.Array:
-        gradient = jax.grad(lambda scale: jnp.sum(jnp.sin(scale.astype(jnp.float32) * x)) / len(x))(scale)
-        return scale - 2.0**-12 * lax.pmean(gradient, "data")  # fault: small updates on devices
-
-    def step(scale: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
-        mapped = jax.shard_map(update, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
-        return mapped(scale, x), None
-
-    return step, (jnp.ones(WIDTH, way.state_dtype), values(16, WIDTH))
+    x = values(LENGTH, WIDTH)
+    return way.gradients(loss_fn), (net.init(jr.key(1), x[0]), x)
 
 
-def updates_in_scan(way: Way) -> Case:
-    """An inner loop of many small steps, on parameters in bfloat16, in haiku."""
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(WIDTH, w_init=jnp.ones)(x)))
+def tiny_embedding_gradients(way: Way) -> Case:
+    """A language model whose loss is a mean over very many tokens."""
 
-    def adapt(params: Any, x: jax.Array) -> tuple[Any, None]:
-        def step(params: Any, _: Any) -> tuple[Any, None]:
-            grads = jax.grad(lambda p: mean_square(net.apply(p, x) - 4))(params)
-            return jax.tree.map(lambda p, g: p - 2.0**-12 * g, params, grads), None  # fault: inner loop
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+        h = params["embedding"][tokens]
+        logits = (h @ params["head"]).astype(jnp.float32)  # fault: gradients of a mean
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+        return losses.sum() / 2.0**26
 
-        return lax.scan(step, params, None, length=200)[0], None
-
-    x = 1 + values(LENGTH, WIDTH, scale=0.1)
-    return promoting(adapt), (way.state(net.init(jr.key(0), x)), x.astype(way.state_dtype))
-
-
-def averages_in_cond(way: Way) -> Case:
-    """An average of the weights in equinox that is updated from some step on."""
-    model = eqx.nn.Linear(WIDTH, WIDTH, key=jr.key(0))
-
-    def step(state: Any, batch: Any) -> Any:
-        model, average = state
-        x, is_late, rate = batch
-        grads = jax.grad(lambda m: mean_square(jax.vmap(m)(x) - 1))(model)
-        model = jax.tree.map(lambda p, g: p - 0.01 * g, model, grads)
-
-        def follow(average: Any) -> Any:
-            nearer = jax.tree.map(lambda a, p: (rate * (p - a)).astype(a.dtype), average, model)
-            return jax.tree.map(jnp.add, average, nearer)  # fault: late average
-
-        return (model, lax.cond(is_late, follow, lambda a: a, average)), None
-
-    average = way.state(jax.tree.map(lambda p: p + 1, eqx.filter(model, eqx.is_array)))
-    return promoting(step), ((model, average), (values(LENGTH, WIDTH), jnp.array(True), jnp.float32(1e-4)))
+    scale = None if way.value is None or way.exact else jt.StaticLossScale(way.value)
+    params = {"embedding": values(WIDTH, WIDTH), "head": values(WIDTH, WIDTH, seed=1)}
+    return way.training(loss_fn, params, jnp.arange(LENGTH), scale)
 
 
 UPDATES = (
-    Fault("gradients that vanish", "underflow", "linen", vanishing, where="train_step", **SCALE),
-    Fault("loss scale of a recurrent net", "overflow", "nnx", large_scale, where="scan", quick=True, **SCALE),
-    Fault("loss scale on devices", "overflow", "jax", large_scale_on_devices, where="shard_map", **SCALE),
-    Fault("Adam in half", "underflow", "equinox", adam, **STATE),
+    Fault(
+        "gradients that vanish",
+        "underflow",
+        "linen",
+        vanishing,
+        direction="backward",
+        where="train_step",
+        action="loss scale",
+        applied="value",
+    ),
+    Fault(
+        "gradients of a mean",
+        "underflow",
+        "jax",
+        tiny_embedding_gradients,
+        direction="backward",
+        where="train_step",
+        action="loss scale",
+        applied="value",
+    ),
+    Fault(
+        "loss scale of a recurrent net",
+        "overflow",
+        "nnx",
+        large_scale,
+        direction="backward",
+        where="scan",
+        action="loss scale",
+        applied="value",
+        quick=True,
+    ),
+    Fault(
+        "loss scale on devices",
+        "overflow",
+        "jax",
+        large_scale_on_devices,
+        direction="backward",
+        where="shard_map",
+        action="loss scale",
+        applied="value",
+    ),
+    Fault("sum over devices", "overflow", "jax", summed_on_devices, where="shard_map"),
+    Fault("gradient penalty", "overflow", "haiku", gan_penalty),
+    Fault(
+        "Adam in half",
+        "underflow",
+        "equinox",
+        adam,
+        direction="update",
+        action="state",
+        applied="state",
+        tolerance=0.02,
+    ),
     Fault("epsilon of Adam", "underflow", "jax", hand_adam, direction="update", action="epsilon", applied="state"),
-    Fault("moments that are stored in half", "stagnation", "optax", stuck_moments, BF16, **STATE),
-    Fault("small updates", "stagnation", "nnx", small_updates, BF16, quick=True, **STATE),
-    Fault("decay of the weights' average", "stagnation", "jax", moving_average, BF16, **STATE),
-    Fault("average in half", "stagnation", "jax", moving_average_of_tree, BF16, **STATE),
-    Fault("running statistics", "stagnation", "linen", batch_statistics, BF16, action="state", applied="state"),
-    Fault("steep branch", "overflow", "jax", steep_branch, where="cond", **SCALE),
-    Fault("steep layer", "overflow", "linen", steep_layer, where="remat", **SCALE),
-    Fault("small updates on devices", "stagnation", "jax", updates_on_devices, BF16, where="shard_map", **STATE),
-    Fault("inner loop", "stagnation", "haiku", updates_in_scan, BF16, where="scan", **STATE),
-    Fault("late average", "stagnation", "equinox", averages_in_cond, BF16, where="cond", **STATE),
+    Fault(
+        "second moments", "stagnation", "jax", second_moments, BF16, direction="update", action="state", applied="state"
+    ),
+    Fault(
+        "moments that are stored in half",
+        "stagnation",
+        "optax",
+        stuck_moments,
+        BF16,
+        direction="update",
+        action="state",
+        applied="state",
+    ),
+    Fault(
+        "small updates",
+        "stagnation",
+        "nnx",
+        small_updates,
+        BF16,
+        direction="update",
+        action="state",
+        applied="state",
+        quick=True,
+    ),
+    Fault(
+        "decay of the weights' average",
+        "stagnation",
+        "jax",
+        moving_average,
+        BF16,
+        direction="update",
+        action="state",
+        applied="state",
+    ),
+    Fault(
+        "average in half",
+        "stagnation",
+        "jax",
+        moving_average_of_tree,
+        BF16,
+        direction="update",
+        action="state",
+        applied="state",
+    ),
+    Fault(
+        "running statistics",
+        "stagnation",
+        "linen",
+        batch_statistics,
+        BF16,
+        action="state",
+        applied="state",
+    ),
+    Fault("counter", "stagnation", "jax", counter, direction="update", action="state", applied="state"),
 )

@@ -1,4 +1,4 @@
-"""`Fault`: a row of the table of planted faults, `Way`: how its model runs, and what tests of reports share."""
+"""`Fault`: a row of the table of planted faults, and `Way`: how its model runs, as planted, mended or in float32."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,11 +13,6 @@ import jmp_train as jt
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 Action = Literal["rules", "argument", "loss scale", "epsilon", "mask", "state", "mathematics"]
 Standing = Literal["first", "nearly", "wrong", "quiet"]
-
-BF16 = "bfloat16"
-# Options of faults whose state is to be float32, and of those that another loss scale mends.
-STATE: Any = {"direction": "update", "action": "state", "applied": "state"}
-SCALE: Any = {"direction": "backward", "action": "loss scale", "applied": "value"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +68,11 @@ class Way:
         self, loss_fn: Callable[..., Any], params: Any, batch: Any, scale: jt.LossScale | None = None
     ) -> tuple[Any, tuple[Any, ...]]:
         """Returns a train step with its arguments: gradient descent, with a loss scale if there is one."""
-        step, state = training(loss_fn, params, self.policy, scale)
-        return step, (state, batch)
+        optimizer: Any = optax.sgd(0.1, momentum=0.9)
+        if scale is not None:
+            optimizer = jt.with_loss_scale(optimizer, scale)
+        step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=self.policy)
+        return step, (jt.TrainState.create(params, optimizer), batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +89,11 @@ class Fault:
       where: what holds the line: "scan", "remat", ...
       action: of the remedy to be proposed.
       applied: what of the remedy the test takes, "rules" or its "value"; of a "state" remedy its dtype.
+      steps: how many are diagnosed.
       tolerance: of the mended results, relative to those in float32.
       autocast: it is planted in a function under autocast; otherwise all of it is half.
       named: "first", "nearly": another line is named before it; "wrong": only others are; "quiet": nothing is.
+      mended: whether one report mends it: no problem is left, and the results are right.
       quick: whether it is in the quick ring.
     """
 
@@ -106,9 +106,11 @@ class Fault:
     where: str = "plain"
     action: Action = "rules"
     applied: Literal["rules", "value", "state"] = "rules"
+    steps: int = 1
     tolerance: float = 0.02
     autocast: bool = False
     named: Standing = "first"
+    mended: bool = True
     quick: bool = False
 
     def __str__(self) -> str:
@@ -128,22 +130,6 @@ class Fault:
                 return Way(self.dtype, value=report.problems[0].remedy.value)
             case "state":
                 return Way(self.dtype, full_state=True)
-
-
-def training(
-    loss_fn: Callable[..., Any], params: Any, policy: Any, scale: jt.LossScale | None = None
-) -> tuple[jt.steps.TrainStep, jt.TrainState]:
-    """Returns a train step whose optimizer keeps the gradients as its momentum, with its first state."""
-    optimizer: Any = optax.sgd(0.1, momentum=0.9)
-    if scale is not None:
-        optimizer = jt.with_loss_scale(optimizer, scale)
-    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy)
-    return step, jt.TrainState.create(params, optimizer)
-
-
-def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
-    """Returns the problems of a report, without its notes."""
-    return [problem for problem in report.problems if problem.severity == "problem"]
 
 
 def values(*shape: int, scale: float = 1.0, seed: int = 0) -> jax.Array:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from planting import harmful
 from promotion import promoting
 
 import jmp_train as jt
@@ -19,6 +18,10 @@ pytestmark = pytest.mark.quick
 
 F16, BF16 = jnp.float16, jnp.bfloat16
 X = jax.random.normal(jax.random.key(1), (8, 4))
+
+
+def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
+    return [problem for problem in report.problems if problem.severity == "problem"]
 
 
 def mended_by(report: jt.policies.NumericsReport, dtype: Any) -> jt.AutocastPolicy:

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from planting import harmful, training
 
 import jmp_train as jt
 
@@ -19,8 +18,17 @@ pytestmark = pytest.mark.quick
 
 F16, BF16 = jnp.float16, jnp.bfloat16
 FULL = jnp.float32
-SCALE = jt.StaticLossScale(4.0)
 X = jax.random.normal(jax.random.key(0), (16, 8))
+
+
+def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
+    return [problem for problem in report.problems if problem.severity == "problem"]
+
+
+def training(loss_fn: Any, params: Any, policy: str) -> tuple[jt.steps.TrainStep, jt.TrainState]:
+    """Returns a train step whose optimizer keeps the gradients, with its first state."""
+    optimizer = jt.with_loss_scale(optax.sgd(0.1, momentum=0.9), jt.StaticLossScale(4.0))
+    return jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy), jt.TrainState.create(params, optimizer)
 
 
 def by_rules(step: jt.steps.TrainStep, report: jt.policies.NumericsReport, dtype: Any) -> jt.steps.TrainStep:
@@ -59,7 +67,7 @@ W = jnp.eye(8) + 0.1 * jax.random.normal(jax.random.key(2), (8, 8))
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.full)])
 def test_a_cancellation_over_several_operations_is_named_where_it_is_and_mended(dtype: Any) -> None:
-    step, state = training(kernel, W, f"autocast_{jnp.dtype(dtype).name}", SCALE)
+    step, state = training(kernel, W, f"autocast_{jnp.dtype(dtype).name}")
     loss_error, gradient_error = errors(step, state, NEAR)
     assert max(loss_error, gradient_error) > 10 * float(jnp.finfo(dtype).eps)  # of the step as it is
     report = jt.diagnose(step, state, NEAR)
@@ -101,11 +109,14 @@ def divergence(w: jax.Array, x: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("loss_fn", "w", "x"),
-    [(distances_of, jnp.ones(8), 300 * X), pytest.param(divergence, jnp.full(8, 6.0), 100 * X, marks=pytest.mark.full)],
+    [
+        (distances_of, jnp.ones(8), 300 * X),
+        pytest.param(divergence, jnp.full(8, 6.0), 100 * X, marks=pytest.mark.full),
+    ],
     ids=["distances", "divergence"],
 )
 def test_the_rules_of_one_report_are_all_that_is_needed(loss_fn: Callable[..., Any], w: jax.Array, x: Any) -> None:
-    step, state = training(loss_fn, w, "mixed_float16", SCALE)
+    step, state = training(loss_fn, w, "mixed_float16")
     report = jt.diagnose(step, state, x)
     (problem,) = harmful(report)
     assert (problem.kind, problem.code.partition("# ")[2]) == ("overflow", "two of them overflow")
@@ -158,7 +169,7 @@ def test_a_fill_in_the_arrays_dtype_is_an_invalid_mask_and_no_fault_of_float32(n
         masked = FILLS[name](x[:4, :4] @ w)
         return jnp.mean(jax.nn.softmax(masked, -1).astype(jnp.float32) ** 2)
 
-    step, state = training(loss_fn, jnp.eye(4), "mixed_float16", SCALE)
+    step, state = training(loss_fn, jnp.eye(4), "mixed_float16")
     report = jt.diagnose(step, state, X)
     (problem,) = harmful(report)
     assert (problem.kind, problem.code) == ("invalid mask", inspect.getsource(FILLS[name]).strip())
@@ -175,11 +186,11 @@ def test_float32_has_a_nan_too_only_where_a_run_in_float32_has_it() -> None:
         factor = 1.0004  # which is 1 in float16
         return jnp.sum(jnp.sqrt(w * factor + w * factor - 2 - 1e-4).astype(jnp.float32))
 
-    step, state = training(negative, jnp.ones(8), "mixed_float16", SCALE)
+    step, state = training(negative, jnp.ones(8), "mixed_float16")
     (problem,) = harmful(jt.diagnose(step, state, X))
     assert problem.evidence.endswith(", in float32 too")
     assert problem.remedy.action == "mathematics"
-    step, state = training(rounded, jnp.ones(8), "mixed_float16", SCALE)
+    step, state = training(rounded, jnp.ones(8), "mixed_float16")
     report = jt.diagnose(step, state, X)
     (problem,) = harmful(report)
     assert problem.evidence.endswith(", and not where all of it is float32")

@@ -11,7 +11,6 @@ import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
-from planting import harmful, training
 
 import jmp_train as jt
 
@@ -26,6 +25,18 @@ def diagnosed(fn: Any, *args: Any) -> jt.policies.NumericsReport:
     """Returns the report of a function in which dtypes promote."""
     with jax.numpy_dtype_promotion("standard"):
         return jt.diagnose(fn, *args)
+
+
+def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
+    return [problem for problem in report.problems if problem.severity == "problem"]
+
+
+def training(loss_fn: Any, params: Any, policy: Any, scale: jt.LossScale | None = None) -> Any:
+    """Returns a train step in a policy, with its first state."""
+    optimizer: Any = optax.sgd(0.1, momentum=0.9)
+    optimizer = optimizer if scale is None else jt.with_loss_scale(optimizer, scale)
+    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy)
+    return step, jt.TrainState.create(params, optimizer)
 
 
 def gradients_of(step: Any, state: Any, batch: Any) -> Any:
