@@ -138,11 +138,12 @@ def test_11_other_dtypes_are_refused_by_name(name: str) -> None:
 
 
 def test_12_anything_else_is_refused_in_jmps_words() -> None:
+    wrong: Any
     for wrong in (jnp.ones(1, bool), np.ones(2, bool), 1, jnp.ones(()), None):
         with pytest.raises(AssertionError, match="expected boolean scalar"):
             jt.DynamicLossScale(4.0).adjust(wrong)
         with pytest.raises(AssertionError, match="expected boolean scalar"):
-            jt.select_tree(wrong, None, None)  # pyright: ignore[reportArgumentType]
+            jt.select_tree(wrong, None, None)
 
 
 def test_14_each_questionable_field_warns() -> None:

@@ -310,7 +310,7 @@ def test_linen_lifted_transforms_and_containers() -> None:
 
     class Net(nn.Module):
         def setup(self) -> None:
-            split = {"params": True, "noise": True}
+            split: Any = {"params": True, "noise": True}
             self.jitted = nn.jit(Block)()
             self.rematerialized = [nn.remat(Block)()]
             self.scanned = nn.scan(nn.remat(Block), {"params": 0, "batch_stats": 0}, split_rngs=split, length=2)()

@@ -36,7 +36,8 @@ def fields(policy: jt.Policy) -> list[str]:
 
 def test_a_policy_is_read_back_from_its_string() -> None:
     policies = [jt.Policy(*dtypes) for dtypes in itertools.product(DTYPES, repeat=3)]
-    policies += [jt.Policy(dtype, dtype, dtype) for dtype in (jnp.float4_e2m1fn, jnp.float6_e2m3fn)]
+    exotic = [getattr(jnp, name) for name in ("float4_e2m1fn", "float6_e2m3fn")]
+    policies += [jt.Policy(dtype, dtype, dtype) for dtype in exotic]
     for policy in policies:
         assert jt.get_policy(str(policy)) == policy
     for dtype in DTYPES:

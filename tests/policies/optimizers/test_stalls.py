@@ -254,6 +254,7 @@ def test_vmapped_states_stop_for_their_worst_member() -> None:
 
 def test_wrong_calls_are_named() -> None:
     state = run_steps(scaled(), "")
+    options: Any
     for options in ({"stop_after": 0}, {"stop_after": -2}, {"stop_after": 5, "warn_after": 0}):
         name, number = list(options.items())[-1]
         with pytest.raises(ValueError, match=f"^{name}={number} must be an integer of at least 1"):
