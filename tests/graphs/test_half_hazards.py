@@ -55,6 +55,13 @@ def test_the_table_of_one_node_with_13161_edges(half: str, stagnant: float) -> N
     assert int(graph.in_degrees[0]) == int(outwards.out_degrees[0]) == EDGES
 
 
+@pytest.mark.parametrize(("half", "tolerance"), [("float16", 0.5), ("bfloat16", 2.0)])
+def test_dgls_own_star_of_900_in_a_fraction_of_its_tolerance(half: str, tolerance: float) -> None:
+    graph, h = star(900, half)
+    total = float(graphs.update_all(graph, COPY, SUM).nodes["x"][0])
+    assert abs(total - h[1:].sum()) <= tolerance / 2
+
+
 @pytest.mark.full
 def test_what_is_too_large_for_float16_in_between() -> None:
     graph, _ = star(10, "float16")

@@ -2,6 +2,9 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -37,6 +40,40 @@ def test_a_store_that_is_forgotten_holds_nothing(tmp_path: Path) -> None:
         store.wait()
         del store
     assert jt.CheckpointStore(tmp_path).steps() == [1, 2]
+
+
+SCRIPT = """
+import sys, time
+import jax.numpy as jnp
+import jmp_train as jt
+store = jt.CheckpointStore(sys.argv[1])
+store.lock()
+store.save(1, {"w": jnp.arange(6.0)}, metadata={"epoch": 3})
+store.wait()
+print("saved", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(60)
+def test_another_process_is_named_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "saved\n"
+            with jt.CheckpointStore(tmp_path) as store:
+                text = rf"^{tmp_path} is in use: process {process.pid} on \S+ since .* saves there$"
+                with pytest.raises(OSError, match=text):
+                    store.save(1, STATE)
+                assert store.restore(STATE)[0] == 1
+                assert store.metadata(1) == {"epoch": 3}
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                store.save(2, STATE)
+        finally:
+            process.kill()
 
 
 def test_a_folder_without_locks_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import checkpoint_writers
 import numpy as np
 import pytest
 from checkpoint_writers import numbered, value_of
-from machine_limits import as_nobody, everybodys_folder
 
 import jmp_train as jt
 from jmp_train.checkpoints import arrays as checkpoint_arrays
@@ -149,6 +149,31 @@ def test_a_version_is_intact_wherever_a_writer_stops_or_is_killed(
     assert found == {(5, 1.0), (5, 2.0), (6, 3.0)}
 
 
+@pytest.mark.full
+def test_readers_beside_a_writer_that_keeps_one_step_always_find_one(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def look() -> list[float]:
+        seen = []
+        while not stop.is_set():
+            seen.append(read_value(tmp_path))
+        return seen
+
+    with jt.CheckpointStore(tmp_path, max_to_keep=1) as store, ThreadPoolExecutor() as readers:
+        store.save(0, numbered(0.0))
+        store.wait()
+        reading = readers.submit(look)
+        for step in range(1, 25):
+            with jt.CheckpointStore(tmp_path):
+                store.save(step - step % 3, numbered(float(step)))  # some of them again
+        store.wait()
+        stop.set()
+        seen = reading.result()
+        assert read(tmp_path) == (24, 24.0)
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 2
+
+
 def removing(at: Path, once: Callable[[], object]) -> Callable[..., list[np.ndarray]]:
     """Returns `read_arrays` that is too late the first time."""
     load, calls = checkpoint_reading.read_arrays, []
@@ -250,18 +275,45 @@ def test_a_folder_that_cannot_be_written_to_can_be_read(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"store of .*/a was opened with read_only=True"):
             store.save(1, numbered(1.0))
     assert names(tmp_path) == []
-    with everybodys_folder() as directory:
+    with nobodys_folder() as directory:
         with jt.CheckpointStore(directory) as store:
             store.save(5, numbered(1.0))
         os.chmod(directory, 0o555)
         with as_nobody():
             assert read(directory) == (5, 1.0)
-            with pytest.raises(PermissionError, match="no checkpoint can be written: Permission"):
-                save_beside(directory)
+            with (
+                jt.CheckpointStore(directory) as store,
+                pytest.raises(PermissionError, match="no checkpoint can be written: Permission"),
+            ):
+                store.save(6, numbered(2.0))
         os.chmod(directory, 0o777)
-        with as_nobody():
-            save_beside(directory)
-            assert "step_00000001" in names(directory)
+        with as_nobody(), jt.CheckpointStore(directory) as store:
+            store.save(6, numbered(2.0))
+            assert store.restore(numbered(0.0))[0] == 6
+
+
+@contextmanager
+def nobodys_folder() -> Iterator[Path]:
+    """Yields a folder that another user may reach, unlike pytest's own."""
+    directory = Path("/tmp") / f"jmp_train_checkpoints_{os.getpid()}"
+    directory.mkdir(mode=0o755)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Runs the block without root's rights to everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_what_earlier_versions_left_is_recovered_or_cleared(one_step: Path, tmp_path: Path) -> None:

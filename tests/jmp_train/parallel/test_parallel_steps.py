@@ -196,6 +196,19 @@ def test_an_overflow_on_one_replica_is_skipped_by_all(route: str) -> None:
     assert_replicas_are_equal((state.params, state.model_state, state.opt_state))
 
 
+@pytest.mark.full
+def test_the_routes_lose_the_same_with_adam() -> None:
+    losses = {}
+    for route, transform in ROUTES.items():
+        step, state = make(optax.adam(1e-2), "mixed_bfloat16", None)
+        many, losses[route] = transform(step), []
+        for batch in batches(20):
+            state, metrics = many(state, batch)
+            losses[route].append(float(metrics["loss"]))
+    for route in ("pmap", "jit"):
+        np.testing.assert_allclose(losses[route], losses["shard_map"], rtol=2e-2)
+
+
 @pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
@@ -541,3 +554,32 @@ def test_eight_gpus_reduce_gradients_while_they_compute_others(route: str, plan_
             multiplies.append(any("__cublas" in line for line in entry[start:done]))
     # After the last of the gradients there is no other to compute.
     assert multiplies == [True] * (LAYERS - 1) + [False]
+
+
+@pytest.mark.full
+def test_an_optimizer_state_may_be_sharded_where_jit_places_the_step() -> None:
+    """ZeRO's first stage: each device keeps its part of the momentum, and updates that."""
+    step, state = make(optax.sgd(0.05, momentum=0.9), "mixed_float16", "data")
+
+    def divided(x: jax.Array) -> NamedSharding:
+        axes = [axis for axis, size in enumerate(x.shape) if size % DEVICES == 0]
+        where = PartitionSpec(*(("data" if axis in axes[:1] else None) for axis in range(x.ndim)))
+        return NamedSharding(MESH, where)
+
+    apart = jax.tree.map(lambda x: NamedSharding(MESH, PartitionSpec()), state)
+    apart = dataclasses.replace(apart, opt_state=jax.tree.map(divided, state.opt_state))
+    run = jax.jit(jt.sharded_step(step, MESH), out_shardings=(apart, None))
+    whole = jax.jit(jt.data_parallel(step, MESH))
+    parts = jax.device_put(state, apart)
+    for batch in batches(10):
+        parts, _ = run(parts, batch)
+        state, _ = whole(state, batch)
+    moments = [x for x in jax.tree.leaves(parts.opt_state) if x.ndim and x.size > 100]
+    assert len(moments) == 2  # the kernels'
+    for x in moments:
+        assert x.addressable_shards[0].data.size * DEVICES == x.size
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
+        jax.device_get(parts.params),
+        jax.device_get(state.params),
+    )

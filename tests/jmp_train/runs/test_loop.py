@@ -101,6 +101,13 @@ def test_a_run_that_watches_reports_shares_of_each_step_and_their_means(digits: 
 
 
 @pytest.mark.full
+def test_a_short_growth_interval_makes_the_scale_grow(digits: Task) -> None:
+    run = train(digits, "autocast_float16", RunSettings(epochs=1, growth_interval=10))
+    scales = [step.loss_scale for step in run.steps]
+    assert scales == [2.0**16] * 9 + [2.0**17] * 10 + [2.0**18] * 3
+
+
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_run(digits: Task) -> None:
     runs = [train(digits, "mixed_float16", RunSettings(epochs=1, seed=seed)) for seed in (3, 3, 4)]
     assert runs[0].epochs[0].loss == runs[1].epochs[0].loss != runs[2].epochs[0].loss

@@ -176,6 +176,16 @@ def test_what_batches_share_is_cast_on_the_host(digits: Task, name: str) -> None
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["torch", *(pytest.param(x, marks=pytest.mark.full) for x in ("apex-O2", "apex-O3"))])
+def test_the_club_is_told_apart(name: str) -> None:
+    run = train(load("karate"), name)
+    assert run.policy == name
+    assert run.metrics["test_accuracy"] > 0.9
+    assert run.epochs[-1].loss < 0.1
+    assert run.skipped == ()
+
+
+@pytest.mark.full
 def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
     task = dataclasses.replace(load("karate"), epochs=30)
     whole = train(task, "naive")
