@@ -221,7 +221,7 @@ def gradient_of_edge_weight(
 
 
 def attention_operation(
-    logits_and_messages: LogitsAndMessages, chunked_kernel: Callable[..., jax.Array]
+    logits_and_messages: LogitsAndMessages, chunked_kernel: Callable[..., Any]
 ) -> EdgeOperation[[float, EdgeDropout | None, AttentionInputs], jax.Array]:
     """Returns attention [nodes, heads, width] in the dtype of its messages, as an operation.
 

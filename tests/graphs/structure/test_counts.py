@@ -163,7 +163,8 @@ def test_ids_and_counts_of_another_type(ids: Any) -> None:
     for make in (graphs.from_edges, graphs.host_edges):
         with pytest.raises(TypeError, match=r"^senders must be integers, got"):
             make(ids, [0, 1], 2)
-    for n_node in (3, ids, None, "a"):
+    wrong: list[Any] = [3, ids, None, "a"]
+    for n_node in wrong:
         with pytest.raises(TypeError, match=r"^n_node must be a mapping from node types to numbers, got"):
             graphs.hetero_from_edges({KIND: ([0], [0])}, n_node)
 

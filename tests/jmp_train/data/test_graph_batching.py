@@ -80,7 +80,10 @@ def test_threads_and_where_it_starts_change_nothing(data: graphs.GraphData) -> N
 
 
 def test_a_step_has_the_same_graphs_however_many_processes_and_devices_share_it(data: graphs.GraphData) -> None:
-    options = ({"stack": 4}, *({"process_index": i, "process_count": 2, "stack": 2} for i in range(2)))
+    options: tuple[dict[str, Any], ...] = (
+        {"stack": 4},
+        *({"process_index": i, "process_count": 2, "stack": 2} for i in range(2)),
+    )
     alone, *parts = (jax.device_get(list(graph_batches(data, 4, **each))) for each in options)
     assert len(alone) == len(parts[0]) == len(parts[1]) == 3
     for whole, *shares in zip(alone, *parts, strict=True):
