@@ -91,7 +91,7 @@ def make_graph(data: NodeData) -> Graph:
 
     Example:
       >>> import numpy as np
-      >>> from jmp_train.graphs.datasets import NodeData
+      >>> from jmp_train.graphs import NodeData
       >>> ends, none = np.array([[0, 1, 1], [1, 0, 1]], np.int32), np.zeros(2, np.int32)
       >>> graph = make_graph(NodeData(ends[0], ends[1], none, none, 1, none, none, none))
       >>> graph.num_edges, graph.in_degrees.tolist()
