@@ -46,12 +46,10 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_a_name_that_the_reference_lacks_or_has_twice_is_found(tmp_path: Path) -> None:
     for page in (DOCS / "api").glob("*.rst"):
-        text = re.sub(r"^   (train_step|SGConv|layers\.\*)\n", "", page.read_text(), flags=re.MULTILINE)
+        text = re.sub(r"^   (train_step|SGConv)\n", "", page.read_text(), flags=re.MULTILINE)
         (tmp_path / page.name).write_text(text)
-    assert missing_names(tmp_path) == {"train_step", "SGConv"}
-    (tmp_path / "rest.rst").write_text(".. api:: jmp_train.graphs\n\n   layers.*\n")
     assert missing_names(tmp_path) == {"train_step"}
-    assert documented_names(tmp_path)["SGConv"] == "jmp_train.graphs.SGConv"
+    assert documented_names(tmp_path)["SGConv"] == "jmp_train.graphs.SGConv"  # by `layers.*`
     (tmp_path / "twice.rst").write_text(".. api:: jmp_train\n\n   autocast\n")
     with pytest.raises(ValueError, match=r"jmp_train\.autocast is documented twice, as jmp_train\.autocast too"):
         documented_names(tmp_path)
