@@ -235,6 +235,7 @@ REFUSALS: dict[str, Any] = {
     "ValueError: weight must be [2, types, width, 4], got shape (3, 1, 4, 4)": lambda: gated(
         weight=jnp.ones((3, 1, 4, 4))
     ),
+    "ValueError: weight must be [types, width, 3], got shape (1, 3, 4)": lambda: gated(weight=jnp.ones((1, 3, 4))),
     "ValueError: weight has 2 types: edge_types are needed": lambda: gated(weight=jnp.ones((2, 4, 4))),
     "ValueError: in_features=5 must be at most out_features=4": lambda: graphs.GatedGraphConv(5, 4, 2, rngs=RNGS),
     "ValueError: num_heads=4 must divide the width of query_weight, 6": lambda: attend(num_heads=4),

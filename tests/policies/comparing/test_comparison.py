@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import jmp_train as jt
+from jmp_train.policies import documents
+from jmp_train.policies.comparing.report import distribution_chart
 
 pytestmark = pytest.mark.quick
 
@@ -37,8 +39,12 @@ def test_the_numbers_are_those_of_the_definitions() -> None:
     assert report.quantiles[0.9] == pytest.approx(np.quantile(size, 0.9))
     assert report.kl == pytest.approx((ratio - 1 - np.log(ratio)).mean())
     assert report.bands == {(0.999, 1.002): 2 / 8, (0.99, 1.01): 5 / 8, (0.95, 1.05): 6 / 8}
-    assert sum(report.histogram) == 8
-    assert report.histogram[0] == 1
+    places = [0 if x == 0 else 1 + math.floor(2 * (math.log10(x) + 8)) for x in size]  # half powers of ten from 1e-8
+    assert report.histogram == tuple(np.bincount(places, minlength=20))
+    boxes = [mark for mark in distribution_chart(report).marks if isinstance(mark, documents.Box)]
+    assert [(round(box.left), box.bottom, box.top) for box in boxes] == [
+        (place, 0, places.count(place)) for place in sorted(set(places))
+    ]
     assert [(token.index, token.path) for token in report.worst[:2]] == [((1, 3), ""), ((1, 2), "")]
     assert (report.worst[0].train, report.worst[0].infer) == pytest.approx((-8, -9))
     assert len(report.worst) == 7
