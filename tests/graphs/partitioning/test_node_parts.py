@@ -48,6 +48,13 @@ def test_parts_have_like_numbers_of_nodes_and_edges(method: str) -> None:
     assert (nodes + into).min() > 0
 
 
+def test_a_hub_with_all_edges_is_a_part_of_its_own() -> None:
+    star = graphs.host_edges([0] * 50, [0] * 50, 40)
+    for method in ("greedy", "ranges"):
+        hub, *others = graphs.partition_nodes(star, 2, method=method).tolist()
+        assert others == [1 - hub] * 39
+
+
 def test_nodes_without_edges_and_one_part() -> None:
     empty = graphs.host_edges([], [], 7)
     for method in ("greedy", "ranges"):

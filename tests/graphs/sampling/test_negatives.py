@@ -62,6 +62,14 @@ def test_global_negatives_are_no_edges_and_uniform(count: int) -> None:
     assert found[0].dtype == np.int32
 
 
+def test_each_pair_comes_sooner_or_later() -> None:
+    random, seen = np.random.default_rng(0), set()
+    for _ in range(60):
+        found = graphs.global_negatives(random, [0], [1], 5, 4)
+        seen |= set(zip(*(ids.tolist() for ids in found), strict=True))
+    assert len(seen) == 5 * 4 - 1
+
+
 def test_all_pairs_that_are_no_edges() -> None:
     found = graphs.global_negatives(np.random.default_rng(0), [0, 0, 1], [1, 1, 1], 3, 7, allow_self_loops=True)
     assert sorted(zip(*(ids.tolist() for ids in found), strict=True)) == [

@@ -236,7 +236,8 @@ def test_masks() -> None:
         kinds = (jraph.get_node_padding_mask, jraph.get_edge_padding_mask, jraph.get_graph_padding_mask)
         return [mask(tuple_) for mask in kinds]
 
-    assert all(np.asarray(mask).all() for mask in masks(batch))
+    without_ends = graphs.from_edges([0, 1], [1, 0], 2, formats=("csr",))
+    assert all(np.asarray(mask).all() for graph in (batch, without_ends) for mask in masks(graph))
     wanted = [[True] * real + [False] * padding for real, padding in ([12, 4], [20, 10], [3, 3])]
     for found in (masks(padded), jax.jit(masks)(padded), jax.jit(of_jraph)(tuple_)):
         assert [mask.tolist() for mask in found] == wanted

@@ -50,6 +50,8 @@ def test_an_empty_scan() -> None:
     x, w = jnp.ones((0, 3), jnp.float16), jnp.ones((3, 3))
     carry, ys = autocast(lambda x: lax.scan(lambda c, v: (c @ w, v @ w), jnp.ones(3), x))(x)
     assert (carry.dtype, ys.dtype, ys.shape) == (F32, F16, (0, 3))
+    of_half = autocast(lambda x: lax.scan(lambda c, v: (c + v, None), jnp.ones((2, 3)) @ w, x)[0])(x)
+    assert (of_half.dtype, of_half.tolist()) == (F16, [[3.0] * 3] * 2)
 
 
 def test_each_element_of_a_batch_leaves_its_loop_by_itself() -> None:
