@@ -124,15 +124,16 @@ def read_ids(
 def read_features(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
     """Returns float32 [rows, width], finite."""
     features = read(path, np.float32, rows)
-    check_rows(path, features, rows, counted_by)
-    check_finite(path, features)
-    warn_of_rounding(path, features)
+    with faults_named(path):  # the checks need memory too
+        check_rows(path, features, rows, counted_by)
+        check_finite(path, features)
+        warn_of_rounding(path, features)
     return features
 
 
 def warn_of_rounding(path: Path, numbers: np.ndarray) -> None:
     """Warns if a column of a float32 table has integers so large that float32 rounds them, such as ids or times."""
-    largest = np.nanmax(np.abs(numbers), axis=0, initial=0)
+    largest = np.maximum(np.nanmax(numbers, axis=0, initial=0), -np.nanmin(numbers, axis=0, initial=0))
     is_rounded = np.isfinite(largest) & (largest > LARGEST_EXACT)
     if is_rounded.any():
         column = int(is_rounded.argmax())

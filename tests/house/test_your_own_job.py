@@ -25,7 +25,12 @@ def test_the_command_prints_what_the_page_shows(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     output = run_python("-m", "jmp_train", *COMMAND.split()[1:], cwd=tmp_path, COLUMNS="150")
     tables = output[output.index(" policy ") :]
-    assert shape(tables) == shape(SHOWN)
+    results, written = (shape(part) for part in SHOWN.split("\n\n"))
+    lines = shape(tables)
+    assert lines[: len(results)] == results
+    assert lines[-len(written) :] == written
+    costs = lines[len(results)]  # which the page omits
+    assert costs == "policy flops in half saved ratio parameters state ratio"
     found, wanted = ([float(x) for x in re.findall(r"([\d.]+)% +[\d.]+ +\d+", text)] for text in (tables, SHOWN))
     assert len(found) == 3
     assert found == pytest.approx(wanted, abs=2)
