@@ -44,7 +44,8 @@ class Api(SphinxDirective):
 def _named(module: str, entry: str) -> list[str]:
     if not entry.endswith(".*"):
         return [entry]
-    return [name for name in names_from(module, entry) if name not in listed_names()]
+    listed = listed_names()
+    return [name for name in names_from(module, entry) if name not in listed]
 
 
 def _directive(name: str, thing: Any) -> list[str]:

@@ -7,9 +7,6 @@ from jmp_train.runs.events import Epoch, Run, Step
 from jmp_train.steps.traced_costs import StepCosts
 from jmp_train.task import Task
 
-METRICS = {"test_accuracy": 0.987, "nonfinite_outputs": 0}
-
-
 COSTS = StepCosts(
     half_flops_share=0.0,
     residual_bytes=3_000_000,

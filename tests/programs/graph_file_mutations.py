@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse
 from planetoid_files import write_planetoid
+from table_files import write_tables
 from torch_file_bytes import in_a_row, with_tensors, zipped
 
 Files = dict[str, bytes]
@@ -45,11 +46,7 @@ def ogb_files(folder: Path, suffix: str) -> Files:
         "split/time/valid": "3\n4\n",
         "split/time/test": "7\n8\n",
     }
-    for name, text in files.items():
-        path = folder / f"{name}{suffix}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = text.encode()
-        path.write_bytes(gzip.compress(content, mtime=0) if suffix == ".csv.gz" else content)
+    write_tables(folder, files, suffix)
     return contents(folder)
 
 

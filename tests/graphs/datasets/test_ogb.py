@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reader_faults import fault_of
+from table_files import write_tables
 
 from jmp_train.graphs import read_ogb
 from jmp_train.graphs.file_formats import csv_tables
@@ -31,10 +32,7 @@ FILES = {
 
 
 def write(folder: Path, zipped: bool = True, files: Mapping[str, str] = FILES) -> None:
-    for name, text in files.items():
-        path = folder / f"{name}.csv{'.gz' if zipped else ''}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(text.encode(), mtime=0) if zipped else text.encode())
+    write_tables(folder, files, ".csv.gz" if zipped else ".csv")
 
 
 @pytest.fixture(name="folder")

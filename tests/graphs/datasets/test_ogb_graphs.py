@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reader_faults import fault_of
+from table_files import write_tables
 
 from jmp_train.graphs import read_ogb_graphs
 
@@ -27,10 +28,7 @@ FILES = {
 
 
 def write(folder: Path, files: Mapping[str, str] = FILES) -> None:
-    for name, text in files.items():
-        path = folder / f"{name}.csv.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    write_tables(folder, files)
 
 
 @pytest.fixture(name="folder")

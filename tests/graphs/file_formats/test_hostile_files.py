@@ -15,6 +15,7 @@ import pytest
 import scipy.sparse
 from planetoid_files import pickled, pickled_matrix, write_planetoid
 from reader_faults import fault_of
+from table_files import write_tables
 
 from jmp_train.graphs import read_ogb, read_planetoid, read_reddit
 from jmp_train.graphs.file_formats.file_limits import most_bytes
@@ -42,10 +43,7 @@ def write_cora(folder: Path) -> None:
 
 
 def write_ogb(folder: Path) -> None:
-    for name, text in OGB.items():
-        path = folder / f"{name}.csv.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    write_tables(folder, OGB)
 
 
 def write_reddit(folder: Path, save: Callable[..., None] = np.savez, **arrays: Any) -> None:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import checkpoint_writers
 import numpy as np
 import pytest
 from checkpoint_writers import numbered, value_of
+from machine_limits import as_nobody, everybodys_folder
 
 import jmp_train as jt
 from jmp_train.checkpoints import arrays as checkpoint_arrays
@@ -275,7 +275,7 @@ def test_a_folder_that_cannot_be_written_to_can_be_read(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"store of .*/a was opened with read_only=True"):
             store.save(1, numbered(1.0))
     assert names(tmp_path) == []
-    with nobodys_folder() as directory:
+    with everybodys_folder() as directory:
         with jt.CheckpointStore(directory) as store:
             store.save(5, numbered(1.0))
         os.chmod(directory, 0o555)
@@ -290,30 +290,6 @@ def test_a_folder_that_cannot_be_written_to_can_be_read(tmp_path: Path) -> None:
         with as_nobody(), jt.CheckpointStore(directory) as store:
             store.save(6, numbered(2.0))
             assert store.restore(numbered(0.0))[0] == 6
-
-
-@contextmanager
-def nobodys_folder() -> Iterator[Path]:
-    """Yields a folder that another user may reach, unlike pytest's own."""
-    directory = Path("/tmp") / f"jmp_train_checkpoints_{os.getpid()}"
-    directory.mkdir(mode=0o755)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory)
-
-
-@contextmanager
-def as_nobody() -> Iterator[None]:
-    """Runs the block without root's rights to everything."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def test_what_earlier_versions_left_is_recovered_or_cleared(one_step: Path, tmp_path: Path) -> None:

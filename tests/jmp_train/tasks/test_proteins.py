@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from promotion import relaxed
+from table_files import write_tables
 
 import jmp_train as jt
 from jmp_train import graphs
@@ -170,10 +171,7 @@ def test_a_split_and_features_of_whole_numbers_are_taken_as_they_are(tmp_path: P
         "split/scaffold/valid": "",
         "split/scaffold/test": "1\n",
     }
-    for name, text in files.items():
-        path = tmp_path / f"{name}.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_tables(tmp_path, files, ".csv")
     task = load_task("proteins", data_dir=tmp_path)
     assert (task.train["graph"].tolist(), task.test["graph"].tolist()) == ([2, 0], [1])
     graph: Any = task.prepare(task.test)["graph"]
