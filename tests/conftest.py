@@ -4,18 +4,27 @@ import collections
 import ctypes
 import gc
 import os
+import platform
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+
+def _processor() -> str:
+    """Returns a short name for this kind of processor: programs for one kind may not run on another."""
+    info = Path("/proc/cpuinfo")  # not there on macOS
+    lines = info.read_text().splitlines() if info.exists() else [f"flags: {platform.processor()}"]
+    flags = sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    return f"{zlib.crc32(repr(flags).encode()):08x}"
+
 
 # Before jax starts: with fewer threads than this, eight virtual devices on few cores deadlock.
 os.environ.setdefault("NPROC", "32")
@@ -30,10 +39,9 @@ XLA_FLAGS = [
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # which took the flag away
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
-# What one process has compiled, pytest's other worker and the processes that tests start need not compile again.
-OWN_CACHE = tempfile.mkdtemp() if "JAX_COMPILATION_CACHE_DIR" not in os.environ else None
-if OWN_CACHE is not None:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = OWN_CACHE
+# What one process has compiled, no other one and no later run compiles again; `pytest --cache-clear` forgets it.
+COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "d" / f"compiled-{_processor()}"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -52,6 +60,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # Beyond this the compiled programs of earlier files are dropped: megabytes of a process.
 MOST_MEMORY = 1400
+# Beyond this the compiled programs of earlier runs are deleted: megabytes on disk.
+MOST_KEPT = 1000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -165,15 +175,9 @@ def pids(tmp_path: Path) -> Iterator[Path]:
     kill_all([int(file.read_text()) for file in folder.iterdir()])
 
 
-def pytest_unconfigure() -> None:
-    if OWN_CACHE is not None:
-        shutil.rmtree(OWN_CACHE, ignore_errors=True)
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if OWN_CACHE is not None and "not full" in config.option.markexpr:
-        # Small programs take longer to keep than to compile again. The processes that tests start do keep theirs.
-        jax.config.update("jax_enable_compilation_cache", False)
+    if not hasattr(config, "workerinput"):
+        _bound_compiled_programs()
     file = config.getoption("--allowed-skips")
     if file is not None:
         lines = [line.strip() for line in file.read_text().splitlines()]
@@ -181,6 +185,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SkipCheck(patterns))
     if config.getoption("--share") is not None:
         config.pluginmanager.register(FailureAges())
+
+
+def _bound_compiled_programs() -> None:
+    """Deletes the programs of earlier runs if they are many, and those of processes that ended while they wrote."""
+    sizes = {path: path.stat().st_size for path in COMPILED.glob("*")}
+    if sum(sizes.values()) > MOST_KEPT * 2**20:
+        shutil.rmtree(COMPILED)
+        return
+    for path in (path for path, size in sizes.items() if size == 0):
+        path.unlink()
 
 
 class SkipCheck:
