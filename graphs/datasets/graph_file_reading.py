@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import Any, SupportsIndex, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
 from jmp_train.graphs.datasets.graph_files import FORMAT, VERSION, Arrays
 from jmp_train.graphs.file_formats import SafetensorsFile, check_bytes, faults_named, most_bytes, one_line
-from jmp_train.graphs.structure import EdgeType, Graph, HeteroGraph, as_count, as_counts, from_edges, hetero_from_edges
+from jmp_train.graphs.structure import (
+    EdgeType,
+    Graph,
+    HeteroGraph,
+    as_count,
+    as_counts,
+    from_edges,
+    hetero_from_edges,
+    on_device,
+)
 
 _BYTES_OF_A_NODE = 16  # degrees, and the start of each node's edges, in both directions
 
@@ -167,7 +175,7 @@ def _graph(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> Gr
                 f"{name}[{edge}] = {ids[edge]} belongs to graph {owner} of the batch, but its edge to graph "
                 f"{expected[edge]}"
             )
-    counts = {"n_node": jnp.asarray(n_node, jnp.int32), "n_edge": jnp.asarray(n_edge, jnp.int32)}
+    counts = {"n_node": on_device(n_node, np.int32), "n_edge": on_device(n_edge, np.int32)}
     return dataclasses.replace(graph, **counts, globals=dict(of_graphs) if what["globals"] or of_graphs else None)
 
 
@@ -202,4 +210,4 @@ def _on_device(of: str, arrays: Arrays) -> Mapping[str, jax.Array]:
     for name, array in arrays.items():
         if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
             raise ValueError(f"{of}[{name!r}] is {array.dtype}, which needs jax_enable_x64")
-    return FrozenDict({name: jnp.asarray(array) for name, array in arrays.items()})
+    return FrozenDict({name: on_device(array) for name, array in arrays.items()})

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -17,6 +16,7 @@ from jmp_train.graphs.structure import (
     formats_of_size,
     known_ids,
     make_adjacency_checked,
+    on_device,
 )
 
 TRIALS = 200
@@ -169,7 +169,7 @@ def padded_batch(
         checked_features("nodes", node_rows, size.n_node),
         checked_features("edges", edge_rows, size.n_edge),
         make_adjacency_checked(senders, receivers, size.n_node, size.n_node, formats=formats, is_fixed=True),
-        *(jnp.asarray(_filled(count, size.n_graph), jnp.int32) for count in counts),
+        *(on_device(_filled(count, size.n_graph), np.int32) for count in counts),
         is_padded=True,
     )
 

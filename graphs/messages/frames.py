@@ -18,6 +18,7 @@ from jmp_train.graphs.structure import (
     known_ids,
     make_adjacency_checked,
     make_adjacency_traced,
+    on_device,
 )
 from jmp_train.policies.pytrees import has_tracers
 
@@ -135,7 +136,7 @@ def checked_ids(name: str, ids: Ids, count: int) -> jax.Array:
       ValueError: one does not exist.
     """
     if not has_tracers(ids):
-        return jnp.asarray(known_ids(name, np.atleast_1d(np.asarray(ids)), count, name), jnp.int32)
+        return on_device(known_ids(name, np.atleast_1d(np.asarray(ids)), count, name), np.int32)
     array = jnp.atleast_1d(jnp.asarray(ids))
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {array.dtype}")
@@ -174,4 +175,4 @@ def edge_ids(adjacency: Adjacency, edges: Edges) -> jax.Array:
     if missing.any():
         sender, receiver = (int(end[missing.argmax()]) for end in ends)
         raise ValueError(f"edges: there is no edge from {sender} to {receiver}")
-    return jnp.asarray(np.flatnonzero(np.isin(all_edges, wanted)), jnp.int32)
+    return on_device(np.flatnonzero(np.isin(all_edges, wanted)), np.int32)

@@ -3,6 +3,7 @@
 Everything is computed in float32 and rounded once, and padding has zeros.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -34,15 +35,22 @@ def graph_segments(graph: Graph, part: Part) -> Incidence:
       part: "nodes" or "edges".
     """
     counts, total = (graph.n_node, graph.num_nodes) if part == "nodes" else (graph.n_edge, graph.num_edges)
-    count = counts.shape[0]
-    ids = jnp.repeat(jnp.arange(count, dtype=jnp.int32), counts, total_repeat_length=total)
-    if graph.is_padded:
-        is_real = jnp.arange(total, dtype=jnp.int32) < total - counts[first_padding(graph.n_node)]
-        ids = jnp.where(is_real, ids, count)
-    segments, ends = incidence_of(ids, count, is_sorted=True), graph.connections.ends
+    segments = _segments(counts, graph.n_node if graph.is_padded else None, total)
+    ends = graph.connections.ends
     if part == "nodes":
         return segments if graph.kept_nodes is None else segments.where(graph.kept_nodes)
     return segments if ends is None or ends[1].all_count else segments.where(ends[1].is_counted)
+
+
+@functools.partial(jax.jit, static_argnames="total", inline=True)  # one program outside of jit too
+def _segments(counts: jax.Array, n_node: jax.Array | None, total: int) -> Incidence:
+    """Returns the graph of each of `total` nodes or edges; `n_node` are the nodes of padded graphs."""
+    count = counts.shape[0]
+    ids = jnp.repeat(jnp.arange(count, dtype=jnp.int32), counts, total_repeat_length=total)
+    if n_node is not None:
+        is_real = jnp.arange(total, dtype=jnp.int32) < total - counts[first_padding(n_node)]
+        ids = jnp.where(is_real, ids, count)
+    return incidence_of(ids, count, is_sorted=True)
 
 
 def rows_of(graph: Graph, part: Part, feature: str | Floats) -> jax.Array:

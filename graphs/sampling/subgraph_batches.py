@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
@@ -21,6 +20,7 @@ from jmp_train.graphs.structure import (
     filled,
     formats_of_size,
     make_adjacency_checked,
+    on_device,
 )
 
 Mode = Literal["node", "edge", "walk"]
@@ -125,7 +125,7 @@ class SaintSampler:
         adjacency = make_adjacency_checked(senders, receivers, n_node, n_node, formats=formats, is_fixed=True)
         counts = np.array([[len(nodes), n_node - len(nodes)], [len(places), n_edge - len(places)]], np.int32)
         of_edges = checked_features("edges", {"norm": _zeros_after(self.edge_norm[places], n_edge)}, n_edge)
-        n_nodes, n_edges = map(jnp.asarray, counts)
+        n_nodes, n_edges = map(on_device, counts)
         graph = Graph(FrozenDict(), of_edges, adjacency, n_nodes, n_edges, is_padded=True)
         norm = _zeros_after(self.node_norm[nodes], n_node)
         ids = None if self.edges.edge_ids is None else filled(self.edges.edge_ids[places], n_edge, -1)

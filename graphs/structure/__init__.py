@@ -43,6 +43,7 @@ from jmp_train.graphs.structure.feature_arrays import in_float32 as in_float32
 from jmp_train.graphs.structure.feature_arrays import inverse_degrees as inverse_degrees
 from jmp_train.graphs.structure.feature_arrays import is_one_precision as is_one_precision
 from jmp_train.graphs.structure.feature_arrays import moments_about as moments_about
+from jmp_train.graphs.structure.feature_arrays import on_device as on_device
 from jmp_train.graphs.structure.feature_arrays import reciprocal as reciprocal
 from jmp_train.graphs.structure.feature_arrays import root_or_zero as root_or_zero
 from jmp_train.graphs.structure.feature_arrays import rows_like as rows_like

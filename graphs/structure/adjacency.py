@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -219,7 +218,7 @@ def make_adjacency_checked(
         if has_csr:
             is_small = len(senders) <= FIXED_EDGES
             found = host_csr_and_csc(by_source, by_target, have_places=has_ends, is_fixed=is_fixed or is_small)
-            neighbors = jax.tree.map(jnp.asarray, found)
+            neighbors = jax.device_put(found)
         has_zero_in_degree = None if is_fixed else bool((by_target.degrees == 0).any())
     mailboxes = make_mailboxes(receivers, num_receivers) if "mailbox" in formats else None
     return Adjacency(ends, neighbors, mailboxes, has_zero_in_degree)
@@ -245,7 +244,7 @@ def make_mailboxes(receivers: np.ndarray, num_receivers: int) -> tuple[Mailbox, 
     for degree in np.unique(degrees[degrees > 0]):
         nodes = np.flatnonzero(degrees == degree).astype(np.int32)
         places = starts[nodes][:, None] + np.arange(degree)
-        boxes.append(Mailbox(jnp.asarray(nodes), jnp.asarray(edges[places])))
+        boxes.append(jax.device_put(Mailbox(nodes, edges[places])))
     return tuple(boxes)
 
 

@@ -1,6 +1,7 @@
 """Batches of graphs, and padding to fixed shapes, in jraph's conventions; everything runs on the host."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -209,11 +210,12 @@ def graph_mask(graph: Graph) -> jax.Array:
     return places < first_padding(graph.n_node) if graph.is_padded else places >= 0
 
 
-def _mask(graph: Graph, count: int, counts: jax.Array) -> jax.Array:
-    places = jnp.arange(count, dtype=jnp.int32)
+def _mask(graph: Graph, count: int, counts: jax.Array, xp: Any = jnp) -> Any:
+    """Returns which of `count` nodes or edges belong to a real graph, as an array of NumPy or of jax."""
+    places = xp.arange(count, dtype=xp.int32)
     if not graph.is_padded:
         return places >= 0
-    return places < count - counts[first_padding(graph.n_node)]
+    return places < count - xp.asarray(counts)[first_padding(xp.asarray(graph.n_node))]
 
 
 def _from_jraph(
@@ -239,6 +241,8 @@ def _check_graph(name: str, graph: Graph) -> None:
 
 
 def _on_host(graph: Graph) -> jraph.GraphsTuple:
-    if (_mask(graph, graph.num_edges, graph.n_edge) != edge_mask(graph)).any() or graph.kept_nodes is not None:
+    ends, is_real = graph.connections.ends, _mask(graph, graph.num_edges, graph.n_edge, np)
+    has_all = ends is None or ends[1].all_count or bool(np.asarray(ends[1].is_counted)[is_real].all())
+    if graph.kept_nodes is not None or not has_all:
         raise ValueError("graph has dropped edges or nodes: batch, pad and unpad before dropping")
     return jax.tree.map(np.array, to_jraph(graph))  # copied, because jraph writes into its arguments

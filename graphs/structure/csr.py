@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.graphs.structure.counts import check_int32
@@ -194,7 +193,7 @@ def from_degrees(
     Raises:
       ValueError: int32 cannot number the places in the blocks, or the rows.
     """
-    return jax.tree.map(jnp.asarray, _from_degrees(degrees, others, edges, num_edges, is_fixed=is_fixed))
+    return jax.device_put(_from_degrees(degrees, others, edges, num_edges, is_fixed=is_fixed))
 
 
 def _from_degrees(

@@ -160,7 +160,7 @@ def incidence_on_host(order: EdgeOrder) -> Incidence:
     """
     most = order.degrees.max(initial=0)
     incidence = _in_blocks(np, order.ids, order.places, order.starts, int(most))
-    return jax.tree.map(jnp.asarray, dataclasses.replace(incidence, all_count=order.has_all_nodes))
+    return jax.device_put(dataclasses.replace(incidence, all_count=order.has_all_nodes))
 
 
 def fixed_incidence(ids: np.ndarray, num_segments: int) -> Incidence:
@@ -172,7 +172,7 @@ def fixed_incidence(ids: np.ndarray, num_segments: int) -> Incidence:
       ids: int [edges]; edges with an id out of range do not count.
       num_segments: number of segments.
     """
-    return jax.tree.map(jnp.asarray, _fixed_incidence(ids, num_segments))
+    return jax.device_put(_fixed_incidence(ids, num_segments))
 
 
 def _fixed_incidence(ids: Any, num_segments: int) -> Incidence:

@@ -7,11 +7,24 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.policies.autocasting import autocast_as
 
 Result = TypeVar("Result")
+_SMALL = 2**20  # bytes, up to which copying an array takes less time than compiling a program
+
+
+def on_device(array: ArrayLike, dtype: DTypeLike | None = None) -> jax.Array:
+    """Returns an array on the device, as `jnp.asarray`, which compiles a program for each new shape of NumPy's arrays.
+
+    Args:
+      array: an array of any shape, which may change afterwards if it is NumPy's.
+      dtype: the wanted dtype; the array's own if None.
+    """
+    if isinstance(array, np.ndarray) and array.nbytes <= _SMALL:
+        return jax.device_put(np.array(array, dtype))
+    return jnp.asarray(array, dtype)
 
 
 def upcast(data: jax.Array) -> jax.Array:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 from jax.typing import ArrayLike
@@ -17,6 +16,7 @@ from jmp_train.graphs.structure.adjacency import (
     make_adjacency,
 )
 from jmp_train.graphs.structure.counts import as_count
+from jmp_train.graphs.structure.feature_arrays import on_device
 from jmp_train.graphs.structure.foreign_names import GRAPH_NAMES, look_up
 from jmp_train.policies.dtype_policies import check_narrowed
 from jmp_train.policies.pytrees import has_tracers
@@ -160,8 +160,8 @@ def from_edges(
         nodes=checked_features("nodes", {} if nodes is None else nodes, count),
         edges=checked_features("edges", edges or {}, num_edges),
         connections=adjacency,
-        n_node=jnp.array([count], jnp.int32),
-        n_edge=jnp.array([num_edges], jnp.int32),
+        n_node=on_device(np.array([count], np.int32)),
+        n_edge=on_device(np.array([num_edges], np.int32)),
     )
 
 
@@ -214,7 +214,7 @@ def checked_features(name: str, features: Features, rows: int) -> Mapping[str, j
     for key, feature in features.items():
         check_narrowed({key: _listed(feature)}, name)
         try:
-            array = jnp.asarray(feature)
+            array = on_device(feature)
         except (TypeError, ValueError, OverflowError):
             kind = type(feature).__name__
             raise TypeError(f"{name}[{key!r}] must be an array, got {kind}") from None

@@ -8,6 +8,7 @@ summed in blocks, in every order and under every transform.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,12 @@ import jraph
 from jmp_train.graphs.structure.feature_arrays import equal_or_nan, finite_or_zero, moments_about, reciprocal, rows_like
 
 BLOCK = 32
+
+
+@functools.partial(jax.jit, static_argnames="other", inline=True)  # one program outside of jit too
+def _read_or(other: int, data: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns the rows of data, and another number for rows out of range."""
+    return data.at[rows].get(mode="fill", fill_value=other)
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +71,7 @@ class Incidence:
         """Int [edges], the segment of each edge; the number of segments if it does not count."""
         if self.blocks is None:
             return self.rows
-        return jnp.asarray(self.blocks.ids).at[self.rows].get(mode="fill", fill_value=self.num_segments)
+        return _read_or(self.num_segments, self.blocks.ids, self.rows)
 
     def where(self, is_kept: jax.Array) -> "Incidence":
         """Returns the incidence in which only the edges of a mask, bool [edges], count."""

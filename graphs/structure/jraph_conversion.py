@@ -17,6 +17,7 @@ from jmp_train.graphs.structure.adjacency import (
 )
 from jmp_train.graphs.structure.block import Block
 from jmp_train.graphs.structure.counts import as_counts, check_int32
+from jmp_train.graphs.structure.feature_arrays import on_device
 from jmp_train.graphs.structure.graph import Graph, checked_features
 from jmp_train.graphs.structure.hetero_graph import HeteroGraph
 from jmp_train.policies.dtype_policies import check_narrowed
@@ -58,7 +59,7 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
     check_narrowed(graphs.globals, "globals")
     traced = has_tracers((graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge))
     totals = {} if traced else _totals(graphs)
-    n_node, n_edge = jnp.asarray(graphs.n_node), jnp.asarray(graphs.n_edge)
+    n_node, n_edge = on_device(graphs.n_node), on_device(graphs.n_edge)
     check_formats(formats)
     if traced and {*formats} - {"coo"}:
         raise TypeError(f"formats={tuple(formats)} can only be made outside of jit; under jit only 'coo' is supported")
@@ -82,7 +83,7 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
             if totals[name] != total:
                 raise ValueError(f"{name} adds up to {totals[name]}, but there are {total}")
         if padded:
-            ends = _without_padding(n_node, n_edge, ends, count)
+            ends = _without_padding(np.asarray(n_node), np.asarray(n_edge), ends, count)
         adjacency = make_adjacency_checked(*ends, count, count, formats=formats, is_fixed=padded)
     return Graph(
         nodes=checked_features("nodes", nodes, count),
@@ -162,7 +163,7 @@ def accepts_jraph(
 def first_padding(n_node: jax.Array) -> jax.Array:
     """Returns the index of the graph with all padding: the last one that has nodes."""
     graphs = n_node.shape[0]
-    return graphs - 1 - jnp.argmax(n_node[::-1] > 0)
+    return graphs - 1 - (n_node[::-1] > 0).argmax()
 
 
 def _nested_like(old: Any, features: Any) -> Any:
@@ -192,11 +193,11 @@ def _as_features(name: str, features: Any) -> dict[str, jax.Array]:
             raise ValueError(f"{name} has two features with the path {key!r}")
         arrays[key] = feature
     check_narrowed(arrays, name)
-    return {key: jnp.asarray(feature) for key, feature in arrays.items()}
+    return {key: on_device(feature) for key, feature in arrays.items()}
 
 
 def _without_padding(
-    n_node: jax.Array, n_edge: jax.Array, ends: tuple[np.ndarray, np.ndarray], count: int
+    n_node: np.ndarray, n_edge: np.ndarray, ends: tuple[np.ndarray, np.ndarray], count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ends, with those of padding edges out of range."""
     padding = int(first_padding(n_node))

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.structure.adjacency import Adjacency, make_adjacency
 from jmp_train.graphs.structure.counts import check_known
+from jmp_train.graphs.structure.feature_arrays import on_device
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +69,7 @@ class SparseFeatures:
 
     def toarray(self) -> jax.Array:
         """Returns the features [nodes, width] with all zeros."""
-        connections = jax.tree.map(jnp.asarray, self.connections)  # may be in the host's memory
+        connections = jax.tree.map(on_device, self.connections)  # may be in the host's memory
         ends = connections.receivers.ids, connections.senders.ids
         return jnp.zeros(self.shape, self.dtype).at[ends].add(self.values)
 
@@ -109,4 +110,4 @@ def sparse_features(matrix: Any) -> SparseFeatures:
         rows, columns = np.nonzero(array)
         values = array[rows, columns]
     num_nodes, width = array.shape
-    return SparseFeatures(make_adjacency(columns, rows, width, num_nodes), jnp.asarray(values))
+    return SparseFeatures(make_adjacency(columns, rows, width, num_nodes), on_device(values))

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -18,6 +17,7 @@ from jmp_train.graphs.structure import (
     formats_made,
     known_ids,
     make_adjacency_checked,
+    on_device,
 )
 
 ID = "_ID"  # the feature with original ids, like DGL's NID and EID
@@ -129,8 +129,8 @@ def with_parts(
         nodes=checked_features("nodes", nodes, count),
         edges=checked_features("edges", edges.features, rows),
         connections=adjacency,
-        n_node=jnp.asarray(np.bincount(owners, minlength=len(graph.n_node)), jnp.int32),
-        n_edge=jnp.asarray(n_edge, jnp.int32),
+        n_node=on_device(np.bincount(owners, minlength=len(graph.n_node)), np.int32),
+        n_edge=on_device(n_edge, np.int32),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.structure import Graph, as_count, ascends, check_known, from_edges
+from jmp_train.graphs.structure import Graph, as_count, ascends, check_known, from_edges, on_device
 
 Pairs = tuple[np.ndarray, np.ndarray]  # senders and receivers
 SAME = 1e-9  # relative difference up to which a tree's distances may be equal
@@ -160,7 +160,7 @@ def _connected(
         receivers.append(found[1] + start)
         n_edge.append(len(found[0]))
     graph = from_edges(np.concatenate(senders), np.concatenate(receivers), len(array), formats=formats)
-    counts = {"n_node": jnp.asarray(n_node, jnp.int32), "n_edge": jnp.asarray(n_edge, jnp.int32)}
+    counts = {"n_node": on_device(n_node, np.int32), "n_edge": on_device(np.array(n_edge), np.int32)}
     return dataclasses.replace(graph, **counts)
 
 

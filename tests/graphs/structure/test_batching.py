@@ -54,6 +54,25 @@ def test_batches_are_jraphs() -> None:
         assert_bitwise_equal(found, part)
 
 
+def test_graphs_of_new_sizes_are_made_padded_and_batched_without_compiling(caplog: pytest.LogCaptureFixture) -> None:
+    ends = np.arange(211), np.arange(211)[::-1]
+    features = {"h": np.ones((211, 3), np.float32)}
+    with jax.log_compiles():
+        graph = graphs.from_edges(*ends, 211, nodes=features, edges=features)
+        padded = graphs.pad(graphs.batch([graph, graph]), 439, 443, n_graph=5)
+    assert padded.n_node.tolist() == [211, 211, 17, 0, 0]
+    assert [record for record in caplog.records if "ompil" in record.message] == []
+
+
+def test_arrays_that_change_afterwards_leave_a_graph_as_it_was() -> None:
+    ends, features = (np.array([0, 1, 1], np.int32), np.array([1, 1, 2], np.int32)), np.ones((3, 64), np.float32)
+    graph = graphs.from_edges(*ends, 3, nodes={"h": features}, formats=("coo", "csr", "mailbox"))
+    before = jax.tree.map(np.array, graph)
+    for array in (*ends, features):
+        array[:] = 0
+    assert_bitwise_equal(graph, before)
+
+
 @pytest.mark.full
 def test_a_batch_gives_what_its_graphs_give() -> None:
     parts, run = some_graphs(), jax.jit(everything)
