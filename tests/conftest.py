@@ -80,11 +80,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives items their rings: doctests are quick, what wants `.venv-plan` is full; see also `quick_cases`."""
+    """Gives items their rings: doctests are quick but those of graphs, what wants `.venv-plan` is full; see also `quick_cases`."""
     cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if isinstance(item, pytest.DoctestItem):
-            item.add_marker(pytest.mark.quick)
+            # Examples of graphs compile much, and what they show has tests of its own.
+            item.add_marker(pytest.mark.full if "/graphs/" in item.nodeid else pytest.mark.quick)
         if "plan_python" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.full)
         if item.get_closest_marker("quick_cases") is not None:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -242,8 +243,9 @@ def _swap(theirs: np.ndarray) -> Swap:
             return result
         value = theirs[run if theirs.shape[0] != 1 else 0]
         region = tuple(slice(None) if size == 1 else slice(size) for size in value.shape)
-        result = jnp.asarray(result) if fill is None else jnp.full_like(result, fill)
-        return result.at[region].set(jnp.asarray(value, result.dtype))
+        result = np.array(result) if fill is None else np.full_like(result, fill)
+        result[region] = value.astype(result.dtype)
+        return jax.device_put(result)
 
     return put_in
 

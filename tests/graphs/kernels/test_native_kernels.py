@@ -26,10 +26,10 @@ ROUNDINGS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 @pytest.fixture(scope="module", name="native")
-def fixture_native(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Any]:
+def fixture_native(pytestconfig: pytest.Config) -> Callable[[Any], Any]:
     """Returns what runs a function with the native kernels, under jit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JMP_TRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("JMP_TRAIN_CACHE", str(pytestconfig.cache.mkdir("native_kernels")))
         native_calls.register_kernels()
 
     def run(function: Any) -> Any:
