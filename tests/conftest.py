@@ -80,7 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives items their rings: doctests are quick but those of graphs, what wants `.venv-plan` is full; see also `quick_cases`."""
+    """Gives items their rings: most doctests are quick, what wants `.venv-plan` is full; see also `quick_cases`."""
     cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if isinstance(item, pytest.DoctestItem):

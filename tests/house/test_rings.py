@@ -84,6 +84,7 @@ def test_rings_and_shares_part_the_tests(tmp_path: Path) -> None:
     assert max(map(len, shares)) < len(rest)
 
 
+@pytest.mark.full
 def test_a_share_says_since_when_a_test_may_have_failed(tmp_path: Path) -> None:
     red = "def test_red(): raise AssertionError\n"
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())

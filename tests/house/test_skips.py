@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from process_helpers import shell
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 TESTS = """
@@ -24,7 +24,6 @@ def test_passes(): ...
 """
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("reason", "code"), [("listed: too", 0), ("not listed", 1), ("not listed: too", 1)])
 def test_a_skip_for_an_unlisted_reason_fails_the_session(tmp_path: Path, reason: str, code: int) -> None:

@@ -1,6 +1,7 @@
 """Layers hold the arguments of their functions under the same names, and pass them on."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,30 +15,30 @@ from jmp_train import graphs
 pytestmark = pytest.mark.quick
 
 OWN = {"dtype", "dropout_keys"}
-RNGS = nnx.Rngs(0)
-LAYERS: list[tuple[Any, Any]] = [
-    (graphs.graph_conv, graphs.GraphConv(3, 2, rngs=RNGS)),
-    (graphs.sage_conv, graphs.SAGEConv(3, 2, aggregator="lstm", rngs=RNGS)),
-    (graphs.gat_conv, graphs.GATConv(3, 2, 2, residual=True, rngs=RNGS)),
-    (graphs.gatv2_conv, graphs.GATv2Conv(3, 2, 2, residual=True, rngs=RNGS)),
-    (graphs.gin_conv, graphs.GINConv(learn_eps=True)),
-    (graphs.gine_conv, graphs.GINEConv(learn_eps=True)),
-    (graphs.edge_conv, graphs.EdgeConv(3, 2, rngs=RNGS)),
-    (graphs.dynamic_edge_conv, graphs.DynamicEdgeConv(3, 2, k=2, rngs=RNGS)),
-    (graphs.cheb_conv, graphs.ChebConv(3, 2, 2, rngs=RNGS)),
-    (graphs.tag_conv, graphs.TAGConv(3, 2, rngs=RNGS)),
-    (graphs.sg_conv, graphs.SGConv(3, 2, rngs=RNGS)),
-    (graphs.appnp_conv, graphs.APPNPConv()),
-    (graphs.nn_conv, graphs.NNConv(3, 2, nnx.Linear(2, 6, rngs=RNGS), rngs=RNGS)),
-    (graphs.pna_conv, graphs.PNAConv(3, 2, delta=1.0, rngs=RNGS)),
-    (graphs.rel_graph_conv, graphs.RelGraphConv(3, 2, 2, regularizer="basis", rngs=RNGS)),
-    (graphs.gated_graph_conv, graphs.GatedGraphConv(3, 3, 1, rngs=RNGS)),
-    (graphs.transformer_conv, graphs.TransformerConv(3, 2, edge_width=2, use_gate=True, rngs=RNGS)),
-]
+LAYERS: dict[Callable[..., Any], Callable[[nnx.Rngs], Any]] = {
+    graphs.graph_conv: lambda rngs: graphs.GraphConv(3, 2, rngs=rngs),
+    graphs.sage_conv: lambda rngs: graphs.SAGEConv(3, 2, aggregator="lstm", rngs=rngs),
+    graphs.gat_conv: lambda rngs: graphs.GATConv(3, 2, 2, residual=True, rngs=rngs),
+    graphs.gatv2_conv: lambda rngs: graphs.GATv2Conv(3, 2, 2, residual=True, rngs=rngs),
+    graphs.gin_conv: lambda rngs: graphs.GINConv(learn_eps=True),
+    graphs.gine_conv: lambda rngs: graphs.GINEConv(learn_eps=True),
+    graphs.edge_conv: lambda rngs: graphs.EdgeConv(3, 2, rngs=rngs),
+    graphs.dynamic_edge_conv: lambda rngs: graphs.DynamicEdgeConv(3, 2, k=2, rngs=rngs),
+    graphs.cheb_conv: lambda rngs: graphs.ChebConv(3, 2, 2, rngs=rngs),
+    graphs.tag_conv: lambda rngs: graphs.TAGConv(3, 2, rngs=rngs),
+    graphs.sg_conv: lambda rngs: graphs.SGConv(3, 2, rngs=rngs),
+    graphs.appnp_conv: lambda rngs: graphs.APPNPConv(),
+    graphs.nn_conv: lambda rngs: graphs.NNConv(3, 2, nnx.Linear(2, 6, rngs=rngs), rngs=rngs),
+    graphs.pna_conv: lambda rngs: graphs.PNAConv(3, 2, delta=1.0, rngs=rngs),
+    graphs.rel_graph_conv: lambda rngs: graphs.RelGraphConv(3, 2, 2, regularizer="basis", rngs=rngs),
+    graphs.gated_graph_conv: lambda rngs: graphs.GatedGraphConv(3, 3, 1, rngs=rngs),
+    graphs.transformer_conv: lambda rngs: graphs.TransformerConv(3, 2, edge_width=2, use_gate=True, rngs=rngs),
+}
 
 
-@pytest.mark.parametrize(("function", "layer"), LAYERS, ids=[type(layer).__name__ for _, layer in LAYERS])
-def test_what_a_layer_holds_are_arguments_of_its_function(function: Any, layer: Any) -> None:
+@pytest.mark.parametrize("function", LAYERS)
+def test_what_a_layer_holds_are_arguments_of_its_function(function: Callable[..., Any]) -> None:
+    layer = nnx.eval_shape(lambda: LAYERS[function](nnx.Rngs(0)))
     held = {name for name in vars(layer) if not name.startswith("_")} - OWN
     assert held <= inspect.signature(function).parameters.keys()
 

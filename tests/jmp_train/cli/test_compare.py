@@ -83,6 +83,7 @@ def test_python_m_leaves_the_current_folder_before_it_imports_anything(tmp_path:
     assert out.isascii()
 
 
+@pytest.mark.full
 def test_the_processes_run_this_very_package(tmp_path: Path) -> None:
     other = tmp_path / "jmp_train"
     other.mkdir()

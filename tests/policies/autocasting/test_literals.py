@@ -30,13 +30,13 @@ DTYPES = (*ON_DEVICE, "int64", "float64", "complex128")
 # dtypes are truncated by jax where they enter a plain program, too.
 ARRAYS: Given = (
     *(np.array([1, 0, 1]).astype(d) for d in DTYPES),
-    *(jnp.asarray(np.array([0, 1, 1]).astype(d)) for d in ON_DEVICE),
+    *(jax.device_put(np.array([0, 1, 1]).astype(d)) for d in ON_DEVICE),
 )
 SCALARS: Given = (
     *(True, 3, 0.5, 1e9, 2j),
     *(np.dtype(d).type(1) for d in DTYPES),
     *(np.array(1).astype(d) for d in DTYPES),
-    *(jnp.ones((), d) for d in ON_DEVICE),
+    *(jax.device_put(np.ones((), d)) for d in ON_DEVICE),
 )
 KEYS: Given = (jax.random.key(0), jax.random.PRNGKey(0))
 EVERY: Given = (*SCALARS, *ARRAYS, *KEYS)
