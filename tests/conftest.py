@@ -58,7 +58,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Beyond this the compiled programs of earlier files are dropped: megabytes of a process.
+# Beyond this the compiled programs of earlier tests are dropped: megabytes of a process.
 MOST_MEMORY = 1400
 # Beyond this the compiled programs of earlier runs are deleted: megabytes on disk.
 MOST_KEPT = 1000
@@ -113,13 +113,13 @@ def _hash(item: pytest.Item) -> int:
     return zlib.crc32(item.nodeid.encode())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def memory_of_compiled_programs() -> Iterator[None]:
-    yield
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Keeps a process below 1.5 GB: with each small program, jax keeps more than a megabyte."""
     statm = Path("/proc/self/statm")  # not there on macOS
     if statm.exists() and int(statm.read_text().split()[1]) * resource.getpagesize() > MOST_MEMORY * 2**20:
         jax.clear_caches()
-        # Else glibc keeps what is free for itself: the process stays as large, and the next file's end clears again.
+        # Else glibc keeps what is free for itself: the process stays as large, and the next test's end clears again.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

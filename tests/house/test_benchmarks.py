@@ -39,6 +39,7 @@ def test_how_long_graphs_take_to_build_is_measured_beside_a_sort(tmp_path: Path)
     output, report = measured(tmp_path, "graph_building.py", "--nodes", "50", "--edges", "1000", "--rounds", "1")
     assert "medians of CPU seconds" in output
     assert [len(times) for times in report["seconds"].values()] == [1] * 5
+    assert {"from_edges", "batch", "pad", "jraph.batch"} < report["seconds_of_new_sizes"].keys()
 
 
 def test_batches_of_small_graphs_are_timed_beside_those_of_jraph(tmp_path: Path) -> None:
