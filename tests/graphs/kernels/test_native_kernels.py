@@ -26,10 +26,11 @@ ROUNDINGS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 @pytest.fixture(scope="module", name="native")
-def fixture_native(pytestconfig: pytest.Config) -> Callable[[Any], Any]:
+def fixture_native() -> Callable[[Any], Any]:
     """Returns what runs a function with the native kernels, under jit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JMP_TRAIN_CACHE", str(pytestconfig.cache.mkdir("native_kernels")))
+        # Kept from run to run, beside the programs that jax compiles.
+        patch.setenv("JMP_TRAIN_CACHE", str(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).with_name("native_kernels")))
         native_calls.register_kernels()
 
     def run(function: Any) -> Any:
