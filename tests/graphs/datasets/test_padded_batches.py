@@ -49,6 +49,13 @@ def test_any_batch_fits_into_the_last_size_and_most_into_the_first() -> None:
     assert few[-1].n_node < first.n_node
 
 
+def test_nine_tenths_of_the_batches_fit_into_the_first_size() -> None:
+    data, random = graphs.synthetic_proteins(1000), np.random.default_rng(1)
+    sizes = [data.n_node[random.permutation(1000)[:64]].sum() for _ in range(4000)]
+    first, _ = graphs.padded_sizes(data, 64, buckets=2)
+    assert first.n_node == pytest.approx(np.quantile(sizes, 0.9), rel=0.02)
+
+
 def test_wrong_arguments_are_named() -> None:
     data = a_data_set()
     with pytest.raises(ValueError, match=r"batch_size=31 must be between 1 and the 30 graphs"):

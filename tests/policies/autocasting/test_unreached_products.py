@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.ode import odeint
 
 import jmp_train as jt
+from jmp_train.policies.autocasting import product_text
 
 pytestmark = pytest.mark.quick
 
@@ -185,3 +186,10 @@ def test_tune_chooses_the_precision_of_a_custom_vjp_with_products() -> None:
     tuned = jt.tune(lambda w, x: cubed(w, x).mean(), [(jnp.full((8, 8), 10.0), jnp.ones((4, 8)))])
     assert tuned.verification.passed
     assert "integer_pow" in {name for entry in tuned.entries for name in entry.primitives}
+
+
+def test_a_product_is_described_by_its_two_factors() -> None:
+    (equation,) = jax.make_jaxpr(lambda x, n: lax.ragged_dot(x, x[None], n))(X, jnp.array([4])).eqns[-1:]
+    assert product_text(equation, "Net/dense", "net.py:3") == (
+        f"net.py:3: {equation.primitive.name} of float32[4,4] and float32[1,4,4] in Net/dense"
+    )
