@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.autocasting.transform import autocast
@@ -118,3 +118,13 @@ def test_shard_map_and_pmap_inside_and_outside() -> None:
 def test_collectives_run_in_float32() -> None:
     fn = jax.vmap(autocast(lambda x: lax.psum(x, "i")), axis_name="i")
     assert fn(jnp.full((4, 1), 30_000, jnp.float16)).tolist() == [[120_000.0]] * 4
+
+
+def test_the_shardings_of_an_inner_jit_are_kept() -> None:
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    inner = jax.jit(lambda x, w: x @ w, in_shardings=(rows, whole), out_shardings=whole)
+    x, w = jax.device_put(np.ones((8, 3), np.float32), rows), np.ones((3, 4), np.float32)
+    equations = jax.make_jaxpr(autocast(inner))(x, w).eqns
+    constrained = [e.params["sharding"].spec for e in equations if e.primitive.name == "sharding_constraint"]
+    assert constrained == [P("data"), P(), P()]
