@@ -244,7 +244,7 @@ def make_mailboxes(receivers: np.ndarray, num_receivers: int) -> tuple[Mailbox, 
     for degree in np.unique(degrees[degrees > 0]):
         nodes = np.flatnonzero(degrees == degree).astype(np.int32)
         places = starts[nodes][:, None] + np.arange(degree)
-        boxes.append(jax.device_put(Mailbox(nodes, edges[places])))
+        boxes.append(Mailbox(jax.device_put(nodes), jax.device_put(edges[places])))
     return tuple(boxes)
 
 

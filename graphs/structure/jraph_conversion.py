@@ -160,8 +160,8 @@ def accepts_jraph(
     return on_any_graph
 
 
-def first_padding(n_node: jax.Array) -> jax.Array:
-    """Returns the index of the graph with all padding: the last one that has nodes."""
+def first_padding(n_node: Any) -> Any:
+    """Returns the index of the graph with all padding, the last one that has nodes, of an array of jax or NumPy."""
     graphs = n_node.shape[0]
     return graphs - 1 - (n_node[::-1] > 0).argmax()
 

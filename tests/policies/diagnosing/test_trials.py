@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 F16, BF16 = jnp.float16, jnp.bfloat16
 FULL = jnp.float32
 RANDOM = np.random.default_rng(0)
-X = RANDOM.normal(size=(16, 8)).astype(np.float32)
+X = jax.device_put(RANDOM.normal(size=(16, 8)).astype(np.float32))
 
 
 def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
@@ -61,8 +61,8 @@ def kernel(w: jax.Array, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
     return -jnp.mean(jnp.log(near + 1e-3))
 
 
-NEAR = X, X + np.float32(0.1) * RANDOM.normal(size=(16, 8)).astype(np.float32)
-W = np.eye(8, dtype=np.float32) + np.float32(0.1) * RANDOM.normal(size=(8, 8)).astype(np.float32)
+NEAR = X, X + RANDOM.normal(size=(16, 8), scale=0.1).astype(np.float32)
+W = jax.device_put(RANDOM.normal(np.eye(8), 0.1).astype(np.float32))
 
 
 @pytest.mark.full
