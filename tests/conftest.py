@@ -190,12 +190,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _bound_compiled_programs() -> None:
     """Deletes the programs of earlier runs if they are many, and those of processes that ended while they wrote."""
-    sizes = {path: path.stat().st_size for path in COMPILED.glob("*")}
+    entries = list(os.scandir(COMPILED)) if COMPILED.exists() else []
+    sizes = {entry.path: entry.stat().st_size for entry in entries}
     if sum(sizes.values()) > MOST_KEPT * 2**20:
-        shutil.rmtree(COMPILED)
+        shutil.rmtree(COMPILED, ignore_errors=True)  # another run may write there
         return
     for path in (path for path, size in sizes.items() if size == 0):
-        path.unlink()
+        Path(path).unlink(missing_ok=True)
 
 
 class SkipCheck:
