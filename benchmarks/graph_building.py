@@ -56,30 +56,23 @@ def new_sizes(count: int) -> dict[str, list[float]]:
     random = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {}
 
-    def timed(name: str, run: Callable[[], Any]) -> Any:
+    def timed(name: str, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         start = time.process_time()
-        result = jax.block_until_ready(run())
+        result = jax.block_until_ready(run(*args, **options))
         seconds.setdefault(name, []).append(time.process_time() - start)
         return result
 
-    def theirs(num_nodes: int, ends: np.ndarray, nodes: np.ndarray) -> jraph.GraphsTuple:
-        counts: list[Any] = [np.array([num_nodes]), np.array([ends.shape[1]])]
-        return jraph.GraphsTuple(nodes, None, ends[1], ends[0], None, *counts)
-
     for num_nodes in range(30, 30 + count):
-        ends, nodes = random.integers(0, num_nodes, (2, 3 * num_nodes)), np.ones((num_nodes, 4), np.float32)
-        size = 2 * num_nodes + 8, 6 * num_nodes + 8, 3
-        graph = timed("from_edges", lambda e=ends, n=num_nodes, x=nodes: from_edges(e[0], e[1], n, nodes={"x": x}))
-        both = timed("batch", lambda g=graph: batch([g, g]))
-        timed("pad", lambda b=both, s=size: pad(b, s[0], s[1], n_graph=s[2]))
-        plain = theirs(num_nodes, ends, nodes)
-        on_device = jax.device_put(plain)
-        timed("jraph.batch", lambda g=on_device: jraph.batch([g, g]))
-        pair = timed("jraph.batch_np", lambda g=plain: jraph.batch_np([g, g]))
-        timed(
-            "jraph.pad_with_graphs, of numpy's arrays",
-            lambda p=pair, s=size: jraph.pad_with_graphs(p, s[0], s[1], s[2]),
-        )
+        senders, receivers = random.integers(0, num_nodes, (2, 3 * num_nodes))
+        nodes, size = np.ones((num_nodes, 4), np.float32), (2 * num_nodes + 8, 6 * num_nodes + 8)
+        graph = timed("from_edges", from_edges, senders, receivers, num_nodes, nodes={"x": nodes})
+        both = timed("batch", batch, [graph, graph])
+        timed("pad", pad, both, *size, n_graph=3)
+        counts: list[Any] = [np.array([num_nodes]), np.array([len(senders)])]
+        plain = jraph.GraphsTuple(nodes, None, receivers, senders, None, *counts)
+        timed("jraph.batch", jraph.batch, [jax.device_put(plain)] * 2)
+        pair = timed("jraph.batch_np", jraph.batch_np, [plain, plain])
+        timed("jraph.pad_with_graphs, of numpy's arrays", jraph.pad_with_graphs, pair, *size, 3)
     return seconds
 
 

@@ -115,7 +115,7 @@ def _hash(item: pytest.Item) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Keeps a process below 1.5 GB: with each small program, jax keeps more than a megabyte."""
+    """Keeps a process near 1.5 GB: with each small program, jax keeps more than a megabyte."""
     statm = Path("/proc/self/statm")  # not there on macOS
     if statm.exists() and int(statm.read_text().split()[1]) * resource.getpagesize() > MOST_MEMORY * 2**20:
         jax.clear_caches()
@@ -195,8 +195,9 @@ def _bound_compiled_programs() -> None:
     if sum(sizes.values()) > MOST_KEPT * 2**20:
         shutil.rmtree(COMPILED, ignore_errors=True)  # another run may write there
         return
-    for path in (path for path, size in sizes.items() if size == 0):
-        Path(path).unlink(missing_ok=True)
+    for path, size in sizes.items():
+        if size == 0:
+            Path(path).unlink(missing_ok=True)
 
 
 class SkipCheck:
