@@ -1,6 +1,7 @@
 """Per-operation precision as a function transformation."""
 
 from jmp_train.policies.autocasting.custom_derivatives import multiplies as multiplies
+from jmp_train.policies.autocasting.decisions import COMPLEX as COMPLEX
 from jmp_train.policies.autocasting.explain import AutocastReport as AutocastReport
 from jmp_train.policies.autocasting.explain import decided as decided
 from jmp_train.policies.autocasting.explain import explain_autocast as explain_autocast
@@ -31,8 +32,10 @@ from jmp_train.policies.autocasting.operations import is_float32 as is_float32
 from jmp_train.policies.autocasting.operations import table as table
 from jmp_train.policies.autocasting.primitives import LAYOUT as LAYOUT
 from jmp_train.policies.autocasting.primitives import PRODUCTS as PRODUCTS
+from jmp_train.policies.autocasting.primitives import is_complex as is_complex
 from jmp_train.policies.autocasting.primitives import opened as opened
 from jmp_train.policies.autocasting.primitives import programs_in as programs_in
+from jmp_train.policies.autocasting.product_warnings import COMPLEX_WAY as COMPLEX_WAY
 from jmp_train.policies.autocasting.product_warnings import FUSION_FLAG as FUSION_FLAG
 from jmp_train.policies.autocasting.product_warnings import TOLERATED_SHARE as TOLERATED_SHARE
 from jmp_train.policies.autocasting.product_warnings import CpuConvolutionWarning as CpuConvolutionWarning

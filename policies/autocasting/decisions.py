@@ -24,13 +24,16 @@ from jmp_train.policies.autocasting.primitives import (
     PRODUCTS,
     PROMOTE,
     TRANSCENDENTAL,
+    is_complex,
     opened,
     precisions_of,
 )
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
-from jmp_train.policies.autocasting.region import Region, join
+from jmp_train.policies.autocasting.region import Region, in_8_bits, join
 from jmp_train.policies.autocasting.rules import Rule
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen, eligible, traced_dtype
+
+COMPLEX = "complex numbers have no half type"  # a reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ def settle(region: Region, step: Step, inputs: list[Value]) -> Step:
     as_traced = [traced_dtype(atom) if touch else None for atom, touch in zip(atoms, touched, strict=True)]
     if name in EACH and rule is None and any(touched):
         return settled(as_it_is, "promote", "each operand by itself")
+    if any(map(is_complex, atoms)):
+        return settled(as_traced, *(("float32", reason) if rule == "float32" else ("keep", COMPLEX)))
     if not any(touched) or not all(_touchable(atom) for atom in atoms):
         return settled(as_traced, "keep", "no operand that autocast touches")
     if name == "convert_element_type" and rule in (None, "lower"):
@@ -152,6 +157,14 @@ def _is_square(equation: JaxprEqn) -> bool:
     if name == "integer_pow":
         return equation.params["y"] == 2
     return name == "square" or (name == "mul" and atoms[0] is atoms[1])
+
+
+def can_take(rule: Rule, equation: JaxprEqn) -> bool:
+    """Returns whether an equation may run by a rule, as far as its operands' traced dtypes and its programs tell."""
+    if rule == "fp8":
+        return in_8_bits(equation)
+    refuses = _holds_typed_body(equation) or not _can_lower(equation)
+    return not (rule == "lower" and (refuses or any(map(is_complex, equation.invars))))
 
 
 def _touchable(atom: Var | Literal) -> bool:

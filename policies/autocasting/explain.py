@@ -26,7 +26,7 @@ class AutocastReport(OperationsReport):
       residual_bytes_float32: the bytes that `jax.vjp` stores for the gradient in float32; None if the function has no
         gradient.
       residual_bytes_autocast: the bytes that it stores under autocast.
-      unmet: the entries of the rules that match no operation.
+      unmet: the entries of the rules that apply to no operation.
 
     Example:
       >>> import jax, jax.numpy as jnp

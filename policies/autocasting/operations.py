@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_train.policies.autocasting.higher_order import ENTERED
-from jmp_train.policies.autocasting.primitives import programs_in
+from jmp_train.policies.autocasting.primitives import PRODUCTS, is_complex, programs_in
 from jmp_train.policies.documents import aligned
 
 _HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
 _HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # and narrower types
+_FLOATS = re.compile("float|complex")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class OperationReport:
     @property
     def in_half(self) -> bool:
         """True if the operation computes in half precision or in 8 bits."""
-        floats = [dtype for dtype in self.dtypes_in if "float" in dtype]
+        floats = [dtype for dtype in self.dtypes_in if _FLOATS.search(dtype)]
         return bool(floats) and all(dtype in _HALVES for dtype in floats)
 
 
@@ -79,7 +81,7 @@ class OperationsReport:
     @property
     def half_elements_share(self) -> float:
         """The fraction of the elements of floating results that are stored in half precision, from 0 to 1."""
-        floats = [row for row in self.operations if any("float" in dtype for dtype in row.dtypes_out)]
+        floats = [row for row in self.operations if any(_FLOATS.search(dtype) for dtype in row.dtypes_out)]
         half = sum(row.elements for row in floats if all(dtype in _HALVES for dtype in row.dtypes_out))
         return half / max(1, sum(row.elements for row in floats))
 
@@ -123,6 +125,7 @@ def flops_of(equation: Any) -> int:
         inner = sum(flops_of(e) for jaxpr in held for e in jaxpr.eqns)
         return equation.params.get("length", 1) * inner
     size = elements_of(equation)
+    size *= 4 if equation.primitive.name in PRODUCTS and any(map(is_complex, equation.invars)) else 1
     match equation.primitive.name:
         case "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
@@ -159,6 +162,6 @@ def held_jaxprs(equation: JaxprEqn) -> list[Any]:
 
 
 def is_float32(atom: Var | Literal) -> bool:
-    """Returns whether a variable or literal of a jaxpr has floats of more than 16 bits."""
+    """Returns whether a variable or literal of a jaxpr has floats of more than 16 bits, or complex numbers."""
     dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 16
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits > 16

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.typing import DTypeLike
@@ -45,6 +46,11 @@ def precisions_of(equation: Any) -> tuple[Any, ...]:
     """Returns the precision that an equation requests, or that of each operand; None if it requests none."""
     precision = equation.params.get("precision")
     return precision if isinstance(precision, tuple) else (precision,)
+
+
+def is_complex(atom: Any) -> bool:
+    """Returns whether a variable or literal of a jaxpr is complex."""
+    return jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), jnp.complexfloating)
 
 
 # These only set the place, the name or the order of computation of values.

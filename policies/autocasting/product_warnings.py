@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import DTypeLike
 
+from jmp_train.policies.autocasting.decisions import COMPLEX
 from jmp_train.policies.autocasting.operations import flops_of, held_jaxprs, is_float32
 from jmp_train.policies.autocasting.primitives import PRODUCTS, precisions_of, programs_in
 from jmp_train.policies.autocasting.region import DECIDED, Decision
@@ -28,6 +29,7 @@ FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 _FIRST, _FIRST_UNKNOWN = (0, 11), (0, 13)
 TOLERATED_SHARE = 0.1
 _LINES = 3
+COMPLEX_WAY = "Products of their real and imaginary parts can run in half precision."
 _NOT_ENTERED = ("is not entered", "is not known", "its body is typed")  # how the reasons of decisions end
 _EXACT = frozenset(("custom_linear_solve",))  # every table runs solvers in float32
 _WHY = {
@@ -125,7 +127,7 @@ class Float32ProductsWarning(UserWarning):
 
 
 class Unreached(NamedTuple):
-    """A float32 product within a program that autocast does not enter.
+    """A complex product, or a float32 product within a program that autocast does not enter.
 
     Attributes:
       equations: the equations around it, the outermost first, and its own.
@@ -141,22 +143,22 @@ class Unreached(NamedTuple):
 
 
 def warn_of_unreached(decisions: Sequence[Decision], half: DTypeLike) -> None:
-    """Warns if more than a tenth of the flops of products are in programs that autocast does not enter.
+    """Warns if more than a tenth of the flops of products are complex, or in programs that autocast does not enter.
 
     Args:
       decisions: the decisions on all equations of a function.
       half: the half type.
     """
     found = [product for decision in decisions for product in _unreached(decision)]
-    hidden = sum(product.flops for product in found)
+    within = [product for product in found if product.why != COMPLEX]
+    left = sum(product.flops for product in found)
     seen = (d.repeats * flops_of(d.equation) for d in decisions if d.equation.primitive.name in PRODUCTS)
-    if hidden and (share := hidden / (hidden + sum(seen))) > TOLERATED_SHARE:
-        lines = [f"{product_text(x.equations[-1], x.path, user_line_of(x.equations))}, in {x.why}" for x in found]
+    if left and (share := left / (sum(product.flops for product in within) + sum(seen))) > TOLERATED_SHARE:
+        lines = [f"{product_text(x.equations[-1], x.path, user_line_of(x.equations))}, {x.why}" for x in found]
         text = share_text(share, f"autocast to {half}", lines)
+        way = f'jt.apply_policy(fn, "mixed_{half}") around the function that is not entered casts its arguments.'
         warn_user(
-            f'{text}\njt.apply_policy(fn, "mixed_{half}") around the function that is not entered casts its arguments. '
-            "explain_autocast shows all operations.",
-            Float32ProductsWarning,
+            f"{text}\n{way if within else COMPLEX_WAY} explain_autocast shows all operations.", Float32ProductsWarning
         )
 
 
@@ -195,8 +197,11 @@ def is_exact(equation: Any) -> bool:
 
 def _unreached(decision: Decision) -> Iterator[Unreached]:
     name = decision.equation.primitive.name
+    if decision.reason == COMPLEX and name in PRODUCTS:
+        equations = (*decision.callers, decision.equation)
+        yield Unreached(equations, decision.path, decision.repeats * flops_of(decision.equation), COMPLEX)
     if decision.rule == "keep" and decision.reason.endswith(_NOT_ENTERED) and name not in _EXACT:
-        why = _WHY.get(name, f"{name}, which autocast does not enter")
+        why = f"in {_WHY.get(name, f'{name}, which autocast does not enter')}"
         callers = (*decision.callers, decision.equation)
         for equations, repeats in _products(decision.equation, callers, decision.repeats):
             yield Unreached(equations, decision.path, repeats * flops_of(equations[-1]), why)

@@ -45,8 +45,9 @@ class AutocastRules:
         them do.
 
     Raises:
-      ValueError: a rule is not one of the six words; a regular expression is not valid; jax has no primitive of that
-        name; or the name of a function looks like a misspelled jax function.
+      ValueError: a rule is not one of the six words; a primitive other than `dot_general` has the rule `fp8`; a
+        regular expression is not valid; jax has no primitive of that name; or the name of a function looks like a
+        misspelled jax function.
 
     Example:
       >>> rules = TORCH_CUDA.replace(primitives={"tanh": "float32"}, paths={"head$": "float32"})
@@ -69,6 +70,11 @@ class AutocastRules:
                     raise ValueError(
                         f"{field}: the rule of {name!r} must be one of {', '.join(get_args(Rule))}, got {rule!r}"
                     )
+        for name, rule in self.primitives:
+            if rule == "fp8" and name != "dot_general":
+                raise ValueError(
+                    f"primitives: the rule of {name!r} cannot be 'fp8': only dot_general multiplies in 8 bits"
+                )
         for field in ("paths", "operations"):
             for expression, _ in getattr(self, field):
                 try:

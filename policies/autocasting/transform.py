@@ -61,9 +61,9 @@ def autocast(
       BannedOperationError: when called, `fn` runs an operation that the rules ban.
 
     Warns:
-      Float32ProductsWarning: when first called or traced, more than a tenth of the flops of products are in operations
-        that autocast cannot enter.
-      UnmetRulesWarning: when first called or traced, entries of `rules` match no operation of `fn`.
+      Float32ProductsWarning: when first called or traced, more than a tenth of the flops of products are complex, or in
+        operations that autocast cannot enter.
+      UnmetRulesWarning: when first called or traced, entries of `rules` apply to no operation of `fn`.
       CpuConvolutionWarning: `fn` has bfloat16 convolutions that this jaxlib may compute wrong on CPUs.
 
     Example:

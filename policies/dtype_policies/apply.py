@@ -89,7 +89,7 @@ class PolicyReport(OperationsReport):
 
     Attributes:
       operations: the operations in the order in which they run.
-      unmet: the entries of an `AutocastPolicy`'s rules that match no operation.
+      unmet: the entries of an `AutocastPolicy`'s rules that apply to no operation.
 
     Example:
       >>> import jax, jax.numpy as jnp

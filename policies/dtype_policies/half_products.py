@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jmp_train.policies.autocasting import (
+    COMPLEX,
+    COMPLEX_WAY,
     TOLERATED_SHARE,
     Float32ProductsWarning,
     argument_names,
     is_at_risk,
+    is_complex,
     product_text,
     share_text,
     user_line_of,
@@ -165,11 +168,12 @@ def warn_of_float32(
     half = _half_name(policy)
     under = f"the policy {_text(policy)}" if mode is None else f"AMP mode {mode}"
     way = f'policy="autocast_{half}"' if mode is None else 'Mode "torch"'
+    ways = f"{way} runs them in half precision without changes to the code. Or give the layers dtype={half}, and "
+    ways += "create arrays in the dtype of the inputs."
+    are_complex = all(any(map(is_complex, product.equation.invars)) for product in in_float32)
+    text = share_text(share, under, list(map(_line, in_float32)))
     warn_user(
-        f"{share_text(share, under, list(map(_line, in_float32)))}\n{way} runs them in half precision without changes "
-        f"to the code. Or give the layers dtype={half}, and create arrays in the dtype of the inputs. "
-        "explain_policy shows all operations.",
-        Float32ProductsWarning,
+        f"{text}\n{COMPLEX_WAY if are_complex else ways} explain_policy shows all operations.", Float32ProductsWarning
     )
 
 
@@ -182,6 +186,8 @@ def _line(product: TracedOperation) -> str:
 def _reason(product: TracedOperation, line: str) -> str:
     """Returns the reason why a product at a line is in float32: the original float32 value, not a cast to match it."""
     origin = product.origin
+    if any(map(is_complex, product.equation.invars)):
+        return f": {COMPLEX}"
     if origin is None:
         return ""
     if not origin.was_half:

@@ -25,6 +25,7 @@ from jmp_train.policies.autocasting import (
     chosen,
     flops_of,
     held_jaxprs,
+    is_complex,
     is_exact,
     is_float32,
     join,
@@ -284,7 +285,7 @@ def operations_under(
     origins = [
         Origin(
             f"{path!r}, which the policy does not cast",
-            of_policy=bool(parameters) and f"{path}/".startswith(parameters),
+            of_policy=bool(parameters) and f"{path}/".startswith(parameters) and not is_complex(variable),
         )
         if is_float32(variable)
         else None

@@ -51,7 +51,9 @@ def test_rules_that_match_and_names_of_jax_are_no_reason_to_warn() -> None:
 def test_an_entry_that_matches_nothing_is_named(table: str, name: str, nearest: str) -> None:
     rules = jt.TORCH_CUDA.replace(**{**MET, table: {**MET[table], name: "float32"}})
     run = jt.autocast(loss_fn, rules=rules)
-    message = rf"(?s)^1 entry of the autocast rules matches no operation.*{table}: '.*; the nearest is '{nearest}.*tune"
+    message = (
+        rf"(?s)^1 entry of the autocast rules applies to no operation.*{table}: '.*; the nearest is '{nearest}.*tune"
+    )
     with pytest.warns(jt.policies.UnmetRulesWarning, match=message) as warned:
         run(X, X)
     assert warned[0].filename == __file__
@@ -59,10 +61,59 @@ def test_an_entry_that_matches_nothing_is_named(table: str, name: str, nearest: 
     report = jt.explain_autocast(run, X, X)
     (unmet,) = report.unmet
     assert unmet.startswith(f"{table}: {name!r}; the nearest is '{nearest.split('@')[0]}")
-    lines = ["entries of the rules that match no operation:", f"  {unmet}"]
+    lines = ["entries of the rules that apply to no operation:", f"  {unmet}"]
     assert str(report).splitlines()[-2:] == lines
     policy = dataclasses.replace(jt.get_policy("autocast_float16"), rules=rules)
     assert str(jt.explain_policy(loss_fn, policy, X, X)).splitlines()[-2:] == lines
+
+
+def images(x: jax.Array, w: jax.Array) -> jax.Array:
+    with jax.named_scope("stem"):
+        kernel = w[None, None] * jnp.ones((2, 2, 1, 1))
+        return jax.lax.conv_general_dilated(x[None, None], kernel, (1, 1), "SAME", dimension_numbers=NUMBERS).sum()
+
+
+def attention(x: jax.Array, w: jax.Array) -> jax.Array:
+    with jax.named_scope("stem"):
+        return jnp.einsum("bij,bjk->bik", *(jnp.stack((y, y)) for y in (x, w))).sum()
+
+
+def scattered(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.zeros((4, 4)).at[jnp.zeros(4, int)].add(x @ w)
+
+
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    with jax.named_scope("stem"):
+        return x @ w
+
+
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+@pytest.mark.parametrize(
+    ("fn", "table", "name", "rule"),
+    [
+        (images, "paths", "stem", "fp8"),
+        (attention, "paths", "stem", "fp8"),
+        (attention, "primitives", "dot_general", "fp8"),
+        (images, "operations", "stem:conv", "fp8"),
+        (scattered, "primitives", "scatter-add", "lower"),
+    ],
+)
+def test_a_rule_that_no_operation_can_take_is_named(fn: Any, table: str, name: str, rule: str) -> None:
+    entries: dict[str, Any] = {table: {name: rule}}
+    rules = jt.TORCH_CUDA.replace(**entries)
+    expected = f"{table}: {name!r}: what it matches cannot be {rule!r}"
+    with pytest.warns(jt.policies.UnmetRulesWarning, match=expected):
+        jt.autocast(fn, rules=rules)(X, X)
+    assert expected in str(jt.explain_autocast(jt.autocast(fn, rules=rules), X, X))
+    jt.autocast(lambda x, w: layer(fn(layer(x, w), w) * x, w), rules=jt.TORCH_CUDA.replace(paths={"stem": "fp8"}))(X, X)
+
+
+@pytest.mark.parametrize("name", ["ragged_dot_general", "conv_general_dilated", "exp", "scan"])
+def test_only_matrix_products_have_the_rule_fp8(name: str) -> None:
+    with pytest.raises(ValueError, match=f"primitives: the rule of '{name}' cannot be 'fp8'.*only dot_general"):
+        jt.TORCH_CUDA.replace(primitives={name: "fp8"})
 
 
 def test_stale_rules_of_tune_are_named_by_a_step() -> None:
