@@ -30,6 +30,7 @@ from jmp_train.graphs.layers.dynamic_edgeconv import dynamic_edge_conv as dynami
 from jmp_train.graphs.layers.dynamic_edgeconv import nearest_points as nearest_points
 from jmp_train.graphs.layers.edge_conditioned import NNConv as NNConv
 from jmp_train.graphs.layers.edge_conditioned import nn_conv as nn_conv
+from jmp_train.graphs.layers.edge_weight_norm import edge_weight_norm as edge_weight_norm
 from jmp_train.graphs.layers.edgeconv import EdgeConv as EdgeConv
 from jmp_train.graphs.layers.edgeconv import edge_conv as edge_conv
 from jmp_train.graphs.layers.gat import GATConv as GATConv

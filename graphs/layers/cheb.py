@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.dense import Activation, activated, with_bias
+from jmp_train.graphs.layers.gcn import NORMS
 from jmp_train.graphs.layers.layer import Layer, drawn, uniform_between, zero_bias
 from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_optional, end_rows, promoted
 from jmp_train.graphs.layers.propagation import (
@@ -21,7 +22,7 @@ from jmp_train.graphs.layers.propagation import (
     product_of_all,
     products_apart,
 )
-from jmp_train.graphs.structure import Graph, SparseFeatures, graph_storage, rows_like, upcast
+from jmp_train.graphs.structure import Graph, SparseFeatures, checked_word, graph_storage, rows_like, upcast
 
 _Pair = tuple[jax.Array, jax.Array]
 
@@ -33,6 +34,7 @@ def cheb_conv(
     bias: Floats | None = None,
     *,
     lambda_max: Floats = 2.0,
+    norm: str = "both",
     edge_weight: Floats | None = None,
     activation: Activation | None = None,
 ) -> jax.Array:
@@ -49,14 +51,16 @@ def cheb_conv(
       bias: floating [out].
       lambda_max: the largest eigenvalue of the Laplacian, a number, or [nodes] if the graphs of a batch have their own;
         it is at most 2.
-      edge_weight: floating [edges], factors of the messages; degrees are numbers of edges.
+      norm: see `graph_conv`.
+      edge_weight: floating [edges], factors of the messages; degrees are numbers of edges. For weighted degrees, pass
+        the result of `edge_weight_norm`, with `norm="none"`.
       activation: a function of the result.
 
     Returns:
       [nodes, out] in the promoted dtype of features, weight and bias; half under autocast.
 
     Raises:
-      ValueError: a shape does not fit.
+      ValueError: a shape does not fit, or `norm` is unknown.
       TypeError: an array is not floating, or the graph is a block.
 
     Example:
@@ -75,7 +79,7 @@ def cheb_conv(
     _, width, out = kernel.shape
     rows = end_rows(whole, features, width, can_be_sparse=True).senders
     rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, out))
-    hop = make_hop(whole, "both", as_edge_weight(whole, edge_weight), rows)
+    hop = make_hop(whole, norm, as_edge_weight(whole, edge_weight), rows)
     laplacian = _Laplacian(hop, 2 / _checked_lambda(lambda_max, whole.num_nodes))
     if is_narrowing(rows, kernel):
         result = _series(laplacian, products_apart(rows, kernel))
@@ -155,11 +159,15 @@ class ChebConv(Layer):
       out_features: the width of the result.
       k: number of terms, including the features themselves.
       lambda_max: see `cheb_conv`; a call may override it.
+      norm: see `graph_conv`.
       use_bias: whether there is a bias.
       activation: see `cheb_conv`.
       dtype: dtype to which features, weight and bias are cast; None for their promoted dtype.
       param_dtype: the parameters' dtype.
       rngs: flax's random streams; "params" is used.
+
+    Raises:
+      ValueError: `norm` is unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -178,13 +186,16 @@ class ChebConv(Layer):
         k: int,
         *,
         lambda_max: float = 2.0,
+        norm: str = "both",
         use_bias: bool = True,
         activation: Activation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
+        checked_word("norm", norm, NORMS)
         self.lambda_max = lambda_max
+        self.norm = norm
         self.activation = activation
         self.dtype = dtype
         uniform = uniform_between((6 / (k * in_features + out_features)) ** 0.5)

@@ -52,7 +52,7 @@ def graph_conv(
       bias: floating [out], added to all nodes.
       norm: "both" divides by the square root of the sender's out-degree times the receiver's in-degree,
         "left" by the sender's out-degree, "right" by the receiver's in-degree; "none" does not divide.
-      edge_weight: floating [edges], factors of the messages.
+      edge_weight: floating [edges], factors of the messages; see `edge_weight_norm` for weighted degrees.
       activation: an elementwise function of the result.
       allow_zero_in_degree: True to allow nodes without incoming edges; they get only the bias.
 

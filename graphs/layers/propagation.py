@@ -97,7 +97,7 @@ def propagate(
       k: number of hops.
       alpha: a number in [0, 1].
       norm: see `graph_conv`.
-      edge_weight: floating [edges], factors of the messages.
+      edge_weight: floating [edges], factors of the messages; see `edge_weight_norm` for weighted degrees.
       edge_dropout: the fraction of the edges to drop, different ones in each hop; the other edges are scaled up.
       dropout_key: for dropout; required if the rate is not 0.
 

@@ -44,7 +44,7 @@ def sg_conv(
       bias: floating [out].
       k: number of hops.
       norm: see `graph_conv`.
-      edge_weight: floating [edges], factors of the messages.
+      edge_weight: floating [edges], factors of the messages; see `edge_weight_norm` for weighted degrees.
       allow_zero_in_degree: True to allow nodes without incoming edges; they get only the bias.
 
     Returns:

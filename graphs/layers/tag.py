@@ -49,7 +49,7 @@ def tag_conv(
       weight: floating [hops + 1, in, out]; the first is for the features themselves.
       bias: floating [out].
       norm: see `graph_conv`.
-      edge_weight: floating [edges], factors of the messages.
+      edge_weight: floating [edges], factors of the messages; see `edge_weight_norm` for weighted degrees.
       activation: a function of the result.
 
     Returns:

@@ -16,9 +16,10 @@ def add_self_loop(
     fill_value: float | str = 1.0,
     allow_duplicate: bool = False,
     *,
+    only_missing: bool = False,
     formats: Sequence[str] | None = None,
 ) -> Graph:
-    """Returns the graph with one self-loop on each node, after its other edges; runs on the host.
+    """Returns the graph with a self-loop on each node, after its other edges; runs on the host.
 
     Args:
       graph: a graph of ours or jraph's, or a batch, without padding.
@@ -26,6 +27,7 @@ def add_self_loop(
         the edges that enter the node, 0 if there are none.
       allow_duplicate: True to keep existing self-loops; otherwise they are removed first, and ignored
         by `fill_value`.
+      only_missing: True to keep existing self-loops, with their features, and add one only to the other nodes.
       formats: see `from_edges`; None for the graph's formats.
 
     Returns:
@@ -33,7 +35,8 @@ def add_self_loop(
 
     Raises:
       TypeError: the graph is traced, or has several types; or the mean of integers is requested.
-      ValueError: the graph is padded; or `fill_value` is unknown, or does not fit a feature's dtype.
+      ValueError: the graph is padded; `fill_value` is unknown, or does not fit a feature's dtype; or `allow_duplicate`
+        and `only_missing` are both True.
 
     Example:
       >>> from jmp_train.graphs import from_edges
@@ -41,17 +44,23 @@ def add_self_loop(
       >>> graph.senders.tolist(), graph.receivers.tolist(), graph.edges["w"].tolist()
       ([0, 0, 1], [1, 0, 1], [0.5, 1.0, 1.0])
 
-    Reference: AddSelfLoop of Deep Graph Library, https://www.dgl.ai.
+    Reference: AddSelfLoop of Deep Graph Library, https://www.dgl.ai; with `only_missing`, add_remaining_self_loops of
+    PyTorch Geometric, https://pyg.org.
     """
     _check_fill_value(fill_value)
+    if allow_duplicate and only_missing:
+        raise ValueError("allow_duplicate=True adds a self-loop to each node, only_missing=True not: pass one of them")
     edges = edges_on_host(graph)
-    if not allow_duplicate:
+    is_new = np.ones(graph.num_nodes, bool)
+    if only_missing:
+        is_new[edges.senders[edges.is_self_loop]] = False
+    elif not allow_duplicate:
         edges = edges.take(~edges.is_self_loop)
-    nodes = np.arange(graph.num_nodes, dtype=edges.senders.dtype)
+    nodes = np.flatnonzero(is_new).astype(edges.senders.dtype)
     features = {}
     for name, rows in edges.features.items():
-        self_loops = _self_loop_features(name, rows, edges.receivers, len(nodes), fill_value)
-        features[name] = np.concatenate([rows, self_loops])
+        self_loops = _self_loop_features(name, rows, edges.receivers, len(is_new), fill_value)
+        features[name] = np.concatenate([rows, self_loops[nodes]])
     senders, receivers = (np.append(ids, nodes) for ids in (edges.senders, edges.receivers))
     return with_edge_list(graph, EdgeList(senders, receivers, features), formats)
 
