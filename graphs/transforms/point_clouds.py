@@ -36,7 +36,8 @@ def knn_graph(
 
     Returns:
       The graph, a batch with `graph_ids`, without features; its edges are sorted by receiver, and those of a receiver
-      by distance, then sender. So of points at equal distance in float64, those that come first are taken.
+      by distance, then sender, the point itself first. So of points at equal distance in float64, those that come first
+      are taken.
 
     Raises:
       TypeError: points are not floating or traced, ids are not integers, or `k` is not an integer.
