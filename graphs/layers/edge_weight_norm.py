@@ -52,7 +52,7 @@ def edge_weight_norm(
     https://arxiv.org/abs/1609.02907; DGL's EdgeWeightNorm; with "in", PyTorch Geometric's gcn_norm.
     """
     powers = NORMS[checked_word("norm", norm, NORMS)]
-    whole = as_whole_graph(from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph, ())
+    whole = as_whole_graph(from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph, 0.0)
     out, into = whole.connections.senders, whole.connections.receivers
     weight = as_edge_weight(whole, jnp.ones(into.num_edges) if edge_weight is None else edge_weight)
     assert weight is not None  # for the type checker

@@ -21,7 +21,7 @@ from jmp_train.graphs.layers.layer_inputs import (
     end_rows,
     promoted_with,
 )
-from jmp_train.graphs.structure import Block, Graph, checked_word
+from jmp_train.graphs.structure import Block, Graph, checked_word, from_jraph
 from jmp_train.policies.pytrees import has_tracers
 
 REGULARIZERS = ("none", "basis", "bdd")
@@ -119,13 +119,13 @@ def _checked_matrices(
     return kernel, mixing, num_types, (kernel.shape[1], kernel.shape[2])
 
 
-def relation_norm(graph: Graph, edge_types: Ids) -> jax.Array:
+def relation_norm(graph: Graph | jraph.GraphsTuple, edge_types: Ids) -> jax.Array:
     """Returns for each edge 1 over the number of edges of its type that enter the same node; runs on the host.
 
     Pass it as `edge_weight` of `rel_graph_conv`, to average the messages of each type as in the paper.
 
     Args:
-      graph: a graph that stores single edges.
+      graph: a graph of ours or jraph's that stores single edges.
       edge_types: int [edges].
 
     Returns:
@@ -145,6 +145,7 @@ def relation_norm(graph: Graph, edge_types: Ids) -> jax.Array:
     """
     if has_tracers((graph, edge_types)):
         raise TypeError("graph and edge_types are traced: call relation_norm outside of jit")
+    graph = from_jraph(graph) if isinstance(graph, jraph.GraphsTuple) else graph
     types = np.asarray(edge_types)
     if not np.issubdtype(types.dtype, np.integer):
         raise TypeError(f"edge_types must be integers, got {types.dtype}")

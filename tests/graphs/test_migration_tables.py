@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jraph
+import networkx as nx
 import numpy as np
 import pytest
 from flax import nnx
@@ -100,7 +101,7 @@ def chebyshev(matrix: np.ndarray, norm: str, kernels: np.ndarray) -> np.ndarray:
     hop, terms = normalized(matrix, norm), [X]
     terms += [-hop @ X]
     terms += [-2 * hop @ terms[1] - X]
-    return sum(term @ kernel for term, kernel in zip(terms, kernels, strict=True))
+    return np.sum([term @ kernel for term, kernel in zip(terms, kernels, strict=True)], axis=0)
 
 
 def hops(hop: np.ndarray, k: int, alpha: float = 0.0) -> np.ndarray:
@@ -111,7 +112,7 @@ def hops(hop: np.ndarray, k: int, alpha: float = 0.0) -> np.ndarray:
 
 
 KERNELS = RANDOM.normal(size=(3, WIDTH, 2))
-LOOSE = {"allow_zero_in_degree": True}
+LOOSE: Any = {"allow_zero_in_degree": True}
 # Our layer by its norm, its formula of a normalized matrix.
 LAYERS: dict[str, tuple[Callable[..., Any], Callable[[np.ndarray], np.ndarray]]] = {
     "graph_conv": (
@@ -124,7 +125,7 @@ LAYERS: dict[str, tuple[Callable[..., Any], Callable[[np.ndarray], np.ndarray]]]
     ),
     "tag_conv": (
         lambda graph, x, **options: graphs.tag_conv(graph, x, jnp.float32(KERNELS), **options),
-        lambda hop: sum(hops(hop, k) @ KERNELS[k] for k in range(3)),
+        lambda hop: np.sum([hops(hop, k) @ KERNELS[k] for k in range(3)], axis=0),
     ),
     "appnp_conv": (
         lambda graph, x, **options: graphs.appnp_conv(graph, x, 3, 0.2, **options),
@@ -189,7 +190,8 @@ def test_relational_layers_add_and_the_paper_averages() -> None:
     means = sum(normalized(matrix, "right") @ X @ kernel for matrix, kernel in zip(matrices, kernels, strict=True))
     run = lambda weight: graphs.rel_graph_conv(GRAPH, jnp.float32(X), types, jnp.float32(kernels), edge_weight=weight)
     np.testing.assert_allclose(run(None), sums, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(run(graphs.relation_norm(GRAPH, types)), means, rtol=1e-4, atol=1e-5)
+    weight = graphs.relation_norm(graphs.to_jraph(GRAPH), types)
+    np.testing.assert_allclose(run(weight), means, rtol=1e-4, atol=1e-5)
 
 
 def test_self_loops_and_directions_of_transforms() -> None:
@@ -260,10 +262,29 @@ def test_nodes_that_only_some_edge_types_enter() -> None:
 def test_jraphs_self_edges_are_added_to_those_there_are() -> None:
     tuple_ = graphs.to_jraph(GRAPH)._replace(nodes=jnp.float32(X), edges=None)
     with jax.numpy_dtype_promotion("standard"):
-        theirs = jraph.GraphConvolution(lambda x: x @ jnp.float32(KERNEL), add_self_edges=True)(tuple_).nodes
+        theirs: Any = jraph.GraphConvolution(lambda x: x @ jnp.float32(KERNEL), add_self_edges=True)(tuple_).nodes
     twice = graphs.add_self_loop(GRAPH, allow_duplicate=True)
     found = graphs.graph_conv(twice, jnp.float32(X), jnp.float32(KERNEL))
     np.testing.assert_allclose(found, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_graphs_of_other_libraries() -> None:
+    ends = np.array(nx.path_graph(4).to_directed().edges).T  # DGL takes an undirected graph in both directions
+    both = graphs.to_bidirected(graphs.from_edges([0, 1, 2], [1, 2, 3], 4))
+    np.testing.assert_array_equal(dense(*ends, nodes=4), dense(both.senders, both.receivers, nodes=4))
+    jraphs = graphs.to_jraph(GRAPH)
+    key = jax.random.key(0)
+    refused: dict[str, Callable[[Any], Any]] = {
+        "pad": lambda graph: graphs.pad(graph, 8, 16),
+        "node_mask": graphs.node_mask,
+        "unbatch": graphs.unbatch,
+        "drop_edges": lambda graph: graphs.drop_edges(graph, 0.5, key),
+        "partition": lambda graph: graphs.partition(graph, 2),
+    }
+    for name, function in refused.items():
+        with pytest.raises(TypeError, match=r"must be a Graph.*got GraphsTuple"):
+            function(jraphs)
+        assert function(graphs.from_jraph(jraphs)) is not None, name
 
 
 def test_running_variances_are_over_all_rows() -> None:
