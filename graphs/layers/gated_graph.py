@@ -135,7 +135,7 @@ def _gru_shapes(width: int) -> tuple[tuple[int, ...], ...]:
     return ((width, 3 * width), (width, 3 * width), (3 * width,), (3 * width,))
 
 
-@autocast_as("float32")
+@autocast_as("tf32")
 @jax.checkpoint
 def _gru_state(hidden: jax.Array, inputs: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
     """Returns the next hidden state [nodes, width], in float32 or higher precision; the gradient recomputes the gates.

@@ -195,7 +195,7 @@ def _weighted(rows: jax.Array, weight: jax.Array | None) -> jax.Array:
     return (messages * rows_like(weight.astype(messages.dtype), rows)).astype(rows.dtype)
 
 
-@autocast_as("float32")
+@autocast_as("tf32")
 def _last_state(messages: jax.Array, *weights: jax.Array) -> jax.Array:
     """Returns the hidden state [nodes, width] after messages [nodes, degree, width], in their dtype."""
     of_input, of_hidden, input_bias, hidden_bias = (upcast(weight) for weight in weights)

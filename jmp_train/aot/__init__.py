@@ -1,5 +1,6 @@
 """Ahead-of-time (AOT) compilation for absent GPUs and TPUs."""
 
+from jmp_train.aot.arithmetic import Product as Product
 from jmp_train.aot.buffers import Argument as Argument
 from jmp_train.aot.buffers import Buffer as Buffer
 from jmp_train.aot.buffers import buffers_at_peak as buffers_at_peak

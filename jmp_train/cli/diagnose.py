@@ -32,6 +32,7 @@ class DiagnoseOptions:
       after: train N steps first; default: 0, or up to the capsule's step
       capsule: take batch and state from a skipped step, see train --capsules
       steps: run N steps on the batch
+      device: round products of float32 as a device does, such as H100-80GB, v5e:1x1, cuda or tpu
       out: write diagnosis.html and .json
     """
 
@@ -39,19 +40,21 @@ class DiagnoseOptions:
     after: int | None = option(count, "STEPS")
     capsule: Path | None = option(path, "FILE")
     steps: int = option(positive, default=1)
+    device: str | None = option(str, "NAME")
     out: Path | None = option(path, "DIR")
 
 
 def diagnose_command(args: argparse.Namespace) -> int:
     """Diagnoses a step of a task or of a function, prints the findings, and returns the exit code."""
     source: TaskSource = args.source
+    device = _device(args.device)
     with checked_outputs(as_json=args.json, folders={"--out": args.out}) as output:
         if source.takes_policy:
             raise WrongCall(f"{args.task} must not have parameters; {_WANTED}")
         with checking_the_call():
             made = source.make() if source.options is None else None
         if isinstance(made, tuple):
-            return _diagnose_function(args, made, output)
+            return _diagnose_function(args, made, device, output)
         if isinstance(made, Task):
             args.source = dataclasses.replace(source, function=made)
         elif source.options is None:
@@ -61,7 +64,7 @@ def diagnose_command(args: argparse.Namespace) -> int:
             prepared, state, batch = _moment(args, name)
             step = int(state.step)
             phase = prepared.phase_at(step)
-            report = diagnose(phase.step, state, batch, steps=args.steps)
+            report = diagnose(phase.step, state, batch, steps=args.steps, device=device)
         rules = prepared.settings.rules
         subject = {
             "task": source.name,
@@ -75,12 +78,28 @@ def diagnose_command(args: argparse.Namespace) -> int:
         return _show(report, title, subject, args, output)
 
 
-def _diagnose_function(args: argparse.Namespace, made: tuple[Any, ...], output: Output | None) -> int:
+def _device(name: str | None) -> Any:
+    """Returns the device of an option: one of `plan`'s, or the name of a platform."""
+    if name in (None, "cpu", "cuda", "tpu"):
+        return name
+    from jmp_train.aot import GPUS, tpu_slice
+
+    if ":" not in name:
+        if name not in GPUS:
+            raise WrongCall(f"--device {name} is unknown; choose from cuda, tpu, {', '.join(GPUS)}, v5e:1x1, ...")
+        return GPUS[name]
+    try:
+        return tpu_slice(name)
+    except ValueError as error:
+        raise WrongCall(f"--device: {error}") from error
+
+
+def _diagnose_function(args: argparse.Namespace, made: tuple[Any, ...], device: Any, output: Output | None) -> int:
     if not made or not callable(made[0]):
         raise WrongCall(f"{args.task} returned {described(made)}; {_WANTED}")
     fn, *arguments = made
     with errors_of_file(args.source.file):
-        report = diagnose(fn, *arguments, steps=args.steps)
+        report = diagnose(fn, *arguments, steps=args.steps, device=device)
     return _show(report, args.task, {"function": args.task}, args, output)
 
 

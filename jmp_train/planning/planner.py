@@ -13,6 +13,7 @@ from jmp_train.aot import (
     Costs,
     Device,
     Devices,
+    Product,
     buffers_at_peak,
     devices_here,
     measure_program,
@@ -42,6 +43,7 @@ from jmp_train.planning.variants import REPLICATED, Placement, Precision, Shardi
 
 DEFAULT_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
 
+_EXACT = ", not rounded (precision 'highest')"
 _FLOAT16 = re.compile(r"\bf16\[")
 _EMULATED = (
     "float16 is emulated: TPUs have no units for it, and libtpu converts it; use bfloat16, which needs no loss scale"
@@ -222,23 +224,28 @@ def _row(compiler: Compiler, target: Target, allowances: Allowances, prices: Map
 
 
 def _notes(device: Device, hlo: str, costs: Costs) -> Iterator[str]:
-    """Yields notes about the precision of a program on a device; none for GPUs, whose dtypes are in `costs`."""
-    if not isinstance(device, TPU):
-        return
-    if _FLOAT16.search(hlo):
+    """Yields notes about the precision of a program on a device.
+
+    The dtypes of products on GPUs are in `costs`; a note tells TF32 from float32 if the program has the latter.
+    """
+    if isinstance(device, TPU) and _FLOAT16.search(hlo):
         yield _EMULATED
     shares: Counter[str] = Counter()
     for kernel in costs.kernels:
         for product in kernel.products:
-            shares[_computed(product.dtype, product.precision)] += kernel.times * product.operations
+            shares[_computed(device, product)] += kernel.times * product.operations
     total = sum(shares.values())
-    if total:
+    if total and (isinstance(device, TPU) or any(name.endswith(_EXACT) for name in shares)):
         parts = (f"{count / total:.3g} in {name}" if len(shares) > 1 else name for name, count in shares.most_common())
         yield f"products: {', '.join(parts)}"
 
 
-def _computed(dtype: str, precision: str) -> str:
-    """Returns how a TPU computes products of a dtype, XLA's name, at a precision of jax."""
+def _computed(device: Device, product: Product) -> str:
+    """Returns how a device computes products of a dtype, XLA's name, at a precision of jax."""
+    dtype, precision = product.dtype, product.precision
+    if isinstance(device, GPU):
+        how = f" rounded to TF32 (precision {precision!r})" if product.allow_tf32 else _EXACT
+        return dtype + how if dtype in ("f32", "c64") and "tfloat32" in device.rates else dtype
     if dtype == "f16":  # in some programs, libtpu leaves the conversion to its last stage
         return "f16, emulated"
     if dtype not in ("f32", "f64", "c64", "c128"):

@@ -34,6 +34,7 @@ from jmp_train.policies.autocasting.primitives import LAYOUT as LAYOUT
 from jmp_train.policies.autocasting.primitives import PRODUCTS as PRODUCTS
 from jmp_train.policies.autocasting.primitives import is_complex as is_complex
 from jmp_train.policies.autocasting.primitives import opened as opened
+from jmp_train.policies.autocasting.primitives import precisions_of as precisions_of
 from jmp_train.policies.autocasting.primitives import programs_in as programs_in
 from jmp_train.policies.autocasting.product_warnings import COMPLEX_WAY as COMPLEX_WAY
 from jmp_train.policies.autocasting.product_warnings import FUSION_FLAG as FUSION_FLAG

@@ -13,8 +13,9 @@ from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.interpreter import as_traced, inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.literal_bounds import fits
-from jmp_train.policies.autocasting.primitives import PRODUCTS, opened, programs_in
+from jmp_train.policies.autocasting.primitives import PRODUCTS, multiplies, opened
 from jmp_train.policies.autocasting.region import Decision, Region
+from jmp_train.policies.autocasting.rules import FLOAT32_RULES, AutocastRules, kind_of
 from jmp_train.policies.autocasting.values import Value, chosen, eligible, on_device, replaced, traced_dtype, values_of
 
 
@@ -76,7 +77,7 @@ def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
     for single operations matches it, because the source lines of the forward half are unknown.
     """
     jaxpr, n_consts = equation.params["call_jaxpr"], equation.params.get("num_consts", 0)
-    forced = region.forced in ("lower", "float32")
+    forced = kind_of(region.forced) in ("lower", "float32")
     if region.forced == "fp8" or _has_other_floats(equation) or not (forced or multiplies(jaxpr)):
         return None
     # The rule runs when their casts are gone, and must not close over scales that have gradients.
@@ -96,7 +97,7 @@ def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
     kinds = tuple(np.dtype(x.dtype) if eligible(x.dtype) else None for x in (*consts, *arrays))
     shapes, decision = region.remembered(("custom_vjp", region.settings, kinds), jaxpr, tried)
     if not forced and decision is not None:
-        return _in_float32(equation, inputs, decision, log)
+        return _in_float32(region, equation, inputs, decision, log)
     function = jax.custom_vjp(functools.partial(on_arrays(region, jaxpr), *consts))
 
     # A forward half that calls the function itself needs its value only: the derivative is the one defined here.
@@ -130,23 +131,26 @@ def _for_float32(decisions: Sequence[Decision], half: str) -> Decision | None:
 
 
 def _in_float32(
-    equation: JaxprEqn, inputs: Sequence[Value], decision: Decision, log: list[Decision] | None
+    region: Region, equation: JaxprEqn, inputs: list[Value], decision: Decision, log: list[Decision] | None
 ) -> list[Value]:
-    """Runs a function as traced, and records the reason."""
+    """Runs a whole function in float32, with products by the rule of the decision, and records the reason."""
     atoms = zip(inputs, equation.invars, strict=True)
-    results = as_traced(equation, *(x.to(traced_dtype(a)) if eligible(traced_dtype(a)) else x.array for x, a in atoms))
+    outputs = None
+    if decision.rule in FLOAT32_RULES:
+        by_rule = dataclasses.replace(region.unlogged(), rules=AutocastRules(), forced=decision.rule, memory={})
+        outputs = custom_vjp(by_rule, equation, inputs)
+    results = (
+        [x.array for x in outputs]
+        if outputs is not None
+        else as_traced(equation, *(x.to(traced_dtype(a)) if eligible(traced_dtype(a)) else x.array for x, a in atoms))
+    )
     if log is not None:
         dtypes_in = tuple(str(traced_dtype(atom)) for atom in equation.invars)
         dtypes_out = tuple(str(traced_dtype(variable)) for variable in equation.outvars)
         callers = decision.callers[: decision.callers.index(equation)]
-        whole = {"rule": "float32", "equation": equation, "callers": callers}
+        whole = {"equation": equation, "callers": callers}
         log.append(dataclasses.replace(decision, **whole, dtypes_in=dtypes_in, dtypes_out=dtypes_out))
     return values_of(results)
-
-
-def multiplies(jaxpr: Any) -> bool:
-    """Returns whether a program, or a program within it, has a matrix product or a convolution."""
-    return any(e.primitive.name in PRODUCTS or any(map(multiplies, programs_in(e))) for e in opened(jaxpr).eqns)
 
 
 def _halves(equation: JaxprEqn, perturbed: Sequence[bool]) -> tuple[Any, Any]:

@@ -25,8 +25,10 @@ from jmp_train.policies.autocasting.primitives import (
     PROMOTE,
     TRANSCENDENTAL,
     is_complex,
+    multiplies,
     opened,
     precisions_of,
+    programs_in,
 )
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
 from jmp_train.policies.autocasting.region import Region, in_8_bits, join
@@ -149,7 +151,10 @@ def is_entered(region: Region, step: Step, inputs: list[Value]) -> bool:
     if step.rule != "float32" or name == "remat2":
         return True
     dtypes = [*map(traced_dtype, step.equation.invars), *(value.dtype for value in inputs)]
-    return any(dtype in HALVES for dtype in dtypes)  # gradients store half values as half; they are upcast within
+    if any(dtype in HALVES for dtype in dtypes):  # gradients store half values as half; they are upcast within
+        return True
+    bodies = programs_in(step.equation)  # their products have no precision of their own
+    return any(region.remembered("multiplies", body, lambda body=body: multiplies(body)) for body in bodies)
 
 
 def _is_square(equation: JaxprEqn) -> bool:

@@ -34,11 +34,15 @@ from jmp_train.policies.autocasting.primitives import (
     PRODUCTS,
     TRANSCENDENTAL,
     bind,
+    bind_product,
     cast,
     float32_product,
+    in_float32,
     opened,
+    product_rule,
 )
 from jmp_train.policies.autocasting.region import Region
+from jmp_train.policies.autocasting.rules import FLOAT32_RULES
 from jmp_train.policies.autocasting.source_lines import source_of
 from jmp_train.policies.autocasting.values import (
     FLOAT32,
@@ -101,7 +105,7 @@ def _entered(region: Region, step: Step, inputs: list[Value]) -> list[Value] | N
         return None
     inner = region.within(step.equation, step.scope, step.place)
     if step.rule in ("lower", "float32", "fp8"):
-        inner = dataclasses.replace(inner, forced=step.rule)
+        inner = dataclasses.replace(inner, forced=region.word_of(step.equation)[0])
     return region.handlers[step.equation.primitive.name](inner, step.equation, inputs)
 
 
@@ -109,7 +113,18 @@ def _note(region: Region, step: Step, inputs: list[Value], outputs: list[Value])
     """Records the decision on an operation for `explain_autocast`."""
     used = [x.dtype if d is None else d for x, d in zip(inputs, step.dtypes, strict=True)]
     used = [region.recipe.forward_dtype for _ in inputs] if step.rule == "fp8" else used
-    region.note(step.equation, step.scope, str(step.rule), step.reason, used, outputs)
+    word = str(step.rule)
+    if word == "float32" and step.equation.primitive.name in PRODUCTS:
+        word = product_rule(_precise(region, step, step.equation.params))
+    region.note(step.equation, step.scope, word, step.reason, used, outputs)
+
+
+def _precise(region: Region, step: Step, params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a product, with the precision by which float32 operands are multiplied."""
+    if step.rule == "float32" or (step.rule == "promote" and FLOAT32 in step.dtypes):
+        word = region.word_of(step.equation)[0]
+        return in_float32(step.equation.primitive.name, params, word if word in FLOAT32_RULES else "float32")
+    return params
 
 
 def inlined(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:
@@ -144,12 +159,13 @@ def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
         return [_converted(equation, inputs[0], keeps_float32=rule == "float32")]
     arrays = [value.array for value in inputs]
     params = _params(equation, next((d for d in dtypes if d is not None), None))
+    params = _precise(region, step, params) if name in PRODUCTS else params
     upcast = any(x.dtype == half and not x.weak and d == FLOAT32 for x, d in zip(inputs, dtypes, strict=True))
     if name in TRANSCENDENTAL and dtypes == [FLOAT32] and inputs[0].addends is not None:
         return [_recomputed(lambda add: equation.primitive.bind(add(), **params), inputs[0].addends)]
-    in_float32 = functools.partial(_in_float32, equation, params)
+    upcasting = functools.partial(_in_float32, equation, params)
     if name in _SAVES_ITS_INPUT | PRODUCTS and upcast:
-        return [_recomputed(in_float32, *arrays)]
+        return [_recomputed(upcasting, *arrays)]
     if name in _READS_AGAIN and dtypes[0] == half and not inputs[0].weak:
         return [_read_again(equation, inputs, params, half)]
     if name in ARITHMETIC and half in dtypes and _spreads(equation, inputs):
@@ -157,7 +173,7 @@ def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
     cast_arrays = [x.array if dtype is None else x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
     outputs = _bind(equation, cast_arrays, inputs, params)
     if name in ("add", "sub") and upcast and _is_smaller(inputs, equation.outvars[0].aval.shape):
-        outputs[0].addends = jax.tree_util.Partial(in_float32, *arrays)
+        outputs[0].addends = jax.tree_util.Partial(upcasting, *arrays)
     return outputs
 
 
@@ -234,7 +250,7 @@ def _in_float32(equation: JaxprEqn, params: dict[str, Any], *arrays: jax.Array) 
         lax.convert_element_type(array, FLOAT32) if eligible(traced_dtype(atom)) else array
         for array, atom in zip(arrays, equation.invars, strict=True)
     ]
-    return equation.primitive.bind(*upcast, **params)
+    return bind_product(equation.primitive, upcast, params)
 
 
 def _recomputed(run: Callable[..., Any], *saved: Any) -> Value:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
+from jmp_train.policies.autocasting.rules import PRESETS
 from jmp_train.policies.autocasting.rules import PRODUCTS as _PRODUCTS
 from jmp_train.policies.autocasting.rules import TRANSCENDENTAL as _TRANSCENDENTAL
 
@@ -40,6 +41,11 @@ def programs_in(equation: Any) -> list[Any]:
 def body_of(call: Any) -> Any:
     """Returns the program that a call, one of `CALLS`, runs, as an open jaxpr."""
     return opened(call.params[CALLS[call.primitive.name]])
+
+
+def multiplies(jaxpr: Any) -> bool:
+    """Returns whether a program, or a program within it, has a matrix product or a convolution."""
+    return any(e.primitive.name in PRODUCTS or any(map(multiplies, programs_in(e))) for e in opened(jaxpr).eqns)
 
 
 def precisions_of(equation: Any) -> tuple[Any, ...]:
@@ -110,7 +116,41 @@ def bind(primitive: Primitive, arrays: Sequence[Any], params: dict[str, Any]) ->
 
 @functools.lru_cache(maxsize=4096)
 def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)), inline=True)
+    return jax.jit(lambda *arrays: bind_product(primitive, arrays, dict(params)), inline=True)
+
+
+def in_float32(name: str, params: dict[str, Any], rule: str | None) -> dict[str, Any]:
+    """Returns the parameters of a product of float32 operands by a rule, one of `FLOAT32_RULES`.
+
+    The equation's own precision, also from `jax_default_matmul_precision`, comes first.
+    """
+    if params.get("precision") is not None or rule == "tf32":
+        return params
+    named = rule if rule in PRESETS and name == "dot_general" else None
+    return {**params, "precision": named or (lax.Precision.HIGHEST,) * 2}
+
+
+def product_rule(params: dict[str, Any]) -> str:
+    """Returns the rule whose products of float32 operands have the precision of these parameters, or its own name."""
+    precision = params.get("precision")
+    if isinstance(precision, str | lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return str(precision)
+    return "float32" if precision is not None and lax.Precision.HIGHEST in precision else "tf32"
+
+
+def bind_product(primitive: Primitive, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns the result of `primitive.bind`; the precision may be one of `PRESETS`, by its name."""
+    preset = params.get("precision")
+    if not isinstance(preset, str):
+        return primitive.bind(*arrays, **params)
+
+    def run(precision: Any) -> Callable[..., Any]:
+        return lambda *arrays: primitive.bind(*arrays, **{**params, "precision": precision})
+
+    by_preset, exact = run(PRESETS[preset]), run((lax.Precision.HIGHEST,) * 2)
+    if preset in ("bf16_x3", "bf16_x6"):
+        return by_preset(*arrays)
+    return lax.platform_dependent(*arrays, cuda=by_preset, rocm=by_preset, default=exact)
 
 
 def float32_product(primitive: Primitive, arrays: Sequence[Any], params: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, Recipe
 from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS, opened, precisions_of
-from jmp_train.policies.autocasting.rules import AutocastRules, Rule
+from jmp_train.policies.autocasting.rules import AutocastRules, Rule, kind_of
 from jmp_train.policies.autocasting.source_lines import address_of
 from jmp_train.policies.autocasting.values import Value, argument
 
@@ -61,7 +61,7 @@ class Region:
       rules: the table of rules.
       handlers: by primitive, the functions that enter equations with programs; see `Handler`.
       path: the path of modules and scopes around the current program.
-      forced: "lower", "float32" or "fp8" if a rule applies to the whole current function; otherwise None.
+      forced: "lower", "fp8" or one of `FLOAT32_RULES` if a rule applies to the whole current function; otherwise None.
       callers: the equations around the current program, the outermost first.
       repeats: the number of times that the loops around it run, if known.
       log: the list to which decisions are added, or None.
@@ -130,7 +130,12 @@ class Region:
         return dataclasses.replace(self, log=None, delayed=None)
 
     def rule_of(self, equation: JaxprEqn) -> tuple[Rule | None, str]:
-        """Returns the rule of an equation of the current program and its reason; caches the result of `decide`."""
+        """Returns the rule of an equation of the current program and its reason; see `kind_of`."""
+        rule, reason = self.word_of(equation)
+        return kind_of(rule), reason
+
+    def word_of(self, equation: JaxprEqn) -> tuple[Rule | None, str]:
+        """Returns the rule of an equation as a table says it, and its reason; caches the result of `decide`."""
         scope = str(equation.source_info.name_stack)
         if DECIDED in scope.replace(f"{DECIDED}:", ""):
             return "keep", INNER_REGION

@@ -1,9 +1,12 @@
 """Rules of autocast: immutable tables of operations and precisions, including those of torch and Apex.
 
-A rule is one of six words:
+A rule is one of these words:
 
 * `lower`: floating inputs become the half type, and so does the result;
-* `float32`: floating inputs and the result become float32;
+* `float32`: floating inputs and the result become float32. Products and their gradients compute in float32 on every
+  device (`precision=HIGHEST`), unless the code or `jax_default_matmul_precision` requests another precision;
+* `tf32`, `tf32_x3`, `bf16_x3`, `bf16_x6`, `bf16_x9`: as `float32`, with matrix products that a device computes faster;
+  see `PRESETS`. `tf32` is jax's default: TF32 on GPUs, one pass in bfloat16 on TPUs, float32 on CPUs;
 * `promote`: floating inputs become the highest-precision type among them;
 * `demote`: floating inputs become the half type if one of them is of that type, and stay as they are otherwise;
   literals and integers that half cannot hold keep them in float32, and scalars are promoted;
@@ -21,10 +24,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self, TypeVar, get_args
 
+from jax import lax
+
 from jmp_train.policies.autocasting.known_names import check_function, check_primitive
 from jmp_train.policies.autocasting.rules_file import read_tables, write_tables
 
-Rule = Literal["lower", "float32", "promote", "demote", "keep", "fp8"]
+Rule = Literal[
+    "lower", "float32", "promote", "demote", "keep", "fp8", "tf32", "tf32_x3", "bf16_x3", "bf16_x6", "bf16_x9"
+]
+PRESETS = {
+    "tf32_x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+    "bf16_x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    "bf16_x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+    "bf16_x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
+}
+"""Sums of 3, 6 or 9 products of parts of the operands, for `dot_general` only; other products are float32.
+
+CPUs and TPUs have no `tf32_x3` and `bf16_x9`, and compute float32 instead.
+"""
+FLOAT32_RULES = frozenset(("float32", "tf32", *PRESETS))
+
+
+def kind_of(rule: Rule | None) -> Rule | None:
+    """Returns a rule, "float32" for all rules by which operations other than products are float32."""
+    return "float32" if rule in FLOAT32_RULES else rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +68,7 @@ class AutocastRules:
         them do.
 
     Raises:
-      ValueError: a rule is not one of the six words; a primitive other than `dot_general` has the rule `fp8`; a
+      ValueError: a rule is not one of these words; a primitive other than `dot_general` has the rule `fp8`; a
         regular expression is not valid; jax has no primitive of that name; or the name of a function looks like a
         misspelled jax function.
 

@@ -16,7 +16,7 @@ from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.interpreter import interpret
 from jmp_train.policies.autocasting.product_warnings import all_equations, warn_of_convolutions, warn_of_unreached
 from jmp_train.policies.autocasting.region import DECIDED, Region
-from jmp_train.policies.autocasting.rules import TORCH_CUDA, AutocastRules, Rule
+from jmp_train.policies.autocasting.rules import FLOAT32_RULES, TORCH_CUDA, AutocastRules, Rule
 from jmp_train.policies.autocasting.traced_calls import none_key_explained, run_traced
 from jmp_train.policies.autocasting.unmet_rules import warn_of_unmet
 from jmp_train.policies.autocasting.values import argument
@@ -146,7 +146,8 @@ def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args,
     """Returns a decorator that fixes the rule of all operations of a function within autocast regions.
 
     Args:
-      rule: "float32" or "lower" for all its operations; "keep" for the dtypes of the plain function.
+      rule: "float32" or "lower" for all its operations; "keep" for the dtypes of the plain function. "tf32", "tf32_x3"
+        and others are float32 with faster matrix products; see `AutocastRules`.
 
     Returns:
       A decorator. Outside of autocast regions, it does not change the function.
@@ -160,8 +161,8 @@ def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args,
       >>> autocast(exact)(jnp.ones((2, 3)), jnp.ones((3, 4))).dtype.name
       'float32'
     """
-    if rule not in ("float32", "lower", "keep"):
-        raise ValueError(f"rule={rule!r} must be 'float32', 'lower' or 'keep'")
+    if rule not in ("lower", "keep", *FLOAT32_RULES):
+        raise ValueError(f"rule={rule!r} must be 'lower', 'keep', or one of {', '.join(sorted(FLOAT32_RULES))}")
 
     def decorate(fn: Callable[Args, Result]) -> Callable[Args, Result]:
         @functools.wraps(fn)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import PRODUCTS
-from jmp_train.policies.diagnosing.arithmetic import SUMS
+from jmp_train.policies.diagnosing.arithmetic import SUMS, rounding_of
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.problems import Problem, problem_at
@@ -138,7 +138,8 @@ def is_off(evidence: Evidence, errors: Errors) -> bool:
 
 def _unit(evidence: Evidence) -> float:
     dtypes = {row.dtype for row in evidence.rows} & {"float16", "bfloat16"}
-    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=math.inf)
+    on_device = (rounding.eps for site in evidence.sites if (rounding := rounding_of(site.equation)) is not None)
+    return max((*(float(jnp.finfo(dtype).eps) for dtype in dtypes), *on_device), default=math.inf)
 
 
 def amplifiers(evidence: Evidence) -> Iterator[tuple[int, Remedy]]:
@@ -246,8 +247,9 @@ def _last_rounded(evidence: Evidence, row: int) -> int:
     while new:
         new = list({i for reader in new for i in evidence.sources(reader)} - reached)
         reached.update(new)
-        rounded += [i for i in new if is_low(evidence.rows[i].dtype)]
-        new = [i for i in new if not is_low(evidence.rows[i].dtype)]
+        found = [i for i in new if is_low(evidence.rows[i].dtype) or rounding_of(evidence.sites[i].equation)]
+        rounded += found
+        new = [i for i in new if i not in found]
     errors = evidence.column("inherited_error") / np.maximum(evidence.column("elements"), 1)
     return max(rounded, key=lambda i: errors[i], default=row)
 

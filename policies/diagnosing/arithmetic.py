@@ -1,5 +1,6 @@
 """Equations of a traced program: whether they can lose digits, and how they are bound, also in float32."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jmp_train.policies.autocasting import LAYOUT, opened
+from jmp_train.policies.autocasting import LAYOUT, PRODUCTS, opened
 from jmp_train.policies.diagnosing.measures import is_float, is_low, widened
 
 SUMS = frozenset(
@@ -19,6 +20,7 @@ SUMS = frozenset(
     )
 )
 _DTYPES = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype")  # parameters that name a result's dtype
+_EXACT = (lax.Precision.HIGHEST,) * 2
 # Code that is not jax's, which has the dtypes that it has, and may have effects.
 _FOREIGN = ("callback", "ffi_call", "pallas_call", "custom_call", "kernel_call")
 # Their results say what bits there are, or the next number: float32 has others.
@@ -49,9 +51,31 @@ _MOVES = frozenset(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """The precision of a product that rounds its float32 operands to some bits of mantissa, as a device does."""
+
+    bits: int
+
+    @property
+    def eps(self) -> float:
+        """The distance from 1 to the next number."""
+        return 2.0**-self.bits
+
+
+def rounding_of(equation: Any) -> Rounding | None:
+    """Returns how the device rounds the operands of a product; None if it does not."""
+    precision = equation.params.get("precision")
+    return precision if isinstance(precision, Rounding) else None
+
+
 def bound(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Returns an equation's results for operands in its own dtypes."""
-    return _bind(equation.primitive, operands, equation.params)
+    params = equation.params
+    if (rounding := rounding_of(equation)) is not None:
+        operands = [lax.reduce_precision(x, 8, rounding.bits) if dtype_of(x) == np.float32 else x for x in operands]
+        params = {**params, "precision": _EXACT}
+    return _bind(equation.primitive, operands, params)
 
 
 def in_float32(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
@@ -62,6 +86,8 @@ def in_float32(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
       operands: its operands; those in lower precision are float32 here.
     """
     name, params = equation.primitive.name, equation.params
+    if name in PRODUCTS:
+        params = {**params, "precision": _EXACT}
     if name == "reduce_precision" and params["mantissa_bits"] < jnp.finfo(jnp.float32).nmant:
         return [operands[0]]
     if name in _OF_BITS or name.endswith(_FOREIGN):

@@ -10,6 +10,7 @@ import numpy as np
 from jmp_train.policies.autocasting import lines_of, none_key_explained
 from jmp_train.policies.diagnosing.arithmetic import dtype_of
 from jmp_train.policies.diagnosing.constants import epsilon_in_code
+from jmp_train.policies.diagnosing.device_rounding import rounding_on, rounding_text
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.examining import examine
 from jmp_train.policies.diagnosing.measures import is_low
@@ -23,7 +24,7 @@ _LISTED = 4  # leaves
 _DIRECTIONS = {"backward": "Gradients", "forward": "Results", "update": "Results of the update"}
 
 
-def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsReport:
+def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1, device: Any = None) -> NumericsReport:
     """Returns a report of the operations that half precision harms.
 
     The function is traced once, as by `jax.jit`. The forward pass, backward pass and update of a training step are one
@@ -41,6 +42,9 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
       steps: the number of times to run the function. After each run, its first results replace the first arguments of
         the same structure: the state, or the model and the optimizer state. The runs end early if the state is not
         finite.
+      device: the device for which to diagnose: "cuda", "tpu", or a device, such as `jt.aot.GPUS["H100-80GB"]`. At jax's
+        default precision, GPUs round float32 operands of products to TF32 (10 bits) from compute capability 8.0 on, and
+        TPUs to bfloat16; the diagnosis then does so too. None for the rounding of the current backend.
 
     Returns:
       A report. Print it, or read its `problems`, `rules` and `rows`.
@@ -48,7 +52,8 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
     Raises:
       TypeError: an argument has no values; `diagnose` is called within a jax transformation; or `steps` is above 1 and
         the first result has another structure than the first argument.
-      ValueError: `steps` is not a positive integer, or an argument is sharded over the devices of several processes.
+      ValueError: `steps` is not a positive integer, there is no such `device`, or an argument is sharded over the
+        devices of several processes.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_train as jt
@@ -64,18 +69,19 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1) -> NumericsR
     Reference: the float32 evaluation follows FpDebug (Benz, Hildebrandt and Hack, PLDI 2012); the error of the
     operation itself follows Herbgrind (Sanchez-Stern and others, PLDI 2018).
     """
-    plain, given = fn, args
+    plain, given, rounding = fn, args, rounding_on(device)
     if any(map(is_nnx_object, jax.tree.leaves(args, is_leaf=is_nnx_object))):
         fn, args = _with_changed_objects(fn), (args,)
     try:
         with none_key_explained(plain, given):
-            first = examine(fn, args, steps)
+            first = examine(fn, args, steps, rounding)
         found = with_trials(first, lambda rules: examine_by_rules(first, fn, args, rules))
     finally:
         forget_programs()
     problems = tuple(problem for _, problem in found)
     evidence = first.evidence
-    return NumericsReport(problems, evidence.rows, evidence.collapsed, first.steps, explanation(evidence, found))
+    said = " ".join(filter(None, (explanation(evidence, found), rounding_text(rounding))))
+    return NumericsReport(problems, evidence.rows, evidence.collapsed, first.steps, said)
 
 
 def _with_changed_objects(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import FlatCall
+from jmp_train.policies.diagnosing.arithmetic import Rounding
 from jmp_train.policies.diagnosing.descriptions import subject_of
+from jmp_train.policies.diagnosing.device_rounding import with_rounding
 from jmp_train.policies.diagnosing.equations import Site, sites_of
 from jmp_train.policies.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.policies.diagnosing.findings import problems_of
@@ -54,13 +56,16 @@ class Run:
     outputs: list[jax.Array]
 
 
-def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Run:
+def run_beside_shadow(
+    fn: Callable[..., Any], args: tuple[Any, ...], steps: int, rounding: Rounding | None = None
+) -> Run:
     """Runs a function with its shadow.
 
     Args:
       fn: a pure function.
       args: its arguments, arrays with values.
       steps: number of runs; the first results replace the first arguments of the same structure.
+      rounding: how a device rounds the float32 operands of products.
 
     Raises:
       TypeError: an argument is traced or has no values, or, with several steps, the first result has another structure
@@ -81,7 +86,7 @@ def run_beside_shadow(fn: Callable[..., Any], args: tuple[Any, ...], steps: int)
 
     call = FlatCall(args, {})
     leaves = [leaf for leaf, is_array in zip(jax.tree.leaves(args), call.are_arrays, strict=True) if is_array]
-    program = jax.make_jaxpr(call.of_arrays(noted))(*leaves)
+    program = with_rounding(jax.make_jaxpr(call.of_arrays(noted))(*leaves), rounding)
     (names, carried) = structures
     if steps > 1 and not carried:
         raise TypeError("steps above 1 need a fn whose first result is like its first argument, as a train step's is")
@@ -182,6 +187,7 @@ class Examination:
       steps: number of runs.
       has_effects: True if it has effects outside of jax, such as printing.
       outputs: the floats among its last results, in float32.
+      rounding: how the device rounds the float32 operands of products; None if it does not.
     """
 
     evidence: Evidence
@@ -189,17 +195,19 @@ class Examination:
     steps: int
     has_effects: bool
     outputs: Sequence[jax.Array] = ()
+    rounding: Rounding | None = None
 
 
-def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Examination:
+def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int, rounding: Rounding | None = None) -> Examination:
     """Returns the examination of a function; see `diagnose` for arguments and errors.
 
     Args:
       fn: a pure function.
       args: its arguments.
       steps: number of runs.
+      rounding: how a device rounds the float32 operands of products.
     """
-    run = run_beside_shadow(fn, args, steps)
+    run = run_beside_shadow(fn, args, steps, rounding)
     scale, dynamic = _loss_scale(args)
     arguments = {number: path_name(path) for number, (path, _) in enumerate(_arrays(args))}
     evidence = Evidence(
@@ -217,7 +225,7 @@ def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int) -> Examin
         loss_scale=scale,
         dynamic=dynamic,
     )
-    return Examination(evidence, problems_of(evidence), run.steps, run.has_effects, run.outputs)
+    return Examination(evidence, problems_of(evidence), run.steps, run.has_effects, run.outputs, rounding)
 
 
 def _subjects(run: Run, arguments: Mapping[int, str]) -> list[str]:

@@ -15,6 +15,7 @@ from jmp_train.policies.diagnosing.arithmetic import (
     is_measured,
     magnitude_of_terms,
     rounded,
+    rounding_of,
 )
 from jmp_train.policies.diagnosing.measures import (
     Elementwise,
@@ -115,7 +116,8 @@ def run_both(equation: Any, inputs: list[Pair]) -> list[Pair]:
 
 
 def _loses(equation: Any) -> bool:
-    return any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))
+    is_half = any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))
+    return is_half or rounding_of(equation) is not None
 
 
 def _ran(equation: Any, inputs: list[Pair], results: list[Pair], local: list[Any] | None, terms: Any) -> Ran:

@@ -10,7 +10,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import HALVES, PRODUCTS, TORCH_CUDA, AutocastRules, Rule, replace_arguments
-from jmp_train.policies.diagnosing.arithmetic import SUMS
+from jmp_train.policies.diagnosing.arithmetic import SUMS, rounding_of
 from jmp_train.policies.diagnosing.descriptions import function_called, is_of_graphs
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_float, is_low
@@ -109,7 +109,8 @@ def _operands(evidence: Evidence, row: int, *, shared: bool) -> set[int]:
 def _is_half(evidence: Evidence, row: int) -> bool:
     """Returns whether an operation takes or returns numbers in lower precision, as products with float32 results do."""
     found = evidence.rows[row]
-    return is_low(found.dtype) or (found.primitive in PRODUCTS and any(map(is_low, found.dtypes_in)))
+    is_rounded = rounding_of(evidence.sites[row].equation) is not None
+    return is_rounded or is_low(found.dtype) or (found.primitive in PRODUCTS and any(map(is_low, found.dtypes_in)))
 
 
 def _together(evidence: Evidence, rows: Sequence[int], advice: str) -> Remedy:
@@ -153,7 +154,9 @@ def float32_argument(path: str, dtype: str, *, is_parameter: bool, is_whole: boo
     ways = [f'policy="autocast_{dtype}", which casts nothing before it is used'] if dtype in HALVES else []
     if is_parameter:
         leaf = re.escape(path.removeprefix("0/").removeprefix("params/"))
-        ways.append(f'jt.policy_by_path({{"{leaf}$": "float32"}}, default=policy)')
+        ways.append(
+            f'jt.policy_by_path({{"{leaf}$": "float32"}}, default=policy), with precision="highest" in products'
+        )
     else:
         ways.append(f"jt.apply_policy(model, policy) on the model alone, in a loss_fn that reads {path!r} as it is")
     integers = "pass it as integers, or " if is_whole else ""

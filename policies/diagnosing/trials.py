@@ -78,7 +78,7 @@ def examine_by_rules(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which the user was told of the function as it is
         try:
-            return examine(by_rules, args, first.steps)
+            return examine(by_rules, args, first.steps, first.rounding)
         except Exception:  # noqa: BLE001  # code that has dtypes of its own need not run by rules
             return None
 

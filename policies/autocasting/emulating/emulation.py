@@ -17,14 +17,21 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.custom_derivatives import multiplies
 from jmp_train.policies.autocasting.decisions import Step, integers_fit, literals_fit, settle, steps_of
 from jmp_train.policies.autocasting.emulating.rounded_operations import Bit, both, either, rounded, rounded_operation
 from jmp_train.policies.autocasting.higher_order import ENTERED, scan_counts
 from jmp_train.policies.autocasting.interpreter import as_traced
 from jmp_train.policies.autocasting.literal_bounds import result_bounds
 from jmp_train.policies.autocasting.opaque import OpaqueCall
-from jmp_train.policies.autocasting.primitives import ARITHMETIC, PLACEMENT, TRANSCENDENTAL, opened
+from jmp_train.policies.autocasting.primitives import (
+    ARITHMETIC,
+    PLACEMENT,
+    PRODUCTS,
+    TRANSCENDENTAL,
+    in_float32,
+    multiplies,
+    opened,
+)
 from jmp_train.policies.autocasting.region import Region, join
 from jmp_train.policies.autocasting.rules import MOSTLY_HALF, AutocastRules
 from jmp_train.policies.autocasting.source_lines import address_of
@@ -214,11 +221,13 @@ def _computed(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[
 
 
 def _in_float32(equation: Any) -> dict[str, Any]:
-    """Returns the parameters of an operation with float32 in place of half types."""
-    return {
-        name: FLOAT32 if name == "preferred_element_type" and value is not None and eligible(value) else value
-        for name, value in equation.params.items()
+    """Returns the parameters of an operation with float32 in place of half types, with exact products."""
+    name, params = equation.primitive.name, equation.params
+    params = {
+        key: FLOAT32 if key == "preferred_element_type" and value is not None and eligible(value) else value
+        for key, value in params.items()
     }
+    return in_float32(name, params, "float32") if name in PRODUCTS else params
 
 
 def _kept(equation: Any, inputs: list[Emulated]) -> list[Emulated]:
