@@ -136,7 +136,7 @@ def _in_float32(
     """Runs a whole function in float32, with products by the rule of the decision, and records the reason."""
     atoms = zip(inputs, equation.invars, strict=True)
     outputs = None
-    if decision.rule in FLOAT32_RULES:
+    if decision.rule in FLOAT32_RULES and decision.equation.params.get("precision") is None:
         by_rule = dataclasses.replace(region.unlogged(), rules=AutocastRules(), forced=decision.rule, memory={})
         outputs = custom_vjp(by_rule, equation, inputs)
     results = (

@@ -5,6 +5,7 @@ from the operands.
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -153,8 +154,11 @@ def is_entered(region: Region, step: Step, inputs: list[Value]) -> bool:
     dtypes = [*map(traced_dtype, step.equation.invars), *(value.dtype for value in inputs)]
     if any(dtype in HALVES for dtype in dtypes):  # gradients store half values as half; they are upcast within
         return True
-    bodies = programs_in(step.equation)  # their products have no precision of their own
-    return any(region.remembered("multiplies", body, lambda body=body: multiplies(body)) for body in bodies)
+    if region.word_of(step.equation)[0] == "tf32":
+        return False
+    bodies = programs_in(step.equation)  # whose products must get a precision
+    find = functools.partial(multiplies, by_default=True)
+    return any(region.remembered("multiplies", body, functools.partial(find, body)) for body in bodies)
 
 
 def _is_square(equation: JaxprEqn) -> bool:

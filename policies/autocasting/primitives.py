@@ -43,9 +43,18 @@ def body_of(call: Any) -> Any:
     return opened(call.params[CALLS[call.primitive.name]])
 
 
-def multiplies(jaxpr: Any) -> bool:
-    """Returns whether a program, or a program within it, has a matrix product or a convolution."""
-    return any(e.primitive.name in PRODUCTS or any(map(multiplies, programs_in(e))) for e in opened(jaxpr).eqns)
+def multiplies(jaxpr: Any, *, by_default: bool = False) -> bool:
+    """Returns whether a program, or a program within it, has a matrix product or a convolution.
+
+    Args:
+      jaxpr: the program.
+      by_default: True to count only products that request no precision.
+    """
+    return any(
+        (e.primitive.name in PRODUCTS and not (by_default and e.params["precision"] is not None))
+        or any(multiplies(body, by_default=by_default) for body in programs_in(e))
+        for e in opened(jaxpr).eqns
+    )
 
 
 def precisions_of(equation: Any) -> tuple[Any, ...]:

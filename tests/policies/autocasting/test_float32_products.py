@@ -1,11 +1,13 @@
 """float32 said by a rule is float32 on every device: such products and their gradients have precision=HIGHEST."""
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -131,14 +133,15 @@ def test_float32_by_a_rule_is_highest_in_both_passes(way: str) -> None:
 def test_so_are_products_that_the_tables_keep_in_float32() -> None:
     half = jnp.sin(X)
     whole = jnp.arange(2049, 2065).reshape(4, 4)
-    for fn, args in (
+    cases: list[tuple[Callable[..., Any], tuple[jax.Array, ...]]] = [
         (lambda x, w: jnp.vdot(x, w), (X, half)),
         (lambda x, w: jnp.einsum("bi,bi->b", x, x), (X, half)),
         (lambda w: whole.astype(jnp.float32) @ w, (half,)),
         (lambda w: jnp.einsum("i,j->ij", jnp.arange(4096.0), w), (X[0],)),
         (lambda x: jnp.cov(x), (X,)),
         (jnp.linalg.pinv, (X,)),
-    ):
+    ]
+    for fn, args in cases:
         found = precisions(jt.autocast(fn), *args)
         assert found, fn
         assert set(found) == {HIGHEST}, (fn, found)
@@ -174,8 +177,22 @@ def test_the_equation_and_jaxs_configuration_come_first() -> None:
         jt.autocast(product),  # half
         WAYS["paths"](product, "tf32"),
         jt.autocast_as("float32")(product),  # outside of regions
+        WAYS["functions"](product, "tf32"),
     ):
         assert precisions(gradients(plain), X, X) == [None] * 3
+
+
+def test_what_multiplies_exactly_by_itself_stays_as_it_is() -> None:
+    @jax.custom_vjp
+    def exact(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.matmul(x, w, precision="highest")
+
+    exact.defvjp(lambda x, w: (exact(x, w), w), lambda w, g: (jnp.matmul(g, w.T, precision="highest"), g))
+    jitted = jax.jit(lambda x, w: jnp.matmul(x, w, precision="highest"))
+    for fn in (exact, jitted):
+        rules = jt.TORCH_CUDA.replace(primitives={"dot_general": "float32", "jit": "float32"})
+        names = [e.primitive.name for e in jax.make_jaxpr(jt.autocast(fn, rules=rules))(X, X).eqns]
+        assert names[-1] == ("jit" if fn is jitted else "custom_vjp_call")
 
 
 @pytest.mark.parametrize(
@@ -212,3 +229,22 @@ def test_a_report_says_which_one_runs() -> None:
         assert rules(WAYS["autocast_as"](product, "float32")) == ["tf32"]
     with jax.default_matmul_precision("highest"):
         assert rules(jt.autocast(product)) == ["float32"]
+
+
+@pytest.mark.parametrize(
+    ("bits", "parts", "products", "error"),
+    [(7, 3, 6, -24), (10, 2, 3, -21), (7, 2, 3, -15), (10, 1, 1, -10), (7, 1, 1, -7)],
+)
+def test_the_errors_that_the_docs_name(bits: int, parts: int, products: int, error: int) -> None:
+    def split(x: np.ndarray) -> list[np.ndarray]:
+        found = []
+        for _ in range(parts):
+            mantissa, exponent = np.frexp(x)
+            found.append(np.ldexp(np.round(np.ldexp(mantissa, bits + 1)), exponent - bits - 1))
+            x = x - found[-1]
+        return found
+
+    x, y = np.random.default_rng(0).normal(size=(2, 4096)).astype(np.float32).astype(np.float64)
+    pairs = sorted(itertools.product(range(parts), repeat=2), key=sum)[:products]  # the largest
+    result = sum(split(x)[i] * split(y)[j] for i, j in pairs)
+    assert error - 1.5 < np.log2(np.abs(result / (x * y) - 1).max()) < error + 0.5
