@@ -28,7 +28,7 @@ class OperationReport:
       source: file and line of the innermost code outside of jax.
       dtypes_in: the dtypes of its operands.
       dtypes_out: the dtypes of its results.
-      rule: "lower", "float32", "promote", "demote", "keep" or "fp8".
+      rule: a `Rule`; for products in float32, the one that has their precision.
       reason: the reason for the rule.
       flops: the number of floating-point operations, in all iterations of a `scan` together.
       elements: the number of elements of its results, in the same iterations.

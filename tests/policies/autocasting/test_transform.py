@@ -205,7 +205,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "path": (lambda: AutocastRules(paths=NO_PATTERN), ValueError, r"paths: '\(' is not a regular expression"),
     "operation": (lambda: AutocastRules(operations=NO_PATTERN), ValueError, r"operations: '\(' is not a regular expr"),
-    "autocast_as": (lambda: autocast_as("promote"), ValueError, "rule='promote' must be 'lower', 'keep', or one of bf16_x3, bf16_x6"),
+    "autocast_as": (
+        lambda: autocast_as("promote"),
+        ValueError,
+        "rule='promote' must be 'lower', 'keep', or one of bf16_x3, bf16_x6",
+    ),
 }
 
 
