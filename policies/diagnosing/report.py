@@ -41,7 +41,7 @@ class NumericsReport:
       collapsed: path of an argument's leaf -> the loss of its values when they are cast, see `check_casts`.
       steps: number of runs of the function.
       explanation: the cause of non-finite results: a state that was lost before, or the operation with the first
-        non-finite value; empty if all results are finite.
+        non-finite value; and how the device of the diagnosis rounds products. Empty if there is neither.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
