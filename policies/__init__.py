@@ -72,6 +72,7 @@ from jmp_train.policies.loss_scaling.torch_scaler import loss_scale_to_torch as 
 from jmp_train.policies.optimizers.adopted_state import adopt_opt_state as adopt_opt_state
 from jmp_train.policies.optimizers.kahan import KahanState as KahanState
 from jmp_train.policies.optimizers.kahan import compensated_params as compensated_params
+from jmp_train.policies.optimizers.kahan import set_compensated_params as set_compensated_params
 from jmp_train.policies.optimizers.kahan import with_kahan as with_kahan
 from jmp_train.policies.optimizers.loss_scaled import count_zero_gradients as count_zero_gradients
 from jmp_train.policies.optimizers.loss_scaled import with_loss_scale as with_loss_scale

@@ -1,31 +1,39 @@
-"""`with_kahan`: parameters in half precision with a compensation in 16 or 8 bits, instead of master weights.
+"""`with_kahan`: parameters in half precision, each with the rest of its float32 value in 16 or 8 bits.
 
-The rounding error of a parameter is stored next to it, itself rounded, and added to the next update. It is at most half
-of the distance between the parameter and the next number. So 8 bits need no scale: they count 256ths of that
-distance.
+A bfloat16 is the upper half of a float32. Its lower half, stored next to it, makes the pair the float32 itself. A
+float16 has other exponents, so its rest counts fractions of the distance to the next float16. A rest in 8 bits does so
+for both.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.typing import DTypeLike
 
+from jmp_train.policies.optimizers.compensations import compensated, fits, is_compensated, no_compensation, stored
+from jmp_train.policies.optimizers.loss_scaled_state import scaled_states
+from jmp_train.policies.optimizers.stochastic_rounding import check_rounding
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
     StoringOptimizer,
     StoringState,
     as_transformation,
-    difference,
     next_params,
     refuse_stored,
     storing_optimizer,
 )
-from jmp_train.policies.pytrees import is_float_array, named_leaves, only_state, refuse_overwritten, upcast_to_float32
+from jmp_train.policies.pytrees import (
+    named_leaves,
+    only_state,
+    refuse_overwritten,
+    select_tree,
+    upcast_to_float32,
+    with_states,
+)
+from jmp_train.policies.quantizing import fold_in_each, split_in_two
 from jmp_train.policies.types import Grads, Params, PyTree
 
 
@@ -33,49 +41,64 @@ class KahanState(NamedTuple):
     """State of `with_kahan`.
 
     Attributes:
-      compensation: a tree like the parameters, with the term to add for a more exact value: in the parameter's dtype,
-        or in int8 as 256ths of its distance from the next number; a zero for float32 parameters.
+      compensation: a tree like the parameters. uint16: the lower half of a float32 whose upper half, rounded, is the
+        bfloat16 parameter. int16 or int8: the rest in 2**15ths or 256ths of the parameter's distance from the next
+        number. bfloat16 or float16: the rest. A zero for float32 parameters.
       inner_state: the wrapped optimizer's state.
+      key: the jax random key of the next step's rounding, of int8 with `rounding="stochastic"`; otherwise None.
 
     Example:
       >>> import jax.numpy as jnp, optax
       >>> with_kahan(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.bfloat16)}).compensation["w"]
-      Array([0, 0], dtype=bfloat16)
+      Array([0, 0], dtype=uint16)
     """
 
     compensation: Any
     inner_state: Any
+    key: Any = None
 
 
 StoringState.register(KahanState)
 
 
 def with_kahan(
-    optimizer: optax.GradientTransformation | optax.MultiSteps, *, compensation_dtype: DTypeLike | None = None
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    compensation_dtype: DTypeLike | None = None,
+    rounding: str = "stochastic",
+    key: jax.Array | None = None,
 ) -> StoringOptimizer:
-    """Returns an optimizer that stores half-precision parameters with their rounding errors, also in half precision.
+    """Returns an optimizer that stores half-precision parameters with the rest of their float32 values.
 
-    It goes outermost, in place of `with_master_weights`. The optimizer sees the sum of parameter and compensation
-    in float32. The new sum is rounded to the parameter, and the remainder to the compensation. The sum has
-    about 17 significant bits in bfloat16, for 4 bytes per parameter instead of 6. In float16 it has about 22 bits;
-    parameters below about 1e-3 have fewer, because float16 ends at 6e-8. `optax.apply_updates` and `train_step` return
-    bitwise the same parameters; a skipped step changes none.
+    It goes outermost, in place of `with_master_weights`. The optimizer sees and updates float32 parameters. The stored
+    parameter is the half-precision number nearest to the float32 one, and the compensation holds the rest:
 
-    A compensation in int8 takes 3 bytes per parameter, for 16 significant bits, or 19 in float16, also for small
-    parameters.
+    - None, 4 bytes per parameter: for bfloat16 as uint16, the pair is the float32 number, as with master weights in 6
+      bytes. For float16 as int16, it is the float32 number from 2**-16 up, and a multiple of 2**-39 below.
+    - "int8", 3 bytes: 16 significant bits for bfloat16, or 19 for float16. Smaller updates, of less than 2**-16 or
+      2**-19 of the parameter, are right on average if they are rounded stochastically. To the nearest, they are lost.
+    - "bfloat16" or "float16", the dtype of the parameters, 4 bytes, as in torchdistx: updates of less than 2**-17 of a
+      bfloat16 parameter are lost, or 2**-23 of a float16 one. It is for runs that began so.
+
+    A skipped step changes no parameter and no state. `optax.apply_updates` returns bitwise the parameters of
+    `train_step`. With None, there is one exception: after a step in which a parameter decreases more than 2**13-fold,
+    they agree to one part in 2**23 of its old value.
 
     Args:
       optimizer: any optax optimizer, including `with_loss_scale`.
-      compensation_dtype: dtype of the compensation: "int8", or None for the parameter's own.
+      compensation_dtype: dtype of the compensation: None, "int8", "bfloat16" or "float16".
+      rounding: of "int8": "stochastic", or "nearest".
+      key: a jax random key for "int8" with "stochastic", the same on all devices; None for `jax.random.key(0)`.
 
     Returns:
       An optimizer whose state is a `KahanState`, and whose `update` needs the parameters.
 
     Raises:
-      TypeError: `optimizer` is not an optax optimizer; at `init`, parameters have flax's fp8 scales among them.
-      ValueError: `compensation_dtype` is unsupported; at `init`, no parameter is in bfloat16 or float16, or the
-        optimizer has master weights or rounds stochastically; when called, `update` gets no parameters, or parameters
-        in other dtypes than at `init`.
+      TypeError: `optimizer` is not an optax optimizer, or `key` not a random key; at `init`, parameters have flax's fp8
+        scales among them.
+      ValueError: `compensation_dtype` or `rounding` is unsupported; at `init`, no parameter is in bfloat16 or float16,
+        or the optimizer has master weights or rounds stochastically; when called, `update` gets no parameters, or
+        parameters in other dtypes than at `init`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -92,20 +115,25 @@ def with_kahan(
     https://arxiv.org/abs/2602.23349, which counts 254ths; 256ths are added without rounding.
     """
     inner = as_transformation(optimizer)
-    if compensation_dtype is not None and compensation_dtype not in ("int8", jnp.int8):
-        raise ValueError(f"compensation_dtype={compensation_dtype!r} must be 'int8', or None for the parameters' own")
+    dtype = _name_of(compensation_dtype)
+    check_rounding(rounding, key)
+    if key is not None and dtype != "int8":
+        raise ValueError("key is only for compensation_dtype='int8'")
 
     def init(params: Params) -> KahanState:
         refuse_overwritten(params)
-        if not any(map(_is_compensated, jax.tree_util.tree_leaves(params))):
+        if not any(map(is_compensated, jax.tree_util.tree_leaves(params))):
             raise ValueError(
                 "with_kahan: no parameter is in bfloat16 or float16; cast the parameters before init: "
                 "TrainState.create(cast(params), optimizer), without cast_params"
             )
         inner_state = inner.init(upcast_to_float32(params))
         refuse_stored(inner_state)
-        none = functools.partial(_no_compensation, dtype=compensation_dtype)
-        return KahanState(jax.tree_util.tree_map(none, params), inner_state)
+        compensation = jax.tree_util.tree_map(lambda x: no_compensation(x, dtype), params)
+        _check_dtypes(params, compensation)
+        if dtype != "int8" or rounding == "nearest":
+            return KahanState(compensation, inner_state)
+        return KahanState(compensation, inner_state, jax.random.key(0) if key is None else jnp.copy(key))
 
     def step(
         updates: Grads,
@@ -115,20 +143,26 @@ def with_kahan(
         **extra_args: object,
     ) -> tuple[Any, KahanState]:
         sums = _sums(params, state.compensation)
+        additions: list[Addition] = []
+        record = None if on_addition is None else additions.append
         new_sums, inner_state = next_params(
-            inner, upcast_to_float32(updates), state.inner_state, sums, on_addition, **extra_args
+            inner, upcast_to_float32(updates), state.inner_state, sums, record, **extra_args
         )
-        leaves, tree = jax.tree_util.tree_flatten(params)
-        trees = (sums, new_sums, state.compensation)
-        pairs = [_stored(*each) for each in zip(leaves, *map(tree.flatten_up_to, trees), strict=True)]
-        new_params, compensation = (tree.unflatten(part) for part in zip(*pairs, strict=True))
-        return new_params, KahanState(compensation, inner_state)
+        next_key, step_key = (None, None) if state.key is None else split_in_two(state.key)
+        for _, scaled in scaled_states(inner_state):
+            next_key = select_tree(scaled.last_taken, next_key, state.key)
+        new_params, compensation = _each_stored(params, sums, new_sums, state.compensation, step_key)
+        if on_addition is not None:
+            # Nearest rounding loses updates; stochastic rounding keeps them on average.
+            kept = new_sums if state.key is not None else _sums(new_params, compensation)
+            on_addition(additions[0]._replace(new_params=kept))
+        return new_params, KahanState(compensation, inner_state, next_key)
 
     return storing_optimizer(init, step)
 
 
 def compensated_params(params: Params, opt_state: PyTree) -> Any:
-    """Returns parameters with their compensation added, in float32, to save and export.
+    """Returns the float32 parameters that the optimizer sees, to save and export.
 
     Args:
       params: the stored parameters.
@@ -146,60 +180,65 @@ def compensated_params(params: Params, opt_state: PyTree) -> Any:
       >>> compensated_params(params, with_kahan(optax.sgd(0.1)).init(params))["w"]
       Array([1., 1.], dtype=float32)
     """
-    state = only_state(opt_state, KahanState, "compensation", "compensations", "with_kahan")
-    return _sums(params, state.compensation)
+    return _sums(params, _only_state(opt_state).compensation)
 
 
-def _is_compensated(x: object) -> bool:
-    return is_float_array(x) and x.dtype in (jnp.bfloat16, jnp.float16)
+def set_compensated_params(params: Params, opt_state: PyTree, weights: Params) -> tuple[Any, Any]:
+    """Returns stored parameters and an optimizer state for float32 parameters, the inverse of `compensated_params`.
+
+    Args:
+      params: the stored parameters; only their dtypes count.
+      opt_state: a state with one `KahanState` in it, in any nesting of optax's combinators.
+      weights: a tree like the parameters, in any floating dtypes, such as float32 parameters or master weights.
+
+    Raises:
+      ValueError: there is no `KahanState`, there are several, or it belongs to other parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> optimizer, weights = with_kahan(optax.adam(1e-3)), {"w": jnp.array([0.1, 0.2])}
+      >>> params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
+      >>> params, state = set_compensated_params(params, optimizer.init(params), weights)
+      >>> compensated_params(params, state)["w"]
+      Array([0.1, 0.2], dtype=float32)
+    """
+    old = _only_state(opt_state).compensation
+    sums = _sums(params, old)
+    new_sums = jax.tree_util.tree_map(lambda like, x: jnp.asarray(x, like.dtype), sums, weights)
+    new_params, compensation = _each_stored(params, sums, new_sums, old, None)
+    return new_params, with_states(opt_state, KahanState, lambda state: state._replace(compensation=compensation))
 
 
-def _no_compensation(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-    return jnp.zeros_like(x, dtype) if _is_compensated(x) else jnp.zeros((), jnp.result_type(x))
+def _name_of(dtype: DTypeLike | None) -> str | None:
+    try:
+        name = None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name not in (None, "int8", "bfloat16", "float16"):
+        raise ValueError(
+            f"compensation_dtype={dtype!r} must be 'int8', 'bfloat16' or 'float16', or None for the whole float32 value"
+        )
+    return name
+
+
+def _only_state(opt_state: PyTree) -> KahanState:
+    return only_state(opt_state, KahanState, "compensation", "compensations", "with_kahan")
 
 
 def _sums(params: Params, compensation: PyTree) -> Any:
     _check_dtypes(params, compensation)
-    return jax.tree_util.tree_map(_sum, params, compensation)
+    return jax.tree_util.tree_map(compensated, params, compensation)
 
 
-def _sum(x: jax.Array, compensation: jax.Array) -> jax.Array:
-    if not _is_compensated(x):
-        return x
-    rest = compensation.astype(jnp.float32)
-    return x.astype(jnp.float32) + (rest * _unit(x) if compensation.dtype == jnp.int8 else rest)
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    """Returns the unit of an int8 compensation: a 256th of the distance from a number to the next larger one.
-
-    It is a power of two, so float32 multiplies and divides by it exactly, and represents the sum.
-    """
-    magnitude = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & jnp.uint32(0x7F800000)
-    unit = lax.bitcast_convert_type(magnitude, jnp.float32) * float(jnp.finfo(x.dtype).eps) / 256
-    # At least the distance between float16's subnormal numbers, and a number whose inverse float32 represents.
-    least = float(jnp.finfo(x.dtype).smallest_subnormal) / 256
-    return jnp.maximum(unit, max(least, 2.0**-126))
-
-
-def _stored(
-    old: jax.Array, old_sum: jax.Array, new_sum: jax.Array, compensation: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns a parameter and its compensation after a step."""
-    if not _is_compensated(old):
-        return new_sum, compensation
-    # The parameter is the result of apply_updates, whose float32 update can lose bits of small numbers. The
-    # compensation contains these bits too.
-    update = difference(new_sum.astype(old.dtype), old)
-    # Without the barrier a compiler may remove the rounding, and with it the compensation.
-    new = lax.optimization_barrier((old.astype(jnp.float32) + update).astype(old.dtype))
-    rest = new_sum - new.astype(jnp.float32)
-    rest = jnp.where(jnp.isfinite(rest), rest, 0)
-    if compensation.dtype == jnp.int8:
-        rest = jnp.clip(jnp.round(rest / _unit(new)), -128, 127)
-    rest = rest.astype(compensation.dtype)
-    same = lax.bitcast_convert_type(new_sum, jnp.uint32) == lax.bitcast_convert_type(old_sum, jnp.uint32)
-    return jnp.where(same, old, new), jnp.where(same, compensation, rest)
+def _each_stored(
+    params: Params, sums: Params, new_sums: Params, compensation: PyTree, key: jax.Array | None
+) -> tuple[Any, Any]:
+    leaves, tree = jax.tree_util.tree_flatten(params)
+    keys = [None] * len(leaves) if key is None else list(fold_in_each(key, range(len(leaves))))
+    trees = map(tree.flatten_up_to, (sums, new_sums, compensation))
+    pairs = [stored(*each) for each in zip(leaves, *trees, keys, strict=True)]
+    new_params, new_compensation = (tree.unflatten(part) for part in zip(*pairs, strict=True))
+    return new_params, new_compensation
 
 
 def _check_dtypes(params: Params, compensation: PyTree) -> None:
@@ -209,7 +248,7 @@ def _check_dtypes(params: Params, compensation: PyTree) -> None:
     wrong = [
         f"{path!r} is {x.dtype.name}, its compensation {rest.dtype.name}"
         for (path, x), rest in zip(named_leaves(params), jax.tree_util.tree_leaves(compensation), strict=True)
-        if rest.dtype not in ((x.dtype, jnp.int8) if _is_compensated(x) else (x.dtype,))
+        if not fits(x, rest)
     ]
     if wrong:
         raise ValueError(

@@ -21,7 +21,7 @@ from jmp_train.policies.optimizers.state_rules import (
     with_blocks,
     with_blocks_as_in,
 )
-from jmp_train.policies.optimizers.stochastic_rounding import check_key
+from jmp_train.policies.optimizers.stochastic_rounding import check_rounding
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
     ParamsOptimizer,
@@ -125,7 +125,7 @@ def with_state_dtypes(
     """
     inner = as_transformation(optimizer)
     rules = StateRules.of(dtypes, block_size, min_size)
-    _check_rounding(rounding, key)
+    check_rounding(rounding, key)
     # These handle dtypes themselves, and know how parameters are stored.
     sees_to_dtypes = isinstance(inner, ParamsOptimizer)
 
@@ -193,15 +193,6 @@ def decode_opt_state(opt_state: PyTree) -> Any:
         return upcast_to_float32(change_nodes(decode_opt_state(inner_state), BlockQuantized, dequantize))
 
     return change_nodes(opt_state, StateDtypesState, decoded)
-
-
-def _check_rounding(rounding: object, key: jax.Array | None) -> None:
-    if rounding not in ("stochastic", "nearest"):
-        raise ValueError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")
-    if key is not None:
-        if rounding == "nearest":
-            raise ValueError("key is only for rounding='stochastic'")
-        check_key(key)
 
 
 def _decoded(rules: StateRules, state: PyTree, owners: Owners) -> Any:

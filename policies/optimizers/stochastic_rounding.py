@@ -154,6 +154,16 @@ def check_key(key: jax.Array) -> None:
         raise TypeError(f"key must be a jax random key, such as jax.random.key(0), got {key!r}")
 
 
+def check_rounding(rounding: object, key: jax.Array | None) -> None:
+    """Raises an error if an argument is neither "stochastic" with or without a key, nor "nearest" without."""
+    if rounding not in ("stochastic", "nearest"):
+        raise ValueError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")
+    if key is not None:
+        if rounding == "nearest":
+            raise ValueError("key is only for rounding='stochastic'")
+        check_key(key)
+
+
 def _check_dtypes(params: Params) -> None:
     others = [
         f"{path!r} is {x.dtype.name}"

@@ -16,3 +16,4 @@ from jmp_train.policies.quantizing.dynamic_codes import dynamic_code as dynamic_
 from jmp_train.policies.quantizing.rounding import fold_in_each as fold_in_each
 from jmp_train.policies.quantizing.rounding import round_to as round_to
 from jmp_train.policies.quantizing.rounding import split_in_two as split_in_two
+from jmp_train.policies.quantizing.rounding import uniform as uniform

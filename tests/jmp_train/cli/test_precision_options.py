@@ -211,7 +211,7 @@ def test_a_run_keeps_its_state_so(parameters: str, kind: type[Any] | None, folde
     assert kept.inner_state is not None
     if kind is KahanState:
         compensation = jax.tree.leaves(state.opt_state.compensation)[0]
-        assert compensation.dtype == (jnp.int8 if parameters == "kahan-int8" else jnp.bfloat16)
+        assert compensation.dtype == (jnp.int8 if parameters == "kahan-int8" else jnp.uint16)
     assert prepared.metadata["run"]["state_dtypes"] == ["mu=int8"]
     assert prepared.metadata["run"]["parameters"] == parameters
     assert "fp8" not in prepared.metadata["run"]
