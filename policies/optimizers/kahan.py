@@ -204,7 +204,7 @@ def set_compensated_params(params: Params, opt_state: PyTree, weights: Params) -
     """
     old = _only_state(opt_state).compensation
     sums = _sums(params, old)
-    new_sums = jax.tree_util.tree_map(lambda like, x: jnp.asarray(x, like.dtype), sums, weights)
+    new_sums = jax.tree_util.tree_map(lambda like, x: jnp.array(x, like.dtype), sums, weights)
     new_params, compensation = _each_stored(params, sums, new_sums, old, None)
     return new_params, with_states(opt_state, KahanState, lambda state: state._replace(compensation=compensation))
 
