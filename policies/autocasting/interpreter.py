@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from jmp_train.policies.autocasting.fp8 import fp8_dot
 from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
     COMPUTED,
+    DERIVED_IN_FLOAT32,
     PRODUCTS,
     TRANSCENDENTAL,
     bind,
@@ -40,7 +42,9 @@ from jmp_train.policies.autocasting.primitives import (
     in_float32,
     opened,
     product_rule,
+    saving,
 )
+from jmp_train.policies.autocasting.readers import readers_of
 from jmp_train.policies.autocasting.region import Region
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES
 from jmp_train.policies.autocasting.source_lines import source_of
@@ -67,6 +71,8 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
     constants = map(region.constant, getattr(jaxpr, "consts", ()))
     environment: dict[Any, Value] = dict(zip(program.constvars, constants, strict=True))
     environment.update(zip(program.invars, values, strict=True))
+    read_again = readers_of(region, program).read_again
+    _note_readers(environment, read_again)
 
     def read(atom: Var | Literal) -> Value:
         return literal(atom) if isinstance(atom, jex.Literal) else environment[atom]
@@ -88,8 +94,16 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
                             _note(region, step, inputs, outputs)
                         if equation.primitive.name in ARITHMETIC:
                             outputs = [_saved(region, step, outputs[0], inputs)]
-                environment.update(zip(equation.outvars, outputs, strict=True))
+                found = dict(zip(equation.outvars, outputs, strict=True))
+                _note_readers(found, read_again)
+                environment.update(found)
     return [read(atom) for atom in program.outvars]
+
+
+def _note_readers(values: dict[Any, Value], read_again: frozenset[Any]) -> None:
+    """Marks the values of variables that are read more than once."""
+    for variable in read_again.intersection(values):
+        values[variable].shared = True
 
 
 def _at_line_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
@@ -157,15 +171,17 @@ def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
         return [Value(float32_product(equation.primitive, halves, equation.params), product=True)]
     if name == "convert_element_type":
         return [_converted(equation, inputs[0], keeps_float32=rule == "float32")]
-    arrays = [value.array for value in inputs]
     params = _params(equation, next((d for d in dtypes if d is not None), None))
     params = _precise(region, step, params) if name in PRODUCTS else params
     upcast = any(x.dtype == half and not x.weak and d == FLOAT32 for x, d in zip(inputs, dtypes, strict=True))
     if name in TRANSCENDENTAL and dtypes == [FLOAT32] and inputs[0].addends is not None:
-        return [_recomputed(lambda add: equation.primitive.bind(add(), **params), inputs[0].addends)]
+        add, addends = inputs[0].addends
+        return [_recomputed(lambda *arrays: equation.primitive.bind(add(*arrays), **params), addends)]
     upcasting = functools.partial(_in_float32, equation, params)
     if name in _SAVES_ITS_INPUT | PRODUCTS and upcast:
-        return [_recomputed(upcasting, *arrays)]
+        return [_recomputed(upcasting, inputs)]
+    if half in dtypes and _derivative_leaves_half(equation, inputs, half):
+        return [_recomputed(lambda *arrays: cast(upcasting(*arrays), half), inputs)]
     if name in _READS_AGAIN and dtypes[0] == half and not inputs[0].weak:
         return [_read_again(equation, inputs, params, half)]
     if name in ARITHMETIC and half in dtypes and _spreads(equation, inputs):
@@ -173,7 +189,7 @@ def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
     cast_arrays = [x.array if dtype is None else x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
     outputs = _bind(equation, cast_arrays, inputs, params)
     if name in ("add", "sub") and upcast and _is_smaller(inputs, equation.outvars[0].aval.shape):
-        outputs[0].addends = jax.tree_util.Partial(upcasting, *arrays)
+        outputs[0].addends = upcasting, inputs
     return outputs
 
 
@@ -253,9 +269,30 @@ def _in_float32(equation: JaxprEqn, params: dict[str, Any], *arrays: jax.Array) 
     return bind_product(equation.primitive, upcast, params)
 
 
-def _recomputed(run: Callable[..., Any], *saved: Any) -> Value:
-    """Returns the result of `run`; the gradient stores only the arguments and recomputes everything else."""
-    return Value(jax.checkpoint(run, prevent_cse=False)(*saved))
+def _derivative_leaves_half(equation: Any, inputs: Sequence[Value], half: DTypeLike) -> bool:
+    """Returns whether jax's derivative rule has intermediate values that half cannot hold, though it holds the result.
+
+    The gradient of a quotient, for example, multiplies by the inverse square of the divisor.
+    """
+    name = equation.primitive.name
+    if name in ("reduce_max", "reduce_min"):  # the number of ties
+        candidates = math.prod(equation.invars[0].aval.shape) / max(1, math.prod(equation.outvars[0].aval.shape))
+        return candidates * float(jnp.finfo(half).eps) > 2
+    divides = name in ("div", "rem")
+    return name in DERIVED_IN_FLOAT32 and not inputs[1 if divides else 0].weak
+
+
+def _recomputed(run: Callable[..., Any], inputs: Sequence[Value]) -> Value:
+    """Returns the result of `run`; the gradient stores only the inputs and recomputes everything else.
+
+    Half inputs that others read too are read through one float32 value, so that the gradients of all readers are added
+    in float32: the gradient of a cross entropy is a small difference of two of them.
+    """
+    saved = [value.array for value in inputs]
+    if not any(value.shared and value.dtype in HALVES and not value.weak for value in inputs):
+        return Value(jax.checkpoint(run, prevent_cse=False)(*saved))
+    arrays = [value.to(FLOAT32) if value.dtype in HALVES and not value.weak else value.array for value in inputs]
+    return Value(saving(run, arrays, saved))
 
 
 def _read_again(equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike) -> Value:
@@ -276,15 +313,14 @@ def _spread(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half
     shape = equation.outvars[0].aval.shape
 
     def in_half(value: Value, array: jax.Array) -> Any:
-        if value.weak:
+        if value.weak and isinstance(value.array, np.ndarray | np.generic):
             return value.to(half)
-        if array.shape != shape:
+        if not value.weak and array.shape != shape:
             array = jnp.broadcast_to(array.astype(FLOAT32), shape)
         return array.astype(half)
 
     def run(*arrays: jax.Array) -> Any:
         return equation.primitive.bind(*map(in_half, inputs, arrays), **params)
 
-    arrays = [value.array for value in inputs]
     saves = equation.primitive.name in _SAVES_ITS_INPUT  # store the small operands, not the broadcast ones
-    return _recomputed(run, *arrays) if saves else Value(run(*arrays))
+    return _recomputed(run, inputs) if saves else Value(run(*(value.array for value in inputs)))

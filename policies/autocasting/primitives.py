@@ -79,6 +79,10 @@ LAYOUT = PLACEMENT | names(
 ADDITIONS = names("add sub neg add_any")  # their gradients need neither inputs nor result
 ARITHMETIC = ADDITIONS | {"mul", "div"}
 TRANSCENDENTAL, PRODUCTS = names(_TRANSCENDENTAL), names(_PRODUCTS)
+# The derivatives of these square, invert or subtract values, which leaves the range or the precision of half.
+DERIVED_IN_FLOAT32 = names(
+    "acos acosh asin asinh atan atan2 atanh cosh div erf erfc erf_inv exp2 expm1 integer_pow pow rem rsqrt sinh tan"
+)
 PICKS = names("gather dynamic_slice")
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}  # to the parameter that holds the body
 
@@ -191,6 +195,38 @@ def _float32_product(primitive: Primitive, params: tuple[tuple[str, Any], ...]) 
         return in_float32(x, y), functools.reduce(lax.add, half)
 
     return in_float32
+
+
+def saving(run: Callable[..., Any], arrays: Sequence[Any], saved: Sequence[Any]) -> Any:
+    """Returns `run(*arrays)`; gradients go to the arrays, and store `saved`.
+
+    Args:
+      run: a function of arrays that upcasts half arrays.
+      arrays: its arguments.
+      saved: the same values, each in float32 or half.
+    """
+    count = len(arrays)
+
+    @jax.custom_jvp
+    def call(*operands: Any) -> Any:
+        return run(*operands[:count])
+
+    @functools.partial(call.defjvp, symbolic_zeros=True)
+    def recomputed(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        moved = [i for i in range(count) if not _is_zero(tangents[i])]
+
+        def tangent(saved: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            operands = [cast(x, a.dtype) for x, a in zip(saved, primals, strict=False)]
+
+            def of_moved(*arrays: Any) -> Any:
+                return run(*(dict(zip(moved, arrays, strict=True)).get(i, x) for i, x in enumerate(operands)))
+
+            return jax.jvp(of_moved, [operands[i] for i in moved], tangents)[1]
+
+        run_again = jax.checkpoint(tangent, prevent_cse=False)
+        return call(*primals), run_again(primals[count:], [tangents[i] for i in moved])
+
+    return call(*arrays, *saved)
 
 
 def _is_zero(tangent: object) -> bool:

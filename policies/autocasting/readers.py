@@ -9,6 +9,7 @@ because a loss stores them.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,11 +44,13 @@ class Readers(NamedTuple):
       in_float32: variables that are read only in float32.
       in_half: variables that are read only in half, and not only by additions.
       only_add: variables that are only added, so that no gradient needs them.
+      read_again: variables that are read more than once.
     """
 
     in_float32: frozenset[Any]
     in_half: frozenset[Any]
     only_add: frozenset[Any]
+    read_again: frozenset[Any]
 
 
 def readers_of(region: Region, jaxpr: Jaxpr) -> Readers:
@@ -57,9 +60,17 @@ def readers_of(region: Region, jaxpr: Jaxpr) -> Readers:
         in_float32 = wanted(region, jaxpr, "float32", _INTO_FLOAT32)
         others = (e for e in jaxpr.eqns if e.primitive.name not in ADDITIONS)
         needed = frozenset(itertools.chain.from_iterable(map(variables_read, others)))
-        return Readers(in_float32, needed & wanted(region, jaxpr, "lower", _INTO_HALF), _only_added(region, jaxpr))
+        in_half = needed & wanted(region, jaxpr, "lower", _INTO_HALF)
+        return Readers(in_float32, in_half, _only_added(region, jaxpr), _read_again(jaxpr))
 
     return region.remembered(("readers", region.settings), jaxpr, find)
+
+
+def _read_again(jaxpr: Jaxpr) -> frozenset[Any]:
+    """Returns the variables that are read more than once."""
+    reads = itertools.chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
+    counts = Counter(atom for atom in reads if not isinstance(atom, jex.Literal))
+    return frozenset(variable for variable, count in counts.items() if count > 1)
 
 
 def wanted(

@@ -1,7 +1,7 @@
 """Values of a program under autocast: arrays, with facts about their origin."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ class Value:
       casts: the array in other dtypes, if the program computed the value.
       integers: the integers that it was computed from, if any.
       addends: the addition and its addends, if the value is a float32 sum that takes more memory than they do.
+      shared: True if the value is read more than once.
     """
 
     array: Any
@@ -43,7 +44,8 @@ class Value:
     scaled: bool = False
     casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
     integers: Integers | None = None
-    addends: jax.tree_util.Partial | None = None
+    addends: tuple[Callable[..., Any], "Sequence[Value]"] | None = None
+    shared: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -53,15 +55,15 @@ class Value:
     def to(self, dtype: DTypeLike) -> Any:
         """Returns the array in a dtype.
 
-        Arguments are cast for each use. XLA merges the casts, and the gradients of all uses are added in the dtype of
-        the argument. A sum in bfloat16 would lose the 257th of equal gradients.
+        Float32 arguments are cast for each use. XLA merges the casts, and the gradients of all uses are added in
+        float32. A sum in bfloat16 would lose the 257th of equal gradients.
         """
         if self.dtype == dtype:
             return self.array
         if isinstance(self.array, np.ndarray | np.generic):
             with np.errstate(over="ignore", invalid="ignore"):
                 return np.asarray(self.array).astype(dtype)
-        if self.origin is not None:
+        if self.origin is not None and self.dtype not in HALVES:
             return cast(self.array, dtype)
         if dtype not in self.casts:
             self.casts[dtype] = cast(self.array, dtype)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.primitives import LAYOUT, names, opened
+from jmp_train.policies.autocasting.primitives import DERIVED_IN_FLOAT32, LAYOUT, names, opened
 from jmp_train.policies.autocasting.values import FLOAT32, chosen, replaced
 
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
@@ -79,15 +79,19 @@ def rounded_operation(
     """
     if active is False:
         return _listed(run(*arrays))
-    operation = functools.partial(_evaluated, half=half)
+    program = jax.make_jaxpr(run)(*arrays)
+    in_float32 = all(equation.primitive.name in DERIVED_IN_FLOAT32 for equation in program.jaxpr.eqns)
+
+    def operation(program: Any, arrays: Sequence[Any], active: Bit) -> list[Any]:
+        results = _evaluated(program, arrays, half=half, active=False if in_float32 else active)
+        return [rounded(x, half, active) for x in results] if in_float32 else results
 
     def operands(active: Bit, arrays: Sequence[Any]) -> list[Any]:
         return [rounded(x, half, active) for x in arrays]
 
     @jax.custom_jvp
     def emulated(active: jax.Array, *arrays: jax.Array) -> list[Any]:
-        program = jax.make_jaxpr(run)(*arrays)
-        return operation(program, operands(active, arrays), active=False if wide else active)
+        return operation(program, operands(active, arrays), False if wide else active)
 
     @functools.partial(emulated.defjvp, symbolic_zeros=True)
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -102,8 +106,7 @@ def rounded_operation(
             return jax.jvp(of_moving, tuple(chosen(arrays, moves)), tuple(dots))[1]
 
         inputs = operands(active, arrays), operands(active, chosen(dots, moves))
-        program = jax.make_jaxpr(along)(*inputs)
-        found = operation(program, jax.tree.leaves(inputs), active=active)
+        found = operation(jax.make_jaxpr(along)(*inputs), jax.tree.leaves(inputs), active)
         return results, [_like(result, dot) for result, dot in zip(results, found, strict=True)]
 
     return emulated(jnp.asarray(active), *arrays)
@@ -115,24 +118,8 @@ def _logistic(x: jax.Array, params: dict[str, Any], step: Callable[[jax.Array], 
     return step(lax.div(one, step(lax.add(one, step(lax.exp(lax.neg(x)))))))
 
 
-def _integer_pow(x: jax.Array, params: dict[str, Any], step: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    power, left = None, abs(params["y"])
-    while left:
-        if left & 1:
-            power = x if power is None else step(lax.mul(power, x))
-        left >>= 1
-        x = step(lax.mul(x, x)) if left else x
-    power = lax.full_like(x, 1) if power is None else power
-    return step(lax.div(lax.full_like(x, 1), power)) if params["y"] < 0 else power
-
-
-def _exp2(x: jax.Array, params: dict[str, Any], step: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    del params
-    return step(lax.exp(step(lax.mul(x, step(lax.full_like(x, np.log(2)))))))
-
-
 # Operations that jax or XLA expands into several, each of which rounds.
-_EXPANDED = {"logistic": _logistic, "integer_pow": _integer_pow, "exp2": _exp2}
+_EXPANDED = {"logistic": _logistic}
 
 
 def _listed(results: Any) -> list[Any]:
