@@ -221,10 +221,8 @@ SYMMETRIC = ("gcn", "appnp", "sg", "tag", "tag expanding", "cheb", "cheb expandi
 AS_THEY_ARE = ("weight", "root", "comp")  # matrices that are no torch.nn.Linear's
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", PAIRS)
-def test_equal_to_pytorch_geometric(name: str) -> None:
-    layer, theirs, their_names = PAIRS[name](rngs=nnx.Rngs(0))
+def with_random_weights(layer: Any, theirs: Any, their_names: Names) -> Any:
+    """Returns the layer with random parameters, and gives the same ones to theirs."""
     names = dict(their_names)
     definition, state = nnx.split(layer)
     random = np.random.default_rng(1)
@@ -240,11 +238,19 @@ def test_equal_to_pytorch_geometric(name: str) -> None:
             their_state[key] = torch.tensor(part.reshape(their_state[key].shape))
     theirs.load_state_dict(their_state)
     assert not names
+    return nnx.merge(definition, nnx.from_flat_state(flat))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PAIRS)
+def test_equal_to_pytorch_geometric(name: str) -> None:
+    layer, theirs, their_names = PAIRS[name](rngs=nnx.Rngs(0))
+    layer = with_random_weights(layer, theirs, their_names)
     senders, receivers = edges(name)
-    features = random.normal(size=(NODES, IN)).astype(np.float32)
+    features = np.random.default_rng(3).normal(size=(NODES, IN)).astype(np.float32)
     graph = graphs.from_edges(senders, receivers, NODES)
     of_edges, their_edges = extras(name, graph)
-    mine = nnx.merge(definition, nnx.from_flat_state(flat))(graph, jnp.asarray(features), *of_edges)
+    mine = layer(graph, jnp.asarray(features), *of_edges)
     with torch.no_grad():
         wanted = theirs(torch.tensor(features), torch.tensor(np.stack([senders, receivers])), *their_edges)
     if name.startswith("gatv2"):
@@ -253,6 +259,65 @@ def test_equal_to_pytorch_geometric(name: str) -> None:
     difference = np.abs(found - wanted).max() / np.abs(wanted).max()
     print(f"{name}: {difference:.2g}")
     assert difference < 1e-5
+
+
+LINEAR: Names = {"weight": "lin.weight", "bias": "lin.bias"}
+# Our layer without norm, theirs by default, the names, our norm of weights, and what becomes of self-loops.
+BY_DEFAULT: dict[str, Callable[[nnx.Rngs], tuple[Any, Any, Names, str, Callable[..., Any]]]] = {
+    "gcn": lambda rngs: (
+        graphs.GraphConv(IN, OUT, norm="none", rngs=rngs),
+        pyg.GCNConv(IN, OUT),
+        {"weight": "lin.weight", "bias": "bias"},
+        "in",
+        ONLY_MISSING,
+    ),
+    "sg": lambda rngs: (
+        graphs.SGConv(IN, OUT, 2, norm="none", rngs=rngs),
+        pyg.SGConv(IN, OUT, 2),
+        LINEAR,
+        "in",
+        ONLY_MISSING,
+    ),
+    "appnp": lambda rngs: (graphs.APPNPConv(4, 0.2, norm="none"), pyg.APPNP(4, 0.2), {}, "in", ONLY_MISSING),
+    "tag": lambda rngs: (
+        graphs.TAGConv(IN, OUT, 3, norm="none", rngs=rngs),
+        pyg.TAGConv(IN, OUT, 3),
+        {"weight": [f"lins.{i}.weight" for i in range(4)], "bias": "bias"},
+        "in",
+        lambda graph: graph,
+    ),
+    "cheb, symmetric": lambda rngs: (
+        graphs.ChebConv(IN, OUT, 3, norm="none", rngs=rngs),
+        pyg.ChebConv(IN, OUT, 3),
+        {"weight": [f"lins.{i}.weight" for i in range(3)], "bias": "bias"},
+        "both",
+        graphs.remove_self_loop,
+    ),
+}
+ONLY_MISSING = functools.partial(graphs.add_self_loop, only_missing=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BY_DEFAULT)
+def test_their_defaults_with_edge_weights(name: str) -> None:
+    """The graph is directed, has one self-loop with a weight and a node without edges."""
+    layer, theirs, names, norm, prepare = BY_DEFAULT[name](nnx.Rngs(0))
+    layer = with_random_weights(layer, theirs, names)
+    random = np.random.default_rng(0)
+    senders, receivers = random.integers(0, NODES - 1, (2, 200))
+    is_kept = senders != receivers
+    senders, receivers = np.append(senders[is_kept], 4), np.append(receivers[is_kept], 4)
+    weights = random.uniform(0.5, 2, len(senders)).astype(np.float32)
+    if "symmetric" in name:
+        senders, receivers = np.append(senders, receivers), np.append(receivers, senders)
+        weights = np.append(weights, weights)
+    graph = prepare(graphs.from_edges(senders, receivers, NODES, edges={"w": weights}))
+    features = random.normal(size=(NODES, IN)).astype(np.float32)
+    mine = layer(graph, jnp.asarray(features), graphs.edge_weight_norm(graph, graph.edges["w"], norm=norm))
+    with torch.no_grad():
+        edge_index = torch.tensor(np.stack([senders, receivers]))
+        wanted = theirs(torch.tensor(features), edge_index, torch.tensor(weights))
+    np.testing.assert_allclose(mine, wanted.numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")
