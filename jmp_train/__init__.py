@@ -83,6 +83,7 @@ from jmp_train.steps import TrainState as TrainState
 from jmp_train.steps import nnx_value_and_grad as nnx_value_and_grad
 from jmp_train.steps import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.steps import stateless as stateless
+from jmp_train.steps import weighted as weighted
 from jmp_train.steps import train_step as train_step
 from jmp_train.task import Task as Task
 from jmp_train.tuning import tune as tune

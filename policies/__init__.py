@@ -103,6 +103,7 @@ from jmp_train.policies.pytrees.finite import LeafReport as LeafReport
 from jmp_train.policies.pytrees.finite import all_finite as all_finite
 from jmp_train.policies.pytrees.finite import nonfinite_report as nonfinite_report
 from jmp_train.policies.pytrees.finite import select_tree as select_tree
+from jmp_train.policies.pytrees.finite import stays_finite as stays_finite
 from jmp_train.policies.types import Grads as Grads
 from jmp_train.policies.types import OptState as OptState
 from jmp_train.policies.types import Params as Params

@@ -31,6 +31,7 @@ from jmp_train.steps import (
     StepGradients,
     TrainState,
     TrainStep,
+    weighed,
 )
 from jmp_train.types import Batch, ModelState
 
@@ -139,9 +140,10 @@ def gradients_over_devices(parallel: TrainStep, mesh: Mesh, axis: str, dimension
     def of_device(
         loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
     ) -> tuple[StepGradients, Any]:
-        *unreduced, grads = local(loss_scale, params, model_state, batch, rng)
+        loss, model_state, aux, grads = local(loss_scale, params, model_state, batch, rng)
+        loss, aux, grads = weighed(loss, aux, grads, (axis,))
         grads = scatter_gradients(grads, dimensions, axis, parallel.reduce_dtype)
-        loss, model_state, aux = mean_over_axes(unreduced, (axis,))
+        loss, model_state, aux = mean_over_axes((loss, model_state, aux), (axis,))
         averaged = jax.tree.map(lambda x: x if is_inexact(x) else None, aux)
         rows = jax.tree.map(lambda x: None if is_inexact(x) else jnp.asarray(x)[None], aux)
         return StepGradients(loss, model_state, averaged, grads), rows

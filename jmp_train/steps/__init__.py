@@ -36,6 +36,9 @@ from jmp_train.steps.train_state import TrainState as TrainState
 from jmp_train.steps.update import Update as Update
 from jmp_train.steps.update import apply_gradients as apply_gradients
 from jmp_train.steps.update import evaluation as evaluation
+from jmp_train.steps.weighted_losses import Weighted as Weighted
+from jmp_train.steps.weighted_losses import weighed as weighed
+from jmp_train.steps.weighted_losses import weighted as weighted
 from jmp_train.types import Batch as Batch
 from jmp_train.types import Metrics as Metrics
 from jmp_train.types import ModelState as ModelState

@@ -32,6 +32,7 @@ from jmp_train.policies.pytrees import (
     vary_like,
 )
 from jmp_train.steps.batch_parts import check_divides, in_parts, unstacked, with_shares, without_shares
+from jmp_train.steps.weighted_losses import Weighted, divisor, times, weighed
 from jmp_train.types import Batch, ModelState
 
 # loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux)); users write more specific types
@@ -87,7 +88,8 @@ def accumulated(gradients: GradientFunction, count: int) -> GradientFunction:
     """Returns a gradient function that splits its batch into micro-batches and averages their gradients.
 
     The micro-batches run one after another, share one loss scale, and pass the model state on. Each scales its
-    fraction of the loss, so that half-precision gradients are as small as those of the whole batch.
+    fraction of the loss, so that half-precision gradients are as small as those of the whole batch. A loss from
+    `weighted` is averaged over what all micro-batches count.
 
     Args:
       gradients: gradient function of one micro-batch.
@@ -129,11 +131,18 @@ def accumulated(gradients: GradientFunction, count: int) -> GradientFunction:
             (state, total), (part, rng) = carry, inputs
             part = unstacked(with_shares(part, batch), count)
             loss, state, aux, grads = gradients(scale_of_part, params, state, part, rng)
+            if isinstance(aux, Weighted):
+                loss, grads = (times(divisor(aux.weight), x) for x in (loss, grads))
             total = map_overwritten(jnp.maximum, jnp.add, total, grads)
             return (vary_like(model_state, state), total), (loss / count, aux)
 
         (state, grads), (losses, aux) = lax.scan(add_part, (model_state, zeros), (in_parts(split, count), rngs))
-        return StepGradients(losses.sum(), state, aux, grads)
+        loss = losses.sum()
+        if isinstance(aux, Weighted):
+            weight = aux.weight.sum()
+            loss, grads = (times(count / divisor(weight), x) for x in (loss, grads))
+            aux = Weighted(aux.aux, weight)
+        return StepGradients(loss, state, aux, grads)
 
     return over_parts
 
@@ -248,6 +257,7 @@ def averaged(gradients: GradientFunction, axis_names: Sequence[str], reduce_dtyp
 
     def over_devices(*call: Any) -> StepGradients:
         loss, model_state, aux, grads = gradients(*call)
+        loss, aux, grads = weighed(loss, aux, grads, axis_names)
         grads = reduce_gradients(grads, axis_names, reduce_dtype)
         return StepGradients(*mean_over_axes((loss, model_state, aux), axis_names), grads)
 

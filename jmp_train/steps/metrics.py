@@ -25,6 +25,7 @@ from jmp_train.steps.gradient_functions import StepGradients, StepOptions
 from jmp_train.steps.train_state import TrainState
 from jmp_train.steps.update import Update
 from jmp_train.steps.watch_counts import Count, count_lost_updates, count_underflows, half_type_of
+from jmp_train.steps.weighted_losses import own_aux
 from jmp_train.types import Metrics
 
 WATCHES = ("lost_updates", "underflow")
@@ -144,13 +145,15 @@ def step_metrics(step: StepOptions, state: TrainState, result: StepGradients, up
     skipped = [scaled.skipped_steps for _, scaled in scaled_states(opt_state)]
     zeros = [found.zeros for _, found in find_nodes(opt_state, ZeroGradientsState)]
     has_rule = bool(find_nodes(opt_state, SkipRuleState))
+    state_finite = update.model_state_finite
     return {
         "loss": result.loss,
-        "aux": result.aux,
+        "aux": own_aux(result.aux),
         "grad_norm": optax.tree.norm(trained(update.grads)),
         "grads_finite": update.finite,
         "loss_scale": jnp.asarray(loss_scale_of(opt_state).loss_scale, jnp.float32),
         "skipped_steps": skipped[0] if skipped else jnp.zeros((), jnp.int32),
+        **({} if state_finite is None else {"model_state_finite": state_finite}),
         **({"num_zeros_in_grad": sum(zeros)} if zeros else {}),
         **({"skip_reason": reason_of_skip(update.finite, update.taken)} if has_rule else {}),
         **watch_metrics(step, state, result.grads, update.additions, update.taken),

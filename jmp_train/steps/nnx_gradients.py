@@ -11,7 +11,6 @@ from jmp_train.policies import PathPolicy, PyTree
 from jmp_train.policies.dtype_policies import FirstTrace, Policy, cast_arguments, mixed_dtypes_explained, named_policy
 from jmp_train.policies.loss_scaling import (
     LossScales,
-    NoOpLossScale,
     PerLossScale,
     loss_and_aux,
     unscale_and_check,
@@ -25,6 +24,7 @@ from jmp_train.policies.pytrees import (
     is_boxed,
     is_nnx_variable,
     is_random_state,
+    stays_finite,
 )
 from jmp_train.steps.gradients import at_least, check_loss_scale, float32_loss
 
@@ -43,7 +43,8 @@ def nnx_value_and_grad(
     The new function takes the loss scale first: `fn(loss_scale, model, *args, **kwargs)`. Its gradients are
     float32 and still scaled: pass them to an `nnx.Optimizer` of a `with_loss_scale`. If they are not finite,
     that optimizer skips the step, and everything else that `loss_fn` changed, such as batch statistics, is
-    restored, except random counts.
+    restored, except random counts. It is restored too if one of these numbers was finite and is not any more; with
+    finite gradients, the optimizer takes such a step.
 
     Args:
       loss_fn: `loss_fn(model, *args, **kwargs) -> loss`, a floating scalar, or `(loss, aux)`. Its changes to
@@ -125,8 +126,7 @@ def nnx_value_and_grad(
         (loss, aux), grads = pairs[0]
         if several:
             grads = tuple(grads for _, grads in pairs)
-        if not isinstance(loss_scale, NoOpLossScale):
-            before.restore_unless(unscale_and_check(loss_scale, grads, axis_names).finite)
+        before.restore_unless(unscale_and_check(loss_scale, grads, axis_names).finite, axis_names)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
@@ -173,8 +173,16 @@ class _State:
             elif _held(x, name) is not held:
                 _hold(x, name, held)
 
-    def restore_unless(self, finite: jax.Array) -> None:
-        """Restores all values except random state if the gradients were not finite."""
+    def restore_unless(self, finite: jax.Array, axis_names: Sequence[str]) -> None:
+        """Restores all values except random state if the gradients were not finite, or values no longer are."""
+        pairs = [
+            (held[...] if _is_ref(held) else _held(x, name), old)
+            for x, name, held, old in self._before
+            if not is_random_state(x)
+        ]
+        alike = [pair for pair in pairs if jax.tree.structure(pair[0]) == jax.tree.structure(pair[1])]
+        values_finite = stays_finite([new for new, _ in alike], [old for _, old in alike], axis_names)
+        finite = finite if values_finite is None else finite & values_finite
         for x, name, held, old in self._before:
             new = _held(x, name)
             if _is_ref(held):

@@ -42,7 +42,9 @@ def train_step(
 
     If the optimizer is a `with_loss_scale`, a step with non-finite gradients is skipped. Parameters, inner optimizer
     state and model state stay bitwise unchanged, the loss scale decreases, and the skip counters increase. `step` and
-    `rng` advance. A step that the optimizer's rule `skip` skips leaves the loss scale unchanged.
+    `rng` advance. A step that the optimizer's rule `skip` skips leaves the loss scale unchanged. If the gradients are
+    finite and a floating number of the model state becomes non-finite, the step is taken, and the whole old model state
+    stays, except for random keys.
 
     Args:
       loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, aux))`; `stateless` adapts simpler
@@ -54,7 +56,9 @@ def train_step(
         Line searches, as in `optax.lbfgs`, and `optax.contrib`'s `sophia` and `sam` also get the loss as a function of
         the parameters, unless the step runs on several devices.
       policy: the dtypes, or the name of a policy; None casts nothing.
-      accumulate_steps: number of micro-batches into which the batch is split; see `jmp_train.steps.accumulated`.
+      accumulate_steps: number of micro-batches into which the batch is split; see `jmp_train.steps.accumulated`. Their
+        losses and gradients are averaged, as those of devices are. If a loss counts tokens, and micro-batches have
+        different counts, `weighted` gives the mean over all of them.
       watch: the quantities to count in every step: "lost_updates" or "underflow"; see the metrics.
 
     Returns:
@@ -65,6 +69,8 @@ def train_step(
         * grads_finite: bool scalar, True if all gradients of this batch are finite;
         * loss_scale: float32 scalar, the scale of the next step; [losses] under a `PerLossScale`;
         * skipped_steps: int32 scalar, the number of steps skipped so far, including this one;
+        * model_state_finite: bool scalar, if the optimizer is a `with_loss_scale` and the model state has floating
+          arrays: False if this batch's model state overflowed and the old one stays;
         * skip_reason: int32 scalar, if the optimizer has a skip rule: 0 if the step was taken, 1 if it was skipped for
           non-finite gradients, 2 if the rule skipped it;
         * num_zeros_in_grad: int32 scalar, if the optimizer has a `count_zero_gradients`;
@@ -215,6 +221,7 @@ class TrainStep(StepOptions):
             result,
             next_rng,
             axis_names=self.all_axes,
+            model_axis_names=self.model_axis_names,
             evaluate=evaluation(gradients, state, batch, step_rng) if evaluates else None,
             with_additions="lost_updates" in self.watch,
         )

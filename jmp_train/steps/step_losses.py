@@ -26,6 +26,7 @@ from jmp_train.policies.pytrees import cast_like, is_float_array, path_name
 from jmp_train.steps.batch_parts import check_has_examples, unstacked
 from jmp_train.steps.gradient_functions import GradientFunction, LossFn, StepGradients
 from jmp_train.steps.gradients import float32_scalar, unwatched_value_and_grad
+from jmp_train.steps.weighted_losses import Weighted, own_aux
 from jmp_train.types import Batch, ModelState
 
 _STATELESS = (
@@ -128,7 +129,8 @@ def loss_gradients(
         value_and_grad = unwatched_value_and_grad(loss_of, policy, has_aux=True)
         (loss, (new_state, aux)), grads = value_and_grad(loss_scale, params, batch)
         if policy is not None:
-            aux = policy.default.cast_to_output(aux)
+            own = policy.default.cast_to_output(own_aux(aux))
+            aux = Weighted(own, aux.weight) if isinstance(aux, Weighted) else own  # weights stay float32
         _check_alike(new_state, model_state)
         return StepGradients(_total(loss), cast_like(new_state, model_state), aux, grads)
 

@@ -27,6 +27,7 @@ from jmp_train.policies.pytrees import (
     named_leaves,
     path_name,
     refuse_overwritten,
+    select_tree,
     trained,
     trained_gradients,
     with_overwritten,
@@ -253,10 +254,10 @@ class FlaxTrainState(_TrainStateOfFlax):
         new = super().apply_gradients(grads=grads, **kwargs)
         if not scaled_states(new.opt_state):
             return new
-        made = {name: getattr(new, name) for name in ("params", *kwargs)}
-        old = {name: getattr(self, name) for name in made}
+        made, old = ({name: getattr(state, name) for name in kwargs} for state in (new, self))
         kept = select_step(new.opt_state, made, jax.tree.map(_but_keys, made, old))
-        return new.replace(**kept)
+        taken = scaled_states(new.opt_state)[0][1].last_taken
+        return new.replace(params=select_tree(taken, new.params, self.params), **kept)
 
 
 def _but_keys(new: PyTree, old: PyTree) -> Any:

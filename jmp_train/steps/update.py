@@ -17,7 +17,14 @@ from jmp_train.policies.optimizers import (
     scaled_states,
     taken_by_rules,
 )
-from jmp_train.policies.pytrees import select_tree, trained, trained_gradients, with_overwritten
+from jmp_train.policies.pytrees import (
+    select_state_leaf,
+    select_tree,
+    stays_finite,
+    trained,
+    trained_gradients,
+    with_overwritten,
+)
 from jmp_train.steps.gradient_functions import GradientFunction, StepGradients
 from jmp_train.steps.train_state import TrainState
 from jmp_train.types import Batch
@@ -32,6 +39,8 @@ class Update(NamedTuple):
       finite: bool scalar, True if all gradients are finite, on all devices.
       taken: bool scalar, True if the optimizer took the step.
       additions: one `Addition` of the optimizer to the parameters, if requested; otherwise empty.
+      model_state_finite: bool scalar, False if the model state overflowed, so that the old one was kept; None without
+        a loss scale, and for a model state without floating arrays.
     """
 
     state: TrainState
@@ -39,6 +48,7 @@ class Update(NamedTuple):
     finite: jax.Array
     taken: jax.Array
     additions: tuple[Addition, ...]
+    model_state_finite: jax.Array | None = None
 
 
 def apply_gradients(
@@ -48,13 +58,14 @@ def apply_gradients(
     rng: jax.Array | None = None,
     *,
     axis_names: Sequence[str] = (),
+    model_axis_names: Sequence[str] = (),
     evaluate: Evaluate | None = None,
     with_additions: bool = False,
 ) -> Update:
     """Returns the next train state: unscales and checks the gradients, then takes or skips the step.
 
     If the optimizer is a `with_loss_scale`, a step with non-finite gradients leaves parameters, inner optimizer state
-    and model state bitwise unchanged.
+    and model state bitwise unchanged. If only the model state overflows, the step is taken with the old model state.
 
     Args:
       optimizer: the optimizer of `state.opt_state`.
@@ -62,6 +73,7 @@ def apply_gradients(
       result: the result of a gradient function, averaged over devices.
       rng: the random key of the next state, or None.
       axis_names: mesh axes whose devices take or skip the step together.
+      model_axis_names: those of them over which the model state is split, so that its overflow is seen on all.
       evaluate: the result of `evaluation`, for optimizers that evaluate the loss again.
       with_additions: True to return the optimizer's addition to the parameters.
 
@@ -87,11 +99,15 @@ def apply_gradients(
     params, opt_state = optimizer_step(optimizer, seen, finite, state.opt_state, old, on_addition, **extra)
     params = with_overwritten(params, unscaled)
     taken = taken_by_rules(finite, opt_state)
+    state_finite = None
     if scaled_states(opt_state):
         params = select_tree(taken, params, state.params)
-        model_state = select_tree(taken, model_state, state.model_state)
+        state_finite = stays_finite(model_state, state.model_state, model_axis_names)
+        model_state = jax.tree_util.tree_map_with_path(
+            lambda path, *pair: select_state_leaf(path, taken, state_finite, *pair), model_state, state.model_state
+        )
     after = TrainState(params, opt_state, model_state, rng, state.step + 1)
-    return Update(after, unscaled, finite, taken, tuple(additions))
+    return Update(after, unscaled, finite, taken, tuple(additions), state_finite)
 
 
 def evaluation(gradients: GradientFunction, state: TrainState, batch: Batch, rng: jax.Array | None) -> Evaluate:

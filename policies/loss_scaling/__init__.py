@@ -12,6 +12,7 @@ from jmp_train.policies.loss_scaling.loss_functions import AUTOCASTS_BY_AMP as A
 from jmp_train.policies.loss_scaling.loss_functions import CASTS_BY_AMP as CASTS_BY_AMP
 from jmp_train.policies.loss_scaling.loss_functions import check_is_stateless as check_is_stateless
 from jmp_train.policies.loss_scaling.loss_functions import check_takes_state as check_takes_state
+from jmp_train.policies.loss_scaling.loss_functions import is_stateless as is_stateless
 from jmp_train.policies.loss_scaling.loss_functions import loss_and_aux as loss_and_aux
 from jmp_train.policies.loss_scaling.loss_functions import only_losses as only_losses
 from jmp_train.policies.loss_scaling.loss_functions import refuse_pair as refuse_pair

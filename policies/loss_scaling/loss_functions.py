@@ -46,6 +46,11 @@ def check_is_stateless(loss_fn: object) -> None:
         raise TypeError(f"loss_fn takes {signature}; it must be a loss_fn(params, batch){hint}")
 
 
+def is_stateless(loss_fn: object) -> bool:
+    """Returns whether a loss function can take (params, batch)."""
+    return not _refused_signature(loss_fn, 2)
+
+
 def _refused_signature(fn: object, count: int) -> str:
     """Returns the signature of a function that cannot take `count` arguments; empty if it can, or is unknown."""
     if not callable(fn):

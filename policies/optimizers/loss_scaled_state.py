@@ -1,6 +1,7 @@
 """`LossScaledState`, the state of `with_loss_scale`, and functions that read it, replace it and follow its skips."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -26,7 +27,8 @@ from jmp_train.policies.pytrees import (
     named_leaves,
     only_state,
     path_name,
-    select_leaf,
+    select_state_leaf,
+    stays_finite,
     with_states,
 )
 from jmp_train.policies.types import PyTree
@@ -203,13 +205,17 @@ def _check_shape(path: KeyPath, new: ArrayLike, old: jax.Array) -> None:
         )
 
 
-def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
-    """Returns `new` if the optimizer's last step was taken and `old` if it was skipped.
+def select_step(opt_state: PyTree, new: Tree, old: Tree, *, axis_names: Sequence[str] = ()) -> Tree:
+    """Returns `new` if the optimizer's last step was taken and nothing in it overflowed, otherwise `old`.
 
     `with_loss_scale` keeps parameters and optimizer state in a skipped step. It does not see the
     values that the forward pass updates: batch statistics, an average of the parameters, the state of an
     equinox or nnx model, which an overflow may have filled with inf. A user-defined step passes
     them here, all in one tree; `train_step` does so for its model state.
+
+    They may overflow even if all gradients are finite. If a number that was finite is not finite in `new`, the step
+    stays taken, and the whole tree is `old` except for random keys (arrays of uint32 count as keys).
+    `jmp_train.policies.stays_finite(new, old)` is False then.
 
     Args:
       opt_state: the state from the optimizer's `update`, with one `LossScaledState` in any
@@ -217,6 +223,7 @@ def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
       new: pytree after the step. Leaves that are not arrays or numbers, such as functions,
         are taken from here.
       old: pytree of the same structure, shapes and dtypes, from before the step.
+      axis_names: axes of an enclosing `shard_map` or `pmap` whose devices keep `old` together.
 
     Returns:
       A tree like `new`.
@@ -243,11 +250,13 @@ def select_step(opt_state: PyTree, new: Tree, old: Tree) -> Tree:
     if trees[0] != trees[1]:
         raise ValueError(f"new and old must have the same structure, got new:\n  {trees[0]}\nand old:\n  {trees[1]}")
 
+    finite = stays_finite(new, old, axis_names)
+
     def select(path: KeyPath, x: object, y: object) -> Any:
         is_number = isinstance(x, int | float | complex) and not isinstance(x, np.generic)
         if x is y or (is_number and type(x) is type(y) and x == y):
             return x  # for example a setting of the model, which stays a Python number
-        return select_leaf(path, taken, x, y)
+        return select_state_leaf(path, taken, finite, x, y)
 
     return jax.tree_util.tree_map_with_path(select, new, old)
 

@@ -25,7 +25,9 @@ from jmp_train.policies.pytrees.finite import all_finite as all_finite
 from jmp_train.policies.pytrees.finite import boolean_scalar as boolean_scalar
 from jmp_train.policies.pytrees.finite import is_inexact as is_inexact
 from jmp_train.policies.pytrees.finite import select_leaf as select_leaf
+from jmp_train.policies.pytrees.finite import select_state_leaf as select_state_leaf
 from jmp_train.policies.pytrees.finite import select_tree as select_tree
+from jmp_train.policies.pytrees.finite import stays_finite as stays_finite
 from jmp_train.policies.pytrees.nnx_casting import cast_for_call as cast_for_call
 from jmp_train.policies.pytrees.nnx_casting import cast_results as cast_results
 from jmp_train.policies.pytrees.nnx_objects import Search as Search

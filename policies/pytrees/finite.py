@@ -11,7 +11,7 @@ from jax import lax
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from jmp_train.policies.pytrees.casting import at_least_float32
+from jmp_train.policies.pytrees.casting import at_least_float32, is_inexact_array, is_key_or_data
 from jmp_train.policies.pytrees.collectives import check_axis_names, sum_over_axes
 from jmp_train.policies.pytrees.paths import named_leaves, path_name
 from jmp_train.policies.types import PyTree
@@ -49,11 +49,37 @@ def all_finite(tree: PyTree, axis_names: Sequence[str] = ()) -> jax.Array:
     """
     check_axis_names(axis_names)
     tests = [jnp.all(jnp.isfinite(x)) for x in jax.tree_util.tree_leaves(tree) if is_inexact(x)]
-    finite = functools.reduce(jnp.logical_and, tests) if tests else jnp.array(True)
-    if not axis_names:
-        return finite
-    bad_devices = sum_over_axes((~finite).astype(jnp.int32), axis_names)
-    return bad_devices == 0
+    return on_all_devices(functools.reduce(jnp.logical_and, tests) if tests else jnp.array(True), axis_names)
+
+
+def stays_finite(new: PyTree, old: PyTree, axis_names: Sequence[str] = ()) -> jax.Array | None:
+    """Returns whether every number that was finite still is, on every device of the given mesh axes.
+
+    Args:
+      new: pytree after a step.
+      old: pytree of the same structure, from before the step. Numbers that are not finite in it may stay so.
+      axis_names: see `all_finite`.
+
+    Returns:
+      A boolean scalar array, or None if the trees have no floating or complex arrays.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> stays_finite({"mean": jnp.array([1.0, jnp.inf])}, {"mean": jnp.zeros(2)})
+      Array(False, dtype=bool)
+    """
+    pairs = zip(jax.tree_util.tree_leaves(new), jax.tree_util.tree_leaves(old), strict=True)
+    tests = [
+        jnp.all(jnp.isfinite(x) | ~jnp.isfinite(y))
+        for x, y in pairs
+        if x is not y and is_inexact_array(x) and is_inexact_array(y) and x.shape == y.shape
+    ]
+    return on_all_devices(functools.reduce(jnp.logical_and, tests), axis_names) if tests else None
+
+
+def on_all_devices(finite: jax.Array, axis_names: Sequence[str]) -> jax.Array:
+    """Returns whether a verdict is True on every device of the given mesh axes; without axes, the verdict."""
+    return sum_over_axes((~finite).astype(jnp.int32), axis_names) == 0 if axis_names else finite
 
 
 def boolean_scalar(x: ArrayLike) -> Any:
@@ -103,6 +129,19 @@ def select_leaf(path: KeyPath, pred: ArrayLike, x: object, y: object) -> Any:
             f"leaf {path_name(path) or '(root)'!r} is {_describe(x)} in one tree and {_describe(y)} in the other"
         )
     return lax.select(pred, x, y)
+
+
+def select_state_leaf(path: KeyPath, taken: jax.Array, finite: jax.Array | None, x: object, y: object) -> Any:
+    """Returns `x` if the step was taken and its state stays finite, otherwise `y`; random keys follow the step only.
+
+    Args:
+      path: the leaf's path, for errors.
+      taken: boolean scalar, whether the step was taken.
+      finite: the result of `stays_finite` for the whole tree.
+      x: the new leaf.
+      y: the old leaf.
+    """
+    return select_leaf(path, taken if finite is None or is_key_or_data(x) else taken & finite, x, y)
 
 
 def _describe(x: jax.Array) -> str:

@@ -175,12 +175,6 @@ def test_a_skipped_step_leaves_all_state_and_training_goes_on(policy: str) -> No
     assert np.mean(losses[-4:]) < 0.7 * np.mean(losses[:4])
 
 
-def test_without_a_loss_scale_nothing_is_skipped() -> None:
-    model = net()
-    jt.nnx_value_and_grad(loss_fn)(jt.NoOpLossScale(), model, jnp.full_like(X, jnp.inf))
-    assert not np.all(np.isfinite(model.norm.mean[...]))
-
-
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="loss_scale must be a LossScale, got a Net"):
         jt.nnx_value_and_grad(loss_fn)(net(), X)

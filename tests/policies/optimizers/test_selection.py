@@ -92,7 +92,7 @@ def test_an_equinox_model_and_its_state(finite: bool) -> None:
     index: Any = model.norm.batch_state_index
     counters = jax.tree.map(lambda x: x + jnp.asarray(1, x.dtype), state.get(index))
     new_state = jax.tree.map(lambda x: x, state).set(index, counters)  # of a copy: `set` ends a state
-    new = eqx.tree_at(lambda m: m.norm.weight, model, jnp.full(2, jnp.inf))
+    new = eqx.tree_at(lambda m: m.norm.weight, model, jnp.full(2, 7.0))
     chosen, chosen_state = jt.select_step(after_step(finite=finite), (new, new_state), (model, state))
     assert_bitwise_equal(chosen.norm.weight, new.norm.weight if finite else model.norm.weight)
     assert (chosen.activation, chosen.rate) == (jax.nn.relu, 0.25)
