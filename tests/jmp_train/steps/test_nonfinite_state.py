@@ -136,7 +136,7 @@ def test_own_steps_keep_batch_statistics() -> None:
         finite = jt.policies.stays_finite(stats, state.batch_stats)
         return new, jt.select_step(new.opt_state, (stats, 1), (state.batch_stats, 0)), finite
 
-    state = State.create(apply_fn=None, tx=optimizer(), **Tracked().init(jax.random.key(0), X))
+    state: Any = State.create(apply_fn=None, tx=optimizer(), **Tracked().init(jax.random.key(0), X))
     for x, stored in ((X, True), (LARGE, False)):
         new, (stats, number), finite = flax_step(state, x)
         assert bool(new.opt_state.last_taken)
@@ -144,7 +144,7 @@ def test_own_steps_keep_batch_statistics() -> None:
         assert (bool(finite), int(number)) == (stored, stored)
         assert_bitwise_equal(new.batch_stats, stats)
         assert np.isfinite(stats["squares"]).all()
-        assert np.array_equal(stats["squares"], np.asarray(state.batch_stats["squares"])) != stored
+        assert np.array_equal(stats["squares"], state.batch_stats["squares"]) != stored
         state = new
 
 
