@@ -81,6 +81,7 @@ from jmp_train.policies import with_stochastic_rounding as with_stochastic_round
 from jmp_train.steps import FlaxTrainState as FlaxTrainState
 from jmp_train.steps import TrainState as TrainState
 from jmp_train.steps import nnx_value_and_grad as nnx_value_and_grad
+from jmp_train.steps import scaled_grad as scaled_grad
 from jmp_train.steps import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.steps import stateless as stateless
 from jmp_train.steps import weighted as weighted

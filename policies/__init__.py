@@ -24,6 +24,7 @@ from jmp_train.policies.autocasting import Float8CurrentScaling as Float8Current
 from jmp_train.policies.autocasting import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies.autocasting import Fp8Scales as Fp8Scales
 from jmp_train.policies.autocasting import Fp8State as Fp8State
+from jmp_train.policies.autocasting import InnerGradientWarning as InnerGradientWarning
 from jmp_train.policies.autocasting import MXFP8BlockScaling as MXFP8BlockScaling
 from jmp_train.policies.autocasting import OperationReport as OperationReport
 from jmp_train.policies.autocasting import UnmetRulesWarning as UnmetRulesWarning

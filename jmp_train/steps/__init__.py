@@ -21,6 +21,7 @@ from jmp_train.steps.gradient_functions import accumulated as accumulated
 from jmp_train.steps.gradient_functions import over_axes as over_axes
 from jmp_train.steps.gradients import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.steps.gradients import unwatched_value_and_grad as unwatched_value_and_grad
+from jmp_train.steps.inner_gradients import scaled_grad as scaled_grad
 from jmp_train.steps.metrics import WATCHES as WATCHES
 from jmp_train.steps.metrics import step_metrics as step_metrics
 from jmp_train.steps.nnx_gradients import nnx_value_and_grad as nnx_value_and_grad

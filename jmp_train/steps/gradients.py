@@ -62,6 +62,7 @@ def scaled_value_and_grad(
 
     Warns:
       Float32ProductsWarning: on the first call or trace, which traces `loss_fn` once more.
+      InnerGradientWarning: `loss_fn` takes a gradient, which runs in float16; `scaled_grad` scales it.
       CpuConvolutionWarning: the loss has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
 
     Example:

@@ -66,6 +66,7 @@ def nnx_value_and_grad(
 
     Warns:
       Float32ProductsWarning: on the first call or trace, which traces `loss_fn` once more.
+      InnerGradientWarning: `loss_fn` takes a gradient, which runs in float16; `scaled_grad` scales it.
 
     Example:
       >>> import jax.numpy as jnp

@@ -20,6 +20,8 @@ from jmp_train.policies.autocasting.fp8 import fp8_state as fp8_state
 from jmp_train.policies.autocasting.fp8 import scales_of as scales_of
 from jmp_train.policies.autocasting.fp8 import with_magnitudes as with_magnitudes
 from jmp_train.policies.autocasting.higher_order import scan_counts as scan_counts
+from jmp_train.policies.autocasting.inner_gradients import InnerGradientWarning as InnerGradientWarning
+from jmp_train.policies.autocasting.inner_gradients import warn_of_inner_gradients as warn_of_inner_gradients
 from jmp_train.policies.autocasting.opaque import float32_dot_general as float32_dot_general
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
 from jmp_train.policies.autocasting.operations import OperationReport as OperationReport

@@ -43,6 +43,16 @@ def is_of_users(file: str) -> bool:
     return not file.startswith((_JAX, _OURS, "<frozen", *_LIBRARIES))
 
 
+def is_of_jax(file: str) -> bool:
+    """Returns whether a file belongs to jax."""
+    return file.startswith(_JAX)
+
+
+def is_of_package(file: str) -> bool:
+    """Returns whether a file belongs to this package."""
+    return file.startswith(os.path.dirname(_OURS))
+
+
 def lines_of(equations: Sequence[Any]) -> Iterator[tuple[str, bool]]:
     """Yields the source lines of an equation, the innermost first, and whether each is in an installed package.
 

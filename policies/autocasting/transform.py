@@ -13,7 +13,9 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScaling, Recipe, fp8_scales, given_scales
 from jmp_train.policies.autocasting.higher_order import ENTERED
+from jmp_train.policies.autocasting.inner_gradients import warn_of_inner_gradients
 from jmp_train.policies.autocasting.interpreter import interpret
+from jmp_train.policies.autocasting.primitives import PRODUCTS
 from jmp_train.policies.autocasting.product_warnings import all_equations, warn_of_convolutions, warn_of_unreached
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, TORCH_CUDA, AutocastRules, Rule
@@ -63,6 +65,7 @@ def autocast(
     Warns:
       Float32ProductsWarning: when first called or traced, more than a tenth of the flops of products are complex, or in
         operations that autocast cannot enter.
+      InnerGradientWarning: when first called or traced, `fn` takes a gradient in float16; `scaled_grad` scales it.
       UnmetRulesWarning: when first called or traced, entries of `rules` apply to no operation of `fn`.
       CpuConvolutionWarning: `fn` has bfloat16 convolutions that this jaxlib may compute wrong on CPUs.
 
@@ -118,6 +121,8 @@ class _Run:
         self.seen = True
         warn_of_unmet(region.rules, programs)
         warn_of_unreached(log, region.half)
+        lowered = (d for d in log if d.equation.primitive.name in PRODUCTS and str(region.half) in d.dtypes_in)
+        warn_of_inner_gradients(((*d.callers, d.equation) for d in lowered), region.half, "autocast")
         return result
 
 

@@ -19,6 +19,7 @@ from jmp_train.policies.autocasting import (
     share_text,
     user_line_of,
     warn_of_convolutions,
+    warn_of_inner_gradients,
     warn_user,
 )
 from jmp_train.policies.dtype_policies.collapsed_values import check_narrowed, warn_of_collapse
@@ -126,7 +127,7 @@ class FirstTrace:
         names: Sequence[str] | None = None,
         mode: str | None = None,
     ) -> None:
-        """Warns of float32 products and of bfloat16 convolutions; takes the arguments of `operations_under`.
+        """Warns of float32 products, inner gradients and bfloat16 convolutions; takes arguments of `operations_under`.
 
         `mode` is the AMP mode of the policy, if there is one.
         """
@@ -142,6 +143,8 @@ class FirstTrace:
         warn_of_convolutions(operation.equation for operation in operations)
         if policy is not None and computes_in_half(policy):
             warn_of_float32(operations, policy, mode)
+            half = [operation.equations for operation in operations if operation.is_product and operation.in_half]
+            warn_of_inner_gradients(half, _half_name(policy), f"the policy {_text(policy)}")
 
 
 def _convolves(policy: Policy | PathPolicy | None) -> bool:

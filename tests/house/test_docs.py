@@ -80,10 +80,10 @@ def test_every_public_name_has_a_docstring_with_an_example(name: str) -> None:
             assert re.search(rf"^  \*{{0,2}}{parameter}: ", text, re.MULTILINE), parameter
 
 
-def test_the_top_level_has_at_most_80_names() -> None:
+def test_the_top_level_has_at_most_82_names() -> None:
     lazy = set(jmp_train._LAZY) | {"plan"}
     imported = re.findall(r"^from [\w.]+ import (\w+) as \1$", Path(jmp_train.__file__).read_text(), re.MULTILINE)
-    assert len(lazy | set(imported)) <= 80
+    assert len(lazy | set(imported)) <= 82
 
 
 def test_the_readme_example_is_short() -> None:
