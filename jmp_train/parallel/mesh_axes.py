@@ -42,10 +42,20 @@ def surrounding(mesh: Mesh) -> Any:
     return context if context.manual_axes else automatic(mesh)
 
 
+def check_axis(axis: object) -> None:
+    """Raises TypeError if an axis is not a name, for example if it is shardings that were passed by position."""
+    if not isinstance(axis, str):
+        raise TypeError(
+            f"axis must be the name of a mesh axis, got a {type(axis).__name__}; pass shardings by name: "
+            "sharded_step(step, mesh, shardings=shardings)"
+        )
+
+
 def axis_size(mesh: Mesh, axis: str) -> int:
     """Returns the number of devices along a mesh axis; raises TypeError or ValueError if there is no such axis."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    check_axis(axis)
     if axis not in mesh.shape:
         known = ", ".join(map(repr, mesh.axis_names))
         raise ValueError(f"axis={axis!r} is not one of the mesh's: {known}")

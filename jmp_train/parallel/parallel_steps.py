@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jmp_train.parallel.mesh_axes import (
     automatic,
     axis_size,
+    check_axis,
     check_same_state,
     has_integers,
     on_automatic_axes,
@@ -143,6 +144,7 @@ def pmap_step(
       >>> float(state.params)
       -2.0
     """
+    check_axis(axis)
     parallel = _checked_step(step).with_axes(axis)
     mesh = Mesh(np.array(jax.local_devices() if devices is None else devices), (axis,))
     everywhere, apart = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))

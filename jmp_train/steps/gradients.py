@@ -39,8 +39,8 @@ def scaled_value_and_grad(
     The new function takes the loss scale first: `fn(loss_scale, params, *args, **kwargs)`. It casts
     the parameters and the other arguments to the compute dtype, multiplies the loss by the scale in
     float32 and differentiates. The gradients are float32 and still scaled: pass them to `with_loss_scale`, or
-    compute `loss_scale.unscale(grads)`. Use it for steps with two optimizers or several losses.
-    `train_step` is built on it.
+    compute `loss_scale.unscale(grads)`, also before you log their norm. Use it for steps with two optimizers or
+    several losses. `train_step` is built on it.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, a floating scalar, or `(loss, aux)`.

@@ -89,7 +89,7 @@ def step_costs(traced: jax.stages.Traced, state: TrainState) -> StepCosts:
     if not isinstance(state, TrainState):
         raise TypeError(
             f"state must be a TrainState, got {type(state).__name__}; for a step with another state, use "
-            "explain_policy(step, 'float32', state, batch)"
+            "explain_policy(step, None, state, batch)"
         )
     program = traced.jaxpr
     operations = traced_operations(program, [None] * len(program.jaxpr.invars))

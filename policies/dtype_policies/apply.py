@@ -115,14 +115,14 @@ class PolicyReport(OperationsReport):
 
 
 def explain_policy(
-    fn: Callable[..., Any], policy: Policy | PathPolicy | str, *args: object, **kwargs: object
+    fn: Callable[..., Any], policy: Policy | PathPolicy | str | None, *args: object, **kwargs: object
 ) -> PolicyReport:
     """Returns a report of the precision of each operation of a function under a policy; nothing is computed.
 
     Args:
       fn: a function for `apply_policy`, such as a loss or a linen module's `apply`.
       policy: the policy, or its name. Under a `policy_by_path` the first of `args` holds the
-        parameters.
+        parameters. None casts nothing, as for a whole step that casts by itself.
       *args: its arguments; `jax.ShapeDtypeStruct` works in place of arrays.
       **kwargs: its keyword arguments.
 
@@ -140,11 +140,11 @@ def explain_policy(
       >>> explain_policy(fn, "autocast_float16", x, x).operations[-1].dtypes_in
       ('float16', 'float16')
     """
-    policy = named_policy(policy)
+    policy = None if policy is None else named_policy(policy)
     fn, module = unbound(fn)
     args = (*module, *args)
     with mixed_dtypes_explained(policy), none_key_explained(fn, args, kwargs):
-        if isinstance(policy.default, AutocastPolicy):
+        if policy is not None and isinstance(policy.default, AutocastPolicy):
             return _under_autocast(fn, policy, args, kwargs)
         return PolicyReport(tuple(map(_row, operations_under(fn, policy, args, kwargs))))
 

@@ -6,6 +6,7 @@ import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -90,3 +91,29 @@ def test_wrong_policies_are_named() -> None:
         jt.explain_policy(jnp.dot, 3, W, W)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="enabled=False"):
         jt.explain_policy(jt.autocast(jnp.dot, enabled=False), "autocast_float16", W, W)
+
+
+def test_a_whole_step_casts_by_itself() -> None:
+    """Adam's bfloat16 moments stay bfloat16; a policy would cast them."""
+    tx = jt.with_loss_scale(optax.adam(1e-3, mu_dtype=jnp.bfloat16), jt.torch_loss_scale())
+    value_and_grad = jt.scaled_value_and_grad(lambda w, x: (x @ w).astype(jnp.float32).sum(), "mixed_float16")
+
+    def step(w: Any, opt_state: Any, x: Any) -> Any:
+        _, grads = value_and_grad(jt.get_loss_scale(opt_state), w, x)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    w = jnp.ones(W.shape)
+    assert jt.explain_policy(step, None, w, tx.init(w), X).half_products_share == 1
+
+
+def test_the_message_for_mixed_dtypes_names_the_model_state() -> None:
+    def loss_fn(w: Any, state: Any, x: Any, rng: Any) -> Any:
+        del rng
+        return jax.lax.conv(x @ w, state, (1, 1), "SAME").sum(), (state, None)
+
+    tx = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
+    state = jt.TrainState.create(jnp.ones((4, 4)), tx, model_state=jnp.ones((3, 3, 1, 1)))
+    with pytest.raises(TypeError, match="same dtype") as error:
+        jt.train_step(loss_fn, tx, policy="mixed_float16")(state, jnp.ones((2, 3, 4, 4)))
+    assert "does not cast a model state" in error.value.__notes__[0]
