@@ -66,8 +66,8 @@ def mixed_dtypes_explained(policy: Policy | PathPolicy | None) -> Iterator[None]
             half = _half_name(policy)
             error.add_note(
                 f"The policy {_text(policy)} casts the arguments to {half}. It does not cast a model state, nor arrays "
-                "that the function creates or closes over, such as the first carry of a loop or an RNN, or one branch of "
-                "a cond. "
+                "that the function creates or closes over, such as the first carry of a loop or an RNN, or one branch "
+                "of a cond. "
                 f'policy="autocast_{half}" runs the function as it is, and gives branches and carries a common dtype. '
                 "Or create those arrays in the dtype of the inputs: carry = jax.tree.map(lambda c: c.astype(x.dtype), "
                 "carry)."

@@ -497,8 +497,10 @@ def test_wrong_calls_are_refused() -> None:
         jt.data_parallel(step, no_mesh)
     with pytest.raises(ValueError, match="axis='batch' is not one of the mesh's: 'data'"):
         jt.sharded_step(step, MESH, "batch")
-    for shardings in (jt.fsdp_shardings(zero_state(), MESH), {"x": PartitionSpec()}, ("data",), MESH, None):
-        for transform in (jt.sharded_step, jt.data_parallel, lambda step, _, axis: jt.pmap_step(step, axis)):
+    wrong: list[Any] = [jt.fsdp_shardings(zero_state(), MESH), {"x": PartitionSpec()}, ("data",), MESH, None]
+    for shardings in wrong:
+        by_pmap: Any = lambda step, _, axis: jt.pmap_step(step, axis)  # noqa: E731
+        for transform in (jt.sharded_step, jt.data_parallel, by_pmap):
             with pytest.raises(TypeError, match=r"axis must be the name of a mesh axis, got a \w+; pass shardings by"):
                 transform(step, MESH, shardings)
     state = zero_state()
