@@ -499,7 +499,7 @@ def test_wrong_calls_are_refused() -> None:
         jt.sharded_step(step, MESH, "batch")
     wrong: list[Any] = [jt.fsdp_shardings(zero_state(), MESH), {"x": PartitionSpec()}, ("data",), MESH, None]
     for shardings in wrong:
-        by_pmap: Any = lambda step, _, axis: jt.pmap_step(step, axis)  # noqa: E731
+        by_pmap: Any = lambda step, _, axis: jt.pmap_step(step, axis)
         for transform in (jt.sharded_step, jt.data_parallel, by_pmap):
             with pytest.raises(TypeError, match=r"axis must be the name of a mesh axis, got a \w+; pass shardings by"):
                 transform(step, MESH, shardings)
