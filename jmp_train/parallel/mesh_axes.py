@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 from jmp_train.policies import PyTree
 from jmp_train.policies.optimizers import loss_scale_of
 from jmp_train.policies.pytrees import named_leaves
-from jmp_train.steps import TrainState, TrainStep
+from jmp_train.steps import TrainState, TrainStep, without_sums
 from jmp_train.types import Batch, ModelState
 
 
@@ -192,7 +192,7 @@ def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: 
         _, model_state, *_ = alone.local_gradients(
             loss_scale_of(state.opt_state), state.params, state.model_state, batch, state.rng
         )
-        for path, x in named_leaves(model_state):
+        for path, x in named_leaves(without_sums(model_state)):
             if _is_whole(x) and axis in jax.typeof(x).manual_axis_type.varying:
                 differing.append(f"{path or '(root)'!r} ({x.dtype.name})")
 
@@ -204,8 +204,8 @@ def check_same_state(parallel: TrainStep, mesh: Mesh, state: TrainState, batch: 
     if differing:
         raise ValueError(
             f"model_state {', '.join(differing)} depends on a device's own examples and would differ between "
-            f"devices, because integers are not averaged. In loss_fn, sum them with lax.psum(x, {axis!r}), or "
-            "count in float32"
+            f"devices, because integers are not averaged. In loss_fn, sum them with lax.psum(x, {axis!r}), or keep "
+            "them in a jmp_train.steps.Summed"
         )
 
 

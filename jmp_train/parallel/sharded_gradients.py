@@ -32,6 +32,7 @@ from jmp_train.steps import (
     TrainState,
     TrainStep,
     weighed,
+    with_device_sums,
 )
 from jmp_train.types import Batch, ModelState
 
@@ -140,10 +141,11 @@ def gradients_over_devices(parallel: TrainStep, mesh: Mesh, axis: str, dimension
     def of_device(
         loss_scale: LossScales, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None
     ) -> tuple[StepGradients, Any]:
-        loss, model_state, aux, grads = local(loss_scale, params, model_state, batch, rng)
+        loss, new_state, aux, grads = local(loss_scale, params, model_state, batch, rng)
         loss, aux, grads = weighed(loss, aux, grads, (axis,))
         grads = scatter_gradients(grads, dimensions, axis, parallel.reduce_dtype)
-        loss, model_state, aux = mean_over_axes((loss, model_state, aux), (axis,))
+        new_state = with_device_sums(new_state, model_state, (axis,), parallel.accumulate_steps)
+        loss, model_state, aux = mean_over_axes((loss, new_state, aux), (axis,))
         averaged = jax.tree.map(lambda x: x if is_inexact(x) else None, aux)
         rows = jax.tree.map(lambda x: None if is_inexact(x) else jnp.asarray(x)[None], aux)
         return StepGradients(loss, model_state, averaged, grads), rows

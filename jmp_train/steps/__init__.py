@@ -8,6 +8,9 @@ from jmp_train.steps.batch_parts import warn_of_split as warn_of_split
 from jmp_train.steps.call_checks import check_call as check_call
 from jmp_train.steps.call_checks import check_is_train_state as check_is_train_state
 from jmp_train.steps.call_checks import check_not_replicated as check_not_replicated
+from jmp_train.steps.device_sums import Summed as Summed
+from jmp_train.steps.device_sums import with_device_sums as with_device_sums
+from jmp_train.steps.device_sums import without_sums as without_sums
 from jmp_train.steps.fp8_scaling import delayed_scaling as delayed_scaling
 from jmp_train.steps.fp8_scaling import own_state as own_state
 from jmp_train.steps.fp8_scaling import scaled_products as scaled_products

@@ -32,6 +32,7 @@ from jmp_train.policies.pytrees import (
     vary_like,
 )
 from jmp_train.steps.batch_parts import check_divides, in_parts, unstacked, with_shares, without_shares
+from jmp_train.steps.device_sums import with_device_sums
 from jmp_train.steps.weighted_losses import Weighted, divisor, times, weighed
 from jmp_train.types import Batch, ModelState
 
@@ -176,7 +177,10 @@ class _PartScale:
 
 
 def over_axes(
-    gradients: GradientFunction, axis_names: Sequence[str], reduce_dtype: DTypeLike = jnp.float32
+    gradients: GradientFunction,
+    axis_names: Sequence[str],
+    reduce_dtype: DTypeLike = jnp.float32,
+    micro_batches: int = 1,
 ) -> GradientFunction:
     """Returns a gradient function that averages over all devices, for use inside a `shard_map` or `pmap`.
 
@@ -185,6 +189,7 @@ def over_axes(
       axis_names: mesh axes over which the batch is split; none returns `gradients`.
       reduce_dtype: dtype of the reduction of gradients; see `reduce_gradients`. Loss, model state and `aux` are
         averaged in float32. Arrays that are neither floating nor complex stay those of each device.
+      micro_batches: the number of micro-batches of a device, if the model state has a `Summed` with a decay.
 
     Example:
       >>> import jmp_train as jt
@@ -194,7 +199,7 @@ def over_axes(
       >>> jax.vmap(of_device, axis_name="data")(jnp.array([1.0, 3.0]))
       Array([2., 2.], dtype=float32)
     """
-    return averaged(on_device(gradients, axis_names), axis_names, reduce_dtype)
+    return averaged(on_device(gradients, axis_names), axis_names, reduce_dtype, micro_batches)
 
 
 def on_device(gradients: GradientFunction, axis_names: Sequence[str]) -> GradientFunction:
@@ -244,13 +249,16 @@ def check_local_loss(loss: jax.Array, params: Params, axis_names: Sequence[str])
             )
 
 
-def averaged(gradients: GradientFunction, axis_names: Sequence[str], reduce_dtype: DTypeLike) -> GradientFunction:
+def averaged(
+    gradients: GradientFunction, axis_names: Sequence[str], reduce_dtype: DTypeLike, micro_batches: int
+) -> GradientFunction:
     """Returns a gradient function whose results are averaged over devices.
 
     Args:
       gradients: gradient function with local gradients, from `on_device`.
       axis_names: mesh axes; none returns `gradients`.
       reduce_dtype: see `over_axes`.
+      micro_batches: see `over_axes`.
     """
     if not axis_names:
         return gradients
@@ -258,6 +266,7 @@ def averaged(gradients: GradientFunction, axis_names: Sequence[str], reduce_dtyp
     def over_devices(*call: Any) -> StepGradients:
         loss, model_state, aux, grads = gradients(*call)
         loss, aux, grads = weighed(loss, aux, grads, axis_names)
+        model_state = with_device_sums(model_state, call[2], axis_names, micro_batches)
         grads = reduce_gradients(grads, axis_names, reduce_dtype)
         return StepGradients(*mean_over_axes((loss, model_state, aux), axis_names), grads)
 

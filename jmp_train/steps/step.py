@@ -195,7 +195,7 @@ class TrainStep(StepOptions):
     @property
     def gradients(self) -> GradientFunction:
         """The gradient function of the whole batch, reduced over the axes."""
-        gradients = averaged(self.local_gradients, self.axis_names, self.reduce_dtype)
+        gradients = averaged(self.local_gradients, self.axis_names, self.reduce_dtype, self.accumulate_steps)
         return with_next_scales(gradients, delayed_scaling(self.policy))
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
