@@ -75,6 +75,8 @@ def bound(equation: Any, operands: Sequence[Any]) -> list[Any]:
     if (rounding := rounding_of(equation)) is not None:
         operands = [lax.reduce_precision(x, 8, rounding.bits) if dtype_of(x) == np.float32 else x for x in operands]
         params = {**params, "precision": _EXACT}
+    elif isinstance(params.get("precision"), lax.DotAlgorithmPreset) and jax.default_backend() == "cpu":
+        params = {**params, "precision": _EXACT}  # as CPUs compute it, in a branch for GPUs too, which they lack
     return _bind(equation.primitive, operands, params)
 
 

@@ -85,6 +85,16 @@ def test_in_loops_branches_convolutions_and_both_passes() -> None:
     assert {r.local_error for r in products("tpu", lambda x, w: jnp.matmul(x, w, precision="high"))} == {0.0}
 
 
+@pytest.mark.parametrize("word", ["tf32_x3", "bf16_x3"])
+def test_words_that_cpus_lack_are_diagnosed_on_them(word: Any) -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (jt.autocast_as(word)(jnp.matmul)(c, w), None), x @ w, None, 2)[0].sum()
+
+    w = jnp.asarray(0.1 * DRAWS.normal(size=(16, 16)), jnp.float32)
+    grad = jax.value_and_grad(jt.autocast(fn), (0, 1))
+    assert jt.diagnose(grad, w, w, device="cuda").problems == ()
+
+
 def test_a_wrong_device_is_named() -> None:
     with pytest.raises(ValueError, match=r"device='H100' must be .*jt\.aot\.GPUS"):
         jt.diagnose(jnp.sum, X, device="H100")
