@@ -175,24 +175,18 @@ def test_chunked_equals_xla_in_float64(name: str) -> None:
         "transformer, dropout and edge features",
     ],
 )
-def test_chunked_under_vmap_and_differentiated_twice(name: str) -> None:
+def test_chunked_under_vmap(name: str) -> None:
     function, shapes = cases()[name]
     graph = graph_with_hub()
     with jax.enable_x64(True):
         first, *others = [None if s is None else normal(i, *s) for i, s in enumerate(shapes)]
         assert first is not None
 
-        def run(x: jax.Array, implementation: str = "chunked") -> jax.Array:
-            return function(graph, x, *others, implementation=implementation)
-
-        def twice(x: jax.Array, implementation: str) -> jax.Array:
-            slope = jax.grad(lambda x: (run(x, implementation) ** 2).sum())
-            return jax.grad(lambda x: (slope(x) ** 2).sum())(x)
+        def run(x: jax.Array) -> jax.Array:
+            return function(graph, x, *others, implementation="chunked")
 
         both = jax.jit(jax.vmap(run))(jnp.stack([first, 2 * first]))
         np.testing.assert_allclose(both[1], jax.jit(run)(2 * first), rtol=1e-12)
-        wanted, found = (jax.jit(twice, static_argnums=1)(first, name) for name in IMPLEMENTATIONS)
-        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.full), "chunked"])
