@@ -141,8 +141,9 @@ def propagate(
         kept = weight if weight is None else drop(weight, edge_dropout, key)
         return hop(rows, restarted, kept), None
 
-    result, _ = jax.lax.scan(step, graph_storage(rows), keys, length=as_count("k", k))
-    return result
+    # Each hop stores its rows itself: half carries would round the gradients between the hops.
+    result, _ = jax.lax.scan(step, rows, keys, length=as_count("k", k))
+    return graph_storage(result)
 
 
 def checked_terms(count: str, weight: Floats) -> jax.Array:

@@ -20,6 +20,7 @@ from jmp_train.policies.autocasting.fp8 import Contract, fp8_dot
 from jmp_train.policies.autocasting.interpreter import inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.opaque import OpaqueCall
 from jmp_train.policies.autocasting.region import Handler, Region
+from jmp_train.policies.autocasting.unrounded import called, checkpointed
 from jmp_train.policies.autocasting.values import (
     FLOAT32,
     HALVES,
@@ -57,8 +58,9 @@ def _remat(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Valu
     if isinstance(params["policy"], OpaqueCall):
         return _opaque(region, equation, inputs)
     body = on_arrays(region, params["jaxpr"], inputs)
-    wrapped = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    return values_of(wrapped(*(value.array for value in inputs)))
+    options = {"prevent_cse": params["prevent_cse"], "policy": params["policy"]}
+    sources = [x.source if region.delayed is None else None for x in inputs]  # no derivative rule may hold scales
+    return values_of(checkpointed(body, [value.array for value in inputs], sources, **options))
 
 
 def _opaque(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
@@ -75,7 +77,7 @@ def _opaque(region: Region, equation: Any, inputs: list[Value]) -> list[Value]:
             outputs = [Value(result, product=True)]
             region.note(product, "", rule, reason, (region.recipe.forward_dtype,) * 2, outputs)
             return outputs
-    return values_of(jax.tree.leaves(call.run(*arrays)))
+    return values_of(called(call.run, arrays, [value.source for value in inputs]))
 
 
 def _product_of(equation: Any, contract: Contract) -> JaxprEqn:
@@ -98,7 +100,7 @@ def _scan(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
 
     def run(region: Region, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Value], list[Any]]:
         values = [
-            dataclasses.replace(value, array=array.astype(value.dtype), casts={}) if _is_half(value) else value.inside()
+            _cast_inside(value, array) if _is_half(value) else value.inside()
             for value, array in zip(consts, float32_consts, strict=True)
         ]
         values += [Value(array) for array in carry]
@@ -128,6 +130,12 @@ def _scan(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
         unroll=params["unroll"],
     )
     return values_of([*carry, *ys])
+
+
+def _cast_inside(value: Value, array: jax.Array) -> Value:
+    """Returns a half constant of a loop, cast in each iteration from an array in float32."""
+    source = None if value.source is None else array
+    return dataclasses.replace(value, array=array.astype(value.dtype), casts={}, source=source)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -33,6 +33,8 @@ from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
     COMPUTED,
     DERIVED_IN_FLOAT32,
+    LAYOUT,
+    PLACEMENT,
     PRODUCTS,
     TRANSCENDENTAL,
     bind,
@@ -150,8 +152,10 @@ def on_arrays(region: Region, jaxpr: ClosedJaxpr, inputs: Sequence[Value] | None
     """Returns a function of arrays that runs a jaxpr by the rules of a region; `inputs` may describe the arrays."""
     integers = None if inputs is None else [value.integers for value in inputs]
 
-    def run(*arrays: jax.Array) -> list[Any]:
+    def run(*arrays: jax.Array, sources: Sequence[Any] = ()) -> list[Any]:
         values = [argument(array) for array in arrays]
+        for value, source in zip(values, sources, strict=False):
+            value.source = source
         for value, known in zip(values, integers or (), strict=bool(integers)):
             value.integers = known
         outputs = interpret(region.body(), jaxpr, values)
@@ -190,7 +194,20 @@ def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
     outputs = _bind(equation, cast_arrays, inputs, params)
     if name in ("add", "sub") and upcast and _is_smaller(inputs, equation.outvars[0].aval.shape):
         outputs[0].addends = upcasting, inputs
+    if name in LAYOUT - PLACEMENT and outputs[0].dtype == half:
+        outputs[0].source = _source(equation, inputs, params)
     return outputs
+
+
+def _source(equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any]) -> Any:
+    """Returns the float32 array of which a moved array is the half one; None if there is none."""
+    first, *others = inputs
+    if equation.primitive.name == "copy":
+        is_stored = first.dtype == FLOAT32 and not first.weak  # by `graph_storage`
+        return first.array if is_stored else first.source
+    if first.source is None:
+        return None
+    return equation.primitive.bind(first.source, *(x.array for x in others), **params)
 
 
 def _saved(region: Region, step: Step, output: Value, inputs: list[Value]) -> Value:
@@ -219,7 +236,7 @@ def _converted(equation: JaxprEqn, value: Value, *, keeps_float32: bool) -> Valu
     if eligible(source) and source == dtype:  # it only makes a weak type strong
         return value
     if eligible(source) and eligible(dtype):
-        return dataclasses.replace(value, array=value.to(dtype), casts={}, addends=None)
+        return dataclasses.replace(value, array=value.to(dtype), casts={}, addends=None, source=None)
     (output,) = _bind(equation, [value.array], [value], equation.params)
     if source == np.bool_:
         return dataclasses.replace(output, weak=True, bounds=(0.0, 1.0))  # a mask
@@ -286,10 +303,11 @@ def _recomputed(run: Callable[..., Any], inputs: Sequence[Value]) -> Value:
     """Returns the result of `run`; the gradient stores only the inputs and recomputes everything else.
 
     Half inputs that others read too are read through one float32 value, so that the gradients of all readers are added
-    in float32: the gradient of a cross entropy is a small difference of two of them.
+    in float32: the gradient of a cross entropy is a small difference of two of them. So are those with a source.
     """
     saved = [value.array for value in inputs]
-    if not any(value.shared and value.dtype in HALVES and not value.weak for value in inputs):
+    through_float32 = [(x.shared or x.source is not None) and x.dtype in HALVES and not x.weak for x in inputs]
+    if not any(through_float32):
         return Value(jax.checkpoint(run, prevent_cse=False)(*saved))
     arrays = [value.to(FLOAT32) if value.dtype in HALVES and not value.weak else value.array for value in inputs]
     return Value(saving(run, arrays, saved))

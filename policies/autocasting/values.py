@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jmp_train.policies.autocasting.integers import Integers, integers_in_result, operand
 from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, Bounds, literal_bounds, result_bounds
 from jmp_train.policies.autocasting.primitives import LAYOUT, PLACEMENT, PRODUCTS, cast
+from jmp_train.policies.autocasting.unrounded import unrounded
 
 _WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
 HALVES, FLOAT32 = _WIDTHS[:2], _WIDTHS[2]
@@ -34,6 +35,7 @@ class Value:
       integers: the integers that it was computed from, if any.
       addends: the addition and its addends, if the value is a float32 sum that takes more memory than they do.
       shared: True if the value is read more than once.
+      source: the float32 array that a stored half array was cast from, which gets the gradients of reads in float32.
     """
 
     array: Any
@@ -46,6 +48,7 @@ class Value:
     integers: Integers | None = None
     addends: tuple[Callable[..., Any], "Sequence[Value]"] | None = None
     shared: bool = False
+    source: Any = None
 
     @property
     def dtype(self) -> Any:
@@ -60,6 +63,8 @@ class Value:
         """
         if self.dtype == dtype:
             return self.array
+        if self.source is not None and dtype == FLOAT32:
+            return unrounded(self.array, self.source)
         if isinstance(self.array, np.ndarray | np.generic):
             with np.errstate(over="ignore", invalid="ignore"):
                 return np.asarray(self.array).astype(dtype)
@@ -103,7 +108,9 @@ def results_of(equation: JaxprEqn, arrays: Sequence[Any], inputs: Sequence[Value
     """Returns the results of an equation as values, with the facts that follow from its inputs."""
     name = equation.primitive.name
     if name in PLACEMENT:
-        return [dataclasses.replace(x, array=array, casts={}) for x, array in zip(inputs, arrays, strict=True)]
+        return [
+            dataclasses.replace(x, array=array, casts={}, source=None) for x, array in zip(inputs, arrays, strict=True)
+        ]
     about = facts_of(equation, inputs)
     return [Value(array, **about) for array in arrays]
 

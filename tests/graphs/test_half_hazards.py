@@ -1,12 +1,17 @@
 """Where half precision goes wrong silently, elsewhere: each row of the table, and DGL's failures."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from graph_helpers import HALVES
+from flax import nnx
+from graph_helpers import HALVES, ONE_HALF
 from pytrees import assert_bitwise_equal
 
+import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.graphs import fn
 
@@ -95,3 +100,51 @@ def test_the_order_of_edges_and_the_run_change_next_to_nothing(half: str) -> Non
     )
     for _ in range(5):
         assert_bitwise_equal(run(first), found)
+
+
+@pytest.mark.parametrize("half", ONE_HALF)
+def test_under_autocast_a_hub_of_float32_features_gets_its_gradient_unrounded(half: str) -> None:
+    """Each of 701 edges out of node 0 sends 300 back: together they are beyond float16, and no number of bfloat16."""
+    rim = np.arange(1, 702)
+    graph = graphs.from_edges(rim * 0, rim, 702)
+    end, of_edges = jnp.zeros((702, 1)), jnp.ones((701, 2))
+
+    def passed(reduce: Any, implementation: str, h: jax.Array) -> jax.Array:
+        return graphs.update_all(graph.with_nodes(h=h), COPY, reduce, implementation=implementation).nodes["x"]
+
+    def scores(h: jax.Array) -> jax.Array:
+        whole = graph.with_nodes(h=h, one=jnp.ones_like(h))
+        return graphs.apply_edges(whole, fn.u_dot_v("h", "one", "m"), implementation="chunked").edges["m"]
+
+    def attended(implementation: str, h: jax.Array) -> jax.Array:
+        return graphs.gat_attention(graph, h[:, None], end, end, implementation=implementation)
+
+    exact = [
+        *(functools.partial(passed, SUM, name) for name in ("xla", "chunked")),
+        functools.partial(passed, fn.max("m", "x"), "chunked"),
+        scores,
+        *(functools.partial(attended, name) for name in ("xla", "chunked")),
+        lambda h: graphs.propagate(graph, h, 2, norm="none", alpha=0.5),
+        lambda h: graphs.gine_conv(graph, h, of_edges),
+        functools.partial(graphs.GINConv(), graph),
+    ]
+    with_products = [
+        graphs.GraphConv(2, 2, norm="none", allow_zero_in_degree=True, rngs=nnx.Rngs(0)),
+        graphs.SAGEConv(2, 2, aggregator="gcn", rngs=nnx.Rngs(0)),
+        graphs.EdgeConv(2, 2, nnx.tanh, rngs=nnx.Rngs(0)),
+    ]
+    functions = [*exact, *(functools.partial(layer, graph) for layer in with_products)]
+
+    def run(each: list[jax.Array]) -> list[jax.Array]:
+        return [function(h) for function, h in zip(functions, each, strict=True)]
+
+    def gradients(run: Any, each: list[jax.Array]) -> list[jax.Array]:
+        found, pullback = jax.vjp(run, each)
+        return pullback([jnp.full_like(x, 300) for x in found])[0]
+
+    h = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1, (702, 2)), half).astype("float32")
+    wanted, found = (jax.jit(functools.partial(gradients, x))([h] * 12) for x in (run, jt.autocast(run, half)))
+    for place, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        assert np.abs(y[0]).max() > 30_000
+        bound = 1e-6 if place < len(exact) else 2 * float(jnp.finfo(half).eps)
+        assert np.abs(x - y).max() <= bound * np.abs(y).max(), place
