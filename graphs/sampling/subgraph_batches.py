@@ -1,6 +1,7 @@
 """GraphSAINT: mini-batches that are subgraphs of random nodes, edges or walks, with factors that remove their bias."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from jmp_train.graphs.structure import (
 
 Mode = Literal["node", "edge", "walk"]
 MODES: tuple[Mode, ...] = ("node", "edge", "walk")
+LEAST_TRIALS, COVERAGE, MISSED, MOST_READS = 100, 50, 0.01, 500_000_000  # see `saint_sampler`
 
 
 @jax.tree_util.register_dataclass
@@ -133,13 +135,14 @@ class SaintSampler:
 
 
 def saint_sampler(
-    edges: HostEdges, mode: str, *, batch_size: int, length: int = 2, num_trials: int = 100, seed: int = 0
+    edges: HostEdges, mode: str, *, batch_size: int, length: int = 2, num_trials: int | None = None, seed: int = 0
 ) -> SaintSampler:
     """Returns GraphSAINT's sampler of subgraphs, with the sizes and the normalization of its batches.
 
-    A batch has the nodes that are drawn, and all edges between them. How often nodes and edges are in trial batches
-    decides their factors: a node that is in one of two batches has twice the factor of one that is in all of them.
-    More trials make them more precise; nodes and edges in no trial have the factor of those in one.
+    A batch has the nodes that are drawn, and all edges between them. The probabilities that nodes and edges are in a
+    batch decide their factors: a node that is in one of two batches has twice the factor of one that is in all of them.
+    They are known in mode "node", and estimated from trial batches in the others. The estimates of the factors are
+    unbiased, except for nodes and edges in no trial, whose factors are too small.
 
     Args:
       edges: the edges of one type.
@@ -148,7 +151,8 @@ def saint_sampler(
         "walk" takes the nodes of random walks.
       batch_size: number of nodes, edges or walks that are drawn per batch; nodes and edges with replacement.
       length: number of steps of a walk.
-      num_trials: number of trial batches.
+      num_trials: number of trial batches. None for 100, and in the modes "edge" and "walk" for more until a node is in
+        50 of them on average and 99% of the edges are in one, or until they have read 500 million edges.
       seed: seed of the trial batches.
 
     Returns:
@@ -157,6 +161,9 @@ def saint_sampler(
     Raises:
       TypeError: a number is not an integer, or edges are of another type.
       ValueError: the mode is unknown, a number is 0 or negative, or there are no edges to draw.
+
+    Warns:
+      UserWarning: without `num_trials`, the trials ended before they had 99% of the edges; the message has the bias.
 
     Example:
       >>> from jmp_train.graphs import host_edges
@@ -171,28 +178,103 @@ def saint_sampler(
         raise TypeError(f"edges must be a result of host_edges, got {type(edges).__name__}")
     known = checked_word("mode", mode, MODES)
     for name, number in (("batch_size", batch_size), ("length", length), ("num_trials", num_trials)):
-        as_count(name, number, least=1)
+        if number is not None:
+            as_count(name, number, least=1)
     count = edges.num_sources
     if count == 0 or edges.num_targets != count or (mode == "edge" and edges.num_edges == 0):
         raise ValueError(f"edges must be between the same nodes, and some, got {edges.num_edges} of {count} nodes")
-    weight_sums = np.cumsum(_weights(edges, known), dtype=np.float64)
-    node_counts, edge_counts = np.zeros(count), np.zeros(edges.num_edges)
-    most_nodes, most_edges, random = 0, 0, np.random.default_rng(seed)
-    for _ in range(num_trials):
-        seeds = random.permutation(count)[:batch_size] if mode == "walk" else np.zeros(batch_size, int)
-        nodes, places, _ = subgraph(edges, _drawn(edges, known, weight_sums, length, seeds, random))
-        node_counts[nodes] += 1
-        edge_counts[places] += 1
-        most_nodes, most_edges = max(most_nodes, len(nodes)), max(most_edges, len(places))
-    node_norm = num_trials / np.maximum(node_counts, 1) / count
-    edge_norm = np.maximum(node_counts, 1)[edges.receivers] / np.maximum(edge_counts, 1)
+    weights = _weights(edges, known)
+    weight_sums = np.cumsum(weights, dtype=np.float64)
+    trials = _tried(edges, known, weight_sums, length, batch_size, num_trials, np.random.default_rng(seed))
+    shares = _shares_of_nodes(edges, weights, batch_size) if mode == "node" else trials.shares()
+    node_norm, edge_norm = _inverse(shares[0]) / count, shares[0][edges.receivers] * _inverse(shares[1])
     needed, most = (
         LayerSizes({"node": nodes}, {EDGE: number}, {EDGE: 0})
-        for nodes, number in ((most_nodes + 1, most_edges), (count + 1, edges.num_edges))
+        for nodes, number in ((trials.most_nodes + 1, trials.most_edges), (count + 1, edges.num_edges))
     )
     sizes = tuple((step[0].sources["node"], step[0].edges[EDGE]) for step in padding_buckets([needed], [most]))
     norms = node_norm.astype(np.float32), edge_norm.astype(np.float32)
     return SaintSampler(edges, known, batch_size, length, *norms, weight_sums, sizes)
+
+
+@dataclasses.dataclass
+class _Trials:
+    """What trial batches had: in how many each node and edge was, and the most of both."""
+
+    nodes: np.ndarray
+    edges: np.ndarray
+    number: int = 0
+    most_nodes: int = 0
+    most_edges: int = 0
+
+    def add(self, nodes: np.ndarray, edges: np.ndarray) -> None:
+        """Counts what a batch has."""
+        self.nodes[nodes] += 1
+        self.edges[edges] += 1
+        self.number += 1
+        self.most_nodes, self.most_edges = max(self.most_nodes, len(nodes)), max(self.most_edges, len(edges))
+
+    def shares(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the shares of batches in which nodes are, and edges.
+
+        1 more in both counts makes an inverse share unbiased, except for what no trial had.
+        """
+        return (self.nodes + 1) / (self.number + 1), (self.edges + 1) / (self.number + 1)
+
+    @property
+    def missed(self) -> float:
+        """The share of the edges that no trial had."""
+        return float((self.edges == 0).mean()) if len(self.edges) else 0.0
+
+
+def _tried(
+    edges: HostEdges,
+    mode: Mode,
+    weight_sums: np.ndarray,
+    length: int,
+    batch_size: int,
+    number: int | None,
+    random: np.random.Generator,
+) -> _Trials:
+    """Returns the results of trial batches; see `saint_sampler`."""
+    count, degrees, reads = edges.num_sources, edges.in_degrees, 0
+    trials = _Trials(np.zeros(count), np.zeros(edges.num_edges))
+
+    def are_enough() -> bool:
+        if number is not None:
+            return trials.number >= number
+        if trials.number == 0 or trials.number % LEAST_TRIALS:
+            return False
+        covers = trials.nodes.sum() >= COVERAGE * count and trials.missed <= MISSED
+        return mode == "node" or covers or reads >= MOST_READS
+
+    while not are_enough():
+        seeds = random.permutation(count)[:batch_size] if mode == "walk" else np.zeros(batch_size, int)
+        nodes, places, _ = subgraph(edges, _drawn(edges, mode, weight_sums, length, seeds, random))
+        trials.add(nodes, places)
+        reads += int(degrees[nodes].sum())
+    if number is None and mode != "node" and trials.missed > MISSED:
+        warnings.warn(
+            f"{trials.missed:.0%} of the edges were in none of {trials.number} trial batches, so sums of messages come "
+            f"out up to {trials.missed:.0%} too small on average: pass num_trials for more",
+            stacklevel=3,
+        )
+    return trials
+
+
+def _shares_of_nodes(edges: HostEdges, weights: np.ndarray, draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the probabilities that nodes, and both ends of edges, are among nodes drawn in proportion to weights."""
+    of_node = weights / weights.sum()
+    of_nodes = 1 - (1 - of_node) ** draws
+    senders, receivers = edges.sources, edges.receivers
+    neither = np.maximum(1 - of_node[senders] - of_node[receivers], 0) ** draws
+    both = of_nodes[senders] + of_nodes[receivers] - (1 - neither)
+    return of_nodes, np.where(senders == receivers, of_nodes[senders], both)
+
+
+def _inverse(shares: np.ndarray) -> np.ndarray:
+    """Returns 1 divided by shares; 0 for those of what is in no batch."""
+    return np.divide(1, shares, out=np.zeros_like(shares), where=shares > 1e-15)
 
 
 def subgraph(edges: HostEdges, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:

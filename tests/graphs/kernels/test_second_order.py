@@ -218,7 +218,7 @@ CASES: dict[str, Case] = {
     "term of both ends": built_in("u_mul_v", ROWS, ROWS, names=("min", "var", "softmax")),
     "term of edges": built_in("v_dot_e", (NODES, 10), (EDGES, 10), names=("sum", "max")),
     "extremes of one edge": of_one_edge(EXTREMES),
-    "function of one edge": of_one_edge(),
+    "function of one edge": of_one_edge(("mean", "std", "softmax")),
     "dot": dot(),
     "gat": gat(has_all=False),
     "gat, dropout and weights": gat(has_all=True),

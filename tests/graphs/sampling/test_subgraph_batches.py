@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from odd_graphs import ODD, Ends, edges
 
 from jmp_train import graphs
+from jmp_train.graphs.sampling import subgraph_batches
 from jmp_train.graphs.sampling.subgraph_batches import MODES
 
 pytestmark = pytest.mark.quick
@@ -134,6 +135,29 @@ def test_losses_and_messages_are_unbiased(mode: str) -> None:
     for mine, wanted in zip(messages, whole, strict=True):
         if len(mine) > 30:
             assert abs(np.mean(mine) - wanted) < 5 * np.std(mine) / len(mine) ** 0.5 + 0.05 * wanted
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_default_is_unbiased_for_small_batches_of_a_large_graph(mode: str) -> None:
+    random = np.random.default_rng(3)
+    senders = random.integers(0, 2_000, 40_000)
+    index = graphs.host_edges(senders, np.arange(40_000) % 2_000, 2_000)  # each node has 20 edges
+    sampler = graphs.saint_sampler(index, mode, batch_size=60, length=2)
+    factors, sums = [], []
+    for _ in range(300):
+        batch = sampler.sample(random.permutation(2_000)[:60], random)
+        factors.append(batch.node_norm.sum(dtype=np.float64))
+        sums.append(np.asarray(batch.graph.edges["norm"]).sum() / (batch.nodes >= 0).sum())
+    for found, wanted, bias in ((factors, 1, 0.01), (sums, 20, 0.4)):
+        assert abs(np.mean(found) - wanted) < 5 * np.std(found) / 300**0.5 + bias
+
+
+def test_trials_that_end_early_say_how_biased_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subgraph_batches, "MOST_READS", 1)
+    index = graphs.host_edges(np.arange(40_000) * 7 % 1_999, np.arange(40_000) % 2_000, 2_000)
+    with pytest.warns(UserWarning, match="% of the edges were in none of 100 trial batches, so sums of messages come"):
+        graphs.saint_sampler(index, "walk", batch_size=10)
 
 
 def test_batches_share_one_program() -> None:
