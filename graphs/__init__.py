@@ -80,12 +80,14 @@ from jmp_train.graphs.messages.partial_updates import pull as pull
 from jmp_train.graphs.messages.partial_updates import push as push
 from jmp_train.graphs.messages.partial_updates import send_and_recv as send_and_recv
 from jmp_train.graphs.messages.segment import gather as gather
-from jmp_train.graphs.messages.segment import segment_max as segment_max
 from jmp_train.graphs.messages.segment import segment_mean as segment_mean
-from jmp_train.graphs.messages.segment import segment_min as segment_min
 from jmp_train.graphs.messages.segment import segment_normalize as segment_normalize
 from jmp_train.graphs.messages.segment import segment_softmax as segment_softmax
 from jmp_train.graphs.messages.segment import segment_sum as segment_sum
+from jmp_train.graphs.messages.segment_extremes import segment_max as segment_max
+from jmp_train.graphs.messages.segment_extremes import segment_max_or_constant as segment_max_or_constant
+from jmp_train.graphs.messages.segment_extremes import segment_min as segment_min
+from jmp_train.graphs.messages.segment_extremes import segment_min_or_constant as segment_min_or_constant
 from jmp_train.graphs.messages.segment_statistics import Moments as Moments
 from jmp_train.graphs.messages.segment_statistics import segment_argmax as segment_argmax
 from jmp_train.graphs.messages.segment_statistics import segment_argmin as segment_argmin
@@ -141,6 +143,7 @@ from jmp_train.graphs.sampling.host_edge_index import host_edges as host_edges
 from jmp_train.graphs.sampling.host_rows import take_rows as take_rows
 from jmp_train.graphs.sampling.host_rows import take_sparse_rows as take_sparse_rows
 from jmp_train.graphs.sampling.inference import layerwise_inference as layerwise_inference
+from jmp_train.graphs.sampling.link_prediction import average_precision as average_precision
 from jmp_train.graphs.sampling.link_prediction import global_negatives as global_negatives
 from jmp_train.graphs.sampling.link_prediction import hits_at as hits_at
 from jmp_train.graphs.sampling.link_prediction import in_batch_negatives as in_batch_negatives
@@ -202,6 +205,9 @@ from jmp_train.graphs.transforms.encodings import laplacian_pe as laplacian_pe
 from jmp_train.graphs.transforms.encodings import normalize_rows as normalize_rows
 from jmp_train.graphs.transforms.encodings import random_walk_pe as random_walk_pe
 from jmp_train.graphs.transforms.encodings import shortest_path_distances as shortest_path_distances
+from jmp_train.graphs.transforms.link_split import LinkSplit as LinkSplit
+from jmp_train.graphs.transforms.link_split import random_link_split as random_link_split
+from jmp_train.graphs.transforms.point_clouds import edge_lengths as edge_lengths
 from jmp_train.graphs.transforms.point_clouds import knn_graph as knn_graph
 from jmp_train.graphs.transforms.point_clouds import radius_graph as radius_graph
 from jmp_train.graphs.transforms.subgraphs import edge_subgraph as edge_subgraph

@@ -10,6 +10,7 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jmp_train.graphs import fn
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, NetworkMatrices, OfEdges
 from jmp_train.graphs.layers.dense import Activation, activated, dense, with_bias
@@ -24,10 +25,12 @@ from jmp_train.graphs.layers.layer_inputs import (
     end_rows,
     promoted_with,
 )
-from jmp_train.graphs.structure import Block, Graph, checked_word, inverse_degrees
+from jmp_train.graphs.messages import Edge, Frame, PerEdge, receive
+from jmp_train.graphs.structure import Block, Graph, checked_word, graph_storage, inverse_degrees, upcast
+from jmp_train.policies.autocasting import autocast_as
 
 Params = TypeVar("Params")
-AGGREGATORS = ("sum", "mean")
+AGGREGATORS = ("sum", "mean", "max")
 
 
 def nn_conv(
@@ -45,7 +48,7 @@ def nn_conv(
     activation: Activation | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns the sum or mean of the neighbors' features times matrices that a network computes from edge features.
+    """Returns the sum, mean or maximum of the neighbors' features times matrices that a network makes of edge features.
 
     The network runs, forward and backward, on a chunk of edges at a time, so that the matrices of all edges, [edges,
     in, out], are never stored. Under autocast its parameters are half and it computes in float32.
@@ -60,7 +63,7 @@ def nn_conv(
       out_features: the width of the result.
       self_weight: floating [in, out], weight of the node itself; None to leave the node out.
       bias: floating [out].
-      aggregator: "sum" or "mean"; nodes without edges have 0.
+      aggregator: "sum", "mean" or "max"; nodes without edges have 0.
       edge_weight: floating [edges], factors of the messages.
       activation: a function of the result.
       implementation: see `rel_graph_conv`.
@@ -102,8 +105,11 @@ def nn_conv(
     matrices = NetworkMatrices(run, width, out_features)
     of_each = OfEdges(weight=as_edge_weight(graph, edge_weight), features=of_edges)
     inputs = MappedInputs(tuple(jax.tree.leaves(params)), of_each, rows.senders)
-    scale = inverse_degrees(graph.in_degrees, rows.senders) if aggregator == "mean" else None
-    result = MAPPED_SUM(implementation, graph.connections, matrices, inputs, scale)
+    if aggregator == "max":
+        result = _largest(graph, matrices, inputs, implementation)
+    else:
+        scale = inverse_degrees(graph.in_degrees, rows.senders) if aggregator == "mean" else None
+        result = MAPPED_SUM(implementation, graph.connections, matrices, inputs, scale)
     result = with_bias(result, offset) if own is None else dense(rows.receivers, own, offset) + result
     return activated(result, activation)
 
@@ -115,6 +121,26 @@ def _check_network(network: Callable[..., Any], params: Any, of_edges: jax.Array
         raise ValueError(
             f"network must return [edges, {width} * {out}] for edge features, got {shape or found} for two edges"
         )
+
+
+def _largest(
+    graph: Graph | Block, matrices: NetworkMatrices, inputs: MappedInputs, implementation: str | None
+) -> jax.Array:
+    """Returns the largest products of the edges that enter each node, elementwise, in the rows' dtype."""
+    stored = jax.tree.map(graph_storage, (inputs.shared, inputs.rows))
+    of_edges = {name: x for name, x in inputs.edges._asdict().items() if x is not None}
+
+    @autocast_as("float32")
+    def product(shared: Any, row: jax.Array, own: OfEdges) -> jax.Array:
+        return matrices(shared, jax.tree.map(lambda x: x[None, None], own), upcast(row)[None, None])[0]
+
+    def message(edge: Edge) -> dict[str, jax.Array]:
+        own = OfEdges(**{name: edge.data[name] for name in of_edges})
+        return {"m": product(stored[0], edge.src["row"], own)}
+
+    frame = Frame(graph.connections, {"row": stored[1]}, {}, of_edges)
+    result = receive(frame, PerEdge(message), fn.max("m", "x"), implementation)["x"]
+    return graph_storage(result.astype(inputs.rows.dtype))
 
 
 class NNConv(Layer):

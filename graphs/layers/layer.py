@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.graphs.layers.dense import check_dropout
 from jmp_train.graphs.layers.layer_inputs import in_dtype
+from jmp_train.graphs.structure import accumulation_dtype
 
 Result = TypeVar("Result")
 
@@ -49,8 +50,11 @@ def _arguments(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def drawn(rngs: nnx.Rngs, init: nnx.Initializer, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array]:
-    """Returns a parameter with values from an initializer; "params" is used of the random streams."""
-    return nnx.Param(init(rngs.params(), shape, dtype))
+    """Returns a parameter with values from an initializer; "params" is used of the random streams.
+
+    They are drawn in at least float32 and rounded: jax draws 128 different numbers in bfloat16.
+    """
+    return nnx.Param(init(rngs.params(), shape, accumulation_dtype(dtype)).astype(dtype))
 
 
 def zero_bias(is_there: bool, shape: int | tuple[int, ...], dtype: DTypeLike) -> nnx.Param[jax.Array] | None:

@@ -6,16 +6,25 @@ NaN; here arrays may be stored in half precision, and sums are computed in float
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jmp_train.graphs.structure import Incidence, as_count, as_inexact, incidence_of, upcast, upcast_integers
+from jmp_train.graphs.structure import (
+    Incidence,
+    as_count,
+    as_inexact,
+    check_known,
+    incidence_of,
+    upcast,
+    upcast_integers,
+)
 
 
 def segment_sum(
     data: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
@@ -24,7 +33,7 @@ def segment_sum(
     Args:
       data: [rows, ...] of any number type.
       segment_ids: int [rows], the segment of each row; rows of ids out of range count nowhere.
-      num_segments: number of segments.
+      num_segments: number of segments; None for one more than the largest id, outside of jit.
       indices_are_sorted: whether the ids ascend.
 
     Returns:
@@ -33,7 +42,7 @@ def segment_sum(
 
     Raises:
       ValueError: `data` and `segment_ids` differ in length, or `num_segments` is negative.
-      TypeError: the ids, or `num_segments`, are not integers.
+      TypeError: the ids, or `num_segments`, are not integers; or ids are traced and `num_segments` is None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,7 +58,7 @@ def segment_sum(
 def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
@@ -79,72 +88,10 @@ def segment_mean(
     return segments.mean(upcast(data)).astype(data.dtype)
 
 
-def segment_max(
-    data: ArrayLike,
-    segment_ids: ArrayLike,
-    num_segments: int,
-    *,
-    indices_are_sorted: bool = False,
-) -> jax.Array:
-    """Returns the largest row of each segment, elementwise; -inf, or the least integer, without rows.
-
-    Args:
-      data: [rows, ...] of any real type.
-      segment_ids: see `segment_sum`.
-      num_segments: see `segment_sum`.
-      indices_are_sorted: see `segment_sum`.
-
-    Returns:
-      [num_segments, ...] in the data's dtype. Ties share the gradient equally.
-
-    Raises:
-      ValueError: see `segment_sum`.
-      TypeError: see `segment_sum`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> segment_max(jnp.array([1.0, 3.0, 2.0]), jnp.array([0, 0, 1]), 3).tolist()
-      [3.0, 2.0, -inf]
-    """
-    data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
-    return segments.max(upcast(data)).astype(data.dtype)
-
-
-def segment_min(
-    data: ArrayLike,
-    segment_ids: ArrayLike,
-    num_segments: int,
-    *,
-    indices_are_sorted: bool = False,
-) -> jax.Array:
-    """Returns the least row of each segment, elementwise; inf, or the largest integer, without rows.
-
-    Args:
-      data: [rows, ...] of any real type.
-      segment_ids: see `segment_sum`.
-      num_segments: see `segment_sum`.
-      indices_are_sorted: see `segment_sum`.
-
-    Returns:
-      [num_segments, ...] in the data's dtype. Ties share the gradient equally.
-
-    Raises:
-      ValueError: see `segment_sum`.
-      TypeError: see `segment_sum`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> segment_min(jnp.array([1.0, 3.0, 2.0]), jnp.array([0, 0, 1]), 3).tolist()
-      [1.0, 2.0, inf]
-    """
-    data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
-    return segments.min(upcast(data)).astype(data.dtype)
-
-
 def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
@@ -169,15 +116,16 @@ def segment_softmax(
       >>> float(weights.sum(dtype=jnp.float32))
       1.0
     """
+    shape = jnp.shape(logits)
     logits, segments = checked_rows(logits, segment_ids, num_segments, indices_are_sorted)
     logits = as_inexact(logits)
-    return segments.softmax(upcast(logits)).astype(logits.dtype)
+    return segments.softmax(upcast(logits)).astype(logits.dtype).reshape(shape)
 
 
 def segment_normalize(
     data: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
     eps: float = 1e-8,
@@ -186,7 +134,7 @@ def segment_normalize(
 
     Args:
       data: [rows, ...], integers as floats.
-      segment_ids: see `segment_sum`; rows of ids out of range have no meaning.
+      segment_ids: see `segment_sum`; rows of ids out of range are 0.
       num_segments: see `segment_sum`.
       indices_are_sorted: see `segment_sum`.
       eps: the least variance, in float32.
@@ -203,13 +151,14 @@ def segment_normalize(
       >>> segment_normalize(jnp.array([300, -300, 5], jnp.float16), jnp.array([0, 0, 1]), 2).tolist()
       [1.0, -1.0, 0.0]
     """
+    shape = jnp.shape(data)
     data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
     data = as_inexact(data)
-    rows = upcast(data)
+    rows = segments.counted(upcast(data))
     centered = rows - segments.read(segments.mean(rows))
     variance = segments.mean(centered * centered)
     scale = lax.rsqrt(jnp.maximum(variance, jnp.asarray(eps, variance.dtype)))
-    return (centered * segments.read(scale)).astype(data.dtype)
+    return (centered * segments.read(scale)).astype(data.dtype).reshape(shape)
 
 
 def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = False) -> jax.Array:
@@ -241,12 +190,17 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
 
 
 def checked_rows(
-    data: ArrayLike, segment_ids: ArrayLike, num_segments: int, is_sorted: bool
+    data: ArrayLike, segment_ids: ArrayLike, num_segments: int | None, is_sorted: bool
 ) -> tuple[jax.Array, Incidence]:
-    """Returns the rows and the segments of a segment operation, checked; see `segment_sum`."""
+    """Returns the rows and the segments of a segment operation, checked; see `segment_sum`. A scalar is one row."""
     if data is None:
         raise TypeError("data must be an array, got None")
+    if np.ndim(data) == np.ndim(segment_ids) == 0:
+        data, segment_ids = jnp.asarray(data)[None], jnp.asarray(segment_ids)[None]
     data, ids = jnp.asarray(data), checked_ids_of_rows("segment_ids", segment_ids)
+    if num_segments is None:
+        check_known("segment_ids", ids, "num_segments=None is for code outside of jit")
+        num_segments = 1 + int(np.max(ids, initial=-1))
     count = as_count("num_segments", num_segments)
     if data.ndim == 0 or data.shape[0] != ids.shape[0]:
         raise ValueError(

@@ -34,7 +34,7 @@ class Moments(NamedTuple):
 def segment_moments(
     data: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
 ) -> Moments:
@@ -70,7 +70,7 @@ def segment_moments(
 def segment_var(
     data: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
@@ -100,7 +100,7 @@ def segment_var(
 def segment_std(
     data: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
@@ -133,7 +133,7 @@ def segment_std(
 def segment_softmax_sum(
     data: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     temperature: ArrayLike = 1.0,
     *,
     indices_are_sorted: bool = False,
@@ -171,7 +171,7 @@ def segment_softmax_sum(
 def segment_argmax(
     data: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
@@ -202,7 +202,7 @@ def segment_argmax(
 def segment_argmin(
     data: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
@@ -233,7 +233,7 @@ def segment_argmin(
 def segment_cumsum(
     data: ArrayLike,
     segment_ids: ArrayLike,
-    num_segments: int,
+    num_segments: int | None = None,
     *,
     exclusive: bool = False,
     reverse: bool = False,

@@ -197,17 +197,34 @@ def roc_auc(labels: Numbers, scores: Numbers) -> float:
     """
     from scipy.stats import rankdata
 
-    values, is_link = _scores("scores", scores, 1), np.asarray(labels)
-    if is_link.shape != values.shape:
-        raise ValueError(f"labels and scores must have one shape, got {is_link.shape} and {values.shape}")
-    if not np.isin(is_link, (0, 1)).all():
-        raise ValueError("labels must be 0 or 1")
-    is_link = is_link.astype(bool)
+    values, is_link = _labelled(labels, scores)
     links, others = int(is_link.sum()), int((~is_link).sum())
-    if not links or not others:
-        raise ValueError(f"labels must have both 0 and 1, got {others} zeros and {links} ones")
     ranks = rankdata(values)[is_link].sum()
     return float((ranks - links * (links + 1) / 2) / (links * others))
+
+
+def average_precision(labels: Numbers, scores: Numbers) -> float:
+    """Returns the mean precision at the scores of the links; pairs of equal scores count together.
+
+    Args:
+      labels: bool or 0 and 1 [pairs], true for links.
+      scores: floating [pairs].
+
+    Raises:
+      ValueError: see `roc_auc`.
+
+    Example:
+      >>> average_precision([1, 0, 1, 0], [0.9, 0.8, 0.7, 0.1])
+      0.8333333333333333
+
+    Reference: sklearn.metrics.average_precision_score of scikit-learn.
+    """
+    values, is_link = _labelled(labels, scores)
+    order = np.argsort(-values, kind="stable")
+    values, found = values[order], np.cumsum(is_link[order])
+    last = np.flatnonzero(np.append(values[1:] != values[:-1], True))  # of equal scores
+    gained = np.diff(found[last], prepend=0)
+    return float((gained * found[last] / (last + 1)).sum() / found[-1])
 
 
 def mean_reciprocal_rank(positives: Numbers, negatives: Numbers) -> float:
@@ -252,6 +269,20 @@ def hits_at(k: int, positives: Numbers, negatives: Numbers) -> float:
     if others.size < k:
         return 1.0
     return float((links > np.sort(others, axis=None)[-k]).mean())
+
+
+def _labelled(labels: Numbers, scores: Numbers) -> tuple[np.ndarray, np.ndarray]:
+    """Returns float64 scores, and which pairs are links; see `roc_auc`."""
+    values, is_link = _scores("scores", scores, 1), np.asarray(labels)
+    if is_link.shape != values.shape:
+        raise ValueError(f"labels and scores must have one shape, got {is_link.shape} and {values.shape}")
+    if not np.isin(is_link, (0, 1)).all():
+        raise ValueError("labels must be 0 or 1")
+    is_link = is_link.astype(bool)
+    links, others = int(is_link.sum()), int((~is_link).sum())
+    if not links or not others:
+        raise ValueError(f"labels must have both 0 and 1, got {others} zeros and {links} ones")
+    return values, is_link
 
 
 def _pair(positives: Numbers, negatives: Numbers) -> tuple[np.ndarray, np.ndarray]:

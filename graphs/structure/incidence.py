@@ -96,14 +96,22 @@ class Incidence:
         sizes = jnp.maximum(self.degrees, 1).astype(data.dtype)
         return self.sum(data) / rows_like(sizes, data)
 
+    def counted(self, data: jax.Array) -> jax.Array:
+        """Returns data [edges, ...] with 0 for edges that do not count, whose NaN would enter gradients."""
+        if self.all_count:
+            return data
+        return jnp.where(rows_like(self.is_counted, data), data, jnp.zeros_like(data))
+
     def moments(self, data: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the means and variances [segments, ...] of data [edges, ...], upcast; 0 without edges."""
+        data = self.counted(data)
         shift = jax.lax.stop_gradient(self.mean(data))
         rest = data - self.read(shift)
         return moments_about(shift, self.mean(rest), self.mean(rest * rest))
 
     def softmax_sum(self, data: jax.Array, temperature: jax.Array | float) -> jax.Array:
         """Returns the sums [segments, ...] of data [edges, ...], upcast, weighted by its softmax."""
+        data = self.counted(data)
         return self.sum(self.softmax(data * temperature) * data)
 
     def max(self, data: jax.Array) -> jax.Array:

@@ -55,6 +55,7 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
     """
     if graphs.senders is None or graphs.receivers is None:
         raise ValueError("senders and receivers must be arrays, got None")
+    graphs = graphs._replace(senders=_as_ids(graphs.senders), receivers=_as_ids(graphs.receivers))
     nodes, edges = _as_features("nodes", graphs.nodes), _as_features("edges", graphs.edges)
     check_narrowed(graphs.globals, "globals")
     traced = has_tracers((graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge))
@@ -179,6 +180,11 @@ def _totals(graphs: jraph.GraphsTuple) -> dict[str, int]:
     """Returns the total numbers of nodes and edges of a batch, which may be beyond int32."""
     counts = {"n_node": graphs.n_node, "n_edge": graphs.n_edge}
     return {name: int(as_counts(name, each).sum()) for name, each in counts.items()}
+
+
+def _as_ids(ids: Any) -> Any:
+    """Returns ids; those of no edges, which are floats in `jnp.array([])`, as integers."""
+    return np.zeros(0, np.int32) if np.shape(ids) == (0,) else ids
 
 
 def _as_features(name: str, features: Any) -> dict[str, jax.Array]:

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -99,3 +100,12 @@ def test_parameters_have_their_shapes_and_are_drawn_as_in_dgl(name: str) -> None
             assert array.std() == pytest.approx(law[1] / 3**0.5, rel=1.5 / array.size**0.5 + 0.01), key
         elif law is not None:
             assert array.std() == pytest.approx(law[1], rel=0.02 if array.size > 10_000 else 0.1), key
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_parameters_are_rounded_float32_ones(dtype: str) -> None:
+    """bfloat16's own generator knows 128 numbers."""
+    for name in ("gcn", "gat", "sage pool"):
+        full, half = (nnx.state(CASES[name][0](rngs=nnx.Rngs(0), param_dtype=x)) for x in ("float32", dtype))
+        for x, y in zip(jax.tree.leaves(full), jax.tree.leaves(half), strict=True):
+            np.testing.assert_array_equal(x.astype(dtype), y)

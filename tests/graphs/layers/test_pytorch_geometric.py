@@ -207,6 +207,7 @@ PAIRS: dict[str, Callable[..., Any]] = {
     **{f"relational {kind}": functools.partial(relational, kind) for kind in ("none", "basis", "bdd")},
     "nn sum": functools.partial(nn_conv, "sum"),
     "nn mean": functools.partial(nn_conv, "mean"),
+    "nn max": functools.partial(nn_conv, "max"),
     "gated graph": gated_graph,
     "transformer": transformer,
     "transformer gated, mean of heads": functools.partial(transformer, gated=True, concat=False),

@@ -1,5 +1,6 @@
 """Layers of edges' types and features: what they are told of the edges, hubs, and what is wrong with it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from graph_helpers import HALVES, ONE_HALF
+from pytrees import compiled_vjp
 from refusals import assert_refused
 
 import jmp_train as jt
@@ -277,3 +279,35 @@ def test_a_graph_of_several_types_is_refused() -> None:
     block: Any = graphs.hetero_from_edges({("a", "b", "c"): ([0], [0])}, {"a": 1, "c": 1})
     with pytest.raises(TypeError, match=r"a Block or a jraph\.GraphsTuple, got HeteroGraph"):
         graphs.rel_graph_conv(block, jnp.ones((1, 1)), [0], jnp.ones((1, 1, 1)))
+
+
+@pytest.mark.parametrize("half", ["float32", "float16"])
+def test_the_largest_product_with_the_matrix_of_an_edge(half: str) -> None:
+    random = np.random.default_rng(0)
+    senders, receivers = random.integers(0, 9, (2, 60))
+    receivers[receivers == 4] = 5
+    graph = graphs.from_edges(senders, receivers, 9)
+    x, of_edges, kernel, weight = (random.normal(size=s).astype("float32") for s in ((9, 3), (60, 2), (2, 6), (60,)))
+
+    def network(kernel: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.tanh(rows @ kernel)
+
+    def exact(x: jax.Array, kernel: jax.Array, weight: jax.Array) -> jax.Array:
+        matrices = network(kernel, of_edges).reshape(60, 3, 2)
+        found = jax.ops.segment_max(jnp.einsum("ei,eio->eo", x[senders] * weight[:, None], matrices), receivers, 9)
+        return jnp.where(jnp.isfinite(found), found, 0)
+
+    def run(implementation: str, x: jax.Array, kernel: jax.Array, weight: jax.Array) -> jax.Array:
+        conv = functools.partial(graphs.nn_conv, aggregator="max", edge_weight=weight, implementation=implementation)
+        conv = conv if half == "float32" else jt.autocast(conv)
+        return conv(graph, x, of_edges, network, kernel, 2)
+
+    cotangent = np.ones((9, 2), half)
+    wanted, gradients = compiled_vjp(exact, cotangent.astype("float32"), x, kernel, weight)
+    bound = 1e-5 if half == "float32" else 5e-3
+    for name in IMPLEMENTATIONS:
+        found, others = compiled_vjp(functools.partial(run, name), cotangent, x, kernel, weight)
+        assert found.dtype == half
+        np.testing.assert_allclose(found, wanted, atol=bound)
+        for one, other in zip(others, gradients, strict=True):
+            np.testing.assert_allclose(one, other, atol=bound * np.abs(other).max())

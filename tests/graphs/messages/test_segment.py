@@ -399,3 +399,58 @@ def test_segments_without_rows_have_what_jraph_gives_them_and_nodes_without_mess
         assert not np.asarray(found)[[0, 2]].any(), key
         np.testing.assert_array_equal(found[1], ours[key][1])
     assert [x.tolist() for x in of_graphs] == [[-2, 0], [-3, 0]] * 2
+
+
+STATISTICS = [graphs.segment_var, graphs.segment_std, graphs.segment_softmax, graphs.segment_softmax_sum]
+
+
+@pytest.mark.parametrize("function", [graphs.segment_normalize, graphs.segment_sum, graphs.segment_max, *STATISTICS])
+def test_what_is_in_no_segment_has_no_say(function: Callable[..., jax.Array]) -> None:
+    data, ids = jnp.array([[1.0], [4.0], [jnp.nan], [jnp.inf]]), jnp.array([0, 0, -1, 2])
+
+    def run(data: jax.Array, ids: jax.Array) -> jax.Array:
+        return function(data, ids, 1)
+
+    (found, (gradient,)), (wanted, (exact,)) = (
+        compiled_vjp(
+            lambda x, count=count: run(x, ids[:count])[:2] ** 2, jnp.ones_like(run(data, ids)[:2]), data[:count]
+        )
+        for count in (4, 2)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_allclose(gradient, np.concatenate([exact, np.zeros((2, 1))]), rtol=1e-6, atol=1e-6)
+    assert not np.asarray(run(data, ids)[2:]).any()
+
+
+def test_a_temperature_has_no_gradient_of_what_is_in_no_segment() -> None:
+    data, ids = jnp.array([1.0, 4.0, jnp.nan]), jnp.array([0, 0, -1])
+    slope = jax.grad(lambda t, count: graphs.segment_softmax_sum(data[:count], ids[:count], 1, t)[0])
+    with_more, without = jax.jit(lambda t: [slope(t, count) for count in (3, 2)])(1.0)
+    assert with_more == without
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "max_or_constant", "min_or_constant", "softmax"])
+def test_the_number_of_segments_is_found_outside_of_jit_as_by_jraph(name: str) -> None:
+    ours, theirs = (getattr(module, f"segment_{name}") for module in (graphs, jraph))
+    data, ids = jnp.array([3.0, 1.0, 2.0]), jnp.array([0, 3, 0])
+    np.testing.assert_allclose(ours(data, ids), theirs(data, ids), rtol=1e-6)
+    with pytest.raises(TypeError, match="segment_ids is traced: num_segments=None is for code outside of jit"):
+        jax.jit(ours)(data, ids)
+
+
+def test_extremes_of_no_rows_may_be_a_constant() -> None:
+    data, ids = jnp.array([-3, -1, -2], jnp.float16), jnp.array([0, 3, 0])
+    for name in ("max", "min"):
+        ours, theirs = (getattr(module, f"segment_{name}_or_constant") for module in (graphs, jraph))
+        found = ours(data, ids, 5, constant=7.0)
+        assert found.dtype == "float16"
+        assert found.tolist() == theirs(data, ids, 5, constant=7.0).tolist()
+    slope = jax.grad(lambda x: (graphs.segment_max_or_constant(x, ids, 5) ** 2).sum())(data)
+    assert slope.tolist() == [0, -2, -4]
+
+
+def test_a_scalar_is_a_segment() -> None:
+    for function in (graphs.segment_softmax, graphs.segment_normalize):
+        assert function(jnp.float32(3), jnp.int32(0), 1).shape == ()
+    assert graphs.segment_softmax(jnp.float32(3), jnp.int32(0), 1) == 1
+    assert graphs.segment_sum(jnp.float32(3), jnp.int32(1), 2).tolist() == [0, 3]

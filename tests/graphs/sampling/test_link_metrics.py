@@ -11,10 +11,12 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("dtype", [np.float64, jnp.bfloat16])
-def test_the_auc_is_scikit_learns(dtype: Any) -> None:
+def test_the_auc_and_the_average_precision_are_scikit_learns(dtype: Any) -> None:
     random = np.random.default_rng(0)
     labels = random.random(5000) < 0.3
     scores = (random.normal(size=5000) + labels).astype(dtype)  # of bfloat16 many are equal
+    wanted = sklearn.metrics.average_precision_score(labels, scores.astype(np.float64))
+    assert graphs.average_precision(labels, scores) == pytest.approx(wanted, abs=1e-12)
     wanted = sklearn.metrics.roc_auc_score(labels, scores.astype(np.float64))
     assert graphs.roc_auc(labels, scores) == pytest.approx(wanted, abs=1e-12)
     assert graphs.roc_auc(labels.astype(int), jnp.asarray(scores)) == pytest.approx(wanted, abs=1e-6)

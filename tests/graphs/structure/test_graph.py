@@ -1,3 +1,4 @@
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,13 @@ def test_to_jraph_and_back() -> None:
     assert_bitwise_equal(graphs.from_jraph(tuple_), graph)
     traced = jax.jit(lambda t: graphs.to_jraph(graphs.from_jraph(t)))(tuple_)
     assert_bitwise_equal(traced, tuple_)
+
+
+def test_no_edges_may_be_an_array_of_floats() -> None:
+    none, count = jnp.array([]), np.array([2])
+    tuple_ = jraph.GraphsTuple({"h": jnp.ones(2)}, None, none, none, None, count, np.array([0]))
+    run = functools.partial(graphs.update_all, message=fn.copy_u("h", "m"), reduce=fn.sum("m", "x"))
+    assert [f(tuple_).nodes["x"].tolist() for f in (run, jax.jit(run))] == [[0, 0]] * 2
 
 
 @pytest.mark.full

@@ -121,3 +121,17 @@ def test_what_is_refused() -> None:
         graphs.radius_graph(cloud, 1.0, max_neighbors=-1)
     with pytest.raises(TypeError, match="points is traced"):
         jax.jit(lambda x: graphs.knn_graph(x, 1).senders)(cloud)
+
+
+def test_lengths_of_edges() -> None:
+    points = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), jnp.float32)
+    senders, receivers = np.array([0, 1, 2, 3]), np.array([1, 1, 4, 0])
+    graph = graphs.pad(graphs.from_edges(senders, receivers, 5), 8, 6)
+    whole = jnp.pad(points, ((0, 3), (0, 0)), constant_values=100)
+    wanted = np.linalg.norm(np.asarray(points)[senders] - np.asarray(points)[receivers], axis=1)
+    found, shares = (jax.jit(lambda x, n=n: graphs.edge_lengths(graph, x, normalize=n))(whole) for n in (False, True))
+    np.testing.assert_allclose(found[:, 0], np.append(wanted, [0, 0]), rtol=1e-6)
+    np.testing.assert_allclose(shares, found / wanted.max(), rtol=1e-6)
+    gradient = jax.grad(lambda x: graphs.edge_lengths(graph, x).sum())(whole)
+    assert np.isfinite(gradient).all() and not np.asarray(gradient[5:]).any()
+    assert graphs.edge_lengths(graph, whole.astype("bfloat16")).dtype == "bfloat16"
