@@ -10,8 +10,8 @@ import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jmp_train.graphs import fn
 from jmp_train.graphs.array_types import Floats
+from jmp_train.graphs.fn import Reduce
 from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, NetworkMatrices, OfEdges
 from jmp_train.graphs.layers.dense import Activation, activated, dense, with_bias
 from jmp_train.graphs.layers.layer import Layer, drawn, zero_bias
@@ -139,7 +139,7 @@ def _largest(
         return {"m": product(stored[0], edge.src["row"], own)}
 
     frame = Frame(graph.connections, {"row": stored[1]}, {}, of_edges)
-    result = receive(frame, PerEdge(message), fn.max("m", "x"), implementation)["x"]
+    result = receive(frame, PerEdge(message), Reduce("max", "m", "x"), implementation)["x"]
     return graph_storage(result.astype(inputs.rows.dtype))
 
 

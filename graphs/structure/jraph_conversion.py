@@ -55,10 +55,10 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
     """
     if graphs.senders is None or graphs.receivers is None:
         raise ValueError("senders and receivers must be arrays, got None")
-    graphs = graphs._replace(senders=_as_ids(graphs.senders), receivers=_as_ids(graphs.receivers))
+    ends: tuple[Any, Any] = _as_ids(graphs.senders), _as_ids(graphs.receivers)
     nodes, edges = _as_features("nodes", graphs.nodes), _as_features("edges", graphs.edges)
     check_narrowed(graphs.globals, "globals")
-    traced = has_tracers((graphs.senders, graphs.receivers, graphs.n_node, graphs.n_edge))
+    traced = has_tracers((*ends, graphs.n_node, graphs.n_edge))
     totals = {} if traced else _totals(graphs)
     n_node, n_edge = on_device(graphs.n_node), on_device(graphs.n_edge)
     check_formats(formats)
@@ -71,15 +71,15 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
     else:
         count = int(np.sum(graphs.n_node)) if traced else totals["n_node"]
         check_int32("n_node adds up to", count)
-    num_edges = np.shape(graphs.receivers)[0]
+    num_edges = np.shape(ends[1])[0]
     if traced:
-        senders, receivers = jnp.asarray(graphs.senders), jnp.asarray(graphs.receivers)
+        senders, receivers = map(jnp.asarray, ends)
         if padded:
             is_real = jnp.arange(num_edges) < n_edge.sum() - n_edge[first_padding(n_node)]
             senders, receivers = (jnp.where(is_real, ids, count) for ids in (senders, receivers))
         adjacency = make_adjacency_traced(senders, receivers, count, count)
     else:
-        ends = checked_ends(graphs.senders, graphs.receivers, count, count)
+        ends = checked_ends(*ends, count, count)
         for name, total in (("n_node", count), ("n_edge", num_edges)):
             if totals[name] != total:
                 raise ValueError(f"{name} adds up to {totals[name]}, but there are {total}")

@@ -1,4 +1,3 @@
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,10 +110,13 @@ def test_to_jraph_and_back() -> None:
 
 
 def test_no_edges_may_be_an_array_of_floats() -> None:
-    none, count = jnp.array([]), np.array([2])
-    tuple_ = jraph.GraphsTuple({"h": jnp.ones(2)}, None, none, none, None, count, np.array([0]))
-    run = functools.partial(graphs.update_all, message=fn.copy_u("h", "m"), reduce=fn.sum("m", "x"))
-    assert [f(tuple_).nodes["x"].tolist() for f in (run, jax.jit(run))] == [[0, 0]] * 2
+    none, h = jnp.array([]), {"h": jnp.ones(2)}
+    tuple_ = graphs.to_jraph(graphs.from_edges([], [], 2, nodes=h))._replace(senders=none, receivers=none)
+
+    def run(tuple_: Any) -> Any:
+        return graphs.update_all(graphs.from_jraph(tuple_), fn.copy_u("h", "m"), fn.sum("m", "x")).nodes["x"]
+
+    assert [f(tuple_).tolist() for f in (run, jax.jit(run))] == [[0, 0]] * 2
 
 
 @pytest.mark.full
