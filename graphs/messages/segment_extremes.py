@@ -78,7 +78,21 @@ def segment_max_or_constant(
     indices_are_sorted: bool = False,
     constant: float = 0.0,
 ) -> jax.Array:
-    """Returns the largest row of each segment, elementwise; a constant without rows; see `segment_max`.
+    """Returns the largest row of each segment, elementwise; a constant without rows.
+
+    Args:
+      data: [rows, ...] of any real type.
+      segment_ids: see `segment_sum`.
+      num_segments: see `segment_sum`.
+      indices_are_sorted: see `segment_sum`.
+      constant: the result of segments without rows.
+
+    Returns:
+      [num_segments, ...] in the data's dtype. Ties share the gradient equally.
+
+    Raises:
+      ValueError: see `segment_sum`.
+      TypeError: see `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -97,7 +111,21 @@ def segment_min_or_constant(
     indices_are_sorted: bool = False,
     constant: float = 0.0,
 ) -> jax.Array:
-    """Returns the least row of each segment, elementwise; a constant without rows; see `segment_min`.
+    """Returns the least row of each segment, elementwise; a constant without rows.
+
+    Args:
+      data: [rows, ...] of any real type.
+      segment_ids: see `segment_sum`.
+      num_segments: see `segment_sum`.
+      indices_are_sorted: see `segment_sum`.
+      constant: the result of segments without rows.
+
+    Returns:
+      [num_segments, ...] in the data's dtype. Ties share the gradient equally.
+
+    Raises:
+      ValueError: see `segment_sum`.
+      TypeError: see `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp
