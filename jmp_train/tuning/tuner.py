@@ -20,6 +20,7 @@ from jmp_train.policies.autocasting import (
     explain_autocast,
     none_key_explained,
 )
+from jmp_train.policies.diagnosing import nonfinite_allowed
 from jmp_train.policies.dtype_policies import FirstTrace
 from jmp_train.policies.pytrees import check_half
 from jmp_train.tuning.checks import check_finite, checked, why_no_choice
@@ -36,6 +37,7 @@ _DEFAULT_BUDGET = 1000
 _MOST_REPAIRS = 16  # more added units are not tried one by one, since each trial compiles
 
 
+@nonfinite_allowed()
 def tune(
     fn: Callable[..., Any],
     examples: Sequence[Example],

@@ -99,7 +99,7 @@ def autocast(
         with jax.named_scope(DECIDED):
             if not enabled:
                 return fn(*args, **kwargs)
-            with tried_rules(rules, half) as taken, none_key_explained(fn, args, kwargs):
+            with tried_rules(rules) as taken, none_key_explained(fn, args, kwargs):
                 return run(dataclasses.replace(region, rules=taken), fn, args, kwargs)
 
     mark = Mark(with_autocast, fn, region if enabled else None)
@@ -197,25 +197,25 @@ def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kw
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RulesTrial:
-    """Rules on trial, and the half types of the regions that used them.
+    """Rules on trial, and those of the regions that they were added to.
 
     Attributes:
-      rules: the rules by which regions and half-precision policies run.
-      taken: the half types of the regions and policies that used them.
+      added: the entries that regions and half-precision policies add to their own rules.
+      taken: the own rules of these regions and policies.
     """
 
-    rules: AutocastRules
-    taken: list[Any] = dataclasses.field(default_factory=list)
+    added: AutocastRules
+    taken: list[AutocastRules] = dataclasses.field(default_factory=list)
 
 
 @contextlib.contextmanager
-def trying(rules: AutocastRules) -> Iterator[RulesTrial]:
-    """Traces the functions called within this context by the given rules.
+def trying(added: AutocastRules) -> Iterator[RulesTrial]:
+    """Traces the functions called within this context with further rules.
 
     Args:
-      rules: they replace the rules of each outermost region.
+      added: they precede the rules of each outermost region.
     """
-    trial = RulesTrial(rules)
+    trial = RulesTrial(added)
     with _trial(trial):
         yield trial
 
@@ -226,17 +226,16 @@ def is_trying() -> bool:
 
 
 @contextlib.contextmanager
-def tried_rules(rules: AutocastRules, half: Any) -> Iterator[AutocastRules]:
-    """Yields the rules of a region: those on trial, or its own. Regions within it use their own.
+def tried_rules(rules: AutocastRules) -> Iterator[AutocastRules]:
+    """Yields the rules of a region with those on trial. Regions within it use their own.
 
     Args:
       rules: the rules of the region.
-      half: its half type.
     """
     trial = _trial.value
     if trial is None:
         yield rules
         return
-    trial.taken.append(half)
+    trial.taken.append(rules)
     with _trial(None):
-        yield trial.rules
+        yield rules.replace(**{f.name: dict(getattr(trial.added, f.name)) for f in dataclasses.fields(rules)})

@@ -7,9 +7,11 @@ from jmp_train.policies.autocasting import none_key_explained
 from jmp_train.policies.comparing.compared_operations import operations_of
 from jmp_train.policies.comparing.log_probs import differences_of, tokens_of
 from jmp_train.policies.comparing.report import ParityReport
+from jmp_train.policies.diagnosing import nonfinite_allowed
 from jmp_train.policies.pytrees import check_values
 
 
+@nonfinite_allowed()
 def parity(
     train_fn: Callable[..., Any],
     infer_fn: Callable[..., Any],

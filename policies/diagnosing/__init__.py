@@ -3,6 +3,7 @@
 from jmp_train.policies.diagnosing.arithmetic import bound as bound
 from jmp_train.policies.diagnosing.arithmetic import in_float32 as in_float32
 from jmp_train.policies.diagnosing.devices import compiled as compiled
+from jmp_train.policies.diagnosing.devices import nonfinite_allowed as nonfinite_allowed
 from jmp_train.policies.diagnosing.flattening import Flat as Flat
 from jmp_train.policies.diagnosing.flattening import Operation as Operation
 from jmp_train.policies.diagnosing.flattening import Part as Part

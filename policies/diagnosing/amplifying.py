@@ -17,7 +17,7 @@ from jmp_train.policies.diagnosing.problems import Problem, problem_at
 from jmp_train.policies.diagnosing.remedies import LINEAR, Remedy, operands_in_float32, product_of_cast
 
 _UNITS = 10  # of rounding, that results and gradients may be off by
-_GRADIENTS = 0.025  # that gradients may be off by: those of a trained model cancel between examples
+GRADIENTS = 0.025  # that gradients may be off by: those of a trained model cancel between examples
 _GAIN = 3  # times that an operation's error is as large as its operands'
 _ROUNDED = 0.2  # of the half type's unit, that numbers are off by which were only rounded
 _ADDITIONS = ("add", "sub", "add_any")
@@ -133,7 +133,7 @@ def is_off(evidence: Evidence, errors: Errors) -> bool:
       errors: errors of its function.
     """
     limit, gradients = error_limit(evidence), errors.gradients or 0.0
-    return (errors.results > limit or gradients > max(limit, _GRADIENTS)) and errors.worst < math.inf
+    return (errors.results > limit or gradients > max(limit, GRADIENTS)) and errors.worst < math.inf
 
 
 def _unit(evidence: Evidence) -> float:

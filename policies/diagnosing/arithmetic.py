@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jmp_train.policies.autocasting import LAYOUT, PRODUCTS, opened
-from jmp_train.policies.diagnosing.measures import is_float, is_low, widened
+from jmp_train.policies.diagnosing.measures import is_float, is_low, is_whole, widened
 
 SUMS = frozenset(
     (
@@ -36,6 +36,13 @@ BODIES = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
+# What makes whole numbers or booleans of floats, where a rounding can decide. That of NaN and infinities is the step's.
+_DECIDERS = frozenset(
+    (
+        *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"),
+        *("argmax", "argmin", "sort", "top_k", "approx_top_k", "convert_element_type"),
+    )
+)
 # What moves numbers, picks among them or says where they are, and so has no error of its own.
 _MOVES = frozenset(
     (
@@ -215,19 +222,36 @@ def bodies_of(equation: Any) -> list[Any]:
 def is_measured(equation: Any) -> bool:
     """Returns whether an equation can lose digits, and so has a row; equations with programs have none."""
     name = equation.primitive.name
+    if decides(equation):
+        return True
     if name in _MOVES or bodies_of(equation) or not all(hasattr(v.aval, "dtype") for v in equation.outvars):
         return False
     if name == "convert_element_type":
-        is_other = dtype_of(equation.invars[0]) != equation.params["new_dtype"]
-        return (is_low(equation.params["new_dtype"]) and is_other) or decides(equation)
+        return is_low(equation.params["new_dtype"]) and dtype_of(equation.invars[0]) != equation.params["new_dtype"]
     return any(is_float(dtype_of(variable)) for variable in equation.outvars)
 
 
 def decides(equation: Any) -> bool:
-    """Returns whether an equation converts a float to a whole number, such as an index or a bucket."""
-    if equation.primitive.name != "convert_element_type" or not is_float(dtype_of(equation.invars[0])):
-        return False
-    return jnp.issubdtype(equation.params["new_dtype"], jnp.integer)
+    """Returns whether an equation has whole numbers or booleans of floats: an index, a bucket, a comparison."""
+    is_of_floats = equation.primitive.name in _DECIDERS and any(is_float(dtype_of(x)) for x in equation.invars)
+    return is_of_floats and decision_of(equation) is not None
+
+
+def decision_of(equation: Any) -> int | None:
+    """Returns the number of an equation's first result of whole numbers or booleans; None if there is none."""
+    return next((i for i, v in enumerate(equation.outvars) if is_whole(dtype_of(v))), None)
+
+
+def picks(equation: Any) -> bool:
+    """Returns whether an equation compares or orders floats; operations that read its result read these."""
+    is_cast = equation.primitive.name == "convert_element_type" and equation.params["new_dtype"] != np.bool_
+    return decides(equation) and not is_cast
+
+
+def is_discrete(equation: Any) -> bool:
+    """Returns whether an equation decides about an index, a bucket or a place, not only between two numbers."""
+    name = equation.primitive.name
+    return decides(equation) and (name.endswith("_to") or name not in ("eq", "ne", "lt", "le", "gt", "ge"))
 
 
 def count_rows(program: Any) -> int:

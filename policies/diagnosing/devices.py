@@ -3,8 +3,9 @@
 Such values are stacked along a first axis, which is sharded over the devices.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,6 +26,13 @@ _SOON = {
     "gpu": {"xla_gpu_autotune_level": 0},
 }
 _LARGE = {"cpu": {"xla_backend_optimization_level": 1}}
+
+
+@contextlib.contextmanager
+def nonfinite_allowed() -> Iterator[None]:
+    """Lets programs return NaN and infinities, which are measured, even under `jax_debug_nans` and `jax_debug_infs`."""
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 @functools.lru_cache(maxsize=512)  # each is a part of a process' memory maps, of which there is a limit

@@ -7,10 +7,11 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from jmp_train.policies.autocasting import lines_of, none_key_explained
-from jmp_train.policies.diagnosing.arithmetic import dtype_of
+from jmp_train.policies.autocasting import AutocastRules, lines_of, none_key_explained
+from jmp_train.policies.diagnosing.arithmetic import dtype_of, picks
 from jmp_train.policies.diagnosing.constants import epsilon_in_code
 from jmp_train.policies.diagnosing.device_rounding import rounding_on, rounding_text
+from jmp_train.policies.diagnosing.devices import nonfinite_allowed
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.examining import examine
 from jmp_train.policies.diagnosing.measures import is_low
@@ -24,6 +25,7 @@ _LISTED = 4  # leaves
 _DIRECTIONS = {"backward": "Gradients", "forward": "Results", "update": "Results of the update"}
 
 
+@nonfinite_allowed()
 def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1, device: Any = None) -> NumericsReport:
     """Returns a report of the operations that half precision harms.
 
@@ -75,13 +77,16 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1, device: Any 
     try:
         with none_key_explained(plain, given):
             first = examine(fn, args, steps, rounding)
-        found = with_trials(first, lambda rules: examine_by_rules(first, fn, args, rules))
+        own: list[AutocastRules] = []
+        found = with_trials(first, lambda added: examine_by_rules(first, fn, args, added, own))
     finally:
         forget_programs()
     problems = tuple(problem for _, problem in found)
     evidence = first.evidence
     said = " ".join(filter(None, (explanation(evidence, found), rounding_text(rounding))))
-    return NumericsReport(problems, evidence.rows, evidence.collapsed, first.steps, said)
+    sites = zip(evidence.rows, evidence.sites, strict=True)
+    rows = tuple(row for row, site in sites if row.decided or not picks(site.equation))
+    return NumericsReport(problems, rows, evidence.collapsed, first.steps, said, *own[:1])
 
 
 def _with_changed_objects(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from jmp_train.policies.autocasting import DECIDED, join, lines_of, opened, scan_counts
-from jmp_train.policies.diagnosing.arithmetic import BODIES, bodies_of, dtype_of, is_measured
+from jmp_train.policies.diagnosing.arithmetic import BODIES, bodies_of, dtype_of, is_measured, picks
 from jmp_train.policies.diagnosing.constants import epsilon_in_code
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 
@@ -199,12 +199,13 @@ def _walk(
                 origins_of_it = together.rows, together.infinite, together.fills, together.zeros
                 own_path = _OF_AUTOCAST.sub("", join(path, scope))
                 sites.append(Site(equation, callers, own_path, direction, *origins_of_it, turn[0]))
-                together = dataclasses.replace(
-                    together,
-                    rows=frozenset((len(sites) - 1,)),
-                    fills=together.fills if equation.primitive.name == "convert_element_type" else (),
-                    backward=together.backward or direction != "forward",
-                )
+                if not picks(equation):  # whose readers read its operands
+                    together = dataclasses.replace(
+                        together,
+                        rows=frozenset((len(sites) - 1,)),
+                        fills=together.fills if equation.primitive.name == "convert_element_type" else (),
+                        backward=together.backward or direction != "forward",
+                    )
             results = [together] * len(equation.outvars)
         origins.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

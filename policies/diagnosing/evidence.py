@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from jmp_train.policies.diagnosing.arithmetic import picks
 from jmp_train.policies.diagnosing.descriptions import argument_of, function_called
 from jmp_train.policies.diagnosing.equations import Direction, Site
 from jmp_train.policies.diagnosing.measures import COLUMNS
@@ -177,8 +178,8 @@ class Evidence:
     @functools.cached_property
     def _readers(self) -> list[list[int]]:
         readers: list[list[int]] = [[] for _ in self.sites]
-        for row in range(len(self.sites)):
-            for source in self.sources(row):
+        for row, site in enumerate(self.sites):
+            for source in () if picks(site.equation) else self.sources(row):
                 readers[source].append(row)
         return readers
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jmp_train.policies.diagnosing.device_rounding import with_rounding
 from jmp_train.policies.diagnosing.equations import Site, sites_of
 from jmp_train.policies.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.policies.diagnosing.findings import problems_of
-from jmp_train.policies.diagnosing.measures import combined, is_float, is_low, nothing
+from jmp_train.policies.diagnosing.measures import combined, is_low, is_whole, nothing
 from jmp_train.policies.diagnosing.pairs import Pair
 from jmp_train.policies.diagnosing.problems import Problem
 from jmp_train.policies.diagnosing.rows import row_of
@@ -41,7 +41,7 @@ class Run:
       low_results: the rows from which results in lower precision come, except copies of float32 ones.
       steps: number of runs.
       has_effects: True if it calls back into Python, or prints.
-      outputs: the floats among the last results, in the shadow.
+      apart: the largest difference of a result from its shadow: of floats as norms, of others as a share.
     """
 
     sites: list[Site]
@@ -53,11 +53,15 @@ class Run:
     low_results: frozenset[int]
     steps: int
     has_effects: bool
-    outputs: list[jax.Array]
+    apart: float
 
 
 def run_beside_shadow(
-    fn: Callable[..., Any], args: tuple[Any, ...], steps: int, rounding: Rounding | None = None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    steps: int,
+    rounding: Rounding | None = None,
+    own: Collection[int] = (),
 ) -> Run:
     """Runs a function with its shadow.
 
@@ -66,6 +70,7 @@ def run_beside_shadow(
       args: its arguments, arrays with values.
       steps: number of runs; the first results replace the first arguments of the same structure.
       rounding: how a device rounds the float32 operands of products.
+      own: rows whose whole numbers and booleans the shadow computes for itself.
 
     Raises:
       TypeError: an argument is traced or has no values, or, with several steps, the first result has another structure
@@ -91,7 +96,8 @@ def run_beside_shadow(
     if steps > 1 and not carried:
         raise TypeError("steps above 1 need a fn whose first result is like its first argument, as a train step's is")
     sites, results = sites_of(program)
-    shadowing, measures = Shadowing(), list[np.ndarray]()
+    shadowing = Shadowing(own=frozenset(id(sites[row].equation) for row in own))
+    measures = list[np.ndarray]()
     values, counts = _bound_to_device(leaves), np.zeros((carried, 2), np.int64)
     done, outputs = 0, list[Pair]()
     while done < steps:
@@ -112,11 +118,22 @@ def run_beside_shadow(
     others = [rows for i, rows in enumerate(results) if i >= carried and is_low(program.out_avals[i].dtype)]
     low_results = frozenset().union(*others, *(leaf.rows for leaf in state))
     has_effects = bool(program.effects) or any("callback" in site.equation.primitive.name for site in sites)
-    exact = [pair.actual if pair.shadow is None else pair.shadow for pair in outputs]
-    floats = [x for x in exact if is_float(x.dtype)]
-    return Run(
-        sites, combined(np.stack(measures)), results, names, carried, state, low_results, done, has_effects, floats
-    )
+    matrix, apart = combined(np.stack(measures)), _apart(outputs)
+    return Run(sites, matrix, results, names, carried, state, low_results, done, has_effects, apart)
+
+
+def _apart(outputs: Sequence[Pair]) -> float:
+    """Returns the largest difference of a result from its shadow: of floats as norms, of others as a share."""
+    found = [0.0]
+    for actual, exact in ((x.actual, x.shadow) for x in outputs if x.shadow is not None):
+        if is_whole(actual.dtype):
+            found.append(float(jnp.mean(actual != exact)))
+        elif bool(jnp.isfinite(actual).all()):
+            size, difference = (
+                float(jnp.linalg.norm(jnp.ravel(x))) for x in (exact, actual.astype(exact.dtype) - exact)
+            )
+            found.append(difference / size if size else 0.0)
+    return max(found)
 
 
 def _is_finite(x: jax.Array) -> bool:
@@ -186,7 +203,8 @@ class Examination:
       found: problems with their rows, worst first.
       steps: number of runs.
       has_effects: True if it has effects outside of jax, such as printing.
-      outputs: the floats among its last results, in float32.
+      apart: the largest difference of a result from its shadow: of floats as norms, of others as a share.
+      again: returns another examination, in which the shadow computes the whole numbers of some rows for itself.
       rounding: how the device rounds the float32 operands of products; None if it does not.
     """
 
@@ -194,11 +212,18 @@ class Examination:
     found: list[tuple[int, Problem]]
     steps: int
     has_effects: bool
-    outputs: Sequence[jax.Array] = ()
+    apart: float
+    again: Callable[[Collection[int]], "Examination"]
     rounding: Rounding | None = None
 
 
-def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int, rounding: Rounding | None = None) -> Examination:
+def examine(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    steps: int,
+    rounding: Rounding | None = None,
+    own: Collection[int] = (),
+) -> Examination:
     """Returns the examination of a function; see `diagnose` for arguments and errors.
 
     Args:
@@ -206,8 +231,9 @@ def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int, rounding:
       args: its arguments.
       steps: number of runs.
       rounding: how a device rounds the float32 operands of products.
+      own: rows whose whole numbers and booleans the shadow computes for itself, in place of the actual ones.
     """
-    run = run_beside_shadow(fn, args, steps, rounding)
+    run = run_beside_shadow(fn, args, steps, rounding, own)
     scale, dynamic = _loss_scale(args)
     arguments = {number: path_name(path) for number, (path, _) in enumerate(_arrays(args))}
     evidence = Evidence(
@@ -225,7 +251,8 @@ def examine(fn: Callable[..., Any], args: tuple[Any, ...], steps: int, rounding:
         loss_scale=scale,
         dynamic=dynamic,
     )
-    return Examination(evidence, problems_of(evidence), run.steps, run.has_effects, run.outputs, rounding)
+    again = lambda own: examine(fn, args, steps, rounding, own)
+    return Examination(evidence, problems_of(evidence), run.steps, run.has_effects, run.apart, again, rounding)
 
 
 def _subjects(run: Run, arguments: Mapping[int, str]) -> list[str]:

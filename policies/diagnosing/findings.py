@@ -34,9 +34,11 @@ from jmp_train.policies.diagnosing.remedies import (
 from jmp_train.policies.diagnosing.results import (
     accumulations,
     collapsed_arguments,
+    flushed_operand,
     grown_infinities,
     is_undefined_at_zero,
     nonfinite_arguments,
+    products_in_8_bits,
     stagnating_state,
     stagnating_sums,
     wrong_results,
@@ -284,7 +286,10 @@ def _amplifies(evidence: Evidence, row: int) -> bool:
     found = evidence.rows[row]
     errors = [evidence.rows[i].inherited_error for i in evidence.sources(row)]
     is_candidate = found.primitive not in LINEAR and is_low(found.dtype)
-    return is_candidate and bool(errors) and found.inherited_error > max(_LOST_DIGITS, _AMPLIFIED * max(errors))
+    if not (is_candidate and errors and found.inherited_error > max(_LOST_DIGITS, _AMPLIFIED * max(errors))):
+        return False
+    # Next to an outlier, the loss of all other elements of a product in 8 bits is a small error.
+    return all(flushed_operand(evidence, i) is None for i in evidence.before(row))
 
 
 _FINDERS: tuple[Callable[[Evidence], Found], ...] = (
@@ -296,6 +301,7 @@ _FINDERS: tuple[Callable[[Evidence], Found], ...] = (
     _infinities,
     _nans,
     _underflows,
+    products_in_8_bits,
     stagnating_sums,
     accumulations,
     _cancellations,

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jmp_train.policies.autocasting import opened, scan_counts
 from jmp_train.policies.diagnosing.arithmetic import bodies_of, count_rows, dtype_of, is_measured
 from jmp_train.policies.diagnosing.devices import each_device, mapped
-from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing, widened
+from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing
 from jmp_train.policies.diagnosing.pairs import Pair, with_shadow
 
 _ELEMENTS = 2**24  # that are measured of a scan, about
@@ -96,7 +96,8 @@ def _shard_map(equation: Any, in_body: InBody) -> Callable[..., Any]:
     def run(inputs: list[Pair], iteration: Any) -> Any:
         def body(inputs: list[Pair], iteration: jax.Array) -> Any:
             results, matrix, iteration = in_body(params["jaxpr"], inputs, iteration)
-            return results, matrix[None], iteration[None]
+            floats = [pair if is_float(dtype_of(pair.actual)) else Pair(pair.actual) for pair in results]
+            return floats, matrix[None], iteration[None]
 
         specs = [
             Pair(spec, None if pair.shadow is None else spec)
@@ -146,17 +147,15 @@ def _elements(program: Any) -> int:
     return total
 
 
-def buffers_of(equation: Any) -> list[Pair]:
+def buffers_of(equation: Any, *, own: bool) -> list[Pair]:
     """Returns arrays of zeros for the outputs of a scan's iterations, with shadows.
 
     Args:
       equation: the equation of the scan.
+      own: True if whole numbers have shadows too.
     """
     avals = [v.aval for v in equation.outvars[scan_counts(equation.params)[1] :]]
-    return [
-        Pair(jnp.zeros(x.shape, x.dtype), jnp.zeros(x.shape, widened(x.dtype)) if is_float(x.dtype) else None)
-        for x in avals
-    ]
+    return [with_shadow(Pair(jnp.zeros(x.shape, x.dtype)), own=own) for x in avals]
 
 
 def segment_of(equation: Any, in_body: InBody) -> Callable[..., Any]:

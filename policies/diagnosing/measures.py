@@ -27,7 +27,7 @@ SUMS = (
     "whole",  # of casts to lower precision: whole numbers
     "whole_rounded",  # of these, not exact in the dtype
     "merged",  # of these, that differ from the element before in the shadow and are the same number in the dtype
-    "decided",  # of casts to whole numbers: where the shadow has another one
+    "decided",  # of whole numbers and booleans made of floats: where the shadow has another one
     "local_error",  # |on the shadow's operands - shadow|
     "inherited_error",  # |as it is - shadow|
     "squared_error",  # (|as it is - shadow| / |shadow|)**2, at most 1
@@ -51,6 +51,11 @@ _NOTHING = np.array([0.0] * len(SUMS) + [-np.inf] * len(MAXIMA), np.float32)
 def is_float(dtype: DTypeLike | None) -> bool:
     """Returns whether a dtype is floating, of any width."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def is_whole(dtype: DTypeLike | None) -> bool:
+    """Returns whether a dtype has integers or booleans."""
+    return dtype is not None and (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_))
 
 
 def is_low(dtype: DTypeLike | None) -> bool:

@@ -10,10 +10,12 @@ from jax import lax
 from jmp_train.policies.diagnosing.arithmetic import (
     bound,
     decides,
+    decision_of,
     dtype_of,
     in_float32,
     is_measured,
     magnitude_of_terms,
+    picks,
     rounded,
     rounding_of,
 )
@@ -21,6 +23,7 @@ from jmp_train.policies.diagnosing.measures import (
     Elementwise,
     is_float,
     is_low,
+    is_whole,
     measured,
     measured_absorbed,
     measured_whole,
@@ -67,6 +70,8 @@ class Ran:
     def measures(self) -> list[Elementwise]:
         """Returns the measures of the elements of each result."""
         own = [None] * len(self.results) if self.local is None else self.local
+        if not is_float(self.results[0].actual.dtype):
+            return [_measured_decision(self.results[0])]
         found = [measured(x.actual, x.shadow, local, self.terms) for x, local in zip(self.results, own, strict=True)]
         first = self.results[0]
         if self.addends is not None:
@@ -78,16 +83,27 @@ class Ran:
         return found
 
 
+def _measured_decision(pair: Pair) -> Elementwise:
+    no = jnp.zeros_like(pair.actual, bool)
+    return {"nan": no, "decided": no if pair.shadow is None else lax.ne(pair.actual, pair.shadow)}
+
+
 jax.tree_util.register_dataclass(Ran, ("results", "local", "terms", "addends"), ("is_cast", "is_decision"))
 
 
-def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], Ran | None]:
-    """Runs an equation, and returns its results and the data to measure, None if it has no row."""
-    results = run_both(equation, inputs)
+def run_once(equation: Any, inputs: list[Pair], *, own: bool = False) -> tuple[list[Pair], Ran | None]:
+    """Runs an equation, and returns its results and the data to measure, None if it has no row.
+
+    Args:
+      equation: the equation.
+      inputs: its operands.
+      own: True if the shadow of an equation that decides has its own whole numbers.
+    """
+    results = run_both(equation, inputs, own=own)
     if not is_measured(equation):
         return results, None
     if decides(equation):
-        return results, _decided(equation, inputs[0], results[0])
+        return results, _decided(equation, inputs, results)
     if not _loses(equation) or all(pair.shadow is None for pair in results):
         return results, _ran(equation, inputs, results, None, None)
     exact = all(pair.shadow is None for pair in inputs)
@@ -98,21 +114,31 @@ def run_once(equation: Any, inputs: list[Pair]) -> tuple[list[Pair], Ran | None]
     return results, _ran(equation, inputs, results, local, magnitude_of_terms(equation, wide))
 
 
-def _decided(equation: Any, operand: Pair, result: Pair) -> Ran:
-    """Returns the whole numbers of an equation and those that it would compute from the shadow, as floats."""
-    exact = result.actual if operand.shadow is None else bound(equation, [operand.shadow])[0]
-    actual, exact = (jnp.ravel(lax.convert_element_type(x, jnp.float32)) for x in (result.actual, exact))
-    return Ran([Pair(actual, None if operand.shadow is None else exact)], None, None, None, False, True)
+def _decided(equation: Any, inputs: list[Pair], results: list[Pair]) -> Ran:
+    """Returns the whole numbers of an equation and those that it would compute from the shadow, of casts as floats."""
+    number = decision_of(equation) or 0
+    is_same = all(pair.shadow is None for pair in inputs)
+    exact = None if is_same else in_float32(equation, [_shadow_of(pair) for pair in inputs])
+    pair = Pair(results[number].actual, None if exact is None else exact[number])
+    if not picks(equation):
+        pair = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), pair)
+    return Ran([jax.tree.map(jnp.ravel, pair)], None, None, None, False, True)
 
 
-def run_both(equation: Any, inputs: list[Pair]) -> list[Pair]:
-    """Runs an equation in its own dtypes and in float32, and returns its results."""
+def run_both(equation: Any, inputs: list[Pair], *, own: bool = False) -> list[Pair]:
+    """Runs an equation in its own dtypes and in float32, and returns its results; see `run_once`."""
     actual = bound(equation, [pair.actual for pair in inputs])
-    exact = all(pair.shadow is None for pair in inputs) and not (is_measured(equation) and _loses(equation))
+    may_lose = is_measured(equation) and _loses(equation) and not decides(equation)
+    exact = all(pair.shadow is None for pair in inputs) and not may_lose
     shadows = None if exact else in_float32(equation, [_shadow_of(pair) for pair in inputs])
     if shadows is None:
         return [Pair(x) for x in actual]
-    return [Pair(x, y if is_float(dtype_of(x)) else None) for x, y in zip(actual, shadows, strict=True)]
+    own = own or not any(is_float(dtype_of(pair.actual)) for pair in inputs)
+    return [Pair(x, y if _has_shadow(x, own=own) else None) for x, y in zip(actual, shadows, strict=True)]
+
+
+def _has_shadow(x: Any, *, own: bool) -> bool:
+    return is_float(dtype_of(x)) or (own and is_whole(dtype_of(x)))
 
 
 def _loses(equation: Any) -> bool:
@@ -138,9 +164,14 @@ def _ran(equation: Any, inputs: list[Pair], results: list[Pair], local: list[Any
     return jax.tree.map(jnp.ravel, ran)
 
 
-def with_shadow(pair: Pair) -> Pair:
-    """Returns a pair of arrays with an explicit shadow if it is a float, for loop carries."""
-    if pair.shadow is not None or not is_float(dtype_of(pair.actual)):
+def with_shadow(pair: Pair, *, own: bool = False) -> Pair:
+    """Returns a pair of arrays with an explicit shadow if it is a float, for loop carries.
+
+    Args:
+      pair: the pair.
+      own: True if whole numbers have shadows too.
+    """
+    if pair.shadow is not None or not _has_shadow(pair.actual, own=own):
         return pair
     return Pair(pair.actual, _shadow_of(pair))
 

@@ -25,6 +25,7 @@ Kind = Literal[
     "cancellation",
     "stagnation",
     "integer precision lost",
+    "decided differently",
     "values collapse",
     "NaN made",
     "invalid mask",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import HALVES, PRODUCTS, TORCH_CUDA, AutocastRules, Rule, replace_arguments
 from jmp_train.policies.diagnosing.arithmetic import SUMS, rounding_of
-from jmp_train.policies.diagnosing.descriptions import function_called, is_of_graphs
+from jmp_train.policies.diagnosing.descriptions import function_called, is_by_policy, is_of_graphs
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 
@@ -20,6 +20,7 @@ Action = Literal["rules", "argument", "loss scale", "epsilon", "mask", "reductio
 _NO_RULES = AutocastRules()
 # What passes the errors of its operands on as they are.
 LINEAR = SUMS | {"mul", "div", "neg", "integer_pow", "square", "convert_element_type"}
+_TO_WHOLE = frozenset(("floor", "ceil", "round", "rem"))
 _GRAPH_STORAGE = "graph_storage"  # the function by which operations on graphs keep their rows in half
 _OF_NOBODY = ("_where", "clip", "where")  # jitted functions of jax's that do not say what a line is about
 
@@ -91,6 +92,18 @@ def everything_before(evidence: Evidence, row: int) -> Remedy:
     return _together(evidence, before, "float32 here, and for all that it is computed from")
 
 
+def in_half(evidence: Evidence, row: int) -> Remedy:
+    """Returns the entry that puts a product in 8 bits into half precision.
+
+    Args:
+      evidence: the evidence of a diagnosis.
+      row: row of the product.
+    """
+    name, line = _of_line(evidence, row), evidence.sites[row].line
+    rules = _NO_RULES.replace(operations={name: "lower"}) if line else _NO_RULES.replace(primitives={name: "lower"})
+    return Remedy("rules", f"half precision here: rules.replace({replace_arguments(rules)})", rules)
+
+
 def _operands(evidence: Evidence, row: int, *, shared: bool) -> set[int]:
     together = {row} if is_float(evidence.rows[row].dtype) else set[int]()
     reached, new, common = {row}, [row], set[int]()
@@ -101,9 +114,14 @@ def _operands(evidence: Evidence, row: int, *, shared: bool) -> set[int]:
             common.update(i for (_, i), count in counts.items() if count > 1)
         new = list({i for of in sources for i in of} - reached - common)
         reached.update(new)
-        together.update(i for i in new if _is_half(evidence, i))
-        new = [i for i in new if evidence.rows[i].primitive in LINEAR]
+        together.update(i for i in new if _is_half(evidence, i) and not _is_cast_by_policy(evidence, i))
+        new = [i for i in new if evidence.rows[i].primitive in LINEAR | _TO_WHOLE]
     return together
+
+
+def _is_cast_by_policy(evidence: Evidence, row: int) -> bool:
+    """Returns whether a policy casts an argument here, which it no longer does where rules take its place."""
+    return bool(evidence.argument(row)) and is_by_policy(evidence.sites[row])
 
 
 def _is_half(evidence: Evidence, row: int) -> bool:
@@ -292,8 +310,7 @@ def _entry(
     if site.function and site.function not in _OF_NOBODY:
         return "functions", (site.function,)
     if found.primitive in PRODUCTS and site.line:  # as a primitive it would be those of the whole model
-        file = "/".join(found.file.replace("\\", "/").split("/")[-2:])
-        return "operations", (f":{found.primitive}@.*{re.escape(file)}:{found.line}( |$)",)
+        return "operations", (_of_line(evidence, row),)
     same_line = {
         other.primitive
         for other in evidence.rows
@@ -301,6 +318,13 @@ def _entry(
     }
     apart = {*PRODUCTS, "convert_element_type"} - {found.primitive}
     return "primitives", tuple(sorted((same_line | {found.primitive}) - apart - {"add_any"}))
+
+
+def _of_line(evidence: Evidence, row: int) -> str:
+    """Returns the expression for the operations of a row's name at its line; without a line the name."""
+    found = evidence.rows[row]
+    file = "/".join(found.file.replace("\\", "/").split("/")[-2:])
+    return f":{found.primitive}@.*{re.escape(file)}:{found.line}( |$)" if found.line else found.primitive
 
 
 def product_of_cast(evidence: Evidence, row: int) -> int:

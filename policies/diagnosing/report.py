@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from jmp_train.policies import documents as doc
-from jmp_train.policies.autocasting import AutocastRules, rules_code
+from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, rules_code
 from jmp_train.policies.diagnosing.problems import Problem, place_of, where_is
 from jmp_train.policies.diagnosing.remedies import merged_rules
 from jmp_train.policies.diagnosing.rows import OperationNumerics
@@ -42,6 +42,7 @@ class NumericsReport:
       steps: number of runs of the function.
       explanation: the cause of non-finite results: a state that was lost before, or the operation with the first
         non-finite value; and how the device of the diagnosis rounds products. Empty if there is neither.
+      base: the rules of the function's first autocast region that the trials have reached; torch's without any.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -55,15 +56,17 @@ class NumericsReport:
     collapsed: dict[str, str]
     steps: int
     explanation: str = ""
+    base: AutocastRules = TORCH_CUDA
 
     @property
     def rules(self) -> AutocastRules:
-        """Torch's autocast rules with the entries that fix the problems."""
-        return merged_rules([problem.remedy for problem in self._harmful])
+        """The function's autocast rules, torch's without any, with the entries that fix the problems."""
+        return merged_rules([problem.remedy for problem in self._harmful], self.base)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as JSON values; non-finite numbers are None."""
-        return doc.as_json(vars(self) | {"problems": [problem.as_dict() for problem in self.problems]})
+        fields = {name: value for name, value in vars(self).items() if name != "base"}
+        return doc.as_json(fields | {"problems": [problem.as_dict() for problem in self.problems]})
 
     def to_json(self) -> str:
         """Returns the report as JSON; non-finite numbers are null."""

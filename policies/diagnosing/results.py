@@ -5,11 +5,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from jmp_train.policies.diagnosing.amplifying import addition_before, gradients_error, terms_error
 from jmp_train.policies.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.policies.diagnosing.measures import is_float, is_low
 from jmp_train.policies.diagnosing.problems import Problem, problem_at
-from jmp_train.policies.diagnosing.remedies import Remedy, full_state, in_float32, operands_in_float32
+from jmp_train.policies.diagnosing.remedies import Remedy, full_state, in_float32, in_half, operands_in_float32
 
 _WRONG = 0.5  # relative error of a result
 _LOST_DIGITS = 0.1  # relative error of one operation that has lost its result's digits
@@ -20,6 +22,7 @@ Found = Iterator[tuple[int, Problem]]
 _LOST_TERMS = 0.02  # share of a sum's terms
 _ABSORBED = 0.1  # share of the additions of a loop
 _UNCHANGED = 0.5  # share of a state leaf's elements that should change
+_FLUSHED = 0.1  # share of an operand's elements
 _BEFORE_ALL = -1  # the number of a row that comes before all operations
 _REACHED = 0.05  # relative error of a result, or of the backward pass, that a problem has to make
 
@@ -164,6 +167,36 @@ def nonfinite_arguments(evidence: Evidence) -> Found:
         if path in lost:  # whichever line reads it first is not to blame
             problem = dataclasses.replace(problem, file="", line=0, subject=f"the argument {path!r}")
         yield _BEFORE_ALL, problem
+
+
+def products_in_8_bits(evidence: Evidence) -> Found:
+    """Finds products in 8 bits of which an operand's outliers make many other elements 0."""
+    for row in range(len(evidence.rows)):
+        if (cast := flushed_operand(evidence, row)) is None or evidence.direction(row) != "forward":
+            continue
+        found = evidence.rows[cast]
+        finfo = jnp.finfo(found.dtype)
+        text = (
+            f"{found.flushed:.1%} of an operand of {evidence.named(row)} become 0 in {found.dtype}: the largest number "
+            f"is {found.largest / found.smallest:.2g} times the smallest, and those of {found.dtype} "
+            f"{float(finfo.max) / float(finfo.smallest_subnormal):.2g} times"
+        )
+        harmful = evidence.reaches(row, _REACHED)
+        yield problem_at(evidence, row, "underflow", text, in_half(evidence, row), harmful=harmful)
+
+
+def flushed_operand(evidence: Evidence, row: int) -> int | None:
+    """Returns the row of an operand's cast to 8 bits in which many elements become 0, for a product; otherwise None.
+
+    Args:
+      evidence: the evidence of a diagnosis.
+      row: row of the product.
+    """
+    if evidence.rows[row].primitive != "dot_general":
+        return None
+    casts = [i for i in evidence.sources(row) if evidence.rows[i].dtype.startswith("float8")]
+    worst = max(casts, key=lambda i: evidence.rows[i].flushed, default=None)
+    return worst if worst is not None and evidence.rows[worst].flushed > _FLUSHED else None
 
 
 def collapsed_arguments(evidence: Evidence) -> Found:

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.diagnosing.arithmetic import dtype_of
+from jmp_train.policies.diagnosing.arithmetic import decides, decision_of, dtype_of
 from jmp_train.policies.diagnosing.equations import Direction, Site
 from jmp_train.policies.diagnosing.measures import COLUMNS
 
@@ -32,7 +32,7 @@ class OperationNumerics:
       absorbed: for additions in lower precision, the fraction of elements that an operand did not change.
       whole_rounded: for casts, the fraction of elements that are whole numbers and were rounded.
       merged: for casts, the fraction of whole numbers that differ from the previous one only before the cast.
-      decided: for casts of floats to whole numbers, the fraction of elements that are another number in float32.
+      decided: for whole numbers and booleans made of floats, the fraction of elements that are others in float32.
       largest: largest magnitude in the shadow.
       smallest: smallest nonzero magnitude in the shadow; 0 if there is none.
       local_error: error of this operation by itself, |half - float32| / |float32|, each summed over the elements; the
@@ -91,7 +91,7 @@ def row_of(site: Site, measures: np.ndarray, subject: str) -> OperationNumerics:
     values = dict(zip(COLUMNS, map(float, measures), strict=True))
     equation = site.equation
     floats = [v for v in equation.outvars if jnp.issubdtype(dtype_of(v), jnp.floating)]
-    result = floats[0] if floats else equation.outvars[0]
+    result = equation.outvars[decision_of(equation) or 0] if decides(equation) else floats[0]
     file, _, line = site.line.rpartition(":")
     elements = max(values["elements"], 1.0)
     return OperationNumerics(

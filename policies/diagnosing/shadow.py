@@ -2,7 +2,8 @@
 
 Each value is a pair. The program's own dtypes compute the actual value; the same operations in float32, from float32
 operands, compute its shadow, which is left out while both are the same number. Booleans and integers have no shadow:
-comparisons, indices and counts of the actual values decide for both. Each equation that can lose digits runs a third
+comparisons, indices and counts of the actual values decide for both, but for those asked for. Branches and the lengths
+of loops are the actual ones in any case. Each equation that can lose digits runs a third
 time, in its own dtypes on the shadow's operands, which separates its own error from the inherited one.
 
 A few equations at a time are compiled together, and equal ones once, also within a `shard_map`.
@@ -10,6 +11,7 @@ Bodies of loops and branches are compiled as one program.
 """
 
 import ctypes
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -19,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocasting import scan_counts
-from jmp_train.policies.diagnosing.arithmetic import bound, count_rows
+from jmp_train.policies.autocasting import opened, scan_counts
+from jmp_train.policies.diagnosing.arithmetic import bodies_of, bound, count_rows, dtype_of
 from jmp_train.policies.diagnosing.devices import compiled, stacking
 from jmp_train.policies.diagnosing.flattening import Operation, Part, Stage, is_plain, staged
 from jmp_train.policies.diagnosing.loops import (
@@ -32,7 +34,7 @@ from jmp_train.policies.diagnosing.loops import (
     stride_of,
     written,
 )
-from jmp_train.policies.diagnosing.measures import combined, nothing, totals_of
+from jmp_train.policies.diagnosing.measures import combined, is_whole, nothing, totals_of
 from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_once, with_shadow
 from jmp_train.policies.pytrees import has_tracers, is_key
 
@@ -54,6 +56,7 @@ class Shadowing:
       axes: the mapped axes of the mesh.
       iteration: number of the loop iteration that it runs in, counted over all loops around it; float32 scalar.
         None outside of all loops.
+      own: identities of the equations whose whole numbers and booleans the shadow computes for itself.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -63,11 +66,18 @@ class Shadowing:
       (1.099609375, 1.099976, [(1, 24)])
     """
 
-    def __init__(self, mesh: Any = None, axes: frozenset[str] = frozenset(), iteration: Any = None) -> None:
+    def __init__(
+        self,
+        mesh: Any = None,
+        axes: frozenset[str] = frozenset(),
+        iteration: Any = None,
+        own: frozenset[int] = frozenset(),
+    ) -> None:
         self.mesh = mesh
         self.axes = axes
         self.within = iteration is not None
         self.iteration = iteration if self.within else _FIRST
+        self.own = own
 
     def run(self, program: Any, operands: Sequence[Pair], runs: int = 1) -> Results:
         """Returns the results, and the measures of the program's equations as blocks [rows, columns].
@@ -99,22 +109,25 @@ class Shadowing:
     def run_operation(self, op: Operation, inputs: list[Pair]) -> Results:
         """Runs an operation with a program, or with values that are not arrays."""
         equation, name = op.equation, op.equation.primitive.name
+        own = _Own.of(equation, self.own, inputs)
+        inputs = [with_shadow(pair, own=True) for pair in inputs] if own.widened else inputs
         if name == "shard_map" and self.mesh is None and not has_tracers(inputs):
             return self._on_devices(equation, inputs)
         if name == "cond" and self.mesh is None and not has_tracers(inputs):
             return self._taken(equation.params["branches"], *inputs)
         if name == "scan" and self.mesh is None and not self.within and (stride := stride_of(equation)) > 1:
-            return self._sampled(op, inputs, stride)
+            return self._sampled(op, inputs, stride, own)
         if name in PROGRAMS:
             runs = max(equation.params.get("length", _ITERATIONS), 1)
-            run = self._jit(_holding_program(Part([op], frozenset())), _LARGE // runs)
+            run = self._jit(_holding_program(Part([op], frozenset()), own), _LARGE // runs)
             results, block, self.iteration = run(inputs, self.iteration)
             return results, [block]
         return [Pair(result) for result in bound(equation, [pair.actual for pair in inputs])], []
 
     def _plain(self, part: Part, values: dict[int, Pair], runs: int) -> tuple[dict[int, Pair], list[Block]]:
         """Runs equations, one after the other, as one program."""
-        results, rows = self._jit(_together(part), _LARGE // runs)([_read(x, values) for x in part.given])
+        own = frozenset(i for i, op in enumerate(part.operations) if id(op.equation) in self.own)
+        results, rows = self._jit(_together(part, own), _LARGE // runs)([_read(x, values) for x in part.given])
         # What is alike is measured by the same program, but within a loop, which is one program.
         together = [rows] if self.within and rows else [[row] for row in rows]
         blocks = [self._jit(_measuring(), _MEASURED)(alike, self.iteration) for alike in together]
@@ -127,17 +140,17 @@ class Shadowing:
         before, after = (sum(map(count_rows, others)) for others in (branches[:taken], branches[taken + 1 :]))
         return results, [nothing(before), *blocks, nothing(after)]
 
-    def _sampled(self, op: Operation, inputs: list[Pair], stride: int) -> Results:
+    def _sampled(self, op: Operation, inputs: list[Pair], stride: int, own: "_Own") -> Results:
         """Runs a scan and measures the iterations at a stride, and the first one that loses finite numbers."""
         part, params = Part([op], frozenset()), op.equation.params
-        segment, row, write = (self._jit(run(part), 0) for run in (_segment, _row, _written))
+        segment, row, write = (self._jit(run, 0) for run in (_segment(part, own), _row(part), _written(part)))
         n_consts, n_carry = scan_counts(params)
         consts, carry, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
-        carry, ys = [with_shadow(pair) for pair in carry], buffers_of(op.equation)
+        carry, ys = [with_shadow(pair) for pair in carry], buffers_of(op.equation, own=own.widened)
         measures, number, lost = list[np.ndarray](), 0, False
         while number < params["length"]:
             results, blocks = self.run(params["jaxpr"], [*consts, *carry, *row(xs, number)], params["length"] // stride)
-            results = [with_shadow(pair) for pair in results]
+            results = [with_shadow(pair, own=own.widened) for pair in results]
             measures.append(np.concatenate([nothing(0), *map(np.asarray, blocks)]))
             carry, ys = results[:n_carry], write(ys, results[n_carry:], number)
             start, stop = number + 1, min((number // stride + 1) * stride, params["length"])
@@ -164,7 +177,7 @@ class Shadowing:
             jax.tree.map(stacking(mesh, axes, spec)[0], pair)
             for pair, spec in zip(inputs, params["in_specs"], strict=True)
         ]
-        results, blocks = Shadowing(mesh, axes).run(params["jaxpr"], stacked)
+        results, blocks = Shadowing(mesh, axes, own=self.own).run(params["jaxpr"], stacked)
         whole = [
             # What is no jax.Array is a constant, the same on all devices.
             jax.tree.map(stacking(mesh, axes, spec)[1], pair) if isinstance(pair.actual, jax.Array) else pair
@@ -173,26 +186,52 @@ class Shadowing:
         return whole, [combined(np.asarray(block)) if block.ndim == 3 else block for block in blocks]
 
 
-def _in_body(program: Any, operands: Sequence[Pair], iteration: Any) -> tuple[list[Pair], jax.Array, Any]:
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """The equations in the program of an operation whose whole numbers the shadow computes for itself.
+
+    Attributes:
+      equations: their identities.
+      widened: True if all whole numbers that the program takes and returns have shadows.
+    """
+
+    equations: frozenset[int]
+    widened: bool
+
+    @staticmethod
+    def of(equation: Any, own: frozenset[int], inputs: Sequence[Pair]) -> "_Own":
+        """Returns those of an operation, given those of all the program and the operands."""
+        inside = own & _identities(equation) if own else own
+        has_shadows = any(pair.shadow is not None and is_whole(dtype_of(pair.actual)) for pair in inputs)
+        return _Own(inside, bool(inside) or has_shadows)
+
+
+def _identities(equation: Any) -> set[int]:
+    inside = [e for body in bodies_of(equation) for e in opened(body).eqns]
+    return {id(e) for e in inside}.union(*map(_identities, inside))
+
+
+def _in_body(own: _Own, program: Any, operands: Sequence[Pair], iteration: Any) -> tuple[list[Pair], jax.Array, Any]:
     """Runs the body of a loop or branch.
 
     Returns:
       The results with their shadows, the measures as one array [rows, columns], the number of the next iteration.
     """
-    inside = Shadowing(iteration=iteration)
+    inside = Shadowing(iteration=iteration, own=own.equations)
     results, blocks = inside.run(program, operands)
-    return [with_shadow(pair) for pair in results], jnp.concatenate([*blocks, nothing(0)]), inside.iteration
+    results = [with_shadow(pair, own=own.widened) for pair in results]
+    return results, jnp.concatenate([*blocks, nothing(0)]), inside.iteration
 
 
 @functools.lru_cache(maxsize=1024)
-def _holding_program(part: Part) -> Callable[..., Any]:
+def _holding_program(part: Part, own: _Own) -> Callable[..., Any]:
     equation = part.operations[0].equation
-    return PROGRAMS[equation.primitive.name](equation, _in_body)
+    return PROGRAMS[equation.primitive.name](equation, functools.partial(_in_body, own))
 
 
 @functools.lru_cache(maxsize=1024)
-def _segment(part: Part) -> Callable[..., Any]:
-    return segment_of(part.operations[0].equation, _in_body)
+def _segment(part: Part, own: _Own) -> Callable[..., Any]:
+    return segment_of(part.operations[0].equation, functools.partial(_in_body, own))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -206,13 +245,18 @@ def _written(part: Part) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _together(part: Part) -> Callable[[list[Pair]], tuple[list[Pair], list[Ran]]]:
-    """Returns operations as a function from their inputs to their wanted results and measures."""
+def _together(part: Part, own: frozenset[int]) -> Callable[[list[Pair]], tuple[list[Pair], list[Ran]]]:
+    """Returns operations as a function from their inputs to their wanted results and measures.
+
+    Args:
+      part: the operations.
+      own: places of the operations whose whole numbers the shadow computes for itself.
+    """
 
     def run(given: list[Pair]) -> tuple[list[Pair], list[Ran]]:
         values, rows = list(given), list[Ran]()
-        for op, places in zip(part.operations, part.wiring, strict=True):
-            results, row = run_once(op.equation, [values[place] for place in places])
+        for i, (op, places) in enumerate(zip(part.operations, part.wiring, strict=True)):
+            results, row = run_once(op.equation, [values[place] for place in places], own=i in own)
             values += results
             rows += [] if row is None else [row]
         return [values[place] for place in part.returned], rows

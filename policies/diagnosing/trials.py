@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 
-from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast, trying
+from jmp_train.policies.autocasting import AutocastRules, autocast, flops_of, trying
 from jmp_train.policies.diagnosing.amplifying import (
     Errors,
     amplification,
@@ -18,13 +18,20 @@ from jmp_train.policies.diagnosing.amplifying import (
     error_limit,
     errors_of,
     is_off,
-    named_row,
-    text_of,
+)
+from jmp_train.policies.diagnosing.deciding import (
+    LEFT,
+    MENDED,
+    Again,
+    decisions,
+    errors_with_decisions,
+    share_left,
 )
 from jmp_train.policies.diagnosing.descriptions import is_by_policy
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.examining import Examination, examine
-from jmp_train.policies.diagnosing.problems import Problem, problem_at, worst_first
+from jmp_train.policies.diagnosing.measures import is_float, is_low
+from jmp_train.policies.diagnosing.problems import Problem, worst_first
 from jmp_train.policies.diagnosing.remedies import (
     Remedy,
     everything_before,
@@ -32,35 +39,32 @@ from jmp_train.policies.diagnosing.remedies import (
     in_float32,
     lacks,
     merged_rules,
-    operands_in_float32,
 )
 
 _ROUNDS = 4  # in which rules are completed
 _CANDIDATES = (8, 3)  # sets of rules that are tried where no operation stands out, and once the best is followed
-_MENDED = 1.5  # times that an error becomes smaller, at least
 _AS_GOOD = 2  # times the error that the best rules leave
-_LEFT = 0.25  # of the error that is tolerated, with which the search ends
-_EVERYTHING = TORCH_CUDA.replace(paths={"": "float32"})
+_EVERYTHING = AutocastRules(paths=(("", "float32"),))
 _SHADOW_TOO = ", in float32 too"
 
 Found = list[tuple[int, Problem]]
-Again = Callable[[AutocastRules], Examination | None]
-_LINES = 2  # that are tried
+Place = tuple[str, int, str, str]
 
 
 def examine_by_rules(
-    first: Examination, fn: Callable[..., Any], args: tuple[Any, ...], rules: AutocastRules
+    first: Examination, fn: Callable[..., Any], args: tuple[Any, ...], added: AutocastRules, own: list[AutocastRules]
 ) -> Examination | None:
     """Returns the examination of a function that runs by rules; None if no rules reach it.
 
-    Its autocast regions and half-precision policies take the rules; a function without any runs under autocast. A
+    Its autocast regions and half-precision policies add the rules to theirs; without any it runs under autocast. A
     function with effects runs only once.
 
     Args:
       first: the examination of the unchanged function.
       fn: the function.
       args: its arguments.
-      rules: autocast rules.
+      added: autocast rules.
+      own: list to which the rules of its regions and policies are added.
     """
     half = _half_type(first.evidence)
     if half is None or first.has_effects:
@@ -68,13 +72,15 @@ def examine_by_rules(
     if any(site.under_autocast or is_by_policy(site) for site in first.evidence.sites):
 
         def by_rules(*args: Any) -> Any:
-            with trying(rules):
-                return fn(*args)
+            with trying(added) as trial:
+                results = fn(*args)
+            own.extend(trial.taken)
+            return results
 
     elif any(first.evidence.direction(row) == "update" for row in range(len(first.evidence.rows))):
         return None  # a step that casts for itself
     else:
-        by_rules = autocast(fn, half, rules=rules)
+        by_rules = autocast(fn, half, rules=merged_rules([Remedy("rules", "", added)]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which the user was told of the function as it is
         try:
@@ -96,13 +102,18 @@ def with_trials(first: Examination, again: Again) -> Found:
       first: the examination of the unchanged function.
       again: returns the examination of the function that runs by rules, or None.
     """
-    found = sorted([*_checked_in_float32(first, again), *decisions(first, again)], key=worst_first)
+    decided = list(decisions(first, again))
+    found = sorted([*_checked_in_float32(first, again), *(item for item, _ in decided)], key=worst_first)
     found, last = _completed(first, found, again)
     found, last = _amplified(first, found, last, again)
     if last is None:
         return found
-    before = errors_of(first.evidence)
-    return [(row, _with_outcome(problem, before, last)) for row, problem in found]
+    before, after = (errors_with_decisions(x) if decided else errors_of(x.evidence) for x in (first, last))
+    left = {_place(problem) for _, problem in last.found if problem.severity == "problem"}
+    left |= {_place(problem) for (_, problem), row in decided if share_left(first, row, last) > LEFT}
+    in_half = [f"{_half_flops(x.evidence):.1%}" for x in (last, first)]
+    shares = f"; in half precision: {in_half[0]} of the flops (before: {in_half[1]})"
+    return [(row, _with_outcome(problem, before, after, last, left, shares)) for row, problem in found]
 
 
 def _checked_in_float32(first: Examination, again: Again) -> Found:
@@ -130,7 +141,7 @@ def _completed(first: Examination, found: Found, again: Again) -> tuple[Found, E
     last = None
     for _ in range(_ROUNDS):
         remedies = [problem.remedy for _, problem in found if is_tried(problem)]
-        last = again(merged_rules(remedies)) if remedies else None
+        last = again(merged_rules(remedies, AutocastRules())) if remedies else None
         if last is None:
             break
         known = merged_rules(remedies)
@@ -164,7 +175,7 @@ def _amplified(
         remedies = [problem.remedy for _, problem in found if is_tried(problem)]
         tried = list(_tried(now.evidence, remedies, again, candidates))
         best = _chosen(tried, error_limit(now.evidence)) if tried else None
-        if best is None or (now is not first and before.worst < _MENDED * best.worst):
+        if best is None or (now is not first and before.worst < MENDED * best.worst):
             break
         problem = amplification(now.evidence, best.row, best.remedy, before)
         if any(_place(problem) == _place(other) for _, other in found if is_tried(other)):
@@ -203,7 +214,7 @@ class _Candidate:
 
 def _chosen(tried: list[_Candidate], limit: float) -> _Candidate:
     """Returns the first candidate whose remaining error is close to that of the best."""
-    enough = max(_AS_GOOD * min(candidate.worst for candidate in tried), _LEFT * limit)
+    enough = max(_AS_GOOD * min(candidate.worst for candidate in tried), LEFT * limit)
     return next(candidate for candidate in tried if candidate.worst <= enough)
 
 
@@ -214,27 +225,39 @@ def _tried(evidence: Evidence, remedies: list[Remedy], again: Again, count: int)
         row = candidates[0][0]
         candidates.append((row, everything_before(evidence, row)))
     for row, remedy in candidates:
-        run = again(merged_rules([*remedies, remedy]))
+        run = again(merged_rules([*remedies, remedy], AutocastRules()))
         if run is None:
             return
         worst = errors_of(run.evidence).worst
         yield _Candidate(worst, row, remedy, run)
-        if worst < _LEFT * error_limit(evidence):
+        if worst < LEFT * error_limit(evidence):
             return
 
 
-def _with_outcome(problem: Problem, before: Errors, last: Examination) -> Problem:
-    """Returns a problem with the outcome of its rules."""
+def _with_outcome(
+    problem: Problem, before: Errors, after: Errors, last: Examination, left: set[Place], shares: str
+) -> Problem:
+    """Returns a problem with the outcome of its rules, given the places of problems left and the shares in half."""
     if not is_tried(problem):
         return problem
-    is_left = any(_place(problem) == _place(other) for _, other in last.found if other.severity == "problem")
-    after = errors_of(last.evidence)
     is_off_still = after.worst > error_limit(last.evidence)
-    if is_left or (is_off_still and before.worst < _MENDED * after.worst):
+    if _place(problem) in left or (is_off_still and before.worst < MENDED * after.worst):
         said = "do not mend it, nor does anything else that was found"
     else:
         said = f"mend it{' in part' if is_off_still else ''}"
-    return dataclasses.replace(problem, trial=f"tried: these rules {said}; {after.compared_with(before)}")
+    return dataclasses.replace(problem, trial=f"tried: these rules {said}; {after.compared_with(before)}{shares}")
+
+
+def _half_flops(evidence: Evidence) -> float:
+    """Returns the fraction of the flops of all passes that are in half precision or 8 bits, from 0 to 1."""
+    flops = [flops_of(site.equation) * _repeats(site.callers) for site in evidence.sites]
+    floats = [[dtype for dtype in row.dtypes_in if is_float(np.dtype(dtype))] for row in evidence.rows]
+    half = sum(n for n, dtypes in zip(flops, floats, strict=True) if dtypes and all(map(is_low, dtypes)))
+    return half / max(1, sum(flops))
+
+
+def _repeats(callers: tuple[Any, ...]) -> int:
+    return math.prod(e.params.get("length", 1) for e in callers if e.primitive.name == "scan")
 
 
 def is_tried(problem: Problem) -> bool:
@@ -242,42 +265,5 @@ def is_tried(problem: Problem) -> bool:
     return problem.severity == "problem" and problem.remedy.rules != AutocastRules()
 
 
-def _place(problem: Problem) -> tuple[str, int, str, str]:
+def _place(problem: Problem) -> Place:
     return problem.file, problem.line, problem.subject, problem.direction
-
-
-def decisions(
-    first: Examination, again: Callable[[AutocastRules], Examination | None]
-) -> Iterator[tuple[int, Problem]]:
-    """Finds whole numbers that differ in half precision and change results: a run by rules has others.
-
-    Args:
-      first: the examination of the unchanged function.
-      again: returns the examination of the function that runs by rules, or None.
-    """
-    evidence = first.evidence
-    rows = [i for i, row in enumerate(evidence.rows) if row.decided and row.direction == "forward"]
-    begins = {named_row(evidence, i): i for i in reversed(rows)}
-    for begin, row in sorted(begins.items())[:_LINES]:
-        remedy = operands_in_float32(evidence, row, shared=True)
-        run = again(merged_rules([remedy]))
-        moved = 0.0 if run is None else _apart(first, run)
-        if moved > error_limit(evidence):
-            text = (
-                f"{evidence.rows[row].decided:.2%} of {evidence.named(row)} are other whole numbers than those of "
-                f"float32, with which results or gradients differ by {text_of(moved)}"
-            )
-            yield problem_at(evidence, begin, "integer precision lost", text, remedy)
-
-
-def _apart(first: Examination, second: Examination) -> float:
-    """Returns the largest difference between the results of two runs, in float32."""
-    found = [0.0]
-    for x, y in zip(first.outputs, second.outputs, strict=False):
-        if x.shape != y.shape or not bool(jnp.isfinite(y).all()):
-            continue
-        if not bool(jnp.isfinite(x).all()):
-            return math.inf
-        size, difference = (float(jnp.linalg.norm(jnp.ravel(z))) for z in (y, x - y))
-        found.append(difference / size if size else 0.0)
-    return max(found)

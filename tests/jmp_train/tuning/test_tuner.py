@@ -366,3 +366,9 @@ def test_what_no_choice_mends_is_refused(examples: list[tuple[Any, ...]]) -> Non
 def test_a_tolerance_checks_its_numbers(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=-2 must be a"):
         jt.tuning.Tolerance(**{name: -2})
+
+
+def test_debugging_of_infinities_does_not_stop_the_trials() -> None:
+    with jax.debug_infs(True):
+        tuned = jt.tune(lambda w, x: jnp.mean((x @ w) ** 3), [(jnp.full((8, 8), 10.0), jnp.full((4, 8), 1.0))])
+    assert [entry.primitives for entry in tuned.entries] == [("integer_pow",)]

@@ -1,15 +1,20 @@
 """Whole numbers that half precision decides: how many are others than in float32, and whether that changes results."""
 
+import re
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import lax
 
 import jmp_train as jt
 
 pytestmark = pytest.mark.quick
 
-BF16 = jnp.bfloat16
+F32, BF16 = jnp.float32, jnp.bfloat16
 POSITIONS = jnp.arange(257, dtype=jnp.float32)  # which bfloat16 holds
 
 
@@ -48,3 +53,120 @@ def test_whole_numbers_that_change_nothing_are_no_problem() -> None:
     report = jt.diagnose(fn, table, POSITIONS)
     assert any(row.decided for row in report.rows)
     assert not problems(report)
+
+
+BF16_PARTS = "params=float32,compute=bfloat16,output=float32"
+TABLE = jax.random.normal(jax.random.key(0), (64,))
+UNIFORM = jax.random.uniform(jax.random.key(2), (256,))
+
+
+def cast(table: jax.Array, x: jax.Array) -> jax.Array:
+    return table[jnp.floor(x * 500).astype(jnp.int32) % 64]  # decides
+
+
+def of_floors(table: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.floor(x * 500) % 2 == 0, table[0], table[1])  # decides
+
+
+def argmax(table: jax.Array, x: jax.Array) -> jax.Array:
+    scores = jnp.sin(500 * x[:, None] + jnp.arange(64, dtype=x.dtype))  # decides
+    return table[jnp.argmax(scores, -1)]
+
+
+def order(table: jax.Array, x: jax.Array) -> jax.Array:
+    return table[jnp.argsort(x[:64] + 100)] * jnp.arange(64, dtype=x.dtype)  # decides
+
+
+def top(table: jax.Array, x: jax.Array) -> jax.Array:
+    return table * lax.top_k(x * 3, 64)[1].astype(x.dtype)  # decides
+
+
+def digitized(table: jax.Array, x: jax.Array) -> jax.Array:
+    edges = jnp.linspace(0, 6.5, 63).astype(x.dtype)
+    return table[jnp.digitize(jnp.sqrt(x * 40), edges)]  # decides
+
+
+def searched(table: jax.Array, x: jax.Array) -> jax.Array:
+    edges = jnp.linspace(0, 1, 63).astype(x.dtype)
+    return table[jnp.searchsorted(edges, x * x)]  # decides
+
+
+def bucketed(table: jax.Array, x: jax.Array) -> jax.Array:
+    far = 16 + jnp.log(x * 2000 / 16) / jnp.log(2000 / 16) * 47  # decides
+    return table[jnp.clip(far.astype(jnp.int32), 0, 63)]
+
+
+def looped(table: jax.Array, x: jax.Array) -> jax.Array:
+    def body(place: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        place = (place + (number * 500).astype(jnp.int32)) % 64  # decides
+        return place, table[place]
+
+    return lax.scan(body, jnp.int32(0), x)[1]
+
+
+def binned(table: jax.Array, x: jax.Array) -> jax.Array:
+    bins = (x * 500).astype(jnp.int32) % 64  # decides
+    return jax.ops.segment_sum(jnp.sin(x * 7), bins, 64) * table
+
+
+WAYS = (cast, argmax, looped, of_floors, order, top, digitized, searched, bucketed, jax.checkpoint(cast), binned)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [pytest.param(fn, marks=[] if number < 2 else pytest.mark.full) for number, fn in enumerate(WAYS)],
+    ids=[f"{number}-{fn.__name__}" for number, fn in enumerate(WAYS)],
+)
+def test_each_way_to_decide_is_named_with_its_line_and_the_error_that_it_makes(fn: Callable[..., jax.Array]) -> None:
+    def loss(table: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(fn(table, x).astype(jnp.float32) ** 2)
+
+    half = jt.apply_policy(loss, BF16_PARTS)
+    report = jt.diagnose(jax.value_and_grad(half), TABLE, UNIFORM)
+    (problem,) = problems(report)
+    assert problem.kind in ("integer precision lost", "decided differently")
+    assert problem.code.endswith("# decides")
+    assert problem.trial.startswith("tried: these rules mend it; the loss is off by 0%")
+    assert "; in half precision: 0.0% of the flops (before: " in problem.trial
+    exact = float(loss(TABLE, UNIFORM))
+    off = abs(float(half(TABLE, UNIFORM)) / exact - 1)
+    (said,) = re.findall(r"the loss is off by ([\d.]+)%, gradients by", problem.evidence)
+    assert float(said) / 100 == pytest.approx(off, rel=0.1, abs=5e-3)
+    mended = jt.autocast(loss, BF16, rules=report.rules)
+    assert float(mended(TABLE, UNIFORM)) == pytest.approx(exact, rel=1e-3)
+
+
+def test_a_step_that_casts_for_itself_is_told_too() -> None:
+    def step(table: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda t: jnp.mean(cast(t.astype(BF16), x.astype(BF16)).astype(F32) ** 2))(
+            table
+        )
+        return table - 0.01 * grads, loss
+
+    (problem,) = problems(jt.diagnose(step, TABLE, UNIFORM))
+    assert (problem.kind, problem.trial) == ("integer precision lost", "")
+    assert problem.code.endswith("# decides")
+
+
+def test_comparisons_and_metrics_that_do_no_harm_are_no_problem() -> None:
+    """A rectifier selects one of two equal numbers, and no gradient depends on an accuracy."""
+
+    def loss(params: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden = jax.nn.relu(x @ params)
+        logits = jax.nn.relu(hidden @ params.T) / 256 + 4  # nearly the same
+        labels = jnp.arange(8) % 4
+        accuracy = jnp.mean(jnp.argmax(logits, -1) == labels)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(F32), labels)), accuracy
+
+    params, x = jax.random.normal(jax.random.key(0), (16, 32)) / 4, jax.random.normal(jax.random.key(1), (8, 16))
+    step = jax.value_and_grad(jt.apply_policy(loss, BF16_PARTS), has_aux=True)
+    report = jt.diagnose(step, params, x)
+    assert any(row.decided for row in report.rows if row.primitive == "argmax")
+    assert not problems(report), report
+
+
+def test_a_result_of_whole_numbers_counts() -> None:
+    fn = jt.apply_policy(lambda x: jnp.argsort(x + 100), BF16_PARTS)
+    (problem,) = problems(jt.diagnose(fn, UNIFORM))
+    exact, half = np.argsort(np.asarray(UNIFORM) + 100), np.asarray(fn(UNIFORM))
+    assert f"results are off by {np.mean(exact != half):.0%}" in problem.evidence

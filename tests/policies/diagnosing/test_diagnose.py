@@ -371,3 +371,11 @@ def test_whole_numbers_are_a_problem_where_two_become_one(ids: list[int], severi
     (problem,) = jt.diagnose(lambda ids: ids.astype(BF16) * BF16(2), jnp.array(ids)).problems
     assert (problem.severity, problem.kind) == (severity, "integer precision lost")
     assert problem.evidence.startswith(evidence)
+
+
+def test_debugging_of_nan_and_infinities_does_not_stop_a_diagnosis() -> None:
+    x = jnp.full(4, 300.0, jnp.float16)
+    with jax.debug_infs(True), jax.debug_nans(True):
+        assert not jt.diagnose(jnp.sqrt, x).problems
+        (problem,) = jt.diagnose(lambda x: x * x - x * x, x).problems
+    assert problem.kind == "overflow"

@@ -1,0 +1,60 @@
+"""An outlier of an operand in 8 bits, which makes the other elements 0, is named at its product."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_train as jt
+
+pytestmark = pytest.mark.quick
+
+UP, DOWN = jax.random.normal(jax.random.key(0), (32, 64)) / 6, jax.random.normal(jax.random.key(1), (64, 4))
+PARAMS = {"up": UP, "down": DOWN}
+X = jax.random.normal(jax.random.key(2), (16, 32))
+RULES = jt.TORCH_CUDA.replace(primitives={"dot_general": "fp8"})
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    hidden = x @ params["up"]  # an outlier
+    hidden = jnp.tanh(hidden)
+    return jnp.mean(((hidden @ params["down"]).astype(jnp.float32) - 1) ** 2)
+
+
+def training(rules: jt.AutocastRules) -> tuple[Any, jt.TrainState]:
+    policy = dataclasses.replace(
+        jt.get_policy("autocast_bfloat16"), rules=rules, fp8=jt.policies.Float8CurrentScaling()
+    )
+    optimizer = optax.sgd(0.1)
+    return jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy), jt.TrainState.create(PARAMS, optimizer)
+
+
+def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
+    return [problem for problem in report.problems if problem.severity == "problem"]
+
+
+def test_the_product_is_named_and_only_it_leaves_the_8_bits() -> None:
+    step, state = training(RULES)
+    with_outlier = X.at[0, 0].set(1e6)
+    report = jt.diagnose(step, state, with_outlier)
+    (problem,) = harmful(report)
+    assert (problem.kind, problem.primitive) == ("underflow", "dot_general")
+    assert problem.code.endswith("# an outlier")
+    smallest = np.abs(np.asarray(with_outlier)) < 2.0**-10 * 1e6 / 448  # which round to 0 in float8_e4m3fn
+    assert problem.evidence.startswith(f"{smallest.mean():.1%} of an operand")
+    assert set(dict(problem.remedy.rules.operations).values()) == {"lower"}
+    assert dict(report.rules.primitives)["dot_general"] == "fp8"  # for the other product
+    assert problem.trial.startswith("tried: these rules mend it")
+    losses = [jax.jit(training(rules)[0])(state, with_outlier)[1]["loss"] for rules in (RULES, report.rules)]
+    np.testing.assert_array_less(0.05, abs(losses[0] / loss_fn(PARAMS, with_outlier) - 1))
+    np.testing.assert_allclose(losses[1], loss_fn(PARAMS, with_outlier), rtol=0.02)
+
+
+@pytest.mark.full
+def test_numbers_without_an_outlier_are_no_problem() -> None:
+    step, state = training(RULES)
+    assert not harmful(jt.diagnose(step, state, X))
