@@ -20,6 +20,7 @@ from jmp_train.policies.autocasting.fp8 import E4M3, place_of
 from jmp_train.policies.autocasting.literal_bounds import fits
 from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
+    CALLS,
     EACH,
     EXCHANGES,
     PRODUCTS,
@@ -32,11 +33,14 @@ from jmp_train.policies.autocasting.primitives import (
     programs_in,
 )
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
-from jmp_train.policies.autocasting.region import Region, in_8_bits, join
+from jmp_train.policies.autocasting.region import Region, contracts_one, in_8_bits, join
 from jmp_train.policies.autocasting.rules import Rule
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen, eligible, traced_dtype
 
 COMPLEX = "complex numbers have no half type"  # a reason
+
+
+_PASSES_ON = frozenset(CALLS) | {"logistic"}  # `jax.nn.sigmoid` is a call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +81,8 @@ def steps_of(region: Region, jaxpr: Jaxpr) -> list[Step]:
             str(equation.source_info.name_stack),
             *region.rule_of(equation),
             place,
-            in_float32=not readers.in_float32.isdisjoint(equation.outvars),
+            in_float32=not readers.in_float32.isdisjoint(equation.outvars)
+            or (equation.primitive.name in _PASSES_ON and id(equation.outvars[0]) in region.read_in_float32),
             in_half=not readers.in_half.isdisjoint(equation.outvars),
             is_logits=not logits.isdisjoint(equation.outvars),
             is_added=not readers.only_add.isdisjoint(equation.outvars),
@@ -128,8 +133,11 @@ def settle(region: Region, step: Step, inputs: list[Value]) -> Step:
         rule, reason = "lower", f"primitive {name!r}"
     if rule in ("lower", "fp8") and not _can_lower(equation):
         rule, reason = "keep", "its precision is spelled out"
-    if reason == f"primitive {name!r}" and name in PRODUCTS and not integers_fit(region, inputs):
-        rule, reason = "float32", "operand from integers"
+    if reason == f"primitive {name!r}" and name in PRODUCTS:
+        if not integers_fit(region, inputs):
+            rule, reason = "float32", "operand from integers"
+        elif contracts_one(equation) and _all_float32(chosen(inputs, touched)):
+            rule, reason = "promote", "outer product"
     if rule == "keep":
         return settled(as_traced, rule, reason)
 
@@ -200,7 +208,7 @@ def _common(region: Region, step: Step, floats: list[Value], *, demote: bool) ->
     equation: Any = step.equation
     name = equation.primitive.name
     demote = demote and equation.outvars[0].aval.shape != ()
-    if name in TRANSCENDENTAL | ARITHMETIC and step.in_float32:
+    if name in TRANSCENDENTAL | ARITHMETIC | {"logistic"} and step.in_float32:
         return FLOAT32  # every reader of the result would upcast it
     if name == "add" and (bias := _bias_dtype(equation, floats)) is not None:
         return bias
@@ -222,6 +230,11 @@ def literals_fit(region: Region, equation: JaxprEqn, inputs: list[Value]) -> boo
 def integers_fit(region: Region, inputs: list[Value]) -> bool:
     """Returns whether the half type keeps the integers distinct that operands were computed from."""
     return all(x.integers is None or x.integers.held_by(region.half) for x in inputs)
+
+
+def _all_float32(floats: list[Value]) -> bool:
+    """Returns whether no operand is half already, or is made of few integers, as masks and bytes are."""
+    return all(value.dtype == FLOAT32 and value.integers is None for value in floats)
 
 
 def _bias_dtype(equation: Any, floats: list[Value]) -> Any:

@@ -135,7 +135,7 @@ def _scan(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value
 def _cast_inside(value: Value, array: jax.Array) -> Value:
     """Returns a half constant of a loop, cast in each iteration from an array in float32."""
     source = None if value.source is None else array
-    return dataclasses.replace(value, array=array.astype(value.dtype), casts={}, source=source)
+    return dataclasses.replace(value, array=array.astype(value.dtype), casts={}, source=source, made=None)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

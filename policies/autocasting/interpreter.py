@@ -29,8 +29,10 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.decisions import Step, is_entered, literals_fit, settle, steps_of
 from jmp_train.policies.autocasting.fp8 import fp8_dot
+from jmp_train.policies.autocasting.overflows import note_operation, without_overflow
 from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
+    CALLS,
     COMPUTED,
     DERIVED_IN_FLOAT32,
     LAYOUT,
@@ -39,6 +41,7 @@ from jmp_train.policies.autocasting.primitives import (
     TRANSCENDENTAL,
     bind,
     bind_product,
+    body_of,
     cast,
     float32_product,
     in_float32,
@@ -70,6 +73,7 @@ _SAVES_ITS_INPUT = TRANSCENDENTAL | {"mul", "div"}  # their gradients need an in
 def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
     """Runs a jaxpr, closed or open, by the rules of a region."""
     program = opened(jaxpr)
+    region = region.noting_complements(program)
     constants = map(region.constant, getattr(jaxpr, "consts", ()))
     environment: dict[Any, Value] = dict(zip(program.constvars, constants, strict=True))
     environment.update(zip(program.invars, values, strict=True))
@@ -90,12 +94,13 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
                     outputs = _entered(region, step, inputs) if equation.primitive.name in region.handlers else None
                     if outputs is None:
                         step = settle(region, step, inputs)
-                        outputs = _bound(region, step, inputs)
+                        outputs = _bound(region, step, without_overflow(equation, step.dtypes, inputs))
                         note_integers(equation, inputs, outputs)
                         if region.log is not None:
                             _note(region, step, inputs, outputs)
                         if equation.primitive.name in ARITHMETIC:
                             outputs = [_saved(region, step, outputs[0], inputs)]
+                        note_operation(equation, region.half, inputs, outputs)
                 found = dict(zip(equation.outvars, outputs, strict=True))
                 _note_readers(found, read_again)
                 environment.update(found)
@@ -122,6 +127,8 @@ def _entered(region: Region, step: Step, inputs: list[Value]) -> list[Value] | N
     inner = region.within(step.equation, step.scope, step.place)
     if step.rule in ("lower", "float32", "fp8"):
         inner = dataclasses.replace(inner, forced=region.word_of(step.equation)[0])
+    if step.in_float32 and step.equation.primitive.name in CALLS and len(step.equation.outvars) == 1:
+        inner = dataclasses.replace(inner, read_in_float32=frozenset(map(id, body_of(step.equation).outvars)))
     return region.handlers[step.equation.primitive.name](inner, step.equation, inputs)
 
 
@@ -236,7 +243,7 @@ def _converted(equation: JaxprEqn, value: Value, *, keeps_float32: bool) -> Valu
     if eligible(source) and source == dtype:  # it only makes a weak type strong
         return value
     if eligible(source) and eligible(dtype):
-        return dataclasses.replace(value, array=value.to(dtype), casts={}, addends=None, source=None)
+        return dataclasses.replace(value, array=value.to(dtype), casts={}, addends=None, source=None, made=None)
     (output,) = _bind(equation, [value.array], [value], equation.params)
     if source == np.bool_:
         return dataclasses.replace(output, weak=True, bounds=(0.0, 1.0))  # a mask

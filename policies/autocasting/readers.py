@@ -32,7 +32,7 @@ from jmp_train.policies.autocasting.rules import Rule
 from jmp_train.policies.autocasting.values import FLOAT32, chosen, variables_read
 
 _SHAPES = names("reshape squeeze")
-_INTO_FLOAT32 = ARITHMETIC | PICKS | {"stop_gradient"}
+_INTO_FLOAT32 = ARITHMETIC | PICKS | {"stop_gradient", "logistic"}
 _INTO_HALF = LAYOUT | ARITHMETIC | {"max", "tanh", "logistic"}
 _ONTO = ARITHMETIC | LAYOUT | {"select_n", "max"}  # operations that scale, mask and shift logits
 
@@ -41,8 +41,8 @@ class Readers(NamedTuple):
     """Variables of a program, by their readers.
 
     Attributes:
-      in_float32: variables that are read only in float32.
-      in_half: variables that are read only in half, and not only by additions.
+      in_float32: variables that are read only in float32, and sums of neighbors.
+      in_half: variables that are read only in half, and not only by additions; no sums of neighbors.
       only_add: variables that are only added, so that no gradient needs them.
       read_again: variables that are read more than once.
     """
@@ -60,8 +60,8 @@ def readers_of(region: Region, jaxpr: Jaxpr) -> Readers:
         in_float32 = wanted(region, jaxpr, "float32", _INTO_FLOAT32)
         others = (e for e in jaxpr.eqns if e.primitive.name not in ADDITIONS)
         needed = frozenset(itertools.chain.from_iterable(map(variables_read, others)))
-        in_half = needed & wanted(region, jaxpr, "lower", _INTO_HALF)
-        return Readers(in_float32, in_half, _only_added(region, jaxpr), _read_again(jaxpr))
+        in_half, sums = needed & wanted(region, jaxpr, "lower", _INTO_HALF), _sums_of_neighbors(jaxpr)
+        return Readers(in_float32 | sums, in_half - sums, _only_added(region, jaxpr), _read_again(jaxpr))
 
     return region.remembered(("readers", region.settings), jaxpr, find)
 
@@ -71,6 +71,23 @@ def _read_again(jaxpr: Jaxpr) -> frozenset[Any]:
     reads = itertools.chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
     counts = Counter(atom for atom in reads if not isinstance(atom, jex.Literal))
     return frozenset(variable for variable, count in counts.items() if count > 1)
+
+
+def _sums_of_neighbors(jaxpr: Jaxpr) -> frozenset[Any]:
+    """Returns the sums that `lax.associative_scan(jnp.add, x)` begins with; later sums have their dtype."""
+    slices = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive.name == "slice" and 2 in (e.params["strides"] or ())}
+    additions = [e for e in jaxpr.eqns if slices and e.primitive.name == "add"]
+    return frozenset(e.outvars[0] for e in additions if _are_neighbors([slices.get(x) for x in variables_read(e)]))
+
+
+def _are_neighbors(slices: Sequence[Any]) -> bool:
+    """Returns whether two slices are the even and the odd places of an array along one axis."""
+    if len(slices) < 2 or None in slices or slices[0].invars[0] is not slices[1].invars[0]:
+        return False
+    strides, others = (e.params["strides"] for e in slices)
+    starts = zip(*(e.params["start_indices"] for e in slices), strict=True)
+    differ = [(step, *sorted(pair)) for step, pair in zip(strides, starts, strict=True) if len(set(pair)) > 1]
+    return strides == others and differ == [(2, 0, 1)]
 
 
 def wanted(
@@ -85,6 +102,7 @@ def wanted(
       through: the primitives whose inputs are wanted if their results are.
       results: the wanted results of the program.
     """
+    region = region.noting_complements(jaxpr)
 
     def find() -> frozenset[Any]:
         found, read = set(results), set()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,10 +10,11 @@ from typing import Any, TypeVar
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_train.policies.autocasting.complements import NEAR_A_CONSTANT, complemented
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, Recipe
-from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS, opened, precisions_of
+from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS, body_of, opened, precisions_of
 from jmp_train.policies.autocasting.rules import AutocastRules, Rule, kind_of
 from jmp_train.policies.autocasting.source_lines import address_of
 from jmp_train.policies.autocasting.values import Value, argument
@@ -71,6 +73,8 @@ class Region:
       recipe: the recipe of products in 8 bits.
       delayed: their scales, if these come from outside.
       place: the place of the current body; see `place_of`.
+      complemented: variables of the current program that are subtracted from a constant.
+      read_in_float32: the `id` of the current program's results that are read only in float32.
     """
 
     half: Any
@@ -87,13 +91,15 @@ class Region:
     recipe: Recipe = DEFAULT_RECIPE
     delayed: DelayedScales | None = None
     place: str = ""
+    complemented: frozenset[Any] = frozenset()
+    read_in_float32: frozenset[int] = frozenset()
 
     @property
     def settings(self) -> tuple[Any, ...]:
         """The settings on which decisions within a program depend, in addition to the program itself."""
         if self.rules.operations:  # their addresses include the lines of callers
-            return self.forced, self.path, tuple(map(id, self.callers))
-        return self.forced, self.path if self.rules.paths else ""
+            return self.forced, self.complemented, self.path, tuple(map(id, self.callers))
+        return self.forced, self.complemented, self.path if self.rules.paths else ""
 
     def remembered(self, key: object, program: object, find: Callable[[], Found]) -> Found:
         """Returns the cached result of `find` for a program; `key` identifies the fact that `find` computes."""
@@ -113,8 +119,19 @@ class Region:
 
     def within(self, equation: JaxprEqn, scope: str, place: str = "") -> "Region":
         """Returns the region for the body of an equation in a scope, at a place."""
-        callers = (*self.callers, equation)
-        return dataclasses.replace(self, path=join(self.path, scope), callers=callers, place=place)
+        callers, results = (*self.callers, equation), ()
+        if self.complemented and equation.primitive.name in CALLS:
+            pairs = zip(body_of(equation).outvars, equation.outvars, strict=True)
+            results = (inner for inner, out in pairs if out in self.complemented and isinstance(inner, Var))
+        return dataclasses.replace(
+            self, path=join(self.path, scope), callers=callers, place=place, complemented=frozenset(results)
+        )
+
+    def noting_complements(self, program: Jaxpr) -> "Region":
+        """Returns the region for a program, some of whose results may be subtracted from a constant elsewhere."""
+        results = frozenset(out for out in program.outvars if isinstance(out, Var) and out in self.complemented)
+        found = complemented(self.remembered, program, results)
+        return dataclasses.replace(self, complemented=found) if found != self.complemented else self
 
     def note(
         self, equation: JaxprEqn, scope: str, rule: str, reason: str, dtypes_in: Sequence[Any], outputs: Sequence[Value]
@@ -151,7 +168,10 @@ class Region:
                 raise BannedOperationError(f"autocast bans {banned}: {tables.banned[banned]}")
         takes_8_bits = name in self.handlers or in_8_bits(equation)
         entries = (entry for entry in self._entries(tables, equation, scope) if takes_8_bits or entry[0] != "fp8")
-        return next(entries, (None, "no rule"))
+        decided = next(entries, (None, "no rule"))
+        if decided[0] is None and name in NEAR_A_CONSTANT and equation.outvars[0] in self.complemented:
+            return "float32", "subtracted from a constant"
+        return decided
 
     def _entries(self, tables: "Tables", equation: JaxprEqn, scope: str) -> Iterator[tuple[Rule, str]]:
         """Yields the rules that tables have for an equation, the deciding one first, and their reasons."""
@@ -237,7 +257,21 @@ def in_8_bits(equation: JaxprEqn) -> bool:
     if equation.primitive.name != "dot_general" or _no_matrix_product(equation) is not None:
         return False
     _, (batch, _) = equation.params["dimension_numbers"]
-    return not batch
+    return not batch and not contracts_one(equation)
+
+
+def contracts_one(product: Any) -> bool:
+    """Returns whether each result of a product or convolution is the product of two numbers."""
+    match product.primitive.name:
+        case "conv_general_dilated":
+            kernel = product.invars[1].aval.shape
+            return math.prod(kernel) == kernel[product.params["dimension_numbers"].rhs_spec[0]]
+        case "ragged_dot_general":
+            numbers = product.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        case _:
+            numbers = product.params["dimension_numbers"]
+    (contracted, _), _ = numbers
+    return math.prod(product.invars[0].aval.shape[axis] for axis in contracted) == 1
 
 
 def _no_matrix_product(equation: Any) -> tuple[Rule, str] | None:

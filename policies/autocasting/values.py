@@ -20,6 +20,23 @@ _WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
 HALVES, FLOAT32 = _WIDTHS[:2], _WIDTHS[2]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """The operation that made a value.
+
+    Attributes:
+      equation: the operation.
+      inputs: its operands.
+      position: the place of the value among its results.
+      depth: the number of operations in a row that are known.
+    """
+
+    equation: JaxprEqn
+    inputs: tuple["Value", ...]
+    position: int
+    depth: int
+
+
 @dataclasses.dataclass(slots=True)
 class Value:
     """A value of the running program.
@@ -36,6 +53,7 @@ class Value:
       addends: the addition and its addends, if the value is a float32 sum that takes more memory than they do.
       shared: True if the value is read more than once.
       source: the float32 array that a stored half array was cast from, which gets the gradients of reads in float32.
+      made: the operation that made it, if half precision may have overflowed on the way.
     """
 
     array: Any
@@ -49,6 +67,7 @@ class Value:
     addends: tuple[Callable[..., Any], "Sequence[Value]"] | None = None
     shared: bool = False
     source: Any = None
+    made: Made | None = None
 
     @property
     def dtype(self) -> Any:
@@ -82,7 +101,7 @@ class Value:
 
     def inside(self) -> "Value":
         """Returns the value for the body of a loop or branch, which makes its own casts."""
-        return dataclasses.replace(self, casts={}, addends=None)
+        return dataclasses.replace(self, casts={}, addends=None, made=None)
 
 
 def argument(array: jax.Array) -> Value:

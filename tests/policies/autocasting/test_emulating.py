@@ -234,7 +234,7 @@ def test_derivatives_that_leave_half_are_emulated_in_float32() -> None:
     def run(x: Any, w: Any) -> Any:
         return (jnp.exp2(x @ w) / (x @ w + 300)).sum()
 
-    x, w = jnp.linspace(-8, 8, 64)[:, None], jnp.ones((1, 1))
+    x, w = jnp.linspace(-8, 8, 64)[:, None].repeat(2, 1), jnp.full((2, 1), 0.5)
     found = jax.grad(emulated_autocast(run, F16, lambda *_: True))(x, w)
     np.testing.assert_allclose(found, jax.grad(autocast(run, F16, rules=MOSTLY_HALF))(x, w), rtol=0.01)
     np.testing.assert_allclose(found, jax.grad(run)(x, w), rtol=0.01, atol=1e-6)
