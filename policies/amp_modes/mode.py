@@ -28,7 +28,7 @@ from jmp_train.policies.amp_modes.batch_norms import (
 )
 from jmp_train.policies.amp_modes.mode_options import FLOAT32, AmpOptions, AmpType, Precision, amp_options
 from jmp_train.policies.autocasting import autocast
-from jmp_train.policies.dtype_policies import FirstTrace, Policy
+from jmp_train.policies.dtype_policies import FirstTrace, Policy, with_float32_sums
 from jmp_train.policies.loss_scaling import (
     AUTOCASTS_BY_AMP,
     CASTS_BY_AMP,
@@ -335,7 +335,7 @@ class Amp:
                 stored = Policy(*(precision.model_dtype,) * 3)
                 first_trace.look(run, stored, (params, batch), {}, mode=str(self.mode))
             try:
-                return run(params, batch)
+                return (run if precision.model_dtype is None else with_float32_sums(run))(params, batch)
             except (TypeError, ValueError, NotImplementedError) as error:
                 if self.dtype.name in str(error):
                     error.add_note(

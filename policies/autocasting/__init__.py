@@ -81,3 +81,12 @@ from jmp_train.policies.autocasting.values import HALVES as HALVES
 from jmp_train.policies.autocasting.values import chosen as chosen
 from jmp_train.policies.autocasting.values import traced_dtype as traced_dtype
 from jmp_train.policies.autocasting.values import variables_read as variables_read
+from jmp_train.policies.autocasting.interpreter import as_traced as as_traced
+from jmp_train.policies.autocasting.interpreter import at_line_of as at_line_of
+from jmp_train.policies.autocasting.opaque import OpaqueCall as OpaqueCall
+from jmp_train.policies.autocasting.primitives import COMPUTED as COMPUTED
+from jmp_train.policies.autocasting.primitives import bind as bind
+from jmp_train.policies.autocasting.primitives import cast as cast
+from jmp_train.policies.autocasting.traced_calls import run_traced as run_traced
+from jmp_train.policies.autocasting.values import literal as literal
+from jmp_train.policies.autocasting.values import on_device as on_device

@@ -90,7 +90,7 @@ def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> li
                 inputs = [read(atom) for atom in equation.invars]
                 if not step.is_added:  # the gradient stores the result itself
                     inputs = [dataclasses.replace(x, addends=None) if x.addends else x for x in inputs]
-                with _at_line_of(equation):
+                with at_line_of(equation):
                     outputs = _entered(region, step, inputs) if equation.primitive.name in region.handlers else None
                     if outputs is None:
                         step = settle(region, step, inputs)
@@ -113,7 +113,7 @@ def _note_readers(values: dict[Any, Value], read_again: frozenset[Any]) -> None:
         values[variable].shared = True
 
 
-def _at_line_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+def at_line_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """Makes compilers and profilers name the user's line: the equation's, or else the call of the region."""
     if not source_of([equation]):
         return contextlib.nullcontext()

@@ -69,6 +69,8 @@ def run_traced(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    as_float32: bool = True,
 ) -> Any:
     """Returns `fn(*args, **kwargs)`, traced in float32 and then run by another function.
 
@@ -77,6 +79,7 @@ def run_traced(
       fn: a pure function.
       args: its arguments.
       kwargs: its keyword arguments.
+      as_float32: False to trace it in the dtypes of its arguments.
     """
     args, kwargs = states_at_home((args, kwargs))
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
@@ -95,7 +98,8 @@ def run_traced(
         structure[:] = [out_tree, [_ARRAY if is_array(x) else x for x in results]]
         return [*filter(is_array, results), *changed]
 
-    jaxpr = jax.make_jaxpr(flat)(*(float32_aval(jax.typeof(array)) for array in arrays))
+    avals = map(jax.typeof, arrays)
+    jaxpr = jax.make_jaxpr(flat)(*(map(float32_aval, avals) if as_float32 else avals))
     computed = map(jnp.asarray, run(jaxpr, arrays))
     out_tree, results = structure
     results = [next(computed) if x is _ARRAY else x for x in results]

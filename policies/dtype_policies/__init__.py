@@ -3,6 +3,7 @@
 from jmp_train.policies.dtype_policies.collapsed_values import check_narrowed as check_narrowed
 from jmp_train.policies.dtype_policies.collapsed_values import lost_in_cast as lost_in_cast
 from jmp_train.policies.dtype_policies.collapsed_values import warn_of_collapse as warn_of_collapse
+from jmp_train.policies.dtype_policies.float32_sums import with_float32_sums as with_float32_sums
 from jmp_train.policies.dtype_policies.half_products import FirstTrace as FirstTrace
 from jmp_train.policies.dtype_policies.half_products import mixed_dtypes_explained as mixed_dtypes_explained
 from jmp_train.policies.dtype_policies.path_policy import named_policy as named_policy

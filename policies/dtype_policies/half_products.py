@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from jmp_train.policies.autocasting import (
     warn_user,
 )
 from jmp_train.policies.dtype_policies.collapsed_values import check_narrowed, warn_of_collapse
+from jmp_train.policies.dtype_policies.float32_sums import in_module
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.dtype_policies.policy_trace import (
@@ -132,7 +132,7 @@ class FirstTrace:
 
         `mode` is the AMP mode of the policy, if there is one.
         """
-        if self.seen or _in_module() or not (computes_in_half(policy) or _convolves(policy)):
+        if self.seen or in_module() or not (computes_in_half(policy) or _convolves(policy)):
             return
         self.seen = True
         names = argument_names(fn, len(args)) if names is None else names
@@ -208,17 +208,3 @@ def _text(policy: Policy | PathPolicy) -> str:
     if isinstance(policy, PathPolicy):
         return f"by path, {policy.default} by default"
     return str(policy)
-
-
-def _in_module() -> bool:
-    """Returns whether a linen or haiku module is running, whose state an additional trace would change."""
-    linen, haiku = sys.modules.get("flax.linen.module"), sys.modules.get("haiku")
-    if linen is not None and linen._context.module_stack[-1] is not None:
-        return True
-    if haiku is None:
-        return False
-    try:
-        haiku.running_init()
-    except ValueError:
-        return False
-    return True

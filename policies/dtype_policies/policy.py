@@ -17,6 +17,7 @@ from jmp_train.policies.autocasting import (
     autocast,
     is_trying,
 )
+from jmp_train.policies.dtype_policies.float32_sums import with_float32_sums
 from jmp_train.policies.pytrees import cast_floating, check_half, float_dtype, parse_dtype, short_name, shortened
 
 Tree = TypeVar("Tree")
@@ -91,12 +92,13 @@ class Policy:
         return cast_floating(x, self.output_dtype)
 
     def transform(self, fn: Callable[Args, Result]) -> Callable[Args, Result]:
-        """Returns `fn` unchanged, as it runs between the casts (see `AutocastPolicy`)."""
-        if self.compute_dtype not in HALVES:
-            return fn
+        """Returns `fn` as it runs between the casts (see `with_float32_sums` and `AutocastPolicy`)."""
+        plain = with_float32_sums(fn)
+        if self.compute_dtype not in HALVES:  # but the parameters may be, by path
+            return plain
 
         def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-            return (autocast(fn, self.compute_dtype) if is_trying() else fn)(*args, **kwargs)
+            return (autocast(fn, self.compute_dtype) if is_trying() else plain)(*args, **kwargs)
 
         return run
 

@@ -1,0 +1,237 @@
+"""Gradients of half values that are read many times, added in float32 (`with_float32_sums`).
+
+The traced program runs again, equation by equation. A value that `ReadCounts` finds is cast to float32 once, and back
+to half for each of its readers, so the forward pass has the same bits, and the gradients of the readers are added in
+float32 and rounded once.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.typing import DTypeLike
+
+from jmp_train.policies.autocasting import (
+    COMPUTED,
+    HALVES,
+    as_traced,
+    at_line_of,
+    bind,
+    cast,
+    literal,
+    on_device,
+    run_traced,
+    scan_counts,
+)
+from jmp_train.policies.dtype_policies.read_counts import ELEMENTWISE, Program, ReadCounts
+from jmp_train.policies.pytrees import Carried, is_inexact_array, is_nnx
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def with_float32_sums(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Returns `fn` with gradients of half values that are read many times added in float32.
+
+    Gathers, broadcasts, constants of loops and values with more than eight readers. The results have the same bits.
+    Programs without such values run unchanged, and so do functions that cannot be traced.
+
+    Args:
+      fn: a function of pytrees.
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        if not _has_traced_halves((args, kwargs)) or in_module():
+            return fn(*args, **kwargs)
+        traced: list[bool] = []
+
+        def run_program(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
+            traced.append(True)
+            active = [isinstance(x, Tracer) and is_inexact_array(x) for x in arrays]
+            return _run(ReadCounts().of(jaxpr, active), arrays)
+
+        try:
+            return run_traced(run_program, fn, args, kwargs, as_float32=False)
+        except Exception:
+            if traced:
+                raise
+        return fn(*args, **kwargs)  # raises the error again, or needs the values of its arguments
+
+    return run
+
+
+def in_module() -> bool:
+    """Returns whether a linen or haiku module is running, whose state an additional trace would change."""
+    linen, haiku = sys.modules.get("flax.linen.module"), sys.modules.get("haiku")
+    if linen is not None and linen._context.module_stack[-1] is not None:
+        return True
+    if haiku is None:
+        return False
+    try:
+        haiku.running_init()
+    except ValueError:
+        return False
+    return True
+
+
+def _has_traced_halves(tree: object) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=is_nnx)
+    return any(isinstance(x, Tracer) and x.dtype in HALVES for x in [*leaves, *Carried(tree, len).arrays])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Often:
+    """A half value that is read often: in float32, and its own dtype."""
+
+    array: Any
+    dtype: Any
+
+    def to_half(self) -> Any:
+        return cast(self.array, self.dtype)
+
+    def spread(self, shape: tuple[int, ...]) -> Any:
+        """Returns the value in half precision, broadcast to the shape of an elementwise operation."""
+        if self.array.shape == shape:
+            return self.to_half()
+        return cast(lax.broadcast_in_dim(self.array, shape, range(self.array.ndim)), self.dtype)
+
+
+def _half(value: Any) -> Any:
+    return value.to_half() if isinstance(value, _Often) else value
+
+
+def _run(program: Program, values: Sequence[Any]) -> list[Any]:
+    """Runs a program on arrays and `_Often` values."""
+    environment: dict[Any, Any] = {}
+
+    def write(variable: Var, value: Any) -> None:
+        if variable in program.often and not isinstance(value, _Often):
+            value = _Often(cast(value, jnp.float32), value.dtype)
+        environment[variable] = value
+
+    def read(atom: Var | Literal) -> Any:
+        return literal(atom).array if isinstance(atom, jex.Literal) else environment[atom]
+
+    variables = (*program.jaxpr.constvars, *program.jaxpr.invars)
+    for variable, value in zip(variables, (*program.consts, *values), strict=True):
+        write(variable, value)
+    for position, equation in enumerate(program.jaxpr.eqns):
+        inputs = [read(atom) for atom in equation.invars]
+        scope = str(equation.source_info.name_stack)
+        with jax.named_scope(scope) if scope else contextlib.nullcontext(), at_line_of(equation):
+            results = _results(equation, program.inner.get(position), inputs)
+        for variable, value in zip(equation.outvars, results, strict=True):
+            write(variable, value)
+    return [_half(read(atom)) for atom in program.jaxpr.outvars]
+
+
+def _results(equation: Any, inner: Sequence[Program] | None, inputs: list[Any]) -> Sequence[Any]:
+    name, params = equation.primitive.name, equation.params
+    if inner is not None:
+        return _ENTER[name](equation, inner, inputs)
+    if isinstance(inputs[0] if inputs else None, _Often):
+        first, *rest = inputs
+        if name == "convert_element_type" and params["new_dtype"] == jnp.float32:
+            return [first.array]
+        if name in ("broadcast_in_dim", "tile"):
+            return [cast(bind(equation.primitive, [first.array], params), first.dtype)]
+        if name == "gather":
+            return [_gather(equation.primitive, tuple(params.items()), first.dtype)(first.array, *rest)]
+    shape = equation.outvars[0].aval.shape if name in ELEMENTWISE else None
+    arrays = [x.spread(shape) if isinstance(x, _Often) and shape is not None else _half(x) for x in inputs]
+    results = bind(equation.primitive, arrays, params) if name in COMPUTED else as_traced(equation, *arrays)
+    return results if equation.primitive.multiple_results else [results]
+
+
+@functools.lru_cache(maxsize=4096)
+def _gather(primitive: Primitive, params: tuple[tuple[str, Any], ...], dtype: DTypeLike) -> Callable[..., Any]:
+    """Returns a gather of half rows from a float32 array; only their gradient is added in float32."""
+
+    @jax.custom_jvp
+    def rows(array: jax.Array, indices: jax.Array) -> Any:
+        return bind(primitive, [cast(array, dtype), indices], dict(params))
+
+    @rows.defjvp
+    def tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        zeros_outside = {**dict(params), "fill_value": 0}
+        return rows(*primals), cast(bind(primitive, [tangents[0], primals[1]], zeros_outside), dtype)
+
+    return rows
+
+
+def _inlined(equation: Any, inner: Sequence[Program], inputs: list[Any]) -> list[Any]:
+    params = equation.params
+    values = _constrained(inputs, params.get("in_shardings"))
+    return _constrained(_run(inner[0], values), params.get("out_shardings"))
+
+
+def _constrained(values: list[Any], shardings: Sequence[Any] | None) -> list[Any]:
+    return [
+        lax.with_sharding_constraint(_half(value), sharding) if isinstance(sharding, jax.sharding.Sharding) else value
+        for value, sharding in zip(values, shardings or [None] * len(values), strict=True)
+    ]
+
+
+def _remat(equation: Any, inner: Sequence[Program], inputs: list[Any]) -> list[Any]:
+    params = equation.params
+    body = functools.partial(_run_arrays, inner[0])
+    return jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])(*map(_half, inputs))
+
+
+def _run_arrays(program: Program, *arrays: jax.Array) -> list[Any]:
+    return list(map(on_device, _run(program, arrays)))
+
+
+def _scan(equation: Any, inner: Sequence[Program], inputs: list[Any]) -> list[Any]:
+    params = equation.params
+    n_consts, n_carry = scan_counts(params)
+    consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
+
+    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = _run(inner[0], [*consts, *carry, *x])
+        return outputs[:n_carry], outputs[n_carry:]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
+    carry, ys = lax.scan(body, list(map(_half, init)), list(map(_half, xs)), **options)
+    return [*carry, *ys]
+
+
+def _cond(equation: Any, inner: Sequence[Program], inputs: list[Any]) -> list[Any]:
+    del equation
+    index, *operands = map(_half, inputs)
+    return lax.switch(index, [functools.partial(_run_arrays, program) for program in inner], *operands)
+
+
+def _shard_map(equation: Any, inner: Sequence[Program], inputs: list[Any]) -> list[Any]:
+    params = equation.params
+    mapped = jax.shard_map(
+        functools.partial(_run_arrays, inner[0]),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        axis_names=frozenset(params.get("manual_axes") or params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return mapped(*map(_half, inputs))
+
+
+_ENTER = {
+    "jit": _inlined,
+    "pjit": _inlined,
+    "closed_call": _inlined,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "scan": _scan,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}
