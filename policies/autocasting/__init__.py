@@ -22,6 +22,9 @@ from jmp_train.policies.autocasting.fp8 import with_magnitudes as with_magnitude
 from jmp_train.policies.autocasting.higher_order import scan_counts as scan_counts
 from jmp_train.policies.autocasting.inner_gradients import InnerGradientWarning as InnerGradientWarning
 from jmp_train.policies.autocasting.inner_gradients import warn_of_inner_gradients as warn_of_inner_gradients
+from jmp_train.policies.autocasting.interpreter import as_traced as as_traced
+from jmp_train.policies.autocasting.interpreter import at_line_of as at_line_of
+from jmp_train.policies.autocasting.opaque import OpaqueCall as OpaqueCall
 from jmp_train.policies.autocasting.opaque import float32_dot_general as float32_dot_general
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
 from jmp_train.policies.autocasting.operations import OperationReport as OperationReport
@@ -32,8 +35,11 @@ from jmp_train.policies.autocasting.operations import half_share as half_share
 from jmp_train.policies.autocasting.operations import held_jaxprs as held_jaxprs
 from jmp_train.policies.autocasting.operations import is_float32 as is_float32
 from jmp_train.policies.autocasting.operations import table as table
+from jmp_train.policies.autocasting.primitives import COMPUTED as COMPUTED
 from jmp_train.policies.autocasting.primitives import LAYOUT as LAYOUT
 from jmp_train.policies.autocasting.primitives import PRODUCTS as PRODUCTS
+from jmp_train.policies.autocasting.primitives import bind as bind
+from jmp_train.policies.autocasting.primitives import cast as cast
 from jmp_train.policies.autocasting.primitives import is_complex as is_complex
 from jmp_train.policies.autocasting.primitives import opened as opened
 from jmp_train.policies.autocasting.primitives import precisions_of as precisions_of
@@ -68,6 +74,7 @@ from jmp_train.policies.autocasting.traced_calls import FlatCall as FlatCall
 from jmp_train.policies.autocasting.traced_calls import argument_names as argument_names
 from jmp_train.policies.autocasting.traced_calls import missing_key_explained as missing_key_explained
 from jmp_train.policies.autocasting.traced_calls import none_key_explained as none_key_explained
+from jmp_train.policies.autocasting.traced_calls import run_traced as run_traced
 from jmp_train.policies.autocasting.transform import autocast as autocast
 from jmp_train.policies.autocasting.transform import autocast_as as autocast_as
 from jmp_train.policies.autocasting.transform import is_trying as is_trying
@@ -79,14 +86,7 @@ from jmp_train.policies.autocasting.unmet_rules import unmet_entries as unmet_en
 from jmp_train.policies.autocasting.unmet_rules import unmet_lines as unmet_lines
 from jmp_train.policies.autocasting.values import HALVES as HALVES
 from jmp_train.policies.autocasting.values import chosen as chosen
-from jmp_train.policies.autocasting.values import traced_dtype as traced_dtype
-from jmp_train.policies.autocasting.values import variables_read as variables_read
-from jmp_train.policies.autocasting.interpreter import as_traced as as_traced
-from jmp_train.policies.autocasting.interpreter import at_line_of as at_line_of
-from jmp_train.policies.autocasting.opaque import OpaqueCall as OpaqueCall
-from jmp_train.policies.autocasting.primitives import COMPUTED as COMPUTED
-from jmp_train.policies.autocasting.primitives import bind as bind
-from jmp_train.policies.autocasting.primitives import cast as cast
-from jmp_train.policies.autocasting.traced_calls import run_traced as run_traced
 from jmp_train.policies.autocasting.values import literal as literal
 from jmp_train.policies.autocasting.values import on_device as on_device
+from jmp_train.policies.autocasting.values import traced_dtype as traced_dtype
+from jmp_train.policies.autocasting.values import variables_read as variables_read

@@ -17,7 +17,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting import (

@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
-from jmp_train.policies.autocasting import HALVES, OpaqueCall, opened, scan_counts
+from jmp_train.policies.autocasting import HALVES, OpaqueCall, opened, scan_counts, traced_dtype
 
 MOST_READS = 8  # a sum of 8 gradients is off by at most 3.5 units of rounding
-ELEMENTWISE = frozenset("add sub mul div max min pow atan2 rem nextafter select_n".split())
+ELEMENTWISE = frozenset(("add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "nextafter", "select_n"))
 _ENTERED = frozenset(("jit", "pjit", "closed_call", "remat2", "checkpoint", "scan", "cond", "shard_map"))
 
 
@@ -68,7 +67,7 @@ class ReadCounts:
     def _counted(self, jaxpr: Jaxpr, consts: Sequence[Any], active: Sequence[bool]) -> Program:
         live = {v for v, is_active in zip(jaxpr.invars, active, strict=True) if is_active}
         live |= {v for v, const in zip(jaxpr.constvars, consts, strict=False) if isinstance(const, Tracer)}
-        reads: Counter[Var] = Counter()
+        reads: Any = Counter()
         inner: dict[int, Sequence[Program]] = {}
         for position, equation in enumerate(jaxpr.eqns):
             given = [not isinstance(atom, jex.Literal) and atom in live for atom in equation.invars]
@@ -136,8 +135,8 @@ def _sums_in_half(equation: Any, given: Sequence[bool], times: Sequence[float]) 
 
 def is_half(atom: Var | Literal) -> bool:
     """Returns whether a variable or literal of a program is an array in half precision."""
-    return isinstance(atom.aval, jax.core.ShapedArray) and atom.aval.dtype in HALVES
+    return isinstance(atom.aval, ShapedArray) and traced_dtype(atom) in HALVES
 
 
 def _is_inexact(atom: Var | Literal) -> bool:
-    return jnp.issubdtype(getattr(atom.aval, "dtype", jnp.int32), jnp.inexact)
+    return jnp.issubdtype(traced_dtype(atom) or jnp.int32, jnp.inexact)
