@@ -265,6 +265,66 @@ def measure_watches(rounds: int, steps: int, examples: int) -> dict[str, Any]:
     return results
 
 
+def summed_models() -> dict[str, tuple[Callable[..., Any], Any, Any]]:
+    """Returns (loss function, parameters, batch) of models with more and more values that are read often."""
+    width, depth = 64, 12
+    weights = jnp.ones((depth, width, width)) / width
+    rows, tokens = jnp.ones((256, width)), jnp.arange(4096) % 512
+
+    def products(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def biases(params: Any, x: jax.Array) -> jax.Array:
+        for w, b in params:
+            x = jnp.tanh(x @ w + b) * b
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def loop(params: Any, x: jax.Array) -> jax.Array:
+        def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return biases(params, h[None] + x)[None].astype(h.dtype) * h, None
+
+        return jnp.mean(jax.lax.scan(cell, x[0], x)[0].astype(jnp.float32) ** 2)
+
+    def embedding(params: Any, ids: jax.Array) -> jax.Array:
+        return biases(params["layers"], params["table"][ids])
+
+    layers = [(w, jnp.ones(width)) for w in weights]
+    return {
+        "products": (products, list(weights), rows),
+        "biases": (biases, layers, rows),
+        "loop": (loop, layers[:2], rows),
+        "embedding": (embedding, {"layers": layers, "table": jnp.ones((512, width))}, tokens),
+    }
+
+
+def measure_sums(rounds: int) -> dict[str, Any]:
+    """Prints and returns seconds to trace and to compile each model, by hand and under the policy, and instructions."""
+    print(f"{'':<10}  {'':<7}  trace s  trace and compile s  HLO instructions")
+    results = {}
+    for name, (loss_fn, params, batch) in summed_models().items():
+
+        def by_hand(params: Any, batch: Any, loss_fn: Callable[..., Any] = loss_fn) -> Any:
+            return loss_fn(*jt.get_policy("mixed_bfloat16").cast_to_compute((params, batch)))
+
+        for way in ("by hand", "policy"):
+            seconds = []
+            for _ in range(rounds):
+                jax.clear_caches()
+                fn = by_hand if way == "by hand" else jt.apply_policy(loss_fn, "mixed_bfloat16")
+                start = time.process_time()
+                traced = jax.jit(jax.grad(fn)).trace(params, batch)
+                middle = time.process_time()
+                compiled = traced.lower().compile()
+                seconds.append((middle - start, time.process_time() - start))
+            trace, total = (min(column) for column in zip(*seconds, strict=True))
+            row = {"trace": trace, "total": total, "instructions": count_instructions(compiled)}
+            results[f"{name} {way}"] = row
+            print(f"{name:<10}  {way:<7}  {trace:7.3f}  {total:19.3f}  {row['instructions']:16d}")
+    return results
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -275,9 +335,10 @@ def main() -> None:
         "--examples", type=int, default=32, help="with --watch, a batch's; the cost does not grow with them"
     )
     parser.add_argument("--watch", action="store_true", help="what the watches of train_step cost")
+    parser.add_argument("--sums", action="store_true", help="what float32 sums of gradients cost")
     args = parser.parse_args()
-    if args.watch:
-        results = measure_watches(args.rounds, args.steps, args.examples)
+    if args.watch or args.sums:
+        results = measure_sums(args.rounds) if args.sums else measure_watches(args.rounds, args.steps, args.examples)
         if args.json:
             write_results(args.json, results)
         return

@@ -17,6 +17,11 @@ def test_a_step_has_no_more_instructions_than_one_by_hand_with_jmp(tmp_path: Pat
     assert 0 < instructions["jmp_train"] <= instructions["jmp by hand"]
 
 
+def test_a_program_without_values_read_often_has_the_same_instructions_as_casts_by_hand(tmp_path: Path) -> None:
+    _, report = measured(tmp_path, "step_overhead.py", "--sums", "--rounds", "1")
+    assert report["products by hand"]["instructions"] == report["products policy"]["instructions"]
+
+
 def test_parameters_and_state_alone_decide_that_a_published_model_does_not_fit(tmp_path: Path) -> None:
     output, report = measured(tmp_path, "plan_pods.py", "--tiny", "--parts", "published")
     (name,) = report["published"]

@@ -142,8 +142,8 @@ def embedded(params: Any, tokens: jax.Array) -> jax.Array:
 def by_apex(level: str | None) -> Any:
     options = {"opt_level": level} if level else {}
     amp = jt.amp_mode("apex" if level else "naive", dtype=jnp.bfloat16, **options)
-    loss_fn, _ = amp.transform(jt.stateless(embedded), optax.sgd(1.0))
     amp = dataclasses.replace(amp, batch_norms=())
+    loss_fn, _ = amp.transform(jt.stateless(embedded), optax.sgd(1.0))
     params = amp.cast_params({"e": EMBEDDING})
     return jax.jit(jax.grad(lambda p, tokens: loss_fn(p, None, tokens, None)[0]))(params, TOKENS)["e"]
 
