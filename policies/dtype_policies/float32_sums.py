@@ -42,8 +42,8 @@ Result = TypeVar("Result")
 def with_float32_sums(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     """Returns `fn` with gradients of half values that are read many times added in float32.
 
-    `ReadCounts` finds these values. The results have the same bits. Within linen and haiku modules, and if tracing fails,
-    `fn` runs as it is.
+    `ReadCounts` finds these values. The results have the same bits. `fn` runs as it is within linen and haiku modules,
+    and if tracing fails.
 
     Args:
       fn: a function of pytrees.
