@@ -1,6 +1,6 @@
 """Measures optimizer state in few bits, compared with optax's own: bytes per parameter and losses.
 
-    python benchmarks/optimizer_state.py [--parts bytes training compile] [--cases digits cifar10 lm] [--seeds 3]
+    python benchmarks/optimizer_state.py [--parts bytes training compile shapes] [--cases digits cifar10 lm] [--seeds 3]
         [--json FILE]
     python benchmarks/optimizer_state.py --parts bytes --without-peaks     # nothing is compiled
     python benchmarks/optimizer_state.py --tiny     # a few steps of the smallest case, to see that it runs
@@ -10,7 +10,8 @@ optimizer state, by the arguments of the step, and the peak of the program. No G
 CPU, each choice with the same seeds for parameters and the order of the data: the task digits, a ResNet with one block
 per stage of 8 to 64 channels on the synthetic images of task cifar10, and the language model `lm --model tiny` on a
 part of its text, all with Adam. Optax's own choices are Adam in float32 and with its `mu_dtype`. `compile` compiles
-the step of a nanoGPT of 148 arrays, and prints lines of HLO, CPU seconds, memory, and the step's time.
+the step of a nanoGPT of 148 arrays, and prints lines of HLO, CPU seconds, memory, and the step's time; `shapes` that of
+24 arrays of different shapes, if asked for.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optimizer_state_programs import programs
+from optimizer_state_programs import programs, shapes
 from result_files import write_results
 
 import jmp_train as jt
@@ -129,8 +130,8 @@ def adamw_of_lm(rate: Any, mu_dtype: Any) -> optax.GradientTransformation:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parts = ("bytes", "training", "compile")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parts = ("bytes", "training", "compile", "shapes")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:-1])
     parser.add_argument("--cases", nargs="+", choices=("digits", "cifar10", "lm"), default=("digits", "cifar10", "lm"))
     parser.add_argument("--models", nargs="+", choices=[*PLANNED], default=[*PLANNED])
     parser.add_argument("--choices", nargs="+", choices=[*CHOICES], default=[*CHOICES], metavar="CHOICE")
@@ -148,6 +149,8 @@ def main() -> None:
         results["training"] = [training(name, args) for name in args.cases]
     if "compile" in args.parts:
         results["compile"] = programs(2 if args.tiny else 12, 128, repeats=1 if args.tiny else 3)
+    if "shapes" in args.parts:
+        results["shapes"] = shapes(4 if args.tiny else 24, repeats=1 if args.tiny else 2)
     if args.json is not None:
         write_results(args.json, results)
 

@@ -1,7 +1,8 @@
 """Measures what moments in few bits add to a step's program: its length, compile time and step time.
 
 The model is nanoGPT with 12 blocks, whose 148 parameter arrays are narrow here, because a program's length does not
-depend on widths. `optimizer_state.py --parts compile` prints the table.
+depend on widths. A second table is of a model whose arrays all have different shapes. `optimizer_state.py --parts
+compile shapes` prints the tables.
 """
 
 import time
@@ -37,13 +38,40 @@ def programs(depth: int, width: int, repeats: int) -> dict[str, Any]:
     params = gpt_params(jax.random.key(0), depth, width)
     arrays = len(jax.tree.leaves(params))
     print(f"\nsteps of a nanoGPT of {depth} blocks, {width} wide, {arrays} parameter arrays; seconds are of CPU")
+    batch = jax.random.randint(jax.random.key(1), (2, _TOKENS + 1), 0, _VOCABULARY)
+    found = _table(params, gpt_loss, batch, OPTIMIZERS, repeats)
+    return {"arrays": arrays, "depth": depth, "width": width, "optimizers": found}
+
+
+def shapes(count: int, repeats: int) -> dict[str, Any]:
+    """Prints the lines of `programs` for parameter arrays that all have different shapes.
+
+    Args:
+      count: number of arrays.
+      repeats: see `programs`.
+    """
+    params = {f"w{chr(97 + n)}": jax.random.normal(jax.random.key(n), (64 + n, 72 + 3 * n)) for n in range(count)}
+    print(f"\nsteps of {count} parameter arrays of different shapes; seconds are of CPU")
+    chosen = {name: OPTIMIZERS[name] for name in ("Adam", "both int8, nearest", "both int8")}
+    return {"arrays": count, "optimizers": _table(params, squares_loss, jnp.ones(3), chosen, repeats)}
+
+
+def squares_loss(params: Any, batch: jax.Array) -> jax.Array:
+    """Returns a loss whose program is short."""
+    return sum((x * x).sum() for x in jax.tree.leaves(params)) * batch.sum()
+
+
+def _table(
+    params: Any, loss: Callable[..., jax.Array], batch: jax.Array, optimizers: dict[str, Any], repeats: int
+) -> dict[str, Any]:
+    """Prints a line per optimizer."""
     print(
         f"{'optimizer':22}{'lowered':>8}{'compiled':>9}{'trace s':>9}{'compile s':>10}{'x Adam':>8}{'temp MB':>9}"
         f"{'state MB':>9}{'step ms':>9}"
     )
     rows: dict[str, Any] = {}
-    for name, wrap in OPTIMIZERS.items():
-        found = [_program(params, wrap(optax.adam(1e-3))) for _ in range(repeats)]
+    for name, wrap in optimizers.items():
+        found = [_program(params, wrap(optax.adam(1e-3)), loss, batch) for _ in range(repeats)]
         row = {key: min(each[key] for each in found) for key in found[0]}
         rows[name] = row
         plain = rows["Adam"]
@@ -53,15 +81,14 @@ def programs(depth: int, width: int, repeats: int) -> dict[str, Any]:
             f"{times:8.2f}{row['temporary_bytes'] / 1e6:9.2f}{row['donated_bytes'] / 1e6:9.2f}{row['step_ms']:9.1f}",
             flush=True,
         )
-    return {"arrays": arrays, "depth": depth, "width": width, "optimizers": rows}
+    return rows
 
 
-def _program(params: Any, optimizer: Any) -> dict[str, Any]:
+def _program(params: Any, optimizer: Any, loss: Callable[..., jax.Array], batch: jax.Array) -> dict[str, Any]:
     """Returns the figures of one step's program, traced and compiled anew."""
     jax.clear_caches()
-    step = jax.jit(jt.train_step(jt.stateless(gpt_loss), optimizer), donate_argnums=0)
+    step = jax.jit(jt.train_step(jt.stateless(loss), optimizer), donate_argnums=0)
     state = jt.TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
-    batch = jax.random.randint(jax.random.key(1), (2, _TOKENS + 1), 0, _VOCABULARY)
     jax.block_until_ready((state, batch))
     started = time.process_time()
     lowered = step.lower(state, batch)
