@@ -196,6 +196,7 @@ def gradients_of(fn: Callable[..., Any], args: Any, **options: Any) -> np.ndarra
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("program", ["module", "convolution", "derivatives"])
+@pytest.mark.filterwarnings("ignore:the gradient taken at")  # of the program `derivatives`
 def test_gradients_are_off_as_those_of_autocast(program: str) -> None:
     fn, args = PROGRAMS[program]()
     exact = gradients_of(promoting(fn), args)
