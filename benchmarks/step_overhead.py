@@ -309,7 +309,7 @@ def measure_sums(rounds: int) -> dict[str, Any]:
             return loss_fn(*jt.get_policy("mixed_bfloat16").cast_to_compute((params, batch)))
 
         for way in ("by hand", "policy"):
-            seconds = []
+            seconds, instructions = [], 0
             for _ in range(rounds):
                 jax.clear_caches()
                 fn = by_hand if way == "by hand" else jt.apply_policy(loss_fn, "mixed_bfloat16")
@@ -318,8 +318,9 @@ def measure_sums(rounds: int) -> dict[str, Any]:
                 middle = time.process_time()
                 compiled = traced.lower().compile()
                 seconds.append((middle - start, time.process_time() - start))
+                instructions = count_instructions(compiled)
             trace, total = (min(column) for column in zip(*seconds, strict=True))
-            row = {"trace": trace, "total": total, "instructions": count_instructions(compiled)}
+            row = {"trace": trace, "total": total, "instructions": instructions}
             results[f"{name} {way}"] = row
             print(f"{name:<10}  {way:<7}  {trace:7.3f}  {total:19.3f}  {row['instructions']:16d}")
     return results

@@ -77,7 +77,7 @@ def _is_extreme(nodes: jax.Array, values: jax.Array, extreme: jax.Array) -> jax.
 def _largest_forward(
     count: int, nodes: jax.Array, values: jax.Array, ties: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    most = largest_of_blocks(count, nodes, values, ties)  # ties share second derivatives too
+    most: Any = largest_of_blocks(count, nodes, values, ties)  # ties share second derivatives too
 
     def kept(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         nodes, values, ties = chunk

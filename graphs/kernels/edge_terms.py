@@ -292,7 +292,7 @@ def _terms_backward(term: Term, stored: tuple[Any, ...], saved: _Saved, cotangen
 
 
 def _extreme_forward(term: Term, edges: CSRAndCSC, inputs: Inputs) -> tuple[jax.Array, _Saved]:
-    most = extreme_term(term, edges, inputs)  # whose gradient second derivatives need
+    most: Any = extreme_term(term, edges, inputs)  # whose gradient second derivatives need
     return most, (edges, most, inputs)
 
 

@@ -41,7 +41,7 @@ def bad_loss_fn(params: Any, x: Any) -> Any:
     h = jnp.tanh(x @ first)
     with jax.named_scope("norm"):
         h = h * 300
-        h = h / jnp.sqrt(jnp.sqrt(h**4).mean(-1, keepdims=True))
+        h = h * (jnp.sqrt(jnp.sqrt(h**4).mean(-1, keepdims=True)) / 9e4)
     return jnp.mean((h @ second) ** 2)
 
 
