@@ -134,7 +134,9 @@ def lost_in_cast(leaf: object, dtype: np.dtype, most_rounded: int = _ROUNDED) ->
     """
     if not _is_known(leaf):
         return None
-    return _of_leaf(np.asarray(leaf[:: -(-len(leaf) // _ROWS)], np.float64), dtype, most_rounded)
+    with jax.ensure_compile_time_eval():  # the values are known, also while a function that holds them is traced
+        rows = leaf[:: -(-len(leaf) // _ROWS)]
+    return _of_leaf(np.asarray(rows, np.float64), dtype, most_rounded)
 
 
 def warn_of_collapse(batch: PyTree, policy: Policy | PathPolicy) -> None:

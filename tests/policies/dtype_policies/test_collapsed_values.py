@@ -97,6 +97,13 @@ def test_eager_steps_and_functions_say_it_once_and_traced_ones_cannot() -> None:
     assert len(told(lambda: value_and_grad(jt.NoOpLossScale(), jnp.ones(()), batch))) == 1
 
 
+def test_values_that_a_jitted_function_closes_over_are_known() -> None:
+    held = jnp.asarray(STEPS)
+    step = jt.apply_policy(lambda w, t: jnp.sum(w * t), "mixed_bfloat16")
+    with pytest.warns(jt.policies.CollapsedValuesWarning, match="become 1"):
+        jax.jit(lambda w: step(w, held))(jnp.float32(1))
+
+
 def test_the_loader_looks_at_examples_from_all_over_the_data() -> None:
     data = {"t": np.arange(64, dtype=np.int32), "x": RNG.standard_normal(64).astype(np.float32)}
 
