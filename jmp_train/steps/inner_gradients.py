@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jmp_train.policies import autocast_as
 from jmp_train.policies.loss_scaling import LossScale, StaticLossScale, loss_and_aux
@@ -48,7 +49,8 @@ def scaled_grad(
       >>> float(jax.grad(fn)(x)[0]), round(float(jt.scaled_grad(fn)(x)[0]), 10)
       (0.0, 1e-08)
     """
-    loss_scale = StaticLossScale(scale) if isinstance(scale, int | float) else scale
+    is_number = isinstance(scale, int | float | np.number | jax.Array)
+    loss_scale = StaticLossScale(scale) if is_number else scale
     check_loss_scale(loss_scale)
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

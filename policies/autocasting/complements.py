@@ -11,7 +11,7 @@ import jax.extend.core as jex
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from jmp_train.policies.autocasting.primitives import ARITHMETIC, CALLS, LAYOUT, PICKS, body_of, names
+from jmp_train.policies.autocasting.primitives import ARITHMETIC, CALLS, LAYOUT, PICKS, body_of, names, opened
 
 NEAR_A_CONSTANT = names("logistic tanh erf erfc cos sin exp exp2")  # functions whose values crowd there
 _THROUGH = ARITHMETIC | LAYOUT | PICKS | names("square integer_pow abs max min clamp select_n concatenate pad split")
@@ -33,16 +33,27 @@ def _found(remembered: Callable[..., Any], jaxpr: Jaxpr, results: frozenset[Any]
     constants = {e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "broadcast_in_dim" and not _read(e)}
     for equation in reversed(jaxpr.eqns):
         name, read = equation.primitive.name, _read(equation)
-        if name in CALLS:
-            body = body_of(equation)
+        for body, operands in _bodies(equation):
             outs = zip(body.outvars, equation.outvars, strict=True)
             outer = frozenset(x for x, out in outs if out in found and not _is_literal(x))
             inside = complemented(remembered, body, outer)
-            pairs = zip(equation.invars, body.invars, strict=True)
+            pairs = zip(operands, body.invars, strict=True)
             found.update(x for x, inner in pairs if inner in inside and not _is_literal(x))
-        elif _subtracts_constant(equation, constants) or (name in _THROUGH and not found.isdisjoint(equation.outvars)):
+        if _subtracts_constant(equation, constants) or (name in _THROUGH and not found.isdisjoint(equation.outvars)):
             found.update(read)
     return frozenset(found)
+
+
+def _bodies(equation: Any) -> list[tuple[Any, list[Any]]]:
+    """Returns the programs that an equation holds, each with the operands that it reads, in order."""
+    name, params = equation.primitive.name, equation.params
+    if name in CALLS:
+        return [(body_of(equation), equation.invars)]
+    if name in ("scan", "remat2"):
+        return [(opened(params["jaxpr"]), equation.invars)]
+    if name == "cond":
+        return [(opened(branch), equation.invars[1:]) for branch in params["branches"]]
+    return []
 
 
 def _subtracts_constant(equation: Any, constants: set[Any]) -> bool:

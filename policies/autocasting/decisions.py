@@ -233,8 +233,8 @@ def integers_fit(region: Region, inputs: list[Value]) -> bool:
 
 
 def _all_float32(floats: list[Value]) -> bool:
-    """Returns whether no operand is half already, or is made of few integers, as masks and bytes are."""
-    return all(value.dtype == FLOAT32 and value.integers is None for value in floats)
+    """Returns whether no operand is half already, or a mask."""
+    return all(value.dtype == FLOAT32 and not value.weak for value in floats)
 
 
 def _bias_dtype(equation: Any, floats: list[Value]) -> Any:

@@ -300,8 +300,11 @@ def _derivative_leaves_half(equation: Any, inputs: Sequence[Value], half: DTypeL
     """
     name = equation.primitive.name
     if name in ("reduce_max", "reduce_min"):  # the number of ties
-        candidates = math.prod(equation.invars[0].aval.shape) / max(1, math.prod(equation.outvars[0].aval.shape))
-        return candidates * float(jnp.finfo(half).eps) > 2
+        most, (operand,), (result,) = round(2 / float(jnp.finfo(half).eps)), equation.invars, equation.outvars
+        try:
+            return math.prod(operand.aval.shape) > most * math.prod(result.aval.shape)
+        except jax.errors.InconclusiveDimensionOperation:  # for symbolic shapes
+            return True
     divides = name in ("div", "rem")
     return name in DERIVED_IN_FLOAT32 and not inputs[1 if divides else 0].weak
 

@@ -31,10 +31,15 @@ from jmp_train.policies.autocasting import (
     on_device,
     run_traced,
     scan_counts,
+    warn_user,
 )
 from jmp_train.policies.dtype_policies.read_counts import ELEMENTWISE, Program, ReadCounts
 from jmp_train.policies.pytrees import Carried, is_inexact_array, is_nnx
 
+_NEEDS_VALUES = (
+    "the function needs the values of its arguments and cannot be traced. Under the policy, gradients of half values "
+    "that are read many times, such as embeddings, are added in half precision. Use jnp.where or lax.cond in place of if"
+)
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
@@ -42,8 +47,8 @@ Result = TypeVar("Result")
 def with_float32_sums(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     """Returns `fn` with gradients of half values that are read many times added in float32.
 
-    `ReadCounts` finds these values. The results have the same bits. `fn` runs as it is within linen and haiku modules,
-    and if tracing fails.
+    `ReadCounts` finds these values. The results have the same bits. `fn` runs as it is within linen and haiku modules
+    and, with a warning, if tracing fails.
 
     Args:
       fn: a function of pytrees.
@@ -65,7 +70,9 @@ def with_float32_sums(fn: Callable[Args, Result]) -> Callable[Args, Result]:
         except Exception:
             if traced:
                 raise
-        return fn(*args, **kwargs)  # raises the error again, or needs the values of its arguments
+        result = fn(*args, **kwargs)  # raises the error again, or needs the values of its arguments
+        warn_user(_NEEDS_VALUES, UserWarning)
+        return result
 
     return run
 

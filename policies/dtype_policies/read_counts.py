@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
@@ -75,7 +76,10 @@ class ReadCounts:
                 continue
             live.update(v for v in equation.outvars if _is_inexact(v))
             programs = self._held(equation, given)
-            times = _times(equation, programs)
+            try:
+                times = [float(count) for count in _times(equation, programs)]
+            except (TypeError, jax.errors.InconclusiveDimensionOperation):  # for symbolic shapes
+                times = [math.inf] * len(equation.invars)
             for atom, is_live, count in zip(equation.invars, given, times, strict=True):
                 if is_live and is_half(atom):
                     reads[atom] += count

@@ -43,6 +43,9 @@ COMPLEMENTS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "exponential": lambda x: jnp.exp(x / 1024) - 1,
     "vmap": jax.vmap(lambda x: 1 - sigmoid(x)),
     "remat": jax.checkpoint(lambda x: 1 - sigmoid(x)),
+    "remat of the difference": lambda x: jax.checkpoint(lambda a: 1 - a)(sigmoid(x)),
+    "scan of gates": lambda x: lax.scan(lambda c, a: (c, 1 - a), 0, sigmoid(x))[1],
+    "branch": lambda x: lax.cond(x.sum() > 0, lambda a: 1 - a, lambda a: 2 * (1 - a) - (1 - a), sigmoid(x)),
     "scan": lambda x: lax.scan(lambda c, x: (c, 1 - sigmoid(x)), 0, x)[1],
 }
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.scipy import special
 from primitive_lists import HOW
 from promotion import promoting
@@ -304,6 +304,12 @@ def test_equal_maxima_share_the_gradient(half: Any) -> None:
 
     for name, found in jax.jit(gradients)(x).items():
         np.testing.assert_allclose(found, np.full(x.shape, 4096 / 70_000), rtol=0.01, err_msg=name)
+
+
+def test_maxima_of_symbolic_shapes_are_exported() -> None:
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("b,4"), jnp.float32)
+    exported = export.export(jax.jit(autocast(lambda x: jnp.max(x @ jnp.full((4, 4), 0.25)))))(shape)
+    assert exported.call(jnp.ones((3, 4))) == 1
 
 
 CROSS_ENTROPIES: dict[str, Fn] = {

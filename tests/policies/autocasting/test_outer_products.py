@@ -83,11 +83,27 @@ def test_angles_of_positions_and_their_gradients(half: Any) -> None:
         np.testing.assert_allclose(slopes[name], slope, atol=0.5, rtol=1e-3, err_msg=name)
 
 
+MADE_WITHIN: dict[str, Callable[[], Any]] = {
+    "arange": lambda: jnp.arange(1000.0),
+    "int32": lambda: jnp.arange(1000).astype(F32),
+    "bytes": lambda: jnp.arange(256, dtype=jnp.uint8).astype(F32),
+}
+
+
+@pytest.mark.parametrize("half", ["float16", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_angles_of_positions_that_are_made_within(half: Any) -> None:
+    def waves(frequencies: jax.Array) -> dict[str, jax.Array]:
+        return {name: jnp.cos(jnp.matmul(t()[:, None], frequencies[None])) for name, t in MADE_WITHIN.items()}
+
+    for name, found in jax.jit(autocast(waves, half))(FREQUENCIES).items():
+        angles = np.arange(len(found))[:, None] * FREQUENCIES.astype(np.float64)
+        np.testing.assert_allclose(found, np.cos(angles), atol=5e-4, err_msg=name)
+
+
 X, W = np.ones((4, 3), F32), np.ones((3, 1), F32)
 IN_HALF: dict[str, Callable[[], Any]] = {
     "an operand that is half": lambda: jnp.matmul(jnp.matmul(X, W), jnp.asarray(W.T)),
     "masks": lambda: jnp.matmul((jnp.asarray(X[:, :1]) > 0).astype(F32), jnp.asarray(W.T)),
-    "bytes": lambda: jnp.matmul(jnp.asarray(X[:, :1], jnp.uint8).astype(F32) / 255, jnp.asarray(W.T)),
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from jax import lax
+from jax import export, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -227,14 +227,27 @@ def test_a_program_without_such_values_stays_the_same() -> None:
     assert sorted(texts[0]) == sorted(texts[1])
 
 
-def test_functions_that_need_values_still_run() -> None:
+def test_functions_that_need_values_still_run_and_it_is_said() -> None:
     def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
         return mean(w * x) if float(x[0]) > 0 else mean(w - x)
 
     grad = jax.grad(jt.apply_policy(loss_fn, "mixed_bfloat16"))
-    assert grad(jnp.ones(4), jnp.ones(4)).dtype == jnp.float32
+    with pytest.warns(UserWarning, match="the function needs the values of its arguments"):
+        assert grad(jnp.ones(4), jnp.ones(4)).dtype == jnp.float32
     with pytest.raises(ZeroDivisionError):
         jax.grad(jt.apply_policy(lambda w: w * (1 // 0), "mixed_bfloat16"))(jnp.ones(()))
+
+
+def test_symbolic_shapes() -> None:
+    def gradient(table: jax.Array, ids: jax.Array) -> jax.Array:
+        loss = jt.get_policy("mixed_bfloat16").transform(lambda table: (table[ids] + table[0]).mean())
+        return jax.grad(lambda table: loss(table.astype(jnp.bfloat16)).astype(jnp.float32))(table)
+
+    (n,) = export.symbolic_shape("n")
+    shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int32)
+    exported = export.export(jax.jit(gradient))(*shapes)
+    expected = np.full((8, 4), 1 / 32) + np.eye(8, 1) / 4
+    np.testing.assert_allclose(exported.call(jnp.ones((8, 4)), jnp.arange(8_000) % 8), expected, rtol=0.01)
 
 
 def test_values_without_gradients_are_not_read_in_float32() -> None:
