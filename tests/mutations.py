@@ -161,8 +161,8 @@ MUTATIONS = (
     Mutation(
         "agreement",
         "policies/pytrees/finite.py",
-        "bad_devices = sum_over_axes((~finite).astype(jnp.int32), axis_names)",
-        "bad_devices = (~finite).astype(jnp.int32)",
+        "return sum_over_axes((~finite).astype(jnp.int32), axis_names) == 0 if axis_names else finite",
+        "return finite",
         "tests/policies/pytrees/test_finite.py",
     ),
     Mutation(  # a file of the same length counts as intact

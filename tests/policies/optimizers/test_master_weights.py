@@ -53,7 +53,7 @@ def test_the_master_weights_are_float32_training_to_the_last_bit(optimizer: str,
     scaled = jt.with_loss_scale(relaxed(inner), jt.torch_loss_scale(2.0**8, growth_interval=5))
     wrapped = jt.with_master_weights(scaled)
     float32_step = jax.jit(jt.train_step(jt.stateless(loss_fn), scaled, policy=f"p=f32,c={dtype},o=f32"))
-    half_step = jax.jit(jt.train_step(jt.stateless(lambda p, x: loss_fn(p, x.astype(dtype))), wrapped))
+    half_step = jax.jit(jt.train_step(jt.stateless(loss_fn), wrapped, policy=f"p={dtype},c={dtype},o=f32"))
     float32_state = jt.TrainState.create(make_params(), scaled)
     half = jt.TrainState.create(make_params(), wrapped, cast_params=in_half(dtype))
     metrics: Any = {}
