@@ -16,7 +16,8 @@ class Summed:
     """A part of the model state that counts examples: devices add what each of them has added to it.
 
     Floating parts of a model state are averaged over devices. That is right for means, but a count, or a sum, of the
-    whole batch is the sum of those of the devices. On one device it is only a container.
+    whole batch is the sum of those of the devices. On one device it is only a container. A step must add to the value:
+    one that starts it again needs `decay=0`.
 
     Args:
       value: pytree of arrays.

@@ -38,7 +38,7 @@ from jmp_train.policies.pytrees import Carried, is_inexact_array, is_nnx
 
 _NEEDS_VALUES = (
     "the function needs the values of its arguments and cannot be traced. Under the policy, gradients of half values "
-    "that are read many times, such as embeddings, are added in half precision. Use jnp.where or lax.cond in place of if"
+    "that are read many times, such as embeddings, are added in half precision. Use jnp.where or lax.cond, not if"
 )
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
