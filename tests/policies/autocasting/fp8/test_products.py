@@ -149,7 +149,7 @@ def test_through_loops_branches_and_checkpoints(recipe: Any) -> None:
 
 
 def test_integers_that_8_bits_cannot_hold_are_not_quantized() -> None:
-    found = rows(lambda w: jnp.arange(64)[:, None].astype(jnp.float32) @ w, normal(1, 8))
+    found = rows(lambda w: jnp.arange(128).reshape(64, 2).astype(jnp.float32) @ w, normal(2, 8))
     assert found[-1][:2] == ("dot_general", "lower")
 
 
