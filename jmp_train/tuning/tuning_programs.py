@@ -2,6 +2,7 @@
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocasting import AutocastRules, autocast
+from jmp_train.policies.autocasting import AutocastRules, InnerGradientWarning, autocast
 from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
 from jmp_train.policies.pytrees import Carried, is_array, path_name
 from jmp_train.tuning.scores import no_scores, scores_of
@@ -117,7 +118,9 @@ class Programs:
             return self._errors(lambda fn: autocast(fn, self._dtype, rules=rules), scale, reference, arrays)
 
         began = time.perf_counter()
-        compiled = jax.jit(run).lower(np.float32(scale), self.references[0], self._arrays[0]).compile()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InnerGradientWarning)  # a tuned step takes its own gradient
+            compiled = jax.jit(run).lower(np.float32(scale), self.references[0], self._arrays[0]).compile()
         self.compile_seconds += time.perf_counter() - began
         return lambda number: compiled(np.float32(scale), self.references[number], self._arrays[number])
 
