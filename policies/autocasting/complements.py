@@ -11,7 +11,17 @@ import jax.extend.core as jex
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from jmp_train.policies.autocasting.primitives import ARITHMETIC, CALLS, LAYOUT, PICKS, body_of, names, opened
+from jmp_train.policies.autocasting.primitives import (
+    ARITHMETIC,
+    CALLS,
+    LAYOUT,
+    PICKS,
+    body_of,
+    names,
+    opened,
+    results_inside,
+)
+from jmp_train.policies.autocasting.values import variables_read
 
 NEAR_A_CONSTANT = names("logistic tanh erf erfc cos sin exp exp2")  # functions whose values crowd there
 _THROUGH = ARITHMETIC | LAYOUT | PICKS | names("square integer_pow abs max min clamp select_n concatenate pad split")
@@ -30,13 +40,11 @@ def complemented(remembered: Callable[..., Any], jaxpr: Jaxpr, results: frozense
 
 def _found(remembered: Callable[..., Any], jaxpr: Jaxpr, results: frozenset[Any]) -> frozenset[Any]:
     found = set(results)
-    constants = {e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "broadcast_in_dim" and not _read(e)}
+    constants = {e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "broadcast_in_dim" and not variables_read(e)}
     for equation in reversed(jaxpr.eqns):
-        name, read = equation.primitive.name, _read(equation)
+        name, read = equation.primitive.name, variables_read(equation)
         for body, operands in _bodies(equation):
-            outs = zip(body.outvars, equation.outvars, strict=True)
-            outer = frozenset(x for x, out in outs if out in found and not _is_literal(x))
-            inside = complemented(remembered, body, outer)
+            inside = complemented(remembered, body, results_inside(body, equation, found))
             pairs = zip(operands, body.invars, strict=True)
             found.update(x for x, inner in pairs if inner in inside and not _is_literal(x))
         if _subtracts_constant(equation, constants) or (name in _THROUGH and not found.isdisjoint(equation.outvars)):
@@ -58,14 +66,10 @@ def _bodies(equation: Any) -> list[tuple[Any, list[Any]]]:
 
 def _subtracts_constant(equation: Any, constants: set[Any]) -> bool:
     """Returns whether an equation subtracts a constant from a value, or the value from it."""
-    read = _read(equation)
+    read = variables_read(equation)
     if equation.primitive.name == "sub":
         return len(read) == 1 or not constants.isdisjoint(read)
     return equation.primitive.name == "add" and len(read) == 1 and any(map(_is_negative, equation.invars))
-
-
-def _read(equation: Any) -> list[Any]:
-    return [atom for atom in equation.invars if not _is_literal(atom)]
 
 
 def _is_literal(atom: Any) -> bool:

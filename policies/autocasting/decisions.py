@@ -38,8 +38,6 @@ from jmp_train.policies.autocasting.rules import Rule
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen, eligible, traced_dtype
 
 COMPLEX = "complex numbers have no half type"  # a reason
-
-
 _PASSES_ON = frozenset(CALLS) | {"logistic"}  # `jax.nn.sigmoid` is a call
 
 
@@ -82,18 +80,13 @@ def steps_of(region: Region, jaxpr: Jaxpr) -> list[Step]:
             *region.rule_of(equation),
             place,
             in_float32=not readers.in_float32.isdisjoint(equation.outvars)
-            or (equation.primitive.name in _PASSES_ON and _first_is_read(region, equation)),
+            or (equation.primitive.name in _PASSES_ON and not region.read_in_float32.isdisjoint(equation.outvars[:1])),
             in_half=not readers.in_half.isdisjoint(equation.outvars),
             is_logits=not logits.isdisjoint(equation.outvars),
             is_added=not readers.only_add.isdisjoint(equation.outvars),
         )
         for equation, place in zip(jaxpr.eqns, _places(region, jaxpr), strict=True)
     ]
-
-
-def _first_is_read(region: Region, equation: JaxprEqn) -> bool:
-    """Returns whether readers outside of the program read an equation's first result in float32, if it has one."""
-    return any(id(result) in region.read_in_float32 for result in equation.outvars[:1])
 
 
 def _places(region: Region, jaxpr: Jaxpr) -> list[str]:

@@ -22,7 +22,6 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import user_context
 from jax.typing import DTypeLike
@@ -47,6 +46,7 @@ from jmp_train.policies.autocasting.primitives import (
     in_float32,
     opened,
     product_rule,
+    results_inside,
     saving,
 )
 from jmp_train.policies.autocasting.readers import readers_of
@@ -64,6 +64,7 @@ from jmp_train.policies.autocasting.values import (
     on_device,
     results_of,
     traced_dtype,
+    upcast_operands,
 )
 
 _READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # they may read a value more than once
@@ -128,7 +129,8 @@ def _entered(region: Region, step: Step, inputs: list[Value]) -> list[Value] | N
     if step.rule in ("lower", "float32", "fp8"):
         inner = dataclasses.replace(inner, forced=region.word_of(step.equation)[0])
     if step.in_float32 and step.equation.primitive.name in CALLS and len(step.equation.outvars) == 1:
-        inner = dataclasses.replace(inner, read_in_float32=frozenset(map(id, body_of(step.equation).outvars)))
+        results = results_inside(body_of(step.equation), step.equation, step.equation.outvars)
+        inner = dataclasses.replace(inner, read_in_float32=results)
     return region.handlers[step.equation.primitive.name](inner, step.equation, inputs)
 
 
@@ -286,11 +288,7 @@ def _is_smaller(inputs: Sequence[Value], shape: tuple[int, ...]) -> bool:
 
 def _in_float32(equation: JaxprEqn, params: dict[str, Any], *arrays: jax.Array) -> Any:
     """Binds an equation to its arrays, cast to float32."""
-    upcast = [
-        lax.convert_element_type(array, FLOAT32) if eligible(traced_dtype(atom)) else array
-        for array, atom in zip(arrays, equation.invars, strict=True)
-    ]
-    return bind_product(equation.primitive, upcast, params)
+    return bind_product(equation.primitive, upcast_operands(equation, arrays), params)
 
 
 def _derivative_leaves_half(equation: Any, inputs: Sequence[Value], half: DTypeLike) -> bool:
@@ -320,7 +318,7 @@ def _recomputed(run: Callable[..., Any], inputs: Sequence[Value]) -> Value:
     if not any(through_float32):
         return Value(jax.checkpoint(run, prevent_cse=False)(*saved))
     arrays = [value.to(FLOAT32) if value.dtype in HALVES and not value.weak else value.array for value in inputs]
-    return Value(saving(run, arrays, saved))
+    return Value(saving(run, arrays, saved, prevent_cse=False))
 
 
 def _read_again(equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike) -> Value:

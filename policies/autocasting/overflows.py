@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.primitives import ARITHMETIC, LAYOUT, PICKS, PLACEMENT, names
-from jmp_train.policies.autocasting.values import FLOAT32, Made, Value, eligible, traced_dtype
+from jmp_train.policies.autocasting.values import FLOAT32, Made, Value, upcast_operands
 
 _MAY_OVERFLOW = ARITHMETIC | names("exp exp2")
 _FOLLOWED = (
@@ -67,10 +66,6 @@ def _computed(made: Made, done: dict[int, Any]) -> Any:
     if id(made) not in done:
         equation = made.equation
         arrays = [x.array if x.made is None else _computed(x.made, done) for x in made.inputs]
-        floats = [
-            lax.convert_element_type(array, FLOAT32) if eligible(traced_dtype(atom)) else array
-            for array, atom in zip(arrays, equation.invars, strict=True)
-        ]
-        results = equation.primitive.bind(*floats, **equation.params)
+        results = equation.primitive.bind(*upcast_operands(equation, arrays), **equation.params)
         done[id(made)] = results[made.position] if equation.primitive.multiple_results else results
     return done[id(made)]

@@ -6,7 +6,7 @@ is the same.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,12 @@ def programs_in(equation: Any) -> list[Any]:
 def body_of(call: Any) -> Any:
     """Returns the program that a call, one of `CALLS`, runs, as an open jaxpr."""
     return opened(call.params[CALLS[call.primitive.name]])
+
+
+def results_inside(body: Any, equation: Any, outer: Collection[Any]) -> frozenset[Any]:
+    """Returns the results of a body, without literals, that are `outer` results of the equation that holds it."""
+    pairs = zip(body.outvars, equation.outvars, strict=True)
+    return frozenset(x for x, out in pairs if out in outer and not isinstance(x, jex.Literal))
 
 
 def multiplies(jaxpr: Any, *, by_default: bool = False) -> bool:
@@ -196,13 +202,14 @@ def _float32_product(primitive: Primitive, params: tuple[tuple[str, Any], ...]) 
     return in_float32
 
 
-def saving(run: Callable[..., Any], arrays: Sequence[Any], saved: Sequence[Any]) -> Any:
+def saving(run: Callable[..., Any], arrays: Sequence[Any], saved: Sequence[Any], **options: Any) -> Any:
     """Returns `run(*arrays)`; gradients go to the arrays, and store `saved`.
 
     Args:
       run: a function of arrays that upcasts half arrays.
       arrays: its arguments.
       saved: the same values, each in float32 or half.
+      **options: options of `jax.checkpoint`.
     """
     count = len(arrays)
 
@@ -215,14 +222,14 @@ def saving(run: Callable[..., Any], arrays: Sequence[Any], saved: Sequence[Any])
         moved = [i for i in range(count) if not _is_zero(tangents[i])]
 
         def tangent(saved: Sequence[Any], tangents: Sequence[Any]) -> Any:
-            operands = [cast(x, a.dtype) for x, a in zip(saved, primals, strict=False)]
+            operands = [x if x.dtype == a.dtype else cast(x, a.dtype) for x, a in zip(saved, primals, strict=False)]
 
             def of_moved(*arrays: Any) -> Any:
                 return run(*(dict(zip(moved, arrays, strict=True)).get(i, x) for i, x in enumerate(operands)))
 
             return jax.jvp(of_moved, [operands[i] for i in moved], tangents)[1]
 
-        run_again = jax.checkpoint(tangent, prevent_cse=False)
+        run_again = jax.checkpoint(tangent, **options)
         return call(*primals), run_again(primals[count:], [tangents[i] for i in moved])
 
     return call(*arrays, *saved)

@@ -26,6 +26,7 @@ from jmp_train.policies.autocasting.primitives import (
     PLACEMENT,
     body_of,
     names,
+    results_inside,
 )
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import Rule
@@ -141,12 +142,7 @@ def _wanted_by(
         return variables if decided == rule or (decided, rule) == ("fp8", "lower") else set()
     if name in CALLS:
         body = body_of(reader)
-        outs = frozenset(
-            inner
-            for inner, outer in zip(body.outvars, reader.outvars, strict=True)
-            if outer in found and not isinstance(inner, jex.Literal)
-        )
-        inside = wanted(region.within(reader, scope), body, rule, through, outs)
+        inside = wanted(region.within(reader, scope), body, rule, through, results_inside(body, reader, found))
         return _except_for(variables, reader, [inner not in inside for inner in body.invars])
     if name in PLACEMENT & through:
         return _except_for(variables, reader, [result not in found for result in reader.outvars])
@@ -234,9 +230,7 @@ def _read_by_maximum(region: Region, jaxpr: Jaxpr, results: frozenset[Any]) -> f
             name = equation.primitive.name
             if name in CALLS:
                 body = body_of(equation)
-                pairs = zip(body.outvars, equation.outvars, strict=True)
-                outs = [x for x, out in pairs if out in found and not isinstance(x, jex.Literal)]
-                inside = _read_by_maximum(region, body, frozenset(outs))
+                inside = _read_by_maximum(region, body, results_inside(body, equation, found))
                 pairs = zip(equation.invars, body.invars, strict=True)
                 found.update(x for x, inner in pairs if inner in inside and not isinstance(x, jex.Literal))
             elif name == "reduce_max" or (name in _ONTO and any(out in found for out in equation.outvars)):

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_train.policies.autocasting.complements import NEAR_A_CONSTANT, complemented
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, Recipe
-from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS, body_of, opened, precisions_of
+from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS, body_of, opened, precisions_of, results_inside
 from jmp_train.policies.autocasting.rules import AutocastRules, Rule, kind_of
 from jmp_train.policies.autocasting.source_lines import address_of
 from jmp_train.policies.autocasting.values import Value, argument
@@ -74,7 +74,7 @@ class Region:
       delayed: their scales, if these come from outside.
       place: the place of the current body; see `place_of`.
       complemented: variables of the current program that are subtracted from a constant.
-      read_in_float32: the `id` of the current program's results that are read only in float32.
+      read_in_float32: the current program's results that are read only in float32.
     """
 
     half: Any
@@ -92,7 +92,7 @@ class Region:
     delayed: DelayedScales | None = None
     place: str = ""
     complemented: frozenset[Any] = frozenset()
-    read_in_float32: frozenset[int] = frozenset()
+    read_in_float32: frozenset[Any] = frozenset()
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -119,12 +119,11 @@ class Region:
 
     def within(self, equation: JaxprEqn, scope: str, place: str = "") -> "Region":
         """Returns the region for the body of an equation in a scope, at a place."""
-        callers, results = (*self.callers, equation), ()
+        callers, results = (*self.callers, equation), frozenset[Any]()
         if self.complemented and equation.primitive.name in CALLS:
-            pairs = zip(body_of(equation).outvars, equation.outvars, strict=True)
-            results = (inner for inner, out in pairs if out in self.complemented and isinstance(inner, Var))
+            results = results_inside(body_of(equation), equation, self.complemented)
         return dataclasses.replace(
-            self, path=join(self.path, scope), callers=callers, place=place, complemented=frozenset(results)
+            self, path=join(self.path, scope), callers=callers, place=place, complemented=results
         )
 
     def noting_complements(self, program: Jaxpr) -> "Region":

@@ -227,8 +227,8 @@ TRANSCENDENTAL = (
 _SPECIAL = "log10 lgamma digamma polygamma igamma igammac regularized_incomplete_beta bessel_i0e bessel_i1e"
 
 # Linear algebra, whose products cancel or overflow, log-probabilities, and functions whose gradients are differences of
-# much larger terms. The products of `jnp.linalg` (`multi_dot`,
-# `vecdot`) are not among them: they are ordinary matrix products.
+# much larger terms. The products of `jnp.linalg` (`multi_dot`, `vecdot`) are not among them: they are ordinary matrix
+# products.
 _EXACT = (
     "jax.numpy.linalg jax.scipy.linalg jax.scipy.stats jax.scipy.special jax.numpy.polynomial "
     "cov corrcoef i0 sinc _multivariate_normal"

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting.primitives import cast
+from jmp_train.policies.autocasting.primitives import cast, saving
 
 Arrays = Sequence[Any]
 
@@ -39,26 +39,13 @@ def checkpointed(run: Callable[..., Any], arrays: Arrays, sources: Arrays, **opt
     """
     if all(source is None for source in sources):
         return jax.checkpoint(run, **options)(*arrays)
-    floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
     stored = [i for i, source in enumerate(sources) if source is not None]
 
-    @jax.custom_jvp
-    def call(arrays: Arrays, sources: Arrays) -> Any:
-        return run(*arrays, sources=sources)
+    def with_sources(*operands: Any) -> Any:
+        return run(*operands[: len(arrays)], sources=_placed(sources, stored, operands[len(arrays) :]))
 
-    @call.defjvp
-    def tangents(primals: tuple[Arrays, Arrays], tangents: tuple[Arrays, Arrays]) -> tuple[Any, Any]:
-        def derivative(arrays: Arrays, *tangents: Arrays) -> Any:
-            def of_floats(some: Arrays, some_sources: Arrays) -> Any:
-                return run(*_placed(arrays, floats, some), sources=_placed(sources, stored, some_sources))
-
-            upcast = [cast(arrays[i], jnp.float32) for i in stored]  # only their tangents count
-            return jax.jvp(of_floats, ([arrays[i] for i in floats], upcast), tangents)[1]
-
-        some = [tangents[0][i] for i in floats], [tangents[1][i] for i in stored]
-        return call(*primals), jax.checkpoint(derivative, **options)(primals[0], *some)
-
-    return call(arrays, sources)
+    operands, saved = ([*arrays, *(each[i] for i in stored)] for each in (sources, arrays))
+    return saving(with_sources, operands, saved, **options)
 
 
 def called(run: Callable[..., Any], arrays: Arrays, sources: Arrays) -> list[Any]:

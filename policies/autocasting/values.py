@@ -8,6 +8,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
@@ -185,6 +186,14 @@ def _as_array(value: object) -> Any:
 def variables_read(equation: JaxprEqn) -> list[Any]:
     """Returns the variables that an equation reads."""
     return [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
+
+
+def upcast_operands(equation: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
+    """Returns the operands of an equation, with the floating ones in float32."""
+    return [
+        lax.convert_element_type(array, FLOAT32) if eligible(traced_dtype(atom)) else array
+        for array, atom in zip(arrays, equation.invars, strict=True)
+    ]
 
 
 def chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:

@@ -14,8 +14,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jmp_train.policies.optimizers.compensations import compensated, fits, is_compensated, no_compensation, stored
-from jmp_train.policies.optimizers.loss_scaled_state import scaled_states
-from jmp_train.policies.optimizers.stochastic_rounding import check_rounding
+from jmp_train.policies.optimizers.stochastic_rounding import check_rounding, next_keys
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
     StoringOptimizer,
@@ -29,11 +28,10 @@ from jmp_train.policies.pytrees import (
     named_leaves,
     only_state,
     refuse_overwritten,
-    select_tree,
     upcast_to_float32,
     with_states,
 )
-from jmp_train.policies.quantizing import fold_in_each, split_in_two
+from jmp_train.policies.quantizing import fold_in_each
 from jmp_train.policies.types import Grads, Params, PyTree
 
 
@@ -148,9 +146,7 @@ def with_kahan(
         new_sums, inner_state = next_params(
             inner, upcast_to_float32(updates), state.inner_state, sums, record, **extra_args
         )
-        next_key, step_key = (None, None) if state.key is None else split_in_two(state.key)
-        for _, scaled in scaled_states(inner_state):
-            next_key = select_tree(scaled.last_taken, next_key, state.key)
+        next_key, step_key = next_keys(state.key, inner_state)
         new_params, compensation = _each_stored(params, sums, new_sums, state.compensation, step_key)
         if on_addition is not None:
             # Nearest rounding loses updates; stochastic rounding keeps them on average.

@@ -12,7 +12,6 @@ import optax
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from jmp_train.policies.optimizers.loss_scaled_state import scaled_states
 from jmp_train.policies.optimizers.state_rules import (
     Owners,
     StateRules,
@@ -21,7 +20,7 @@ from jmp_train.policies.optimizers.state_rules import (
     with_blocks,
     with_blocks_as_in,
 )
-from jmp_train.policies.optimizers.stochastic_rounding import check_rounding
+from jmp_train.policies.optimizers.stochastic_rounding import check_rounding, next_keys
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
     ParamsOptimizer,
@@ -34,7 +33,6 @@ from jmp_train.policies.pytrees import (
     change_nodes,
     is_optimizer_variable,
     refuse_overwritten,
-    select_tree,
     upcast_to_float32,
 )
 from jmp_train.policies.quantizing import (
@@ -49,7 +47,6 @@ from jmp_train.policies.quantizing import (
     quantize_bits,
     requantize_bits,
     round_to,
-    split_in_two,
     to_bits,
 )
 from jmp_train.policies.types import Grads, Params, PyTree
@@ -162,9 +159,7 @@ def with_state_dtypes(
             result, inner_state = inner.update(grads, decoded, float32_params, **extra_args)
             if return_params and params is not None:
                 result = add_updates(params, result, on_addition)
-        next_key, step_key = (None, None) if state.key is None else split_in_two(state.key)
-        for _, scaled in scaled_states(inner_state):
-            next_key = select_tree(scaled.last_taken, next_key, state.key)
+        next_key, step_key = next_keys(state.key, inner_state)
         encoded = _encoded(rules, inner_state, old_state, owners, step_key)
         return result, StateDtypesState(next_key, with_blocks_as_in(encoded, state.inner_state))
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp_train.policies.optimizers.loss_scaled_state import scaled_states
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
     StoringOptimizer,
@@ -20,9 +21,16 @@ from jmp_train.policies.optimizers.stored_parameters import (
     refuse_stored,
     storing_optimizer,
 )
-from jmp_train.policies.pytrees import is_float_array, is_key, named_leaves, refuse_overwritten, upcast_to_float32
-from jmp_train.policies.quantizing import round_to
-from jmp_train.policies.types import Grads, Params
+from jmp_train.policies.pytrees import (
+    is_float_array,
+    is_key,
+    named_leaves,
+    refuse_overwritten,
+    select_tree,
+    upcast_to_float32,
+)
+from jmp_train.policies.quantizing import round_to, split_in_two
+from jmp_train.policies.types import Grads, Params, PyTree
 
 
 class StochasticRoundingState(NamedTuple):
@@ -162,6 +170,21 @@ def check_rounding(rounding: object, key: jax.Array | None) -> None:
         if rounding == "nearest":
             raise ValueError("key is only for rounding='stochastic'")
         check_key(key)
+
+
+def next_keys(key: jax.Array | None, inner_state: PyTree) -> tuple[Any, Any]:
+    """Returns the random keys of the next step and of this one; a skipped step keeps its key. None without a key.
+
+    Args:
+      key: the key that the state holds.
+      inner_state: the wrapped optimizer's state after the step.
+    """
+    if key is None:
+        return None, None
+    next_key, step_key = split_in_two(key)
+    for _, scaled in scaled_states(inner_state):
+        next_key = select_tree(scaled.last_taken, next_key, key)
+    return next_key, step_key
 
 
 def _check_dtypes(params: Params) -> None:
