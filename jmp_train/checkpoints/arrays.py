@@ -23,6 +23,20 @@ from jmp_train.extras import extra_packages
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 # Small dtypes unknown to tensorstore: stored as the byte in which NumPy keeps each value.
 _AS_BYTES = {"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"}
+_LOCK = ".__lock"  # tensorstore's own
+
+
+def check_path(directory: Path) -> None:
+    """Raises ValueError if tensorstore would read a folder's path as another one, or refuse it at the first save."""
+    real = os.path.realpath(directory)
+    found = next((c for c in real if c == "\\" != os.sep or "\ud800" <= c <= "\udfff"), "")
+    if found:
+        shown = repr(found) if found.isascii() else f"the byte 0x{os.fsencode(found).hex()}, which is not UTF-8"
+    elif any(part.endswith(_LOCK) for part in real.split(os.sep)):
+        shown = f"{_LOCK!r} at the end of a name"
+    else:
+        return
+    raise ValueError(f"directory={str(directory)!r} has {shown}; no checkpoint can be stored there: use another folder")
 
 
 def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -39,11 +53,12 @@ def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
         import tensorstore
 
     folder.mkdir()
+    real = folder.resolve()  # because tensorstore refuses ".."
     begin = time.time_ns()
     stored = {name: array.view(_stored(array.dtype.name)) for name, array in arrays.items()}
     opened = [
         tensorstore.open(
-            _specification(folder / name, array.shape),
+            _specification(real / name, array.shape),
             create=True,
             dtype=tensorstore.dtype(array.dtype),
             shape=array.shape,
@@ -75,7 +90,7 @@ def open_arrays(folder: Path, leaves: list[dict[str, Any]]) -> list[Any]:
     with extra_packages():
         import tensorstore
 
-    opened = []
+    real, opened = folder.resolve(), []
     for x in leaves:
         shape, dtype = tuple(x["shape"]), _stored(x["dtype"])
         if 0 in shape:
@@ -84,7 +99,7 @@ def open_arrays(folder: Path, leaves: list[dict[str, Any]]) -> list[Any]:
         path = folder / x["folder"]
         try:
             future = tensorstore.open(
-                _specification(path, shape), open=True, dtype=tensorstore.dtype(dtype), shape=shape
+                _specification(real / x["folder"], shape), open=True, dtype=tensorstore.dtype(dtype), shape=shape
             )
             opened.append(future.result())
         except Exception as error:  # noqa: BLE001 - tensorstore's errors are of many classes

@@ -10,7 +10,7 @@ from typing import Any, Self, SupportsIndex, TypeVar
 import jax
 import numpy as np
 
-from jmp_train.checkpoints.arrays import write_arrays
+from jmp_train.checkpoints.arrays import check_path, write_arrays
 from jmp_train.checkpoints.file_locks import lock_folder
 from jmp_train.checkpoints.leaves import (
     Leaf,
@@ -31,12 +31,7 @@ from jmp_train.checkpoints.step_folders import (
     step_folder,
     writer_name,
 )
-from jmp_train.distributed import (
-    BackgroundWriter,
-    is_divided,
-    placement,
-    to_leaf,
-)
+from jmp_train.distributed import BackgroundWriter, is_divided, placement, to_leaf
 from jmp_train.extras import extra_packages
 from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import is_key
@@ -62,7 +57,8 @@ class CheckpointStore:
       read_only: True to refuse `lock` and `save`, and to create no folder. A folder that does not exist has no steps.
 
     Raises:
-      ValueError: `max_to_keep` is out of range.
+      ValueError: `max_to_keep` is out of range, or the folder's path has a character that its files cannot have: a
+        backslash, or a byte that is not UTF-8. The message names it.
       ModuleNotFoundError: the extra `train` is not installed.
       OSError: the folder cannot be created. `lock` or the first `save` raises if it cannot be written to.
 
@@ -83,6 +79,7 @@ class CheckpointStore:
         with extra_packages():
             import tensorstore  # noqa: F401  # fails here rather than later in the writing thread
         self.directory = Path(directory).absolute()
+        check_path(self.directory)
         self.max_to_keep = max_to_keep
         self.read_only = read_only
         self._closed = False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from jmp_train.cli.errors import RUN_FAILED, Failure, WrongCall
+from jmp_train.cli.errors import RUN_FAILED, Failure, WrongCall, one_line
 from jmp_train.launch import Output, own_output
 
 _NONE: Mapping[str, Path | None] = {}
@@ -67,7 +67,7 @@ def show(
 def list_written(written: Iterable[Path], unwritten: list[str], log: IO[str]) -> list[str]:
     """Prints the names of the written files, and returns the lines about the others."""
     for path in written:
-        print(f"wrote {path}", file=log)
+        print(f"wrote {one_line(str(path))}", file=log)
     return unwritten
 
 

@@ -4,6 +4,8 @@ import contextlib
 import os
 from pathlib import Path
 
+_LONGEST = 240  # bytes of the part of a name that its temporary file has too; most file systems allow 255
+
 
 def write_atomically(path: Path, content: bytes) -> Path:
     """Writes a file atomically: writes a temporary file in the same folder, then renames it.
@@ -17,7 +19,8 @@ def write_atomically(path: Path, content: bytes) -> Path:
     Returns:
       The path.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    name = os.fsdecode(os.fsencode(path.name)[:_LONGEST])
+    temporary = path.with_name(f".{name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)
         sync(temporary)  # before the rename, which may reach the disk first
