@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.file_formats import faults_named, read_csv_table
+from jmp_train.graphs.file_formats import read_csv_table
 from jmp_train.graphs.structure import LARGEST_COUNT
 from jmp_train.policies import CollapsedValuesWarning
+from jmp_train.policies.files import DamagedError, faults_named
 
 LARGEST_EXACT = 2**24  # up to which float32 represents all integers
 MOST_CLASSES = 2**16  # or the number of rows, so that a label in a damaged file does not make a model huge
@@ -82,8 +83,7 @@ def describe_files(names: Mapping[str, Sequence[str]], facts: Mapping[str, str])
 
 def read_table(path: Path, dtype: DTypeLike, rows: int | None = None, *, max_bytes: int | None) -> np.ndarray:
     """Returns the result of `read_csv_table`; errors of the system name the file."""
-    with faults_named(path):
-        return read_csv_table(path, dtype, rows=rows, max_bytes=max_bytes)
+    return read_csv_table(path, dtype, rows=rows, max_bytes=max_bytes)
 
 
 def read_ids(
@@ -114,7 +114,7 @@ def read_ids(
     last = count - 1 + first
     if not first <= ids.min() <= ids.max() <= last:
         row, column = np.argwhere((ids < first) | (ids > last))[0]
-        raise ValueError(
+        raise DamagedError(
             f"{path}: row {row}, column {column} is {ids[row, column]}, but {known.format(count)}"
             + (f", numbered from {first}" if first else "")
         )
@@ -151,7 +151,7 @@ def whole(path: Path, numbers: np.ndarray, is_given: np.ndarray, most: int = LAR
     is_wrong = is_given & ~is_right
     if is_wrong.any():
         row = int(is_wrong[:, 0].argmax())
-        raise ValueError(f"{path}: row {row} is {numbers[row, 0]:g}, but must be a whole number from 0 to {most}")
+        raise DamagedError(f"{path}: row {row} is {numbers[row, 0]:g}, but must be a whole number from 0 to {most}")
     return numbers[:, 0].astype(np.int32)
 
 
@@ -159,18 +159,18 @@ def check_finite(path: Path, table: np.ndarray) -> None:
     """Raises ValueError if a number is infinite or NaN."""
     is_finite = np.isfinite(table).all(axis=1)
     if not is_finite.all():
-        raise ValueError(f"{path}: row {is_finite.argmin()} is not finite")
+        raise DamagedError(f"{path}: row {is_finite.argmin()} is not finite")
 
 
 def check_columns(path: Path, table: np.ndarray, columns: int) -> None:
     """Raises ValueError if a table has another number of columns."""
     if table.shape[1] != columns:
-        raise ValueError(f"{path} must have {columns} columns, got {table.shape[1]}")
+        raise DamagedError(f"{path} must have {columns} columns, got {table.shape[1]}")
 
 
 def check_rows(path: Path, table: np.ndarray, rows: int, counted_by: Path) -> None:
     """Raises ValueError if a table does not have the number of rows in another file."""
     if len(table) > rows:
-        raise ValueError(f"{path} has more than the {rows} rows given by {counted_by.name}")
+        raise DamagedError(f"{path} has more than the {rows} rows given by {counted_by.name}")
     if len(table) != rows:
-        raise ValueError(f"{path} has {len(table)} rows, but {counted_by.name} gives {rows}")
+        raise DamagedError(f"{path} has {len(table)} rows, but {counted_by.name} gives {rows}")

@@ -1,7 +1,6 @@
 """Reads the files of `save_graphs`, without trusting their content, and only the requested graphs."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 from flax.core import FrozenDict
 
 from jmp_train.graphs.datasets.graph_files import FORMAT, VERSION, Arrays
-from jmp_train.graphs.file_formats import SafetensorsFile, check_bytes, faults_named, most_bytes, one_line
+from jmp_train.graphs.file_formats import check_bytes, most_bytes
 from jmp_train.graphs.structure import (
     EdgeType,
     Graph,
@@ -23,6 +22,7 @@ from jmp_train.graphs.structure import (
     hetero_from_edges,
     on_device,
 )
+from jmp_train.policies.files import DamagedError, SafetensorsFile, parse_json, printable
 
 _BYTES_OF_A_NODE = 16  # degrees, and the start of each node's edges, in both directions
 
@@ -58,54 +58,40 @@ def load_graphs(
       [8]
     """
     path = Path(path)
-    with faults_named(path), _opened(path) as file:
+    with SafetensorsFile(path) as file:
         known = _known(path, file.metadata, file.names)
         places = range(len(known)) if indices is None else _places(path, indices, len(known))
         most = most_bytes(max_bytes, path)
         graphs = [
-            _put_together(f"{path}: graph {place}", known[place], _read(path, file, f"{place}/"), most)
-            for place in places
+            _put_together(f"{path}: graph {place}", known[place], _read(file, f"{place}/"), most) for place in places
         ]
-        return graphs, _read(path, file, "labels/")
+        return graphs, _read(file, "labels/")
 
 
-def _opened(path: Path) -> SafetensorsFile:
-    try:
-        return SafetensorsFile(path)
-    except ValueError as fault:
-        raise ValueError(f"{path} is not a safetensors file, or a damaged one: {fault}") from None
-
-
-def _read(path: Path, file: SafetensorsFile, start: str) -> Arrays:
+def _read(file: SafetensorsFile, start: str) -> Arrays:
     """Returns the arrays whose names begin with `start`, by the rest of their names."""
-    try:
-        return {name.removeprefix(start): file.read(name) for name in file.names if name.startswith(start)}
-    except ValueError as fault:
-        raise ValueError(f"{path}: {fault}") from None
+    return {name.removeprefix(start): file.read(name) for name in file.names if name.startswith(start)}
 
 
 def _known(path: Path, metadata: Mapping[str, str], names: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the metadata of each graph, checked as far as possible without the arrays."""
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a file of graphs: its format is {metadata.get('format')!r}, not {FORMAT!r}")
+        raise DamagedError(f"{path} is not a file of graphs: its format is {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.get("format_version") != VERSION:
-        raise ValueError(
+        raise DamagedError(
             f"{path} has format_version {metadata.get('format_version')!r}, but this version of jmp_train reads "
             f"{VERSION!r}"
         )
-    try:
-        known = json.loads(metadata.get("graphs", ""))
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path}: its metadata on graphs is not JSON") from None
+    known = parse_json(f"{path}: its metadata on graphs", metadata.get("graphs", "").encode(errors="surrogatepass"))
     if not isinstance(known, list):
-        raise ValueError(f"{path}: its metadata on graphs is not a list")
+        raise DamagedError(f"{path}: its metadata on graphs is not a list")
     for place, what in enumerate(known):
         if fault := _fault(what):
-            raise ValueError(f"{path}: graph {place}: the metadata {fault}")
+            raise DamagedError(f"{path}: graph {place}: the metadata {fault}")
     starts = {"labels", *map(str, range(len(known)))}
     for name in names:
         if name.partition("/")[0] not in starts:
-            raise ValueError(f"{path}: the array {name[:200]!r} belongs to none of its {len(known)} graphs")
+            raise DamagedError(f"{path}: the array {name[:200]!r} belongs to none of its {len(known)} graphs")
     return known
 
 
@@ -139,7 +125,7 @@ def _places(path: Path, indices: SupportsIndex | Sequence[SupportsIndex], count:
     places = [as_count("indices", place) for place in several]
     for place in places:
         if place >= count:
-            raise ValueError(f"{path} has {count} graphs; indices={place} is out of range")
+            raise DamagedError(f"{path} has {count} graphs; indices={place} is out of range")
     return places
 
 
@@ -151,7 +137,7 @@ def _put_together(where: str, what: Mapping[str, Any], arrays: Arrays, most: int
             raise ValueError(f"the array {min(arrays)[:200]!r} is not part of the graph")
     except (TypeError, ValueError) as error:
         text = str(error)
-        raise ValueError(text if text.startswith(where) else f"{where}: {one_line(error)}") from None
+        raise ValueError(text if text.startswith(where) else f"{where}: {printable(error)}") from None
     return graph
 
 

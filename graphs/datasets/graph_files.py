@@ -16,10 +16,9 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_train.graphs.file_formats import DTYPES, serialized
 from jmp_train.graphs.structure import Graph, HeteroGraph, check_known, formats_made
 from jmp_train.graphs.transforms import edges_on_host, ends_on_host
-from jmp_train.policies.files import write_atomically
+from jmp_train.policies.files import DTYPES, serialized, write_atomically
 
 FORMAT, VERSION = "jmp_train.graphs", "1"
 Arrays = dict[str, np.ndarray]

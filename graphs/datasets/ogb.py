@@ -19,6 +19,7 @@ from jmp_train.graphs.datasets.data_files import (
     whole,
 )
 from jmp_train.graphs.datasets.graph_data import NodeData
+from jmp_train.policies.files import DamagedError
 
 _ENDINGS = (".csv.gz", ".csv")
 _PARTS = ("train", "valid", "test")
@@ -69,7 +70,7 @@ def read_count(read: Table, path: Path) -> int:
     """Returns the number of nodes or edges of the only graph."""
     counts = read_counts(read, path)
     if len(counts) != 1:
-        raise ValueError(f"{path} must have one number, that of a single graph, got {len(counts)}")
+        raise DamagedError(f"{path} must have one number, that of a single graph, got {len(counts)}")
     return int(counts[0])
 
 
@@ -79,7 +80,7 @@ def read_counts(read: Table, path: Path) -> np.ndarray:
     if counts.size:
         check_columns(path, counts, 1)
     if counts.min(initial=0) < 0:
-        raise ValueError(f"{path} has a negative number, {counts.min()}")
+        raise DamagedError(f"{path} has a negative number, {counts.min()}")
     return np.ascontiguousarray(counts.reshape(-1))
 
 
@@ -99,7 +100,7 @@ def read_parts(
     for name, path in paths.items():
         ids = read_ids(read, path, 1, count, known=known)[:, 0]
         if not len(ids) and name != "valid":
-            raise ValueError(f"{path} lists no {'node' if 'nodes' in known else 'graph'}")
+            raise DamagedError(f"{path} lists no {'node' if 'nodes' in known else 'graph'}")
         is_first = np.full(len(ids), False)
         is_first[np.unique(ids, return_index=True)[1]] = True
         is_again = is_taken[ids] | ~is_first
@@ -107,7 +108,7 @@ def read_parts(
         for fault, is_wrong in wrong.items():
             if is_wrong.any():
                 row = int(is_wrong.argmax())
-                raise ValueError(f"{path}: row {row} is {ids[row]}, which {fault}")
+                raise DamagedError(f"{path}: row {row} is {ids[row]}, which {fault}")
         is_taken[ids] = True
         parts.append(np.ascontiguousarray(ids))
     return parts
@@ -202,10 +203,10 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.nda
     """Returns int32 [rows], with -1 for NaN in the file."""
     labels = read(path, np.float64, rows)
     if labels.shape[1] > 1:
-        raise ValueError(f"{path} has {labels.shape[1]} columns: only one label per node is supported")
+        raise DamagedError(f"{path} has {labels.shape[1]} columns: only one label per node is supported")
     check_rows(path, labels, rows, counted_by)
     if np.isnan(labels).all():
-        raise ValueError(f"{path} has no labels")
+        raise DamagedError(f"{path} has no labels")
     most = max(MOST_CLASSES, rows) - 1
     return whole(path, np.where(np.isnan(labels), -1, labels), ~np.isnan(labels), most)
 

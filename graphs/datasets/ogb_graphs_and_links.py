@@ -27,6 +27,7 @@ from jmp_train.graphs.datasets.ogb import (
     with_inverse,
 )
 from jmp_train.graphs.file_formats import read_torch_arrays
+from jmp_train.policies.files import DamagedError
 
 _OF_NODES = {"node-feat": "feat", "node_year": "year"}
 _OF_EDGES = {"edge-feat": "feat", "edge_weight": "weight", "edge_year": "year"}
@@ -86,7 +87,7 @@ def read_ogb_graphs(
     n_node, n_edge = (read_counts(read, paths[name]) for name in ("num-node-list", "num-edge-list"))
     if len(n_node) != len(n_edge):
         fault = f"has {len(n_node)} graphs, but num-edge-list has {len(n_edge)}"
-        raise ValueError(f"{paths['num-node-list']} {fault}")
+        raise DamagedError(f"{paths['num-node-list']} {fault}")
     ends = _read_ends(read, paths, n_node, n_edge)
     labels, num_classes = _read_labels(read, paths["graph-label"], len(n_node), paths["num-node-list"])
     train, validation, test = read_parts(read, split_paths, len(n_node), "there are {} graphs")
@@ -116,7 +117,7 @@ def _read_ends(read: Table, paths: Mapping[str, Path], n_node: np.ndarray, n_edg
     if is_wrong.any():
         row, column = np.argwhere(is_wrong)[0]
         graph = of_graph[row]
-        raise ValueError(
+        raise DamagedError(
             f"{path}: row {row}, column {column} is {ends[row, column]}, but graph {graph} has {n_node[graph]} nodes"
         )
     return ends
@@ -127,9 +128,9 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> tuple[
     labels = read(path, np.float32, rows)
     check_rows(path, labels, rows, counted_by)
     if not labels.size or np.isnan(labels).all():
-        raise ValueError(f"{path} has no labels")
+        raise DamagedError(f"{path} has no labels")
     if np.isinf(labels).any():
-        raise ValueError(f"{path}: row {np.isinf(labels).any(axis=1).argmax()} is infinite")
+        raise DamagedError(f"{path}: row {np.isinf(labels).any(axis=1).argmax()} is infinite")
     warn_of_rounding(path, labels)
     if labels.shape[1] > 1 or not ((labels >= 0) & (labels < MOST_CLASSES) & (labels == np.floor(labels))).all():
         return labels, None
@@ -224,28 +225,28 @@ def _read_links(path: Path, num_nodes: int, max_bytes: int | None) -> Links:
         senders, receivers = (_ids(path, name, arrays.pop(name), num_nodes, axes=1) for name in _ENDS)
     else:
         known = ", ".join(arrays)[:200] or "nothing"
-        raise ValueError(f"{path} must have edge, or source_node and target_node; it has {known}")
+        raise DamagedError(f"{path} must have edge, or source_node and target_node; it has {known}")
     count = len(senders)
     if len(receivers) != count:
-        raise ValueError(f"{path}: target_node has {len(receivers)} nodes, but source_node has {count}")
+        raise DamagedError(f"{path}: target_node has {len(receivers)} nodes, but source_node has {count}")
     negatives = ()
     if "edge_neg" in arrays:
         negatives = _pairs(path, "edge_neg", arrays.pop("edge_neg"), num_nodes)
     elif "target_node_neg" in arrays:
         others = _ids(path, "target_node_neg", arrays.pop("target_node_neg"), num_nodes, axes=2)
         if len(others) != count:
-            raise ValueError(f"{path}: target_node_neg has {len(others)} rows, but source_node has {count}")
+            raise DamagedError(f"{path}: target_node_neg has {len(others)} rows, but source_node has {count}")
         negatives = (senders[:, None], others)
     for name, array in arrays.items():
         if len(array.shape) == 0 or len(array) != count:
-            raise ValueError(f"{path}: {name} has shape {array.shape}, but there are {count} links")
+            raise DamagedError(f"{path}: {name} has shape {array.shape}, but there are {count} links")
     return Links(senders, receivers, *negatives, values=arrays)
 
 
 def _pairs(path: Path, name: str, array: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     ids = _ids(path, name, array, num_nodes, axes=2)
     if ids.shape[1] != 2:
-        raise ValueError(f"{path}: {name} must be pairs of nodes, got shape {array.shape}")
+        raise DamagedError(f"{path}: {name} must be pairs of nodes, got shape {array.shape}")
     senders, receivers = (np.ascontiguousarray(column) for column in ids.T)
     return senders, receivers
 
@@ -253,8 +254,8 @@ def _pairs(path: Path, name: str, array: np.ndarray, num_nodes: int) -> tuple[np
 def _ids(path: Path, name: str, array: np.ndarray, num_nodes: int, *, axes: int) -> np.ndarray:
     """Returns ids of nodes, int32 of the array's shape."""
     if array.ndim != axes or array.dtype.kind not in "iu":
-        raise ValueError(f"{path}: {name} must be integers with {axes} axes, got {array.dtype} {array.shape}")
+        raise DamagedError(f"{path}: {name} must be integers with {axes} axes, got {array.dtype} {array.shape}")
     if array.size and not 0 <= array.min() <= array.max() < num_nodes:
         wrong = int(array.min() if array.min() < 0 else array.max())
-        raise ValueError(f"{path}: {name} has {wrong}, but the graph has {num_nodes} nodes")
+        raise DamagedError(f"{path}: {name} has {wrong}, but the graph has {num_nodes} nodes")
     return array.astype(np.int32)

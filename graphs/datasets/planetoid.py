@@ -12,8 +12,9 @@ import numpy as np
 
 from jmp_train.graphs.datasets.data_files import find_files
 from jmp_train.graphs.datasets.graph_data import NodeData
-from jmp_train.graphs.file_formats import SparseRows, check_bytes, faults_named, most_bytes, read_python2_pickle
+from jmp_train.graphs.file_formats import SparseRows, check_bytes, most_bytes, read_python2_pickle
 from jmp_train.graphs.structure import checked_word
+from jmp_train.policies.files import DamagedError, faults_named, read_plain
 
 PLANETOID = ("cora", "citeseer", "pubmed")
 PLANETOID_ADDRESS = "https://github.com/kimiyoung/planetoid/tree/master/data"
@@ -73,11 +74,11 @@ https://github.com/kimiyoung/planetoid/tree/master/data
     num_classes = _check_widths(paths, matrices, labels)
     known, train = matrices["allx"].shape[0], matrices["x"].shape[0]
     if train > known:
-        raise ValueError(f"{paths['x']} has {train} rows, but allx has only {known}")
+        raise DamagedError(f"{paths['x']} has {train} rows, but allx has only {known}")
     test = _read_test_ids(paths["test.index"], known, num_nodes)
     if len(test) != matrices["tx"].shape[0]:
         rows = matrices["tx"].shape[0]
-        raise ValueError(f"{paths['tx']} has {rows} rows for {len(test)} test nodes")
+        raise DamagedError(f"{paths['tx']} has {rows} rows for {len(test)} test nodes")
 
     classes = np.full(num_nodes, -1, np.int32)
     for ids, suffix in ((np.arange(known), "ally"), (test, "ty")):
@@ -108,18 +109,18 @@ def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarr
     """Returns senders and receivers, int32 [edges], sorted, and the number of nodes."""
     neighbors: Any = read_python2_pickle(path, max_bytes=max_bytes)
     if not isinstance(neighbors, dict) or not neighbors:
-        raise ValueError(f"{path} must hold a dictionary of the nodes' neighbors")
+        raise DamagedError(f"{path} must hold a dictionary of the nodes' neighbors")
     num_nodes = len(neighbors)
     missing = next((node for node in range(num_nodes) if node not in neighbors), None)
     if missing is not None:
-        raise ValueError(f"{path} has {num_nodes} nodes, but node {missing} is missing")
+        raise DamagedError(f"{path} has {num_nodes} nodes, but node {missing} is missing")
     for node, ids in neighbors.items():
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < num_nodes for i in ids):
-            raise ValueError(
+            raise DamagedError(
                 f"{path}: the neighbors of node {node} are not a list of numbers from 0 to {num_nodes - 1}"
             )
     if len({id(ids) for ids in neighbors.values()}) < num_nodes:  # a small file could repeat one list without end
-        raise ValueError(f"{path}: several nodes share one list of neighbors")
+        raise DamagedError(f"{path}: several nodes share one list of neighbors")
     degrees = [len(ids) for ids in neighbors.values()]
     ends = np.repeat(np.fromiter(neighbors, np.int64, num_nodes), degrees)
     others = np.fromiter((i for ids in neighbors.values() for i in ids), np.int64, len(ends))
@@ -132,12 +133,11 @@ def _read_matrix(path: Path, max_bytes: int | None) -> Any:
     """Returns a sparse matrix by rows, float32 [rows, width]."""
     import scipy.sparse
 
-    with faults_named(path):
-        rows = read_python2_pickle(path, max_bytes=max_bytes)
+    rows = read_python2_pickle(path, max_bytes=max_bytes)
     if not isinstance(rows, SparseRows):
-        raise ValueError(f"{path} must hold a sparse matrix of features")
+        raise DamagedError(f"{path} must hold a sparse matrix of features")
     if not rows.shape[0] or not 0 < rows.shape[1] <= _MAX_WIDTH:
-        raise ValueError(
+        raise DamagedError(
             f"{path}: features must have at least one row, and 1 to {_MAX_WIDTH} columns, got shape {rows.shape}"
         )
     with faults_named(path), np.errstate(over="ignore"):
@@ -153,13 +153,12 @@ def _too_large(path: Path) -> str:
 
 def _read_labels(path: Path, max_bytes: int | None) -> np.ndarray:
     """Returns bool [rows, classes], True once per row."""
-    with faults_named(path):
-        one_hot: object = read_python2_pickle(path, max_bytes=max_bytes)
+    one_hot: object = read_python2_pickle(path, max_bytes=max_bytes)
     if not isinstance(one_hot, np.ndarray) or one_hot.ndim != 2:
-        raise ValueError(f"{path} must hold an array of labels [rows, classes]")
+        raise DamagedError(f"{path} must hold an array of labels [rows, classes]")
     is_one_hot = ((one_hot == 0) | (one_hot == 1)).all(axis=1) & ((one_hot == 1).sum(axis=1) == 1)
     if not is_one_hot.all():
-        raise ValueError(f"{path}: row {is_one_hot.argmin()} is not one-hot")
+        raise DamagedError(f"{path}: row {is_one_hot.argmin()} is not one-hot")
     return one_hot == 1
 
 
@@ -169,9 +168,9 @@ def _check_widths(paths: Paths, matrices: Mapping[str, Any], labels: Mapping[str
     for of_features, of_labels in zip(_MATRICES, _LABELS, strict=True):
         matrix, one_hot = matrices[of_features], labels[of_labels]
         if matrix.shape[1] != width:
-            raise ValueError(f"{paths[of_features]} has {matrix.shape[1]} columns, but allx has {width}")
+            raise DamagedError(f"{paths[of_features]} has {matrix.shape[1]} columns, but allx has {width}")
         if one_hot.shape != (matrix.shape[0], num_classes):
-            raise ValueError(
+            raise DamagedError(
                 f"{paths[of_labels]} must have shape {(matrix.shape[0], num_classes)} to match {of_features} and "
                 f"ally, got {one_hot.shape}"
             )
@@ -184,19 +183,15 @@ def _read_test_ids(path: Path, known: int, num_nodes: int) -> np.ndarray:
     for row, line in enumerate(_read_lines(path, num_nodes)):
         if not line.isdigit() or len(line) > 10 or not known <= int(line) < num_nodes:
             shown = line[:20].decode("ascii", "backslashreplace")
-            raise ValueError(f"{path}: row {row} must be from {known} to {num_nodes - 1}, got {shown!r}")
+            raise DamagedError(f"{path}: row {row} must be from {known} to {num_nodes - 1}, got {shown!r}")
         ids.append(int(line))
     if not ids:
-        raise ValueError(f"{path} lists no test node")
+        raise DamagedError(f"{path} lists no test node")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"{path} lists a test node twice")
+        raise DamagedError(f"{path} lists a test node twice")
     return np.array(ids, np.int32)
 
 
 def _read_lines(path: Path, num_nodes: int) -> list[bytes]:
     """Returns the words of the file, reading no more than the ids of all nodes may take."""
-    with faults_named(path), path.open("rb") as file:
-        text = file.read(_LONGEST_ID * (num_nodes + 1) + 1)
-    if len(text) > _LONGEST_ID * (num_nodes + 1):
-        raise ValueError(f"{path} has more than {len(text) - 1} bytes for {num_nodes} nodes")
-    return text.split()
+    return read_plain(path, max_bytes=_LONGEST_ID * (num_nodes + 1)).split()

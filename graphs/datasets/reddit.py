@@ -7,8 +7,9 @@ import numpy as np
 
 from jmp_train.graphs.datasets.data_files import find_files
 from jmp_train.graphs.datasets.graph_data import NodeData
-from jmp_train.graphs.file_formats import faults_named, read_npz
+from jmp_train.graphs.file_formats import read_npz
 from jmp_train.graphs.structure import LARGEST_COUNT
+from jmp_train.policies.files import DamagedError, faults_named
 
 REDDIT_FEATURES = 602
 REDDIT_CLASSES = 41
@@ -74,22 +75,22 @@ def _read_nodes(path: Path, num_nodes: int, counted_by: str, max_bytes: int | No
     }
     for name, shape in shapes.items():
         if arrays[name].shape != shape:
-            raise ValueError(
+            raise DamagedError(
                 f"{path}: {name!r} must have shape {shape} for the {num_nodes} nodes of {counted_by}, got "
                 f"{arrays[name].shape}"
             )
     if not np.issubdtype(arrays["feature"].dtype, np.floating):
-        raise ValueError(f"{path}: 'feature' must be floating, got {str(arrays['feature'].dtype)[:80]}")
+        raise DamagedError(f"{path}: 'feature' must be floating, got {str(arrays['feature'].dtype)[:80]}")
     with np.errstate(over="ignore"):
         features = arrays["feature"].astype(np.float32, copy=False)
     is_finite = np.isfinite(features).all(axis=1)
     if not is_finite.all():
-        raise ValueError(f"{path}: 'feature' is not finite in row {is_finite.argmin()}")
+        raise DamagedError(f"{path}: 'feature' is not finite in row {is_finite.argmin()}")
     _check_integers(path, "label", arrays["label"], 0, REDDIT_CLASSES - 1)
     _check_integers(path, "node_types", arrays["node_types"], _TRAIN, _TEST)
     for kind, name in ((_TRAIN, "train"), (_TEST, "test")):
         if kind not in arrays["node_types"]:
-            raise ValueError(f"{path}: 'node_types' has no {kind} for the {name} nodes")
+            raise DamagedError(f"{path}: 'node_types' has no {kind} for the {name} nodes")
     parts = [np.flatnonzero(arrays["node_types"] == kind).astype(np.int32) for kind in (_TRAIN, _VALIDATION, _TEST)]
     return [features, arrays["label"].astype(np.int32), REDDIT_CLASSES, *parts]
 
@@ -116,14 +117,14 @@ def _read_graph(path: Path, max_bytes: int | None) -> tuple[np.ndarray, np.ndarr
     arrays = read_npz(path, ("format", "shape", "row", "col"), max_bytes=max_bytes)
     if _value(arrays["format"]) not in (b"coo", "coo"):
         kind = repr(_value(arrays["format"]))[:40]
-        raise ValueError(f"{path} must hold a sparse matrix in the format b'coo', got {kind}")
+        raise DamagedError(f"{path} must hold a sparse matrix in the format b'coo', got {kind}")
     shape = _value(arrays["shape"])
     is_pair = isinstance(shape, list) and len(shape) == 2 and type(shape[0]) is int
     if not is_pair or shape[0] != shape[1] or not 1 <= shape[0] <= LARGEST_COUNT:
-        raise ValueError(f"{path}: 'shape' must be [nodes, nodes], got {str(shape)[:80]}")
+        raise DamagedError(f"{path}: 'shape' must be [nodes, nodes], got {str(shape)[:80]}")
     rows, columns = arrays["row"], arrays["col"]
     if rows.ndim != 1 or rows.shape != columns.shape:
-        raise ValueError(f"{path}: 'row' and 'col' must both be [edges], got shapes {rows.shape} and {columns.shape}")
+        raise DamagedError(f"{path}: 'row' and 'col' must both be [edges], got shapes {rows.shape} and {columns.shape}")
     for name, ids in (("row", rows), ("col", columns)):
         _check_integers(path, name, ids, 0, shape[0] - 1)
     return rows.astype(np.int32, copy=False), columns.astype(np.int32, copy=False), shape[0]
@@ -136,7 +137,7 @@ def _value(array: np.ndarray) -> Any:
 
 def _check_integers(path: Path, name: str, array: np.ndarray, least: int, most: int) -> None:
     if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{path}: {name!r} must be integers, got {str(array.dtype)[:80]}")
+        raise DamagedError(f"{path}: {name!r} must be integers, got {str(array.dtype)[:80]}")
     if array.size and not least <= array.min() <= array.max() <= most:
         row = int(np.argmax((array < least) | (array > most)))
-        raise ValueError(f"{path}: {name!r}: row {row} must be from {least} to {most}, got {array[row]}")
+        raise DamagedError(f"{path}: {name!r}: row {row} must be from {least} to {most}, got {array[row]}")

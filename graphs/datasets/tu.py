@@ -19,6 +19,7 @@ from jmp_train.graphs.datasets.data_files import (
     warn_of_rounding,
 )
 from jmp_train.graphs.datasets.graph_data import GraphData
+from jmp_train.policies.files import DamagedError
 
 TU_ADDRESS = "https://chrsmrrs.github.io/datasets"
 _PUBLIC = f"the data sets are public in {TU_ADDRESS}"
@@ -121,7 +122,7 @@ def _read_targets(read: Table, path: Path) -> tuple[np.ndarray, int | None]:
     are_classes = path.name.endswith("_labels.txt")
     labels = read(path, np.int32 if are_classes else np.float32)
     if not labels.size:
-        raise ValueError(f"{path} has no labels")
+        raise DamagedError(f"{path} has no labels")
     if not are_classes:
         check_finite(path, labels)
         warn_of_rounding(path, labels)
@@ -149,7 +150,7 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.nda
         return np.zeros(0, np.int32)
     labels = labels - labels.min(axis=0).astype(np.int64)
     if labels.max() >= max(MOST_CLASSES, rows):
-        raise ValueError(
+        raise DamagedError(
             f"{path} has labels with a range of {labels.max()}, more than the limit of {max(MOST_CLASSES, rows) - 1}"
         )
     labels = labels.astype(np.int32)
@@ -161,4 +162,4 @@ def _check_apart(path: Path, owners: np.ndarray) -> None:
     if differ.any():
         row = int(differ.argmax())
         one, other = owners[row] + 1
-        raise ValueError(f"{path}: row {row} connects graph {one} with graph {other}")
+        raise DamagedError(f"{path}: row {row} connects graph {one} with graph {other}")

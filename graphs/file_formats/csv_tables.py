@@ -14,7 +14,8 @@ from typing import IO, Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.file_formats.file_limits import check_bytes, most_bytes, one_line
+from jmp_train.graphs.file_formats.file_limits import check_bytes, most_bytes
+from jmp_train.policies.files import DamagedError, faults_named, open_plain, printable
 
 _BLOCK = 2**21  # bytes of text parsed at once, and of the longest line
 _GZIP = b"\x1f\x8b"  # the first bytes of gzip files
@@ -40,7 +41,7 @@ def read_csv_table(
     Raises:
       ValueError: the file is damaged or too large, a row has more or fewer columns than the first, or
         something is not a number of that dtype; the message names the file and the row, counted from 0.
-      OSError, MemoryError: as the system raises them.
+      OSError: the file cannot be read, or does not fit into memory.
 
     Example:
       >>> import tempfile
@@ -51,9 +52,10 @@ def read_csv_table(
              [1, 2]], dtype=int32)
     """
     try:
-        return _parsed(path, np.dtype(dtype), rows, most_bytes(max_bytes, path))
+        with faults_named(path):
+            return _parsed(path, np.dtype(dtype), rows, most_bytes(max_bytes, path))
     except (EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not a gzip file, or a damaged one: {one_line(error)}") from None
+        raise DamagedError(f"{path} is not a gzip file, or a damaged one: {printable(error)}") from None
 
 
 def _parsed(path: Path, dtype: np.dtype, rows: int | None, most: int) -> np.ndarray:
@@ -66,12 +68,12 @@ def _parsed(path: Path, dtype: np.dtype, rows: int | None, most: int) -> np.ndar
             try:
                 part = np.loadtxt(source(block), dtype, comments=None, delimiter=",", ndmin=2, encoding="latin1")
             except (ValueError, DeprecationWarning) as error:
-                fault = next(_faults(block, dtype, count, columns), one_line(error))
-                raise ValueError(f"{path}: {fault}") from None
+                fault = next(_faults(block, dtype, count, columns), printable(error))
+                raise DamagedError(f"{path}: {fault}") from None
             if not part.size:
                 continue
             if columns not in (None, part.shape[1]):
-                raise ValueError(f"{path}: {next(_faults(block, dtype, count, columns))}")
+                raise DamagedError(f"{path}: {next(_faults(block, dtype, count, columns))}")
             needed = count + len(part)
             check_bytes(f"{path}: the table", needed * part[0].nbytes, most)
             if not count:
@@ -100,7 +102,7 @@ def _blocks(path: Path, most: int) -> Iterator[memoryview]:
         text = b"".join(parts)
         end = 1 + max(text.rfind(b"\n"), text.rfind(b"\r"))
         if not end:
-            raise ValueError(f"{path} has a line of more than {_BLOCK} bytes")
+            raise DamagedError(f"{path} has a line of more than {_BLOCK} bytes")
         yield memoryview(text)[:end]
         parts, size = [text[end:]], len(text) - end
     if size:
@@ -108,7 +110,7 @@ def _blocks(path: Path, most: int) -> Iterator[memoryview]:
 
 
 def _read(path: Path, size: int) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
+    with open_plain(path) as file:
         while chunk := file.read(size):
             yield chunk
 

@@ -1,12 +1,10 @@
-"""Limits on the memory that reading a data file may take, and system errors that name the file."""
+"""Limits on the memory that reading a data file may take."""
 
-import contextlib
-import errno
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from jmp_train.graphs.structure import as_count
+from jmp_train.policies.files import DamagedError
 
 # The needs of the public data sets. Cora's allx takes 9.8 MB from a file of 0.26; Citeseer's, 34 MB, and Pubmed's,
 # 36 MB, have 32 and 50 words per row of 8 or 12 bytes each: 60 times the file at most. ogbn-arxiv and ogbn-products
@@ -37,7 +35,7 @@ def most_bytes(max_bytes: int | None, *paths: Path) -> int:
 
 
 def check_bytes(what: str, count: int, most: int) -> None:
-    """Raises ValueError if something would take too many bytes.
+    """Raises DamagedError if something would take too many bytes.
 
     Args:
       what: the file, and the part of it, for the message.
@@ -45,28 +43,11 @@ def check_bytes(what: str, count: int, most: int) -> None:
       most: number of bytes allowed.
 
     Example:
-      >>> check_bytes("cora.allx: a matrix [9, 9]", 324, 300)
-      Traceback (most recent call last):
-      ValueError: cora.allx: a matrix [9, 9] would take 324 bytes, more than the limit of 300; raise it with max_bytes=
+      >>> try:
+      ...     check_bytes("cora.allx: a matrix [9, 9]", 324, 300)
+      ... except DamagedError as fault:
+      ...     print(fault)
+      cora.allx: a matrix [9, 9] would take 324 bytes, more than the limit of 300; raise it with max_bytes=
     """
     if count > most:
-        raise ValueError(f"{what} would take {count} bytes, more than the limit of {most}; raise it with max_bytes=")
-
-
-@contextlib.contextmanager
-def faults_named(path: Path) -> Iterator[None]:
-    """Turns errors of reading without a file name, and a lack of memory, into an OSError with the name."""
-    try:
-        yield
-    except MemoryError:
-        raise OSError(errno.ENOMEM, "does not fit into memory", str(path)) from None
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        number = errno.EIO if error.errno is None else error.errno
-        raise OSError(number, error.strerror or one_line(error), str(path)) from None
-
-
-def one_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, of 200 characters at most."""
-    return str(error).partition("\n")[0][:200]
+        raise DamagedError(f"{what} would take {count} bytes, more than the limit of {most}; raise it with max_bytes=")

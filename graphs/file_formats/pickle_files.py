@@ -7,6 +7,7 @@ in it, or, before torch 1.6, several pickles one after the other. `pickle_notes`
 import contextlib
 import errno
 import math
+import os
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from jmp_train.graphs.file_formats.file_limits import check_bytes, faults_named, most_bytes, one_line
+from jmp_train.graphs.file_formats.file_limits import most_bytes
 from jmp_train.graphs.file_formats.pickle_notes import (
     FAULTS,
     PYTHON2_ARRAYS,
@@ -29,6 +30,7 @@ from jmp_train.graphs.file_formats.pickle_notes import (
     is_name,
 )
 from jmp_train.graphs.structure import as_count
+from jmp_train.policies.files import DamagedError, faults_named, open_plain, printable, read_plain
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of an old file
 _VERSION = 1001
@@ -76,7 +78,7 @@ def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
 
     Raises:
       ValueError: the file is damaged or too large, or is another pickle; the message has its name and the fault.
-      OSError, MemoryError: as the system raises them.
+      OSError: the file cannot be read, or does not fit into memory.
 
     Example:
       >>> import tempfile
@@ -88,20 +90,18 @@ def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
       ...     print(str(fault).replace(str(file), "file"))
       file asks for 'posix system', which no file of this kind needs; it was not called
     """
-    size = path.stat().st_size
     most = _LARGEST_PYTHON2 if max_bytes is None else as_count("max_bytes", max_bytes, sys.maxsize)
-    if size > most:
-        raise ValueError(f"{path} has {size} bytes, more than the limit of {most}; raise it with max_bytes=")
+    content = read_plain(path, max_bytes=most)
     try:
-        with path.open("rb") as file:
-            value = carried_out(file.read(size), _PYTHON2_NAMES)
-        if isinstance(value, Note):
-            value = _matrix(value) if value.name == _MATRIX else array_of(value)
+        with faults_named(path):
+            value = carried_out(content, _PYTHON2_NAMES)
+            if isinstance(value, Note):
+                value = _matrix(value) if value.name == _MATRIX else array_of(value)
     except Refused as fault:
-        raise ValueError(f"{path} {fault}") from None
+        raise DamagedError(f"{path} {fault}") from None
     except FAULTS as error:
-        fault = one_line(error)
-        raise ValueError(f"{path} is not a pickle of Python 2, or a damaged one: {fault}") from None
+        fault = printable(error)
+        raise DamagedError(f"{path} is not a pickle of Python 2, or a damaged one: {fault}") from None
     return value
 
 
@@ -151,14 +151,13 @@ def read_torch_arrays(path: Path, *, max_bytes: int | None = None) -> dict[str, 
       [[0, 1]]
     """
     most = _LARGEST_TORCH if max_bytes is None else most_bytes(max_bytes, path)
-    size = path.stat().st_size
-    check_bytes(f"{path}: the file", size, most)
-    with faults_named(path), _faults_told(path):
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
+    with open_plain(path, max_bytes=most) as file, _faults_told(path):
+        size = os.fstat(file.fileno()).st_size
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
                 return _of_archive(archive, size)
-        with path.open("rb") as file:
-            return _arrays(_of_pickles(file), None, size)
+        file.seek(0)
+        return _arrays(_of_pickles(file), None, size)
 
 
 @contextlib.contextmanager
@@ -166,11 +165,11 @@ def _faults_told(path: Path) -> Iterator[None]:
     try:
         yield
     except Refused as fault:
-        raise ValueError(f"{path} {fault}") from None
+        raise DamagedError(f"{path} {fault}") from None
     except (*FAULTS, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise  # by the system, and not a seek to a negative position
-        raise ValueError(f"{path} is not a torch file, or a damaged one: {one_line(error)}") from None
+        raise DamagedError(f"{path} is not a torch file, or a damaged one: {printable(error)}") from None
 
 
 def _of_archive(archive: zipfile.ZipFile, size: int) -> dict[str, np.ndarray]:

@@ -1,6 +1,5 @@
 """NVIDIA GPUs by name: their properties for the compiler, and their peak rates."""
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from jmp_train.policies.files import read_toml
 
 RATE_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8")
 """The names that `GPU.rates` may have; "tfloat32" is NVIDIA's TF32: float32 rounded to 10 bits for matrix units."""
@@ -174,12 +175,8 @@ def read_gpus(path: str | Path) -> dict[str, GPU]:
 
 
 def _read(path: Path, known: Mapping[str, GPU]) -> dict[str, GPU]:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a TOML file: {error}") from None
     found: dict[str, GPU] = {}
-    for name, table in tables.items():
+    for name, table in read_toml(path).items():
         if not isinstance(table, dict):
             raise ValueError(f"{path}: {name} must be a table, such as [{name}], got {table!r}")
         found[name] = _gpu(name, table, {**known, **found}, f"{path}: [{name}]")

@@ -2,7 +2,6 @@
 
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -13,6 +12,8 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from jmp_train.policies.files import read_toml
 
 PASSES = {"default": 1, "high": 3, "highest": 6}
 """How many products in bfloat16 a TPU computes for a product in float32, by jax's precision."""
@@ -195,8 +196,7 @@ def _no_shape(generation: str, shape: str, shapes: Sequence[str]) -> str:
 
 
 def _read(path: Path) -> dict[str, _Generation]:
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {name: _generation(name, table) for name, table in tables.items()}
+    return {name: _generation(name, table) for name, table in read_toml(path).items()}
 
 
 def _generation(name: str, table: dict[str, Any]) -> _Generation:

@@ -7,8 +7,9 @@ It holds the batch, the changed part of the state, and the rest of the state or 
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +18,20 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jmp_train.capsules.state_parts import Snapshot, StateParts
-from jmp_train.capsules.stored_leaves import StoredLeaf, stored, structure_to_json
-from jmp_train.checkpoints import DamagedError
+from jmp_train.capsules.stored_leaves import StoredLeaf, stored, structure_to_json, what_is_wrong
+from jmp_train.checkpoints import MOST_AXES, STORED, is_count, shown
 from jmp_train.distributed import as_bytes, local_data
 from jmp_train.policies import PyTree
+from jmp_train.policies.files import DamagedError, damage_named, open_plain, parse_json, printable
 from jmp_train.types import Batch
 
 _MAGIC = b"jmp_train capsule 1\n"
 _SUM = hashlib.sha256().digest_size
 _LENGTH = 8  # bytes of the header's length
-_NAME = re.compile(r"step_(?P<step>\d{8,})(\.process_(?P<process>\d+)_of_(?P<processes>\d+))?\.capsule")
+_LONGEST_HEADER = 2**26  # bytes; a leaf takes about 300 of them
+_NAME = re.compile(
+    r"step_(?P<step>[0-9]{8,18})(\.process_(?P<process>[0-9]{1,9})_of_(?P<processes>[0-9]{1,9}))?\.capsule"
+)
 
 
 def capsule_path(directory: Path, step: int, process: int, processes: int) -> Path:
@@ -45,17 +50,9 @@ def capsules_in(directory: Path, process: int, processes: int) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
-def capsule_step(path: Path) -> int:
-    """Returns the number of steps that a run had done before the step of a capsule.
-
-    Args:
-      path: see `capsule_files`.
-
-    Raises:
-      FileNotFoundError: see `capsule_files`.
-      ValueError: see `capsule_files`.
-    """
-    match = _NAME.fullmatch(capsule_files(path)[0].name)
+def step_of(path: Path) -> int:
+    """Returns the step in a capsule's name."""
+    match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match["step"])
 
@@ -68,20 +65,21 @@ def capsule_files(path: Path) -> list[Path]:
 
     Raises:
       FileNotFoundError: the capsule, or the file of a process, does not exist.
-      ValueError: the file does not have a capsule's name.
+      DamagedError: the file does not have a capsule's name.
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"{path} does not have the name of a capsule, such as step_00000042.capsule")
+        raise DamagedError(f"{path} does not have the name of a capsule, such as step_00000042.capsule")
     step, processes = int(match["step"]), int(match["processes"] or 1)
     if match["processes"] is None and not path.exists():
         firsts = path.parent.glob(f"step_{step:08d}.process_0_of_*.capsule")
         counts = [int(found["processes"]) for first in firsts if (found := _NAME.fullmatch(first.name))]
         processes = max(counts, default=1)
-    files = [capsule_path(path.parent, step, process, processes) for process in range(processes)]
-    for file in files:
-        if not file.exists():
-            raise FileNotFoundError(f"there is no capsule {file}")
+    files = []
+    for process in range(processes):  # the first missing one ends it, however many a name promises
+        files.append(capsule_path(path.parent, step, process, processes))
+        if not files[-1].exists():
+            raise FileNotFoundError(f"there is no capsule {files[-1]}")
     return files
 
 
@@ -103,26 +101,49 @@ def pack(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
 
 
 def unpack(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Returns the header and the arrays of a file.
+    """Returns the header and the arrays of a file, neither of which is checked beyond its size.
 
     Raises:
-      DamagedError: the file is not as it was written; the message names it.
+      DamagedError: the file is not as it was written, or not of this kind; the message names it.
+      OSError: the file cannot be read, or does not fit into memory.
     """
-    content = path.read_bytes()
-    body, digest = memoryview(content)[:-_SUM], content[-_SUM:]
-    if not content.startswith(_MAGIC):
-        raise DamagedError(f"{path} is not a capsule that this version of jmp_train reads, or its beginning is lost")
-    if hashlib.sha256(body).digest() != digest:
-        raise DamagedError(f"{path} is not as it was written: its {len(content)} bytes have another sha256")
-    start = len(_MAGIC) + _LENGTH
-    end = start + int.from_bytes(body[len(_MAGIC) : start], "little")
-    header = json.loads(bytes(body[start:end]))
-    arrays = []
-    for about in header["arrays"]:
-        dtype, shape = np.dtype(about["dtype"]), tuple(about["shape"])
-        start, end = end, end + dtype.itemsize * math.prod(shape)
-        arrays.append(np.frombuffer(body[start:end], np.uint8).copy().view(dtype).reshape(shape))
+    with open_plain(path) as file, damage_named(path):
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(len(_MAGIC) + _LENGTH)
+        if not start.startswith(_MAGIC):
+            raise DamagedError(f"{path} is no capsule that this version of jmp_train reads, or its beginning is lost")
+        length = int.from_bytes(start[len(_MAGIC) :], "little")
+        if length > _LONGEST_HEADER:
+            raise DamagedError(f"{path} has a header of {length} bytes, more than the limit of {_LONGEST_HEADER}")
+        text = file.read(length)
+        header = parse_json(path, text)
+        types = [(_dtype(about["dtype"]), _shape(about["shape"])) for about in header["arrays"]]
+        sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in types]
+        if size != len(start) + length + sum(sizes) + _SUM:
+            raise DamagedError(f"{path} has {size} bytes, which its header does not give")
+        digest = hashlib.sha256(start + text)
+        arrays = []
+        for (dtype, shape), count in zip(types, sizes, strict=True):
+            content = bytearray(count)
+            file.readinto(content)
+            digest.update(content)
+            arrays.append(np.frombuffer(content, np.uint8).view(dtype).reshape(shape))
+        if file.read() != digest.digest():
+            raise DamagedError(f"{path} is not as it was written: its {size} bytes have another sha256")
     return header, arrays
+
+
+def _dtype(name: Any) -> np.dtype:
+    if name not in STORED:
+        raise ValueError(f"it has an array of the unknown dtype {shown(name)}")
+    return np.dtype(name)
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    is_one = isinstance(sizes, list) and len(sizes) <= MOST_AXES and all(is_count(size) for size in sizes)
+    if not is_one or math.prod(max(1, size) for size in sizes) >= 2**60:
+        raise ValueError(f"it has an array of shape {shown(sizes)}, which no array has")
+    return tuple(sizes)
 
 
 FORMAT = 1
@@ -202,12 +223,34 @@ def capsule_content(
 
 
 def groups_in(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> dict[str, Group | None]:
-    """Returns the groups in a file by name."""
-    groups, rest = {}, iter(arrays)
-    for name, group in header["groups"].items():
-        if group is None:
-            groups[name] = None
-            continue
-        leaves = [StoredLeaf(**leaf) for leaf in group["leaves"]]
-        groups[name] = Group(group["paths"], leaves, [[next(rest) for _ in leaf.parts] for leaf in leaves])
+    """Returns the groups in a file by name; raises an error if one is invalid, or does not fit the arrays."""
+    found, rest = header["groups"], iter(arrays)
+    if [*found] != ["batch", "changed", "kept"] or found["batch"] is None or found["changed"] is None:
+        raise ValueError(f"it has the groups {shown([*found])}")
+    groups = {name: None if group is None else _group(group, rest) for name, group in found.items()}
+    if next(rest, None) is not None:
+        raise ValueError("it has an array of no leaf")
     return groups
+
+
+def _group(group: dict[str, Any], rest: Iterator[np.ndarray]) -> Group:
+    paths, leaves = group["paths"], [StoredLeaf(**leaf) for leaf in group["leaves"]]
+    if not all(isinstance(path, str) for path in paths) or len(set(paths)) < len(paths) or len(paths) != len(leaves):
+        raise ValueError("it does not give each leaf its own path")
+    parts = [[next(rest) for _ in leaf.parts] for leaf in leaves]
+    for path, leaf, arrays in zip(paths, leaves, parts, strict=True):
+        if wrong := what_is_wrong(leaf, arrays):
+            raise ValueError(f"it says of leaf {printable(path)} {wrong}")
+    return Group(paths, leaves, parts)
+
+
+def check_header(header: dict[str, Any], step: int, process: int, processes: int) -> None:
+    """Raises an error if a header does not belong to the name of its file, or has an invalid entry."""
+    if header["format"] != FORMAT:
+        raise ValueError(f"it has format {shown(header['format'])}, this version of jmp_train reads {FORMAT}")
+    said = [header[name] for name in ("step", "process", "processes")]
+    if said != [step, process, processes]:
+        raise ValueError(f"it is of step, process and number of processes {shown(said)}, which its name is not")
+    prints, later = header["fingerprints"], header["later_steps"]
+    if not isinstance(prints, dict) or not all(is_count(number) for number in prints.values()) or not is_count(later):
+        raise ValueError("its fingerprints or later steps are no numbers")

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_train.capsules.capsule_files import FORMAT, Group, capsule_files, groups_in, leaf_paths, unpack
+from jmp_train.capsules.capsule_files import Group, capsule_files, check_header, groups_in, leaf_paths, step_of, unpack
 from jmp_train.capsules.state_parts import StateParts, parts_of, snapshot
 from jmp_train.capsules.stored_leaves import restored, short_type, structure_from_json, whole
-from jmp_train.checkpoints import DamagedError
 from jmp_train.distributed import gather_texts, local_data, placement, to_leaf
 from jmp_train.policies import PyTree
+from jmp_train.policies.files import DamagedError, damage_named, printable
 from jmp_train.steps import TrainState, check_is_train_state
 from jmp_train.types import Batch
 
@@ -77,17 +77,32 @@ def load_capsule(
     return jax.tree.unflatten(structure, leaves), batch
 
 
+def capsule_step(path: Path) -> int:
+    """Returns the number of steps that a run had done before the step of a capsule.
+
+    Args:
+      path: see `load_capsule`.
+
+    Raises:
+      DamagedError, FileNotFoundError, OSError: as `load_capsule` does.
+    """
+    return _read(path)[0][0]["step"]
+
+
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Group | None]]]:
     """Returns headers and groups of the files of all processes."""
+    files = capsule_files(path)
     headers, groups = [], []
-    for file in capsule_files(path):
+    for process, file in enumerate(files):
         header, arrays = unpack(file)
-        if header["format"] != FORMAT:
-            raise DamagedError(f"{file} has format {header['format']}, this version of jmp_train reads {FORMAT}")
+        with damage_named(file):
+            check_header(header, step_of(file), process, len(files))
+            groups.append(groups_in(header, arrays))
         headers.append(header)
-        groups.append(groups_in(header, arrays))
-    for name, wanted in (("fingerprints", headers[0]["fingerprints"]), ("structure", headers[0]["structure"])):
-        if any(header[name] != wanted for header in headers):
+    with damage_named(path):
+        about = [[header[name] for name in ("fingerprints", "structure", "shown_structure")] for header in headers]
+        paths = [{name: group and group.paths for name, group in found.items()} for found in groups]
+        if any(found != about[0] for found in about) or any(found != paths[0] for found in paths):
             raise DamagedError(f"{path}: the files of {len(headers)} processes are not of one run")
     return headers, groups
 
@@ -96,10 +111,8 @@ def _arrays(path: object, name: str, groups: Sequence[Group | None], own: int | 
     found = [group for group in groups if group is not None]
     arrays = []
     for number, leaf_path in enumerate(found[0].paths if found else ()):
-        try:
+        with damage_named(f"{path}: {name} {printable(leaf_path)}"):
             arrays.append(whole([g.leaves[number] for g in found], [g.parts[number] for g in found], own))
-        except ValueError as error:
-            raise ValueError(f"{path}: {name} {leaf_path}: {error}") from None
     return arrays
 
 
@@ -114,11 +127,11 @@ def _put(
     """Replaces leaves of a state by those of a capsule; raises ValueError if their types differ."""
     assert group is not None
     stored_arrays = dict(zip(group.paths, arrays, strict=True))
-    types = [f"{leaf.key or leaf.dtype}{leaf.shape}" for leaf in group.leaves]
+    types = [printable(f"{leaf.key or leaf.dtype}{leaf.shape}") for leaf in group.leaves]
     found = dict(zip(group.paths, types, strict=True))
     wanted = {parts.paths[i]: short_type(leaves[i]) for i in positions}
     lines = [
-        f"{name}: the capsule has {found.get(name, 'nothing')}, the state {wanted.get(name, 'nothing')}"
+        f"{printable(name)}: the capsule has {found.get(name, 'nothing')}, the state {wanted.get(name, 'nothing')}"
         for name in dict.fromkeys([*found, *wanted])
         if found.get(name) != wanted.get(name)
     ]
@@ -137,7 +150,7 @@ def _check_fingerprints(
     wanted = header["fingerprints"]
     if found == wanted:
         return
-    others = [name for name in dict.fromkeys([*wanted, *found]) if wanted.get(name) != found.get(name)]
+    others = [printable(name) for name in dict.fromkeys([*wanted, *found]) if wanted.get(name) != found.get(name)]
     later = header["later_steps"]
     hint = f"; the run was {later} steps further when the skip was seen" if later else ""
     raise ValueError(
@@ -154,25 +167,26 @@ def _batch(
     assert group is not None
     leaves = []
     for name, leaf, array in zip(group.paths, group.leaves, arrays, strict=True):
-        try:
+        with damage_named(f"{path}: batch {printable(name)}"):
             leaves.append(restored(leaf, array))
-        except ValueError as error:
-            raise ValueError(f"{path}: batch {name}: {error}") from None
-    return jax.tree.unflatten(_structure(path, header, group.paths, like), leaves)
+    structure = _structure(path, header, group.paths, like)
+    with damage_named(path):
+        batch = jax.tree.unflatten(structure, leaves)
+        if leaf_paths(batch) != group.paths:
+            raise ValueError(f"its batch has other leaves than its structure {printable(header['shown_structure'])}")
+    return batch
 
 
 def _structure(path: object, header: dict[str, Any], paths: Sequence[str], like: PyTree) -> Any:
     if like is not None:
         found = leaf_paths(like)
         if found != list(paths):
-            raise ValueError(f"{path} has a batch with other leaves than like: {list(paths)}, not {found}")
+            raise ValueError(f"{path} has a batch with other leaves than like: {printable(list(paths))}, not {found}")
         return jax.tree.structure(like)
     if header["structure"] is None:
         raise ValueError(
-            f"{path} has a batch with containers whose fields no file holds, {header['shown_structure']}: pass like=a "
-            "batch of that structure"
+            f"{path} has a batch with containers whose fields no file holds, {printable(header['shown_structure'])}: "
+            "pass like=a batch of that structure"
         )
-    try:
+    with damage_named(path):
         return structure_from_json(header["structure"])
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None

@@ -5,6 +5,7 @@ as a pytree node. Nothing else is imported, no pickle is read, and no code of th
 """
 
 import ast
+import contextlib
 import importlib
 import math
 import sys
@@ -18,7 +19,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef, default_registry
 
+from jmp_train.checkpoints import STORED, is_count, shown
 from jmp_train.distributed import is_divided, key_implementation, local_data, to_leaf
+from jmp_train.policies.files import printable
 from jmp_train.policies.pytrees import is_key
 
 _NUMBERS = {kind.__name__: kind for kind in (bool, int, float, complex)}
@@ -82,6 +85,25 @@ def _all_of(array: np.ndarray) -> list[list[int]]:
     return [[0, size] for size in array.shape]
 
 
+def what_is_wrong(leaf: StoredLeaf, parts: Sequence[np.ndarray]) -> str:
+    """Returns why the metadata in a file are invalid, or do not fit the arrays of the parts; otherwise ""."""
+    if leaf.kind not in {*_NUMBERS, "array", "weak", "numpy", "key"} or (leaf.kind == "key") != bool(leaf.key):
+        return f"kind {shown(leaf.kind)} and key {shown(leaf.key)}"
+    if leaf.kind in _NUMBERS and leaf.shape:
+        return f"shape {shown(leaf.shape)}"
+    if leaf.dtype not in STORED or not all(is_count(size) for size in leaf.shape):
+        return f"dtype {shown(leaf.dtype)} and shape {shown(leaf.shape)}"
+    for index, part in zip(leaf.parts, parts, strict=True):
+        inside = [0 <= start <= stop <= size for (start, stop), size in zip(index, leaf.shape, strict=True)]
+        if (
+            not all(inside)
+            or part.shape != tuple(stop - start for start, stop in index)
+            or part.dtype.name != leaf.dtype
+        ):
+            return f"the part {shown(index)}"
+    return ""
+
+
 def restored(leaf: StoredLeaf, array: np.ndarray) -> Any:
     """Returns a leaf of the stored kind, on the devices of its mesh if these are present.
 
@@ -92,8 +114,15 @@ def restored(leaf: StoredLeaf, array: np.ndarray) -> Any:
         return _NUMBERS[leaf.kind](array.item())
     if leaf.kind == "numpy":
         return array
-    like = jax.random.key(0, impl=leaf.key) if leaf.key else jax.ShapeDtypeStruct(array.shape, array.dtype)
-    x = to_leaf(array, like, _sharding(leaf.sharding))
+    try:
+        like = jax.random.key(0, impl=leaf.key) if leaf.key else jax.ShapeDtypeStruct(array.shape, array.dtype)
+        x = to_leaf(array, like, _sharding(leaf.sharding))
+    except (RuntimeError, MemoryError):  # of the device
+        raise
+    except Exception as error:  # noqa: BLE001 - of any kind, because jax's errors about shardings are of many
+        raise ValueError(
+            f"the key {shown(leaf.key)} or sharding {shown(leaf.sharding)} does not fit: {error}"
+        ) from None
     if not leaf.key and x.dtype.name != leaf.dtype:
         raise ValueError(f"a leaf is {leaf.dtype}, which needs JAX_ENABLE_X64=1")
     if leaf.kind == "weak":  # an update of a weak array stays weak
@@ -121,7 +150,9 @@ def whole(leaves: Sequence[StoredLeaf], parts: Sequence[Sequence[np.ndarray]], o
       ValueError: parts are missing, or each process had a different leaf.
     """
     first = leaves[0]
-    if all(math.prod(stop - start for start, stop in leaf.parts[0]) == math.prod(leaf.shape) for leaf in leaves):
+    if any((leaf.dtype, leaf.shape, leaf.kind) != (first.dtype, first.shape, first.kind) for leaf in leaves):
+        raise ValueError("it is another leaf in each process")
+    if all(leaf.parts and leaf.parts[0] == [[0, size] for size in leaf.shape] for leaf in leaves):
         mine = parts[own or 0][0]
         if own is None and any(part[0].tobytes() != mine.tobytes() for part in parts):
             raise ValueError(f"each of {len(leaves)} processes had a different one; load it with as many processes")
@@ -133,9 +164,12 @@ def whole(leaves: Sequence[StoredLeaf], parts: Sequence[Sequence[np.ndarray]], o
     }
     if sum(part.size for part in bounds.values()) != math.prod(first.shape):
         raise ValueError("parts of it are missing")
-    array = np.empty(first.shape, first.dtype)
+    array, known = np.empty(first.shape, first.dtype), np.zeros(first.shape, bool)
     for index, part in bounds.items():
-        array[tuple(slice(*pair) for pair in index)] = part
+        place = tuple(slice(*pair) for pair in index)
+        array[place], known[place] = part, True
+    if not known.all():
+        raise ValueError("parts of it overlap")
     return array
 
 
@@ -197,9 +231,15 @@ def structure_from_json(described: Any) -> Any:
     name, static, children = described
     kind, rest = _class_of(name), [structure_from_json(child) for child in children]
     try:
-        return make(default_registry, (kind, ast.literal_eval(static)), rest)
+        data = ast.literal_eval(static)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        raise ValueError(f"a node {printable(name)} has fields that are no literals") from None
+    if kind is dict and (not isinstance(data, list) or not len({*data}) == len(data) == len(rest)):
+        raise ValueError("a dictionary does not have its own key for each value")
+    try:
+        return make(default_registry, (kind, data), rest)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(f"jax knows no node {name}: {error}") from None
+        raise ValueError(f"jax knows no node {printable(name)}: {error}") from None
 
 
 def _is_literal(x: object) -> bool:
@@ -215,10 +255,13 @@ def _class_of(name: str) -> type[Any]:
     if name == "builtins:NoneType":
         return type(None)
     if module not in sys.modules and f"{module}.".startswith(_IMPORTED):
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, type):
-        raise ValueError(f"the class {name} is not loaded: import its module, or pass like=a batch of that structure")
+        raise ValueError(
+            f"the class {printable(name)} is not loaded: import its module, or pass like=a batch of that structure"
+        )
     return found

@@ -1,7 +1,11 @@
 """Checkpoints of whole training states, and weights as safetensors files."""
 
 from jmp_train.checkpoints import flax_serialization as flax_serialization  # registers its types
-from jmp_train.checkpoints.manifest import DamagedError as DamagedError
+from jmp_train.checkpoints.leaves import MOST_AXES as MOST_AXES
+from jmp_train.checkpoints.leaves import STORED as STORED
+from jmp_train.checkpoints.leaves import is_count as is_count
+from jmp_train.checkpoints.leaves import shown as shown
 from jmp_train.checkpoints.store import CheckpointStore as CheckpointStore
 from jmp_train.checkpoints.weights import load_weights as load_weights
 from jmp_train.checkpoints.weights import save_weights as save_weights
+from jmp_train.policies.files import DamagedError as DamagedError

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jmp_train.checkpoints.manifest import DamagedError
 from jmp_train.extras import extra_packages
+from jmp_train.policies.files import DamagedError
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 # Small dtypes unknown to tensorstore: stored as the byte in which NumPy keeps each value.

@@ -20,12 +20,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from jmp_train.policies.files import parse_json, read_plain
+
 if sys.platform != "win32":
     import fcntl
 
 _NOT_SUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 # Opened as a folder, so that a pipe in its place does not block.
 _FOLDER = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_DIRECTORY", 0)
+_LARGEST = 2**16  # bytes of the file
 _LONGEST = 200  # characters of a command line in the file
 
 # The descriptors of this process's locks. A forked child closes them; otherwise the lock would outlive its holder.
@@ -145,7 +148,7 @@ def read_holder(path: Path) -> Holder | None:
       path: the lock's file.
     """
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path, read_plain(path, max_bytes=_LARGEST))
         host, since, command = (_one_line(str(found[key])) for key in ("host", "since", "command"))
         return Holder(host, int(found["process"]), since, command)
     except (OSError, ValueError, TypeError, KeyError):

@@ -160,6 +160,11 @@ def file_name(number: int, path: str) -> str:
     return f"{number:04d}" + re.sub(r"[^A-Za-z0-9_]+", ".", path).rstrip(".")[-100:]
 
 
+def is_count(x: object) -> bool:
+    """Returns whether a value from a file is a whole number from 0."""
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+
 def shown(x: object) -> str:
     """Returns the text of an arbitrary value for error messages, on one line and truncated."""
     text = ascii(x)

@@ -5,18 +5,19 @@ shape is checked before it is used: only plain files in the checkpoint's own fol
 memory than the requested state.
 """
 
+import contextlib
 import hashlib
-import json
 import math
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from jmp_train.checkpoints.leaves import MOST_AXES, STORED, shown
+from jmp_train.checkpoints.leaves import MOST_AXES, STORED, is_count, shown
+from jmp_train.policies.files import DamagedError, open_plain, parse_json
 
 MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.sha256"
 FORMAT = 1
@@ -24,10 +25,6 @@ LONGEST = 2**26  # bytes of a manifest; a leaf takes about 600 of them
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.\-]+")  # of a path below the checkpoint's folder
-
-
-class DamagedError(ValueError):
-    """A checkpoint is not as it was written; the message names the file or leaf."""
 
 
 def verified_manifest(folder: Path) -> dict[str, Any]:
@@ -44,10 +41,7 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
     text = _read(folder, MANIFEST)
     if hashlib.sha256(text).hexdigest().encode() != _read(folder, MANIFEST_SUM):
         raise DamagedError(f"{folder / MANIFEST} or {MANIFEST_SUM} is not as it was written")
-    try:
-        manifest = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{folder / MANIFEST} cannot be parsed: {error}") from None
+    manifest = parse_json(folder / MANIFEST, text)
     if wrong := _what_is_wrong(manifest, folder.name):
         raise DamagedError(f"{folder / MANIFEST} {wrong}")
     return manifest
@@ -75,10 +69,10 @@ def _what_is_wrong(manifest: object, folder_name: str) -> str:
     """Returns a short description of the first invalid entry; an empty string if there is none."""
     if not isinstance(manifest, dict):
         return "is not a JSON object"
-    if not _is_count(manifest.get("format")) or manifest["format"] != FORMAT:
+    if not is_count(manifest.get("format")) or manifest["format"] != FORMAT:
         return f"has format {shown(manifest.get('format'))}, this version of jmp_train reads {FORMAT}"
     step, leaves, files = (manifest.get(key) for key in ("step", "leaves", "files"))
-    if not _is_count(step) or f"step_{step:08d}" != folder_name.partition(".")[0]:
+    if not is_count(step) or f"step_{step:08d}" != folder_name.partition(".")[0]:
         return f"is of step {shown(step)}"
     if not isinstance(files, dict) or not isinstance(leaves, list):
         return "has no list of leaves or no files"
@@ -87,7 +81,7 @@ def _what_is_wrong(manifest: object, folder_name: str) -> str:
     for name, facts in files.items():
         if not all(_COMPONENT.fullmatch(part) for part in name.split("/")):
             return f"names a file {shown(name)}, which is not one of a checkpoint"
-        if not isinstance(facts, dict) or not _is_count(facts.get("bytes")):
+        if not isinstance(facts, dict) or not is_count(facts.get("bytes")):
             return f"does not say how long {shown(name)} is"
         if not _is_sha256(facts.get("sha256")):
             return f"does not say the sha256 of {shown(name)}"
@@ -135,27 +129,23 @@ def _facts(file: BufferedReader) -> dict[str, Any]:
 
 def _read(folder: Path, name: str) -> bytes:
     try:
-        with _open(folder, name) as file:
-            text = file.read(LONGEST + 1)
+        with _open(folder, name, LONGEST) as file:
+            return file.read()
     except OSError as error:
         raise DamagedError(f"{folder / name}: {error.strerror}") from None
-    if len(text) > LONGEST:
-        raise DamagedError(f"{folder / name} is longer than {LONGEST} bytes")
-    return text
 
 
-def _open(folder: Path, name: str) -> BufferedReader:
-    """Opens a plain file that is reached without links, so that opening neither blocks nor leaves the folder."""
+@contextlib.contextmanager
+def _open(folder: Path, name: str, max_bytes: int | None = None) -> Iterator[BufferedReader]:
+    """Opens a plain file that is reached without links, so that opening does not leave the folder."""
     path = folder
     *parents, last = name.split("/")
     for part in parents:
         path /= part
         if not stat.S_ISDIR(_mode(path)):
             raise DamagedError(f"{path} is not a folder")
-    path /= last
-    if not stat.S_ISREG(_mode(path)):
-        raise DamagedError(f"{path} is not a plain file")
-    return path.open("rb")
+    with open_plain(path / last, max_bytes=max_bytes, follow=False) as file:
+        yield file
 
 
 def _mode(path: Path) -> int:
@@ -163,10 +153,6 @@ def _mode(path: Path) -> int:
         return path.lstat().st_mode
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}") from None
-
-
-def _is_count(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
 def _is_sha256(x: object) -> bool:
@@ -178,6 +164,6 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "kind": lambda x: isinstance(x, str),
     "folder": lambda x: isinstance(x, str) and _COMPONENT.fullmatch(x) is not None,
     "dtype": lambda x: isinstance(x, str) and x in STORED,
-    "shape": lambda x: isinstance(x, list) and all(map(_is_count, x)),
+    "shape": lambda x: isinstance(x, list) and all(map(is_count, x)),
     "sha256": _is_sha256,
 }

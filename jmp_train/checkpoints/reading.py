@@ -11,9 +11,10 @@ import numpy as np
 from jmp_train.checkpoints.arrays import open_arrays, read_arrays
 from jmp_train.checkpoints.file_locks import reading
 from jmp_train.checkpoints.leaves import Leaf, differences, digest
-from jmp_train.checkpoints.manifest import DamagedError, read_manifest, verified_manifest
+from jmp_train.checkpoints.manifest import read_manifest, verified_manifest
 from jmp_train.checkpoints.step_folders import saved_folders
 from jmp_train.distributed import broadcast_arrays, gather_texts
+from jmp_train.policies.files import DamagedError
 
 Found = TypeVar("Found")
 LeavesFor = Callable[[int, dict[str, Any]], list[Leaf]]

@@ -26,12 +26,11 @@ from jmp_train.checkpoints.manifest import (
     LONGEST,
     MANIFEST,
     MANIFEST_SUM,
-    DamagedError,
     file_facts,
     read_manifest,
     verified_manifest,
 )
-from jmp_train.policies.files import sync
+from jmp_train.policies.files import DamagedError, sync
 
 COMPLETE, BEING_WRITTEN, BEING_DELETED = "whole", "tmp", "deleted"
 STEP = r"step_(?P<step>[0-9]{8}|[1-9][0-9]{8,})"

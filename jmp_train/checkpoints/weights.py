@@ -20,30 +20,12 @@ from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from jmp_train.distributed import is_divided, placement, to_leaf
-from jmp_train.extras import extra_packages
 from jmp_train.policies import PyTree
-from jmp_train.policies.files import write_atomically
+from jmp_train.policies.files import DTYPES, SafetensorsFile, printable, serialized, write_atomically
 from jmp_train.policies.pytrees import is_key, path_name
 
 _FORMAT, _VERSION = "jmp_train.weights", "1"
 _METADATA = "__metadata__"  # the format's own entry among the names
-_STORED = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-}
-_NAMES = {stored: name for name, stored in _STORED.items()}
 
 
 def save_weights(path: str | os.PathLike[str], params: PyTree, *, dtype: DTypeLike | None = None) -> None:
@@ -77,9 +59,6 @@ def save_weights(path: str | os.PathLike[str], params: PyTree, *, dtype: DTypeLi
 
     Reference: https://huggingface.co/docs/safetensors, the format.
     """
-    with extra_packages():
-        from safetensors.numpy import save
-
     target = None if dtype is None else _target(dtype)
     leaves = _named("params", params)
     _check_present(leaves)
@@ -96,7 +75,7 @@ def save_weights(path: str | os.PathLike[str], params: PyTree, *, dtype: DTypeLi
         "format_version": _VERSION,
         "dtypes": json.dumps({name: x.dtype.name for name, x in leaves.items()}),
     }
-    write_atomically(Path(path), save(arrays, metadata))
+    write_atomically(Path(path), serialized(arrays, metadata))
 
 
 def load_weights(path: str | os.PathLike[str], like: PyTree) -> Any:
@@ -116,7 +95,8 @@ def load_weights(path: str | os.PathLike[str], like: PyTree) -> Any:
 
     Raises:
       TypeError: leaves of `like` are not arrays.
-      ValueError: the file is damaged or of a later version; names are missing or unknown;
+      DamagedError: the file is damaged, or not one of this format. It is a ValueError.
+      ValueError: the file is of a later version; names are missing or unknown;
         shapes or dtypes differ; values overflow in `like`'s dtype. The message names the file and
         lists every leaf.
       OSError: the file cannot be read.
@@ -128,26 +108,18 @@ def load_weights(path: str | os.PathLike[str], like: PyTree) -> Any:
       >>> load_weights(file, jax.eval_shape(lambda: {"w": jnp.zeros(3, jnp.bfloat16)}))["w"]
       Array([0, 1, 2], dtype=bfloat16)
     """
-    with extra_packages():
-        from safetensors import SafetensorError, safe_open
-
     path = Path(path)
     leaves = _named("like", like)
-    with path.open("rb"):  # its errors name the file
-        pass
-    try:
-        with safe_open(path, framework="numpy") as file:
-            _check_version(path, file.metadata() or {})
-            _check_fit(path, {name: file.get_slice(name) for name in file.keys()}, leaves)  # noqa: SIM118
-            arrays, misfits = [], []
-            for name, x in leaves.items():
-                array = _cast(name, file.get_tensor(name), x.dtype, misfits)
-                array = to_leaf(array, x, placement(x))
-                if array.dtype != x.dtype:
-                    misfits.append(f"{name!r}: {x.dtype} wants jax_enable_x64")
-                arrays.append(array)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, or a damaged one: {error}") from error
+    with SafetensorsFile(path) as file:
+        _check_version(path, file.metadata)
+        _check_fit(path, file.types, leaves)
+        arrays, misfits = [], []
+        for name, x in leaves.items():
+            array = _cast(name, file.read(name), x.dtype, misfits)
+            array = to_leaf(array, x, placement(x))
+            if array.dtype != x.dtype:
+                misfits.append(f"{name!r}: {x.dtype} wants jax_enable_x64")
+            arrays.append(array)
     if misfits:
         raise ValueError(_listing(f"{path} does not fit into like's dtypes", misfits))
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), arrays)
@@ -188,7 +160,7 @@ def _why_not_stored(x: object) -> str | None:
         return "a random key; pass jax.random.key_data(key), or leave it out"
     if isinstance(x, np.ma.MaskedArray):
         return "a masked array, whose mask would be lost; pass its data, and its mask if needed"
-    if x.dtype.name not in _STORED:
+    if x.dtype.name not in DTYPES.values():
         return f"safetensors files cannot store {x.dtype}"
     return None
 
@@ -226,20 +198,19 @@ def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
         raise ValueError(f"{path} has format_version {version}, but this version of jmp_train reads {_VERSION}")
 
 
-def _check_fit(path: Path, slices: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+def _check_fit(path: Path, types: Mapping[str, tuple[str, tuple[int, ...]]], leaves: Mapping[str, Any]) -> None:
     """Raises one error for all names, shapes and dtypes that differ, before anything is read."""
-    problems = [f"{name!r}: missing in the file" for name in leaves if name not in slices]
-    problems += [f"{name!r}: not in like" for name in sorted(slices) if name not in leaves]
+    problems = [f"{name!r}: missing in the file" for name in leaves if name not in types]
+    problems += [f"{printable(repr(name))}: not in like" for name in sorted(types) if name not in leaves]
     for name, x in leaves.items():
-        if name not in slices:
+        if name not in types:
             continue
-        shape, stored = tuple(slices[name].get_shape()), slices[name].get_dtype()
+        of_file, shape = types[name]
         if shape != tuple(x.shape):
             problems.append(f"{name!r}: shape {shape} in the file, {tuple(x.shape)} in like")
-        of_file = _NAMES.get(stored)
-        floats = of_file is not None and _is_floating(of_file) and _is_floating(x.dtype)
+        floats = _is_floating(of_file) and _is_floating(x.dtype)
         if of_file != x.dtype.name and not floats:
-            problems.append(f"{name!r}: {of_file or stored} in the file, {x.dtype} in like")
+            problems.append(f"{name!r}: {of_file} in the file, {x.dtype} in like")
     if problems:
         raise ValueError(_listing(f"{path} does not fit like", problems))
 

@@ -16,4 +16,3 @@ from jmp_train.data.public_images import read_cifar10 as read_cifar10
 from jmp_train.data.public_images import read_cifar10_batch as read_cifar10_batch
 from jmp_train.data.public_images import read_idx as read_idx
 from jmp_train.data.public_images import read_mnist as read_mnist
-from jmp_train.data.regular_files import read_bytes as read_bytes

@@ -4,6 +4,7 @@ The first bytes of a file select the decoder, and no other of pillow's decoders 
 that of PostScript, start programs.
 """
 
+import errno
 import io
 import os
 import re
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jmp_train.data.regular_files import open_regular
 from jmp_train.extras import extra_packages
+from jmp_train.policies.files import DamagedError, open_plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -44,7 +45,7 @@ def read_image(path: str, *, max_pixels: int = MAX_PIXELS) -> "Image":
       ValueError: the file is not a JPEG, PNG, WebP, BMP, PPM or TIFF, is damaged, missing or not a regular file, has
         more than `max_pixels` by its header, has more than 2**34 pixels in all scans of a progressive JPEG, or
         has pixel values without a known range: 32 bits, signed, or not integer. The message names it.
-      MemoryError: the message names the file.
+      OSError: the image does not fit into memory.
 
     Example:
       >>> import tempfile
@@ -55,20 +56,24 @@ def read_image(path: str, *, max_pixels: int = MAX_PIXELS) -> "Image":
       (10, 20, 30)
     """
     try:
-        with open_regular(path) as file:
-            return _decoded(_content(file, max_pixels), max_pixels)
-    except (MemoryError, ModuleNotFoundError):
+        return _decoded(_content(path, max_pixels), max_pixels)
+    except MemoryError:
+        raise OSError(errno.ENOMEM, "does not fit into memory", path) from None
+    except (ModuleNotFoundError, DamagedError):
         raise
     except Exception as error:  # of any class, because pillow's decoders detect damage in many places
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise
         fault = str(error) or repr(error)
-        raise ValueError(f"{path} cannot be decoded as an image: {fault}") from error
+        raise DamagedError(f"{path} cannot be decoded as an image: {fault}") from error
 
 
-def _content(file: io.BufferedReader, max_pixels: int) -> bytes:
-    size = os.fstat(file.fileno()).st_size
-    if size > _BYTES_PER_PIXEL * max_pixels + _FURTHER_BYTES:
-        raise ValueError(f"it has {size} bytes, too many for {max_pixels=}")
-    return file.read()
+def _content(path: str, max_pixels: int) -> bytes:
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _BYTES_PER_PIXEL * max_pixels + _FURTHER_BYTES:
+            raise ValueError(f"it has {size} bytes, too many for {max_pixels=}")
+        return file.read()
 
 
 def _decoded(content: bytes, max_pixels: int) -> "Image":

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jmp_train.data.image_files import MAX_PIXELS, read_image
+from jmp_train.policies.files import DamagedError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 
@@ -165,7 +166,7 @@ def _center_crop(path: str, size: int, max_pixels: int) -> np.ndarray:
     short, by = size * 256 // 224, min(width, height)
     new_width, new_height = width * short // by, height * short // by
     if new_width * new_height > max(max_pixels, short**2):
-        raise ValueError(
+        raise DamagedError(
             f"{path} has too extreme an aspect ratio: its {width} x {height} pixels would "
             f"be {new_width} x {new_height} with a shorter side of "
             f"{short}, more than max_pixels={max_pixels}"

@@ -2,15 +2,14 @@
 
 import gzip
 import math
-import os
 import zlib
 from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
 
-from jmp_train.data.regular_files import open_regular
 from jmp_train.graphs.datasets import describe_files, find_files
+from jmp_train.policies.files import DamagedError, open_plain
 
 MAX_BYTES = 2**30  # EMNIST's largest file has 547 MB
 
@@ -66,7 +65,7 @@ def read_idx(path: Path, axes: int, *, max_bytes: int = MAX_BYTES) -> np.ndarray
     Raises:
       ValueError: the file is not such an IDX file, is incomplete, or has more than `max_bytes` by its header; the
         message names the file and the fault.
-      OSError: the file cannot be opened, or is not a regular one.
+      OSError: the file cannot be read, or does not fit into memory.
 
     Example:
       >>> import tempfile
@@ -77,7 +76,7 @@ def read_idx(path: Path, axes: int, *, max_bytes: int = MAX_BYTES) -> np.ndarray
 
     Reference: http://yann.lecun.com/exdb/mnist (the format's description).
     """
-    with open_regular(path) as file:
+    with open_plain(path) as file:
         start = file.read(len(_GZIP))
         file.seek(0)
         if start != _GZIP:
@@ -86,29 +85,29 @@ def read_idx(path: Path, axes: int, *, max_bytes: int = MAX_BYTES) -> np.ndarray
             with gzip.GzipFile(fileobj=file) as content:
                 return _read_array(path, content, axes, max_bytes)
         except (EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{path} is a damaged or truncated gzip file: {error}") from None
+            raise DamagedError(f"{path} is a damaged or truncated gzip file: {error}") from None
 
 
 def _read_array(path: Path, content: BufferedIOBase, axes: int, max_bytes: int) -> np.ndarray:
     header = content.read(4 + 4 * axes)
     magic, wanted = header[:4], bytes([0, 0, _UNSIGNED_BYTES, axes])
     if magic != wanted:
-        raise ValueError(
+        raise DamagedError(
             f"{path} has the magic number 0x{magic.hex()}; IDX bytes with {axes} "
             f"{'axis' if axes == 1 else 'axes'} have 0x{wanted.hex()}"
         )
     if len(header) < 4 + 4 * axes:
-        raise ValueError(f"{path} ends within its header, after {len(header)} bytes")
+        raise DamagedError(f"{path} ends within its header, after {len(header)} bytes")
     shape = [int(n) for n in np.frombuffer(header, ">u4", axes, offset=4)]
     says, count = f"its header says {' x '.join(map(str, shape))}", math.prod(shape)
     if math.prod(n for n in shape if n) > max_bytes:  # NumPy also refuses 0 x 2**32 x 2**32
-        raise ValueError(f"{path} is too large: {says} bytes, more than max_bytes={max_bytes}")
+        raise DamagedError(f"{path} is too large: {says} bytes, more than max_bytes={max_bytes}")
     array = np.empty(count, np.uint8)  # takes no physical memory before it is written
     size = _read_into(array, content)
     if size < count:
-        raise ValueError(f"{path} has {size} bytes of data, but {says}")
+        raise DamagedError(f"{path} has {size} bytes of data, but {says}")
     if content.read(1):  # at the end gzip compares the checksum
-        raise ValueError(f"{path} has more than {size} bytes of data, but {says}")
+        raise DamagedError(f"{path} has more than {size} bytes of data, but {says}")
     return array.reshape(shape)
 
 
@@ -141,11 +140,11 @@ def read_mnist(data_dir: Path | str) -> tuple[Images, Images]:
         images, labels = read_idx(image_path, axes=3), read_idx(label_path, axes=1)
         if images.shape[1:] != (28, 28):
             size = " x ".join(map(str, images.shape[1:]))
-            raise ValueError(f"{image_path} has images of {size} pixels; MNIST's are 28 x 28")
+            raise DamagedError(f"{image_path} has images of {size} pixels; MNIST's are 28 x 28")
         if len(images) != len(labels):
-            raise ValueError(f"{label_path} has {len(labels)} labels for {len(images)} images in {image_path}")
+            raise DamagedError(f"{label_path} has {len(labels)} labels for {len(images)} images in {image_path}")
         if not len(labels):
-            raise ValueError(f"{image_path} has no images")
+            raise DamagedError(f"{image_path} has no images")
         _check_labels(label_path, labels)
         parts.append({"image": images, "label": labels})
     return parts[0], parts[1]
@@ -185,7 +184,7 @@ def read_cifar10_batch(path: Path, *, max_bytes: int = MAX_BYTES) -> Images:
 
     Raises:
       ValueError: the file is damaged, see `read_cifar10`, or larger than `max_bytes`.
-      OSError: the file cannot be opened, or is not a regular one.
+      OSError: the file cannot be read, or does not fit into memory.
 
     Example:
       >>> import tempfile
@@ -195,20 +194,14 @@ def read_cifar10_batch(path: Path, *, max_bytes: int = MAX_BYTES) -> Images:
       >>> batch["image"].shape, bytes(batch["image"][0, 31, 31]), batch["label"]
       ((1, 32, 32, 3), b'RGB', array([7], dtype=uint8))
     """
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
-            raise ValueError(
-                f"{path} is too large: it has {size} bytes, more than max_bytes={max_bytes}; the published file has "
-                f"{_CIFAR10_BYTES}"
-            )
+    with open_plain(path, max_bytes=max_bytes) as file:
         return _images_of(path, np.fromfile(file, np.uint8))
 
 
 def _images_of(path: Path, content: np.ndarray) -> Images:
     count, rest = divmod(content.size, _ROW_BYTES)
     if rest or not count:
-        raise ValueError(
+        raise DamagedError(
             f"{path} has {content.size} bytes and ends within row {count}: rows have {_ROW_BYTES} bytes, and the "
             f"published file has {_CIFAR10_BYTES}"
         )
@@ -222,6 +215,6 @@ def _images_of(path: Path, content: np.ndarray) -> Images:
 def _check_labels(path: Path, labels: np.ndarray) -> None:
     if labels.max() >= CIFAR10_CLASSES:  # as many as MNIST's
         row = int(np.argmax(labels >= CIFAR10_CLASSES))
-        raise ValueError(
+        raise DamagedError(
             f"{path} has the label {labels[row]} at row {row}; labels must be from 0 to {CIFAR10_CLASSES - 1}"
         )

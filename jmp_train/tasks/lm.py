@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jmp_train.data import read_bytes
+from jmp_train.policies.files import read_plain
 from jmp_train.task import Arrays, Examples, Task
 from jmp_train.tasks.models import GPT, Accuracy, GPTConfig
 from jmp_train.tasks.task_options import with_warm_up
@@ -178,7 +178,7 @@ def task(options: Options) -> Task:
 
 
 def _data(options: Options, context: int) -> tuple[Arrays, Arrays]:
-    text = documentation() if options.text_file is None else read_bytes(options.text_file)
+    text = documentation() if options.text_file is None else read_plain(options.text_file, max_bytes=2**30)
     held_out = len(text) // TEST_SHARE
     if held_out <= context:
         least = TEST_SHARE * (context + 1)

@@ -1,13 +1,11 @@
 """Reads and writes tables of rules as TOML files: arrays of [name, rule] pairs, in order."""
 
 import reprlib
-import stat
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jmp_train.policies.files import write_atomically
+from jmp_train.policies.files import read_toml, write_atomically
 
 _FORMAT, _VERSION = "jmp_train autocast rules", 1
 _HEADER = """\
@@ -51,7 +49,7 @@ def read_tables(path: str | Path, tables: Iterable[str]) -> dict[str, tuple[tupl
         pair of strings. The message names the file, the table and the entry.
       OSError: the file is missing or cannot be read.
     """
-    content = _read(Path(path))
+    content = read_toml(path)
     kind, version = content.pop("format", None), content.pop("version", None)
     if kind != _FORMAT:
         found = "none" if kind is None else reprlib.repr(kind)
@@ -69,15 +67,6 @@ def read_tables(path: str | Path, tables: Iterable[str]) -> dict[str, tuple[tupl
 def _comment(text: str) -> str:
     lines = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text.splitlines())
     return "".join(f"{f'# {line}'.rstrip()}\n" for line in lines)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never have a writer
-        raise ValueError(f"{path} is not a regular file")
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a TOML file: {error}") from error
 
 
 def _pairs(where: str, entries: object) -> tuple[tuple[str, Any], ...]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,10 +35,6 @@ def graph_batches(folder: Path) -> Any:
 CALLS: dict[str, list[Callable[[Path], Any]]] = {
     "tensorstore": [jt.CheckpointStore],
     "grain": [lambda folder: array_batches({"x": np.ones(4)}, 2), graph_batches],
-    "safetensors": [
-        lambda folder: jt.save_weights(folder / "w", {"w": jnp.ones(2)}),
-        lambda folder: jt.load_weights(__file__, {"w": jnp.ones(2)}),
-    ],
     "matplotlib": [lambda folder: write_report(folder, "digits", [], [])],
     "rich": [lambda folder: print_table([]), lambda folder: LiveDisplay(sys.stdout, ["a"])],
     "sklearn": [lambda folder: load_task("digits")],

@@ -12,7 +12,7 @@ import safetensors.numpy
 from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
-from jmp_train.graphs.file_formats.array_files import DTYPES, SafetensorsFile, serialized
+from jmp_train.policies.files import DTYPES, SafetensorsFile, serialized
 
 pytestmark = pytest.mark.quick
 
@@ -175,7 +175,7 @@ def test_a_damaged_file_is_named_with_its_fault(file: Path, change: Any, message
 def test_files_of_others(file: Path, tmp_path: Path) -> None:
     content = file.read_bytes()
     for more, message in (
-        ({"graphs": "[" * 100_000}, "its metadata on graphs is not JSON"),
+        ({"graphs": "[" * 100_000}, "its metadata on graphs cannot be parsed"),
         ({"graphs": "{}"}, "its metadata on graphs is not a list"),
         ({"format_version": "2"}, "has format_version '2', but this version of jmp_train reads '1'"),
     ):
@@ -207,7 +207,7 @@ def test_the_format_is_that_of_its_own_package(file: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}, "the array 'a' has an unknown dtype"),
+        ({"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}, "the array 'a' has the unknown dtype 'F33'"),
         (
             {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
             "the array 'a' has no valid shape or data_offsets",
@@ -222,7 +222,7 @@ def test_the_format_is_that_of_its_own_package(file: Path) -> None:
             "its arrays end at byte 3, but the file at byte 4",
         ),
         ({n: {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} for n in "ab"}, "its arrays overlap"),
-        ({"a": [0, 4]}, "the array 'a' has an unknown dtype"),
+        ({"a": [0, 4]}, "the array 'a' has the unknown dtype 'None'"),
         ([], "its header is not a dictionary"),
         ({"__metadata__": {"a": 1}}, "its metadata must map names to texts"),
     ],
@@ -242,7 +242,7 @@ def test_a_header_that_does_not_fit(file: Path, header: Any, message: str) -> No
         (b"", "its header is truncated"),
         (b"\xff" * 64, "its header has 18446744073709551615 bytes, more than the limit of"),
         ((9).to_bytes(8, "little") + b"{}", "its header is truncated"),
-        ((2).to_bytes(8, "little") + b"[[", "its header is not JSON"),
+        ((2).to_bytes(8, "little") + b"[[", "its header cannot be parsed"),
     ],
 )
 def test_a_file_of_something_else(file: Path, content: bytes, message: str) -> None:

@@ -97,7 +97,7 @@ def test_a_text_that_does_not_do_is_named(
     with pytest.raises(error, match=message) as raised:
         load_task("lm", text_file=file)
     assert "some.txt" in str(raised.value)
-    with pytest.raises(OSError, match="is not a regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         load_task("lm", text_file=tmp_path)
 
 

@@ -1,0 +1,199 @@
+"""Forged capsules: the sums are right, any node of the header is replaced. Each is refused, or harmless."""
+
+import hashlib
+import json
+import random
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from pytrees import assert_bitwise_equal
+
+import jmp_train as jt
+from jmp_train.capsules.capsule_files import capsule_files
+
+pytestmark = pytest.mark.quick
+
+MAGIC = b"jmp_train capsule 1\n"
+DEEP, TWICE = "@deep@", "@twice@"
+CONTROL = "\x1b[31mred\n\u202e"
+VALUES = (None, 2**70, -1, 1.5, True, "", CONTROL, [], {}, [[]], DEEP, TWICE)
+
+
+def recorded(folder: Path) -> tuple[Path, jt.TrainState, Any]:
+    """Returns a capsule, the state after it, and its batch, of which one leaf is divided between devices."""
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(256.0))
+    state = jt.TrainState.create({"w": jnp.ones(3)}, optimizer, rng=jax.random.key(0))
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    split = jax.device_put(np.arange(4, dtype=np.float32), NamedSharding(mesh, P("data")))
+    batch = {"a": (split, None), "b": [jax.random.key(1), 0.5], "c": np.arange(3, dtype=np.int32)}
+    with jt.SkipRecorder(folder, wait=True) as recorder:
+        state, _ = recorder.watch(lambda state, batch: (state, {"grads_finite": jnp.array(False)}))(state, batch)
+        path = recorder.last_capsule()
+    assert path is not None
+    return path, state, batch
+
+
+def opened(path: Path) -> tuple[Any, bytes]:
+    """Returns the header and the bytes of the arrays."""
+    content = path.read_bytes()[len(MAGIC) : -32]
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def sealed(path: Path, text: bytes, body: bytes) -> None:
+    content = MAGIC + len(text).to_bytes(8, "little") + text + body
+    path.write_bytes(content + hashlib.sha256(content).digest())
+
+
+def places(node: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield place
+    if isinstance(node, dict | list):
+        for key in node if isinstance(node, dict) else range(len(node)):
+            yield from places(node[key], (*place, key))
+
+
+def replaced(header: Any, place: tuple[Any, ...], value: Any) -> bytes:
+    """Returns the header's text with another value in a place, or with the place's key twice."""
+    copy = {"": json.loads(json.dumps(header))}
+    *parents, last = ("", *place)
+    node: Any = copy
+    for key in parents:
+        node = node[key]
+    if value != TWICE:
+        node[last] = value
+    elif isinstance(node, dict) and place:
+        node[TWICE] = node[last]
+    else:
+        node[last] = [node[last], node[last]]
+    text = json.dumps(copy[""]).replace(f'"{TWICE}"', json.dumps(last))
+    return text.replace(f'"{DEEP}"', 10_000 * "[" + 10_000 * "]").encode()
+
+
+def same(state: Any, other: Any) -> None:
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        assert type(x) is type(y)
+        assert_bitwise_equal(np.asarray(x), np.asarray(y))
+
+
+def is_refused(path: Path, state: jt.TrainState, wanted: Any) -> bool:
+    """Returns whether a capsule is refused in the documented way; otherwise it must give what was recorded."""
+    try:
+        found = jt.load_capsule(path, state)
+    except ValueError as error:
+        assert str(error).startswith(str(path)), error
+        assert all(line.isprintable() for line in str(error).split("\n  ")), error
+        assert len(str(error)) < 3000
+        return True
+    if wanted is not None:
+        same(found, wanted)
+    return False
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", [8, pytest.param(1, marks=pytest.mark.full)])
+def test_a_node_of_the_header_is_replaced(tmp_path: Path, part: int) -> None:
+    path, state, _ = recorded(tmp_path)
+    header, body = opened(path)
+    wanted, refused = jt.load_capsule(path, state), 0
+    every = [(place, value) for place in places(header) for value in VALUES]
+    chosen = [row for row in every if zlib.crc32(repr(row).encode()) % part == 0]
+    for place, value in chosen:
+        sealed(path, replaced(header, place, value), body)
+        refused += is_refused(path, state, wanted)
+    assert refused > 0.8 * len(chosen)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.full)])
+def test_values_of_the_header_are_exchanged_or_its_bytes_changed(tmp_path: Path, count: int) -> None:
+    path, state, _ = recorded(tmp_path)
+    header, body = opened(path)
+    generator = random.Random(3)
+    every = [*places(header)]
+
+    def at(place: tuple[Any, ...]) -> Any:
+        node = header
+        for key in place:
+            node = node[key]
+        return node
+
+    for number in range(count):
+        text = bytearray(replaced(header, generator.choice(every), at(generator.choice(every))))
+        if number % 2:
+            text = bytearray(json.dumps(header).encode())
+            text[generator.randrange(len(text))] = generator.choice([*range(32, 127), 0, 10, 255])
+        sealed(path, bytes(text), body)
+        is_refused(path, state, None)  # an exchange may make another capsule that is whole
+
+
+STRUCTURES = {
+    "a key twice": ("builtins:dict", "['a', 'a', 'b']"),
+    "few keys": ("builtins:dict", "['a']"),
+    "no keys": ("builtins:dict", "None"),
+    "mixed keys": ("builtins:dict", "['a', 3, [4]]"),
+    "no literal": ("builtins:dict", "__import__('os').system('x')"),
+    "parentheses": ("builtins:dict", 9999 * "("),
+    "minus": ("builtins:dict", 99999 * "-" + "1"),
+    "none with values": ("builtins:NoneType", "None"),
+    "other keys": ("builtins:dict", "['x', 'y', 'z']"),
+    "a tuple of other paths": ("builtins:tuple", "None"),
+    "a function": ("os:system", "None"),
+    "no module": ("jraph.nosuch:Graph", "None"),
+    "control characters": (f"{CONTROL}:{CONTROL}", "None"),
+    "another node": ("jraph.graph:GraphsTuple", "None"),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_a_structure_is_not_trusted(tmp_path: Path, kind: str) -> None:
+    path, state, _ = recorded(tmp_path)
+    header, body = opened(path)
+    header["structure"][:2] = STRUCTURES[kind]
+    sealed(path, json.dumps(header).encode(), body)
+    assert is_refused(path, state, None)
+    deep = json.loads(json.dumps(header["structure"]))
+    for _ in range(150):
+        deep = ["builtins:list", "None", [deep]]
+    header["structure"] = deep
+    sealed(path, json.dumps(header).encode(), body)
+    assert is_refused(path, state, None)
+
+
+@pytest.mark.timeout(30)
+def test_a_name_that_promises_many_files_costs_nothing(tmp_path: Path) -> None:
+    path, state, _ = recorded(tmp_path)
+    many = path.rename(tmp_path / "step_00000000.process_0_of_60000000.capsule")
+    tracemalloc.start()
+    for name in (many, path):  # the second stands for the files of all processes
+        with pytest.raises(FileNotFoundError, match=r"there is no capsule .*step_00000000\.process_1_of_60000000"):
+            jt.load_capsule(name, state)
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+    for name in ("step_\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660.capsule", f"step_{'9' * 200}.capsule"):
+        with pytest.raises(ValueError, match="does not have the name of a capsule"):
+            capsule_files(tmp_path / name)
+
+
+def test_a_file_belongs_to_its_name(tmp_path: Path) -> None:
+    path, state, _ = recorded(tmp_path)
+    content = path.read_bytes()
+    for name in ("step_00000001.capsule", "step_00000000.process_0_of_1.capsule"):
+        other = tmp_path / name
+        other.write_bytes(content)
+        if name.startswith("step_00000001"):
+            with pytest.raises(jt.checkpoints.DamagedError, match=r"number of processes \[0, 0, 1\], which its name"):
+                jt.load_capsule(other, state)
+        else:
+            same(jt.load_capsule(other, state)[1], jt.load_capsule(path, state)[1])

@@ -1,0 +1,184 @@
+"""What lies in a foreign file's place: no reader waits, fills the memory, or leaves out the file's name."""
+
+import functools
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from machine_limits import memory_limited_to
+
+import jmp_train as jt
+from jmp_train import aot
+from jmp_train.checkpoints.file_locks import read_holder
+from jmp_train.checkpoints.manifest import verified_manifest
+from jmp_train.cli.entry import main
+from jmp_train.data.image_files import read_image
+from jmp_train.data.public_images import read_cifar10_batch, read_idx
+from jmp_train.graphs.file_formats import read_csv_table, read_npz, read_python2_pickle, read_torch_arrays
+from jmp_train.policies.files import DamagedError, SafetensorsFile, open_plain, read_plain, serialized
+
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
+
+
+def load_capsule(path: Path) -> Any:
+    return jt.load_capsule(path, _state())
+
+
+@functools.cache
+def _state() -> jt.TrainState:
+    return jt.TrainState.create(jnp.ones(2), jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale()))
+
+
+READERS: dict[str, Callable[[Path], Any]] = {  # by a name that the reader accepts
+    "step_00000000.capsule": load_capsule,
+    "weights.safetensors": lambda path: jt.load_weights(path, {"w": np.ones(2, np.float32)}),
+    "graphs.safetensors": jt.graphs.load_graphs,
+    "rules.toml": jt.AutocastRules.load,
+    "gpus.toml": aot.read_gpus,
+    "step_00000001/manifest.json": lambda path: verified_manifest(path.parent),
+    "table.csv": lambda path: read_csv_table(path, np.float32),
+    "table.csv.gz": lambda path: read_csv_table(path, np.float32),
+    "arrays.npz": lambda path: read_npz(path, ["x"]),
+    "ind.cora.allx": read_python2_pickle,
+    "train.pt": read_torch_arrays,
+    "images-idx3-ubyte": lambda path: read_idx(path, axes=3),
+    "data_batch_1.bin": read_cifar10_batch,
+    "0.png": lambda path: read_image(str(path)),
+    "text": lambda path: read_plain(path, max_bytes=2**30),
+}
+
+
+def placed(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.parent.mkdir(exist_ok=True)
+    monkeypatch.chdir(path.parent)  # a socket's path has to be short
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    elif kind == "sparse":
+        path.touch()
+        os.truncate(path, 2**30 + 1)
+    elif kind == "empty":
+        path.touch()
+    elif kind.startswith("/"):
+        path.symlink_to(kind)
+
+
+KINDS = (
+    "pipe",
+    "socket",
+    "folder",
+    "loop",
+    "missing",
+    "sparse",
+    "empty",
+    "/dev/zero",
+    "/dev/full",
+    "/proc/self/mem",
+)  # the last cannot be read
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_reader_waits_and_each_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    _state()  # jax needs memory to start
+    for number, (name, read) in enumerate(READERS.items()):
+        path = tmp_path / str(number) / name
+        path.parent.parent.mkdir(exist_ok=True)
+        placed(path, kind, monkeypatch)
+        if kind == "empty" and name.endswith((".csv", ".gz", "toml", "text")):
+            read(path) if name != "rules.toml" else None  # nothing is a table without rows
+            continue
+        with memory_limited_to(2**29), pytest.raises((DamagedError, OSError)) as caught:
+            read(path)
+        assert str(path).removesuffix(".json") in str(caught.value)  # or its sum's
+        assert "\n" not in str(caught.value)
+
+
+def test_a_lock_s_file_is_no_reason_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        path = tmp_path / kind.strip("/").replace("/", "_") / "lock"
+        placed(path, kind, monkeypatch)
+        assert read_holder(path) is None
+
+
+def test_a_file_that_shrinks_or_grows_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(serialized({"w": np.zeros(2**16)}, {}))
+    with SafetensorsFile(path) as file:
+        os.truncate(path, 2**12)
+        with pytest.raises(DamagedError, match=rf"{path}: the array 'w' is truncated"):
+            file.read("w")
+    path.write_bytes(b"abc")
+    assert read_plain(path, max_bytes=3) == b"abc"
+    with pytest.raises(DamagedError, match=rf"{path} is too large: it has 3 bytes, more than the limit of 2$"):
+        read_plain(path, max_bytes=2)
+    with pytest.raises(DamagedError, match="/proc/self/status changed while it was read"):  # it has no size
+        read_plain("/proc/self/status", max_bytes=2**20)
+
+
+def test_too_little_memory_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(OSError, match=f"does not fit into memory: '{path}'"), open_plain(path):
+        bytearray(2**62)
+
+
+def test_a_link_is_followed_only_if_wanted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to("file")
+    assert read_plain(tmp_path / "link", max_bytes=3) == b"abc"
+    with pytest.raises(DamagedError, match="link is not a regular file"):
+        read_plain(tmp_path / "link", max_bytes=3, follow=False)
+
+
+COMMANDS = {
+    "step_00000000.capsule": ("diagnose", "digits", "--capsule"),
+    "rules": ("train", "digits", "--rules"),
+    "compared_rules": ("compare", "digits", "--rules"),
+    "gpus": ("plan", "digits", "--gpu-file"),
+    "text": ("train", "lm", "--text-file"),
+    "ind.cora.graph": ("train", "cora", "--data-dir"),
+    "job.py": ("train",),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "sparse", "folder"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_ends_with_exit_code_2_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    path = tmp_path / "in" / name
+    placed(path, kind, monkeypatch)
+    *command, last = COMMANDS[name] if len(COMMANDS[name]) > 1 else (*COMMANDS[name], "")
+    value = {"--data-dir": str(path.parent), "": f"{path}:task"}.get(last, str(path))
+    if name == "job.py" and kind == "sparse":
+        return  # it is code, of zeros
+    assert main([*command, *filter(None, [last]), value]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jmp-train: error: ")
+    assert error.count("\n") == 1
+    assert name in error
+
+
+@pytest.mark.full
+def test_a_pipe_in_the_place_of_a_capsule_ends_the_command(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "step_00000000.capsule")
+    command = [sys.executable, "-m", "jmp_train", "diagnose", "digits", "--capsule", "step_00000000.capsule"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (2, "jmp-train: error: step_00000000.capsule is not a regular file\n")
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2**21
