@@ -207,7 +207,7 @@ def quantize_blocks(x: jax.Array, dimension: int, dtype: DTypeLike) -> tuple[jax
 
     Returns:
       The quantized array, with the shape of `x`, and one float8_e8m0fnu scale per block. The numbers of a block times
-      its scale approximate `x`. The scale is the smallest that clips no number.
+      its scale approximate `x`. The scale is the smallest that clips no number, and at least 2**-126.
 
     Example:
       >>> import jax.numpy as jnp
@@ -222,8 +222,8 @@ def quantize_blocks(x: jax.Array, dimension: int, dtype: DTypeLike) -> tuple[jax
     amax = jnp.max(jnp.abs(blocks), axis=dimension + 1)
     ratio = lax.bitcast_convert_type(amax / float(jnp.finfo(dtype).max), jnp.uint32)
     exponent, mantissa = (ratio >> _MANTISSA_BITS) & 0xFF, ratio & (1 << _MANTISSA_BITS) - 1
-    half = 1 << _MANTISSA_BITS - 1  # for a subnormal ratio: up to this mantissa, 2**-127 is large enough
-    exponent += (mantissa > jnp.where(exponent == 0, half, 0)).astype(jnp.uint32)
+    exponent += (mantissa > 0).astype(jnp.uint32)
+    exponent = jnp.maximum(exponent, 1)  # XLA's CPU compiler flushes subnormal scales to 0
     exponent = jnp.where(jnp.isfinite(amax), exponent, _EXPONENT_BIAS)
     factor = lax.bitcast_convert_type(2 * _EXPONENT_BIAS - exponent << _MANTISSA_BITS, jnp.float32)
     quantized = quantize(blocks, dtype, jnp.expand_dims(factor, dimension + 1))

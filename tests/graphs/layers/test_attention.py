@@ -162,8 +162,8 @@ def test_masked_edges_have_weight_zero_and_a_gradient_of_zero() -> None:
 
 
 def test_dropout_of_attention() -> None:
-    graph = graphs.rand_graph(50, 20_000)
-    zeros = np.zeros((50, 2), np.float32)
+    graph = graphs.rand_graph(2_000, 20_000)
+    zeros, degrees = np.zeros((2_000, 2), np.float32), np.asarray(graph.in_degrees)
 
     def results(features: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         def run(features: jax.Array, seed: int = 0) -> jax.Array:
@@ -172,12 +172,14 @@ def test_dropout_of_attention() -> None:
 
         return [run(features, seed) for seed in (0, 0, 1)], jax.grad(lambda x: run(x).sum())(features)
 
-    each, grad = jax.jit(results)(np.ones((50, 2, 1), np.float32))
+    each, grad = jax.jit(results)(np.ones((2_000, 2, 1), np.float32))
     dropped, again, other = map(np.asarray, each)
     assert (dropped == again).all()
     assert (dropped != other).any()
     assert (dropped[:, 0] != dropped[:, 1]).any()
-    assert dropped.mean() == pytest.approx(1, abs=0.02)
+    entered = dropped[degrees > 0]
+    assert entered.mean() == pytest.approx(1, abs=0.02)
+    assert entered.var() == pytest.approx((0.4 / 0.6 / degrees[degrees > 0]).mean(), rel=0.1)
     # Linear in the features: the backward pass drops what the forward pass dropped.
     np.testing.assert_allclose(np.asarray(grad).sum(), dropped.sum(), rtol=1e-5)
 

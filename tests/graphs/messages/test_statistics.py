@@ -93,13 +93,13 @@ def test_several_reductions_of_own_messages_and_of_some_edges() -> None:
 def test_over_edge_types() -> None:
     follows, plays = ("user", "follows", "user"), ("game", "played", "user")
     graph = graphs.hetero_from_edges(
-        {follows: ([0, 1], [1, 1]), plays: ([0], [0])},
-        {"user": 2, "game": 1},
-        nodes={"user": {"h": jnp.array([-1.0, -3.0])}, "game": {"h": jnp.array([-5.0])}},
+        {follows: ([0, 1], [1, 1]), plays: ([0, 0, 1], [0, 1, 1])},
+        {"user": 2, "game": 2},
+        nodes={"user": {"h": jnp.array([-1.0, -21.0])}, "game": {"h": jnp.array([-7.0, 8.0])}},
     )
     both = [fn.std("m", "std"), fn.max("m", "most")]
     found = graphs.multi_update_all(graph, {follows: (COPY, both), plays: (COPY, both)}, "max").nodes["user"]
-    assert (found["std"].tolist(), found["most"].tolist()) == ([0, 1], [-5, -1])
+    assert (found["std"].tolist(), found["most"].tolist()) == ([0, 10], [-7, 8])
     with pytest.raises(ValueError, match="built-in messages with sum, max or min"):
         graphs.update_all(graph, COPY, fn.std("m", "x"))
 

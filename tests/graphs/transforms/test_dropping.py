@@ -256,15 +256,15 @@ def test_columns_of_features_are_dropped() -> None:
 
     @jax.jit
     def run(key: jax.Array) -> tuple[graphs.Graph, graphs.Graph]:
-        some = graphs.drop_features(graph, 0.5, key, edges=("w",))
+        some = graphs.drop_features(graph, 0.75, key, edges=("w",))
         return some, graphs.drop_features(graph, 1.0, key, nodes=("i",))
 
     found, none = run(jax.random.key(0))
     h, w = np.asarray(found.nodes["h"]), np.asarray(found.edges["w"])
     assert h.dtype == np.float16
     assert (h == h[0]).all()
-    assert 16 < h[0].sum() < 48
-    assert 30 < w.sum() < 70
+    assert 5 < h[0].sum() < 27
+    assert 10 < w.sum() < 40
     assert found.nodes["i"].sum() == 8
     assert none.nodes["i"].sum() == 0
 

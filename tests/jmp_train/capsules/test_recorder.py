@@ -336,7 +336,7 @@ def test_other_leaves_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mo
         jt.load_capsule(path, dataclasses.replace(states[1], rng=None))
     with pytest.raises(ValueError, match=r"the given state is of step 1, and differs in 1 of 1 leaves: \.params"):
         jt.load_capsule(path, dataclasses.replace(states[1], params=states[1].params.at[2].set(-1.0)))
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="TrainState"):
         jt.load_capsule(path, states[1].params)
     optimizer = optax.sgd(0.1)
     with pytest.raises(ValueError, match="no loss scale"):

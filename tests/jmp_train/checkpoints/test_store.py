@@ -240,7 +240,7 @@ def test_a_store_that_could_not_write_is_refused(tmp_path: Path) -> None:
         jt.CheckpointStore(tmp_path, max_to_keep=0)
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(NotADirectoryError, match=f"{file}/store"):
         jt.CheckpointStore(file / "store")
 
 

@@ -136,17 +136,17 @@ def test_the_loss_is_that_of_the_equations_and_dropout_draws_from_the_key(params
 
 
 def test_attention_of_half_values_has_its_softmax_in_float32() -> None:
-    # In float16 exp(-9.1) = 1.1e-4 and the sum over 2,048 tokens would be wrong by far more than a rounding.
+    # Rounding the weights to float16 costs 3e-4; a softmax in float16 rounds powers, sum and quotients: 1.1e-3.
     tokens = 2048
     qkv = np.zeros((1, tokens, 3), np.float16)
     qkv[..., 0] = 1
-    qkv[0, 1:, 1] = -9.1
+    qkv[0, 1:, 1] = -8.5
     qkv[0, 1:, 2] = 4
     shares = np.exp(qkv[0, :, 1].astype(np.float64))
     expected = (shares / shares.sum()) @ qkv[0, :, 2].astype(np.float64)
     out = jax.jit(attention, static_argnums=1)(qkv, 1)
     assert out.dtype == np.float16
-    assert float(out[0, 0, 0]) == pytest.approx(expected, rel=2e-3)
+    assert float(out[0, 0, 0]) == pytest.approx(expected, rel=7e-4)
 
 
 def test_masks_have_their_rate_and_no_pattern() -> None:

@@ -284,7 +284,7 @@ def test_in_any_nesting_it_steps_without_retracing_and_a_skip_is_bitwise(nesting
     assert not bool(metrics["grads_finite"])
     assert_bitwise_equal(state.params, before.params)
     found, wanted = (_within(x.opt_state) for x in (state, before))
-    assert len(found) == len(wanted) > 0
+    assert len(found) == len(wanted) > 1
     assert_bitwise_equal(found, wanted)
 
 

@@ -82,6 +82,7 @@ def test_blocks_have_the_smallest_scales_that_clip_nothing(dtype: Any, dimension
     random = np.random.default_rng(0)
     x = (random.normal(size=(70, 40)) * 2.0 ** random.integers(-20, 20, (70, 40))).astype(np.float32)
     x[:, 3], x[3] = 0, 448 * 2.0**7  # an amax that needs no rounding up
+    x[:, 4] = x[4] = 1.5 * float(jnp.finfo(dtype).max) * 2.0**-127  # over which the type's largest number is subnormal
     quantized, scales = jax.jit(quantize_blocks, static_argnums=(1, 2))(x, dimension, dtype)
     assert quantized.shape == x.shape
     assert scales.dtype == jnp.float8_e8m0fnu
@@ -92,7 +93,7 @@ def test_blocks_have_the_smallest_scales_that_clip_nothing(dtype: Any, dimension
         block, scale = whole[start : start + 32], found[start // 32]
         amax = np.abs(block).max(0)
         with np.errstate(divide="ignore"):
-            exponent = np.maximum(np.ceil(np.log2(amax / float(jnp.finfo(dtype).max))), -127)
+            exponent = np.maximum(np.ceil(np.log2(amax / float(jnp.finfo(dtype).max))), -126)
         np.testing.assert_array_equal(scale, 2.0**exponent)
         np.testing.assert_array_equal(got[start : start + 32], nearest(block / scale, dtype))
     back = np.moveaxis(np.asarray(dequantize_blocks(quantized, scales, dimension)).astype(np.float64), dimension, 0)
