@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting import INNER_REGION, OperationReport, mark_of
+from jmp_train.policies.autocasting import DECIDED, OperationReport, mark_of
 from jmp_train.policies.loss_scaling import check_count
 from jmp_train.steps import TrainStep
 from jmp_train.tuning.tolerance import Reference
@@ -87,7 +87,7 @@ def why_no_choice(operations: Sequence[OperationReport], dtype: str) -> str:
       dtype: name of the half type.
     """
     said = f"no operation of fn could be {dtype}: there is nothing to tune"
-    if any(row.reason == INNER_REGION for row in operations):
+    if any(DECIDED in row.path.split("/") for row in operations):
         return f"{said}. An autocast(...) within it decides already: pass the plain function"
     found = collections.Counter(row.operation for row in operations)
     names = [name for name, _ in found.most_common(_MOST_NAMES)]

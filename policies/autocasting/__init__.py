@@ -1,7 +1,6 @@
 """Per-operation precision as a function transformation."""
 
 from jmp_train.policies.autocasting.custom_derivatives import multiplies as multiplies
-from jmp_train.policies.autocasting.decisions import COMPLEX as COMPLEX
 from jmp_train.policies.autocasting.explain import AutocastReport as AutocastReport
 from jmp_train.policies.autocasting.explain import decided as decided
 from jmp_train.policies.autocasting.explain import explain_autocast as explain_autocast
@@ -54,8 +53,8 @@ from jmp_train.policies.autocasting.product_warnings import is_exact as is_exact
 from jmp_train.policies.autocasting.product_warnings import product_text as product_text
 from jmp_train.policies.autocasting.product_warnings import share_text as share_text
 from jmp_train.policies.autocasting.product_warnings import warn_of_convolutions as warn_of_convolutions
+from jmp_train.policies.autocasting.reasons import Cause as Cause
 from jmp_train.policies.autocasting.region import DECIDED as DECIDED
-from jmp_train.policies.autocasting.region import INNER_REGION as INNER_REGION
 from jmp_train.policies.autocasting.region import BannedOperationError as BannedOperationError
 from jmp_train.policies.autocasting.region import join as join
 from jmp_train.policies.autocasting.rules import APEX_O1 as APEX_O1

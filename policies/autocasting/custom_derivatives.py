@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 from jmp_train.policies.autocasting.interpreter import as_traced, inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.literal_bounds import fits
 from jmp_train.policies.autocasting.primitives import PRODUCTS, multiplies, opened
+from jmp_train.policies.autocasting.reasons import Cause
 from jmp_train.policies.autocasting.region import Decision, Region
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, AutocastRules, kind_of
 from jmp_train.policies.autocasting.values import Value, chosen, eligible, on_device, replaced, traced_dtype, values_of
@@ -123,7 +124,7 @@ def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
 
 def _for_float32(decisions: Sequence[Decision], half: str) -> Decision | None:
     """Returns a decision that requires running a function as it was traced; None if there is none."""
-    by_operation = [decision for decision in decisions if decision.reason.startswith("operation ")]
+    by_operation = [decision for decision in decisions if decision.reason.cause is Cause.OPERATION]
     products = [decision for decision in decisions if decision.equation.primitive.name in PRODUCTS]
     if by_operation or any(half in product.dtypes_in for product in products):
         return next(iter(by_operation), None)

@@ -7,8 +7,8 @@ from the operands.
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,11 @@ from jmp_train.policies.autocasting.primitives import (
     programs_in,
 )
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
+from jmp_train.policies.autocasting.reasons import Cause, Reason
 from jmp_train.policies.autocasting.region import Region, contracts_one, in_8_bits, join
 from jmp_train.policies.autocasting.rules import Rule
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen, eligible, traced_dtype
 
-COMPLEX = "complex numbers have no half type"  # a reason
 _PASSES_ON = frozenset(CALLS) | {"logistic"}  # `jax.nn.sigmoid` is a call
 
 
@@ -61,7 +61,7 @@ class Step:
     equation: JaxprEqn
     scope: str
     rule: Rule | None
-    reason: str
+    reason: Reason
     place: str
     in_float32: bool
     in_half: bool
@@ -103,51 +103,67 @@ def _places(region: Region, jaxpr: Jaxpr) -> list[str]:
 
 def settle(region: Region, step: Step, inputs: list[Value]) -> Step:
     """Returns the step with its final rule and the dtypes of its operands."""
-    equation, rule, reason = step.equation, step.rule, step.reason
-    name, atoms = equation.primitive.name, equation.invars
-    if is_entered(region, step, inputs):
-        rule, reason = "keep", f"{name} is not entered"
-
-    def settled(dtypes: list[Any], rule: Rule, reason: str) -> Step:
-        return dataclasses.replace(step, dtypes=dtypes, rule=rule, reason=reason)
-
+    atoms, name = step.equation.invars, step.equation.primitive.name
     touched = [eligible(traced_dtype(atom)) for atom in atoms]
-    as_it_is = [None] * len(inputs)
-    as_traced = [traced_dtype(atom) if touch else None for atom, touch in zip(atoms, touched, strict=True)]
-    if name in EACH and rule is None and any(touched):
-        return settled(as_it_is, "promote", "each operand by itself")
-    if any(map(is_complex, atoms)):
-        return settled(as_traced, *(("float32", reason) if rule == "float32" else ("keep", COMPLEX)))
-    if not any(touched) or not all(_touchable(atom) for atom in atoms):
-        return settled(as_traced, "keep", "no operand that autocast touches")
-    if name == "convert_element_type" and rule in (None, "lower"):
-        return settled(as_it_is, "promote", "explicit conversion")
-    if rule is None and _is_square(equation):
-        rule, reason = "float32", "a square"
-    if rule is None:
-        is_known = name in PROMOTE or name in EXCHANGES
-        rule, reason = ("promote", "elementwise") if is_known else ("keep", f"{name} is not known")
-    if rule == "fp8" and not all(x.integers is None or x.integers.held_by(E4M3) for x in inputs):
-        rule, reason = "lower", f"primitive {name!r}"
-    if rule in ("lower", "fp8") and not _can_lower(equation):
-        rule, reason = "keep", "its precision is spelled out"
-    if reason == f"primitive {name!r}" and name in PRODUCTS:
-        if not integers_fit(region, inputs):
-            rule, reason = "float32", "operand from integers"
-        elif contracts_one(equation) and _all_float32(chosen(inputs, touched)):
-            rule, reason = "promote", "outer product"
-    if rule == "keep":
-        return settled(as_traced, rule, reason)
-
-    target = FLOAT32 if rule == "float32" else region.half
-    if rule in ("promote", "demote"):
-        target = _common(region, step, chosen(inputs, touched), demote=rule == "demote")
-    dtypes = [target if touch else None for touch in touched]
-    if _holds_typed_body(equation) and dtypes != as_traced:
-        return settled(as_traced, "keep", "its body is typed")
+    case = _Case(region, step, inputs, name, step.rule, touched, any(map(is_complex, atoms)))
+    _, rule, cause = next(row for row in _SETTLED if row[0](case))
+    rule, reason = rule or step.rule, step.reason if cause is None else Reason(cause, name)
     if rule == "lower" and step.is_logits:
-        reason = f"{reason}, logits of a softmax"
-    return settled(dtypes, rule, reason)
+        reason = dataclasses.replace(reason, of_logits=True)
+    return dataclasses.replace(step, rule=rule, reason=reason, dtypes=_dtypes(case, rule, cause))
+
+
+class _Case(NamedTuple):
+    """A step with its operands."""
+
+    region: Region
+    step: Step
+    inputs: list[Value]
+    name: str  # of the primitive
+    rule: Rule | None  # from a table
+    touched: list[bool]  # the operands that autocast may cast
+    is_complex: bool
+
+    def is_product_by_primitive(self) -> bool:
+        """Returns whether this is a product with a rule for all products, or for those in 8 bits."""
+        return self.name in PRODUCTS and (self.step.reason.cause is Cause.PRIMITIVE or self.rule == "fp8")
+
+
+# The first row whose predicate holds decides: on the rule, and the cause. None stands for those from a table.
+_SETTLED: tuple[tuple[Callable[[_Case], bool], Rule | None, Cause | None], ...] = (
+    (lambda c: c.rule is None and c.name in EACH and any(c.touched), "promote", Cause.EACH_OPERAND),
+    (lambda c: c.is_complex and (c.rule != "float32" or is_entered(*c[:3])), "keep", Cause.COMPLEX),
+    (lambda c: c.is_complex, "float32", None),
+    (lambda c: not any(c.touched) or not all(map(_touchable, c.step.equation.invars)), "keep", Cause.UNTOUCHED),
+    (lambda c: is_entered(*c[:3]), "keep", Cause.NOT_ENTERED),
+    (lambda c: c.rule in (None, "lower") and c.name == "convert_element_type", "promote", Cause.CONVERSION),
+    (lambda c: c.rule is None and _is_square(c.step.equation), "float32", Cause.SQUARE),
+    (lambda c: c.rule is None and (c.name in PROMOTE or c.name in EXCHANGES), "promote", Cause.ELEMENTWISE),
+    (lambda c: c.rule is None, "keep", Cause.NOT_KNOWN),
+    (lambda c: c.rule in ("lower", "fp8") and not _can_lower(c.step.equation), "keep", Cause.OWN_PRECISION),
+    (lambda c: c.is_product_by_primitive() and not integers_fit(c.region, c.inputs), "float32", Cause.INTEGERS),
+    (lambda c: c.is_product_by_primitive() and _is_outer_in_float32(c), "promote", Cause.OUTER_PRODUCT),
+    (lambda c: c.rule == "fp8" and not _held_by(E4M3, c.inputs), "lower", Cause.PRIMITIVE),
+    (
+        lambda c: _is_typed(c.step.equation) and _dtypes(c, c.rule) != _dtypes(c, "keep"),
+        "keep",
+        Cause.TYPED_BODY,
+    ),
+    (lambda _: True, None, None),
+)
+
+
+def _dtypes(case: _Case, rule: Rule | None, cause: Cause | None = None) -> list[Any]:
+    """Returns the dtype of each operand by a rule, None for unchanged."""
+    if cause in (Cause.EACH_OPERAND, Cause.CONVERSION):
+        return [None] * len(case.inputs)
+    if rule == "keep" or case.is_complex:
+        pairs = zip(case.step.equation.invars, case.touched, strict=True)
+        return [traced_dtype(atom) if touch else None for atom, touch in pairs]
+    target = FLOAT32 if rule == "float32" else case.region.half
+    if rule in ("promote", "demote"):
+        target = _common(case.region, case.step, chosen(case.inputs, case.touched), demote=rule == "demote")
+    return [target if touch else None for touch in case.touched]
 
 
 def is_entered(region: Region, step: Step, inputs: list[Value]) -> bool:
@@ -178,7 +194,7 @@ def can_take(rule: Rule, equation: JaxprEqn) -> bool:
     """Returns whether an equation may run by a rule, as far as its operands' traced dtypes and its programs tell."""
     if rule == "fp8":
         return in_8_bits(equation)
-    refuses = _holds_typed_body(equation) or not _can_lower(equation)
+    refuses = _is_typed(equation) or not _can_lower(equation)
     return not (rule == "lower" and (refuses or any(map(is_complex, equation.invars))))
 
 
@@ -194,7 +210,7 @@ def _can_lower(equation: JaxprEqn) -> bool:
     return all(part is None or isinstance(part, lax.Precision) for part in precisions_of(equation))
 
 
-def _holds_typed_body(equation: JaxprEqn) -> bool:
+def _is_typed(equation: JaxprEqn) -> bool:
     """Returns whether an equation holds a program that computes, such as a reducer."""
     params = equation.params.items()
     held = [x for name, value in params if "jaxpr" in name for x in jax.tree.leaves(value)]
@@ -227,12 +243,17 @@ def literals_fit(region: Region, equation: JaxprEqn, inputs: list[Value]) -> boo
 
 def integers_fit(region: Region, inputs: list[Value]) -> bool:
     """Returns whether the half type keeps the integers distinct that operands were computed from."""
-    return all(x.integers is None or x.integers.held_by(region.half) for x in inputs)
+    return _held_by(region.half, inputs)
 
 
-def _all_float32(floats: list[Value]) -> bool:
-    """Returns whether no operand is half already, or a mask."""
-    return all(value.dtype == FLOAT32 and not value.weak for value in floats)
+def _held_by(dtype: Any, inputs: list[Value]) -> bool:
+    return all(x.integers is None or x.integers.held_by(dtype) for x in inputs)
+
+
+def _is_outer_in_float32(case: _Case) -> bool:
+    """Returns whether a product contracts one number, and no operand is half already, or a mask."""
+    floats = chosen(case.inputs, case.touched)
+    return contracts_one(case.step.equation) and all(x.dtype == FLOAT32 and not x.weak for x in floats)
 
 
 def _bias_dtype(equation: Any, floats: list[Value]) -> Any:

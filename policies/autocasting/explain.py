@@ -138,7 +138,7 @@ def _operation(decision: Decision) -> OperationReport:
         dtypes_in=decision.dtypes_in,
         dtypes_out=decision.dtypes_out,
         rule=decision.rule,
-        reason=decision.reason,
+        reason=str(decision.reason),
         flops=decision.repeats * flops_of(equation),
         elements=decision.repeats * elements_of(equation),
     )

@@ -18,9 +18,9 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.decisions import COMPLEX
 from jmp_train.policies.autocasting.operations import flops_of, held_jaxprs, is_float32
 from jmp_train.policies.autocasting.primitives import PRODUCTS, precisions_of, programs_in
+from jmp_train.policies.autocasting.reasons import Cause
 from jmp_train.policies.autocasting.region import DECIDED, Decision
 from jmp_train.policies.autocasting.source_lines import user_line_of, warn_user
 from jmp_train.policies.autocasting.values import traced_dtype
@@ -30,7 +30,7 @@ _FIRST, _FIRST_UNKNOWN = (0, 11), (0, 13)
 TOLERATED_SHARE = 0.1
 _LINES = 3
 COMPLEX_WAY = "Products of their real and imaginary parts can run in half precision."
-_NOT_ENTERED = ("is not entered", "is not known", "its body is typed")  # how the reasons of decisions end
+_NOT_ENTERED = (Cause.NOT_ENTERED, Cause.NOT_KNOWN, Cause.TYPED_BODY)
 _EXACT = frozenset(("custom_linear_solve",))  # every table runs solvers in float32
 _WHY = {
     "pallas_call": "a Pallas kernel, which computes in the dtypes that it was written for",
@@ -133,13 +133,18 @@ class Unreached(NamedTuple):
       equations: the equations around it, the outermost first, and its own.
       path: the path of modules and scopes.
       flops: the floating-point operations in all iterations of the loops around it.
-      why: the reason why autocast does not reach it.
+      holder: the primitive that holds the program; "" for a complex product.
     """
 
     equations: tuple[Any, ...]
     path: str
     flops: int
-    why: str
+    holder: str = ""
+
+    def __str__(self) -> str:
+        text = product_text(self.equations[-1], self.path, user_line_of(self.equations))
+        not_entered = f"in {_WHY.get(self.holder, f'{self.holder}, which autocast does not enter')}"
+        return f"{text}, {not_entered if self.holder else Cause.COMPLEX.value}"
 
 
 def warn_of_unreached(decisions: Sequence[Decision], half: DTypeLike) -> None:
@@ -150,12 +155,11 @@ def warn_of_unreached(decisions: Sequence[Decision], half: DTypeLike) -> None:
       half: the half type.
     """
     found = [product for decision in decisions for product in _unreached(decision)]
-    within = [product for product in found if product.why != COMPLEX]
+    within = [product for product in found if product.holder]
     left = sum(product.flops for product in found)
     seen = (d.repeats * flops_of(d.equation) for d in decisions if d.equation.primitive.name in PRODUCTS)
     if left and (share := left / (sum(product.flops for product in within) + sum(seen))) > TOLERATED_SHARE:
-        lines = [f"{product_text(x.equations[-1], x.path, user_line_of(x.equations))}, {x.why}" for x in found]
-        text = share_text(share, f"autocast to {half}", lines)
+        text = share_text(share, f"autocast to {half}", list(map(str, found)))
         way = f'jt.apply_policy(fn, "mixed_{half}") around the function that is not entered casts its arguments.'
         warn_user(
             f"{text}\n{way if within else COMPLEX_WAY} explain_autocast shows all operations.", Float32ProductsWarning
@@ -196,15 +200,13 @@ def is_exact(equation: Any) -> bool:
 
 
 def _unreached(decision: Decision) -> Iterator[Unreached]:
-    name = decision.equation.primitive.name
-    if decision.reason == COMPLEX and name in PRODUCTS:
-        equations = (*decision.callers, decision.equation)
-        yield Unreached(equations, decision.path, decision.repeats * flops_of(decision.equation), COMPLEX)
-    if decision.rule == "keep" and decision.reason.endswith(_NOT_ENTERED) and name not in _EXACT:
-        why = f"in {_WHY.get(name, f'{name}, which autocast does not enter')}"
-        callers = (*decision.callers, decision.equation)
-        for equations, repeats in _products(decision.equation, callers, decision.repeats):
-            yield Unreached(equations, decision.path, repeats * flops_of(equations[-1]), why)
+    name, cause = decision.equation.primitive.name, decision.reason.cause
+    equations = (*decision.callers, decision.equation)
+    if cause is Cause.COMPLEX and name in PRODUCTS:
+        yield Unreached(equations, decision.path, decision.repeats * flops_of(decision.equation))
+    if decision.rule == "keep" and cause in _NOT_ENTERED and name not in _EXACT:
+        for within, repeats in _products(decision.equation, equations, decision.repeats):
+            yield Unreached(within, decision.path, repeats * flops_of(within[-1]), name)
 
 
 def _products(holder: Any, callers: tuple[Any, ...], repeats: int) -> Iterator[tuple[tuple[Any, ...], int]]:

@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_train.policies.autocasting.complements import NEAR_A_CONSTANT, complemented
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, Recipe
 from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS, body_of, opened, precisions_of, results_inside
+from jmp_train.policies.autocasting.reasons import Cause, Reason
 from jmp_train.policies.autocasting.rules import AutocastRules, Rule, kind_of
 from jmp_train.policies.autocasting.source_lines import address_of
 from jmp_train.policies.autocasting.values import Value, argument
@@ -23,7 +24,6 @@ Found = TypeVar("Found")
 
 # An inner region decided on the operations under this name; an outer region does not change them.
 DECIDED = "jmp_train.autocast"
-INNER_REGION = "decided by an inner region"  # a reason
 _FIXED = re.compile(rf"{re.escape(DECIDED)}:(\w+)")  # by `autocast_as`
 
 
@@ -46,7 +46,7 @@ class Decision:
 
     path: str
     rule: str
-    reason: str
+    reason: Reason
     equation: Any
     callers: tuple[Any, ...]
     repeats: int
@@ -133,7 +133,13 @@ class Region:
         return dataclasses.replace(self, complemented=found) if found != self.complemented else self
 
     def note(
-        self, equation: JaxprEqn, scope: str, rule: str, reason: str, dtypes_in: Sequence[Any], outputs: Sequence[Value]
+        self,
+        equation: JaxprEqn,
+        scope: str,
+        rule: str,
+        reason: Reason,
+        dtypes_in: Sequence[Any],
+        outputs: Sequence[Value],
     ) -> None:
         """Adds the decision on an equation in a scope to the log, if there is one."""
         if self.log is not None:
@@ -145,19 +151,19 @@ class Region:
         """Returns the region for a trial run."""
         return dataclasses.replace(self, log=None, delayed=None)
 
-    def rule_of(self, equation: JaxprEqn) -> tuple[Rule | None, str]:
+    def rule_of(self, equation: JaxprEqn) -> tuple[Rule | None, Reason]:
         """Returns the rule of an equation of the current program and its reason; see `kind_of`."""
         rule, reason = self.word_of(equation)
         return kind_of(rule), reason
 
-    def word_of(self, equation: JaxprEqn) -> tuple[Rule | None, str]:
+    def word_of(self, equation: JaxprEqn) -> tuple[Rule | None, Reason]:
         """Returns the rule of an equation as a table says it, and its reason; caches the result of `decide`."""
         scope = str(equation.source_info.name_stack)
         if DECIDED in scope.replace(f"{DECIDED}:", ""):
-            return "keep", INNER_REGION
+            return "keep", Reason(Cause.INNER_REGION)
         return self.remembered(("rule", self.settings), equation, lambda: self.decide(equation, scope))
 
-    def decide(self, equation: JaxprEqn, scope: str) -> tuple[Rule | None, str]:
+    def decide(self, equation: JaxprEqn, scope: str) -> tuple[Rule | None, Reason]:
         """Returns the rule of an equation, None if no table names it, and the reason for it."""
         name = equation.primitive.name
         function = equation.params.get("name") if name in ("jit", "pjit") else None
@@ -167,40 +173,38 @@ class Region:
                 raise BannedOperationError(f"autocast bans {banned}: {tables.banned[banned]}")
         takes_8_bits = name in self.handlers or in_8_bits(equation)
         entries = (entry for entry in self._entries(tables, equation, scope) if takes_8_bits or entry[0] != "fp8")
-        decided = next(entries, (None, "no rule"))
+        decided = next(entries, (None, Reason(Cause.NO_RULE)))
         if decided[0] is None and name in NEAR_A_CONSTANT and equation.outvars[0] in self.complemented:
-            return "float32", "subtracted from a constant"
+            return "float32", Reason(Cause.NEAR_A_CONSTANT)
         return decided
 
-    def _entries(self, tables: "Tables", equation: JaxprEqn, scope: str) -> Iterator[tuple[Rule, str]]:
+    def _entries(self, tables: "Tables", equation: JaxprEqn, scope: str) -> Iterator[tuple[Rule, Reason]]:
         """Yields the rules that tables have for an equation, the deciding one first, and their reasons."""
         name = equation.primitive.name
         function = equation.params.get("name") if name in ("jit", "pjit") else None
+        path = join(self.path, scope)
         if tables.operations and name not in self.handlers:
-            address = address_of((*self.callers, equation), join(self.path, scope))
-            for expression, rule in tables.operations:
-                if expression.search(address):
-                    yield rule, f"operation {expression.pattern!r}"
-        if tables.paths:
-            path = join(self.path, scope)
-            for expression, rule in tables.paths:
-                if expression.search(path):
-                    yield rule, f"path {expression.pattern!r}"
+            yield from _matching(tables.operations, address_of((*self.callers, equation), path), Cause.OPERATION)
+        yield from _matching(tables.paths, path, Cause.PATH)
         if DECIDED in scope and (fixed := _FIXED.findall(scope)):
-            yield fixed[-1], "autocast_as"
-        if function in tables.functions:
-            yield tables.functions[function], f"function {function!r}"
+            yield fixed[-1], Reason(Cause.AUTOCAST_AS)
+        if function is not None and function in tables.functions:
+            yield tables.functions[function], Reason(Cause.FUNCTION, function)
         for module in jax_modules(equation):
             if module in tables.functions:
-                yield tables.functions[module], f"function of {module}"
+                yield tables.functions[module], Reason(Cause.MODULE, module)
         if self.forced is not None:
-            yield self.forced, f"within a function of rule {self.forced!r}"
-        rule = tables.primitives.get(name)
-        if rule in ("lower", "fp8") and name in PRODUCTS:
-            rule = rule if in_8_bits(equation) else "lower"
-            yield _no_matrix_product(equation) or (rule, f"primitive {name!r}")
-        elif rule is not None:
-            yield rule, f"primitive {name!r}"
+            yield self.forced, Reason(Cause.WITHIN, self.forced)
+        if (rule := tables.primitives.get(name)) is not None:
+            in_half = rule in ("lower", "fp8") and name in PRODUCTS
+            rule = "lower" if in_half and not in_8_bits(equation) else rule
+            yield (_no_matrix_product(equation) if in_half else None) or (rule, Reason(Cause.PRIMITIVE, name))
+
+
+def _matching(
+    entries: tuple[tuple[re.Pattern[str], Rule], ...], text: str, cause: Cause
+) -> Iterator[tuple[Rule, Reason]]:
+    return ((rule, Reason(cause, regex.pattern)) for regex, rule in entries if regex.search(text))
 
 
 # Returns an equation's results, or None if it must be bound as it was traced.
@@ -273,20 +277,20 @@ def contracts_one(product: Any) -> bool:
     return math.prod(product.invars[0].aval.shape[axis] for axis in contracted) == 1
 
 
-def _no_matrix_product(equation: Any) -> tuple[Rule, str] | None:
+def _no_matrix_product(equation: Any) -> tuple[Rule, Reason] | None:
     """Returns rule and reason for a product to which the rule of matrix products does not apply."""
     if lax.Precision.HIGHEST in precisions_of(equation):
-        return "float32", "precision=HIGHEST"
+        return "float32", Reason(Cause.HIGHEST)
     if equation.primitive.name != "dot_general":
         return None
     (contracted, _), (batch, _) = equation.params["dimension_numbers"]
     if not contracted:
-        return "promote", "outer product"
+        return "promote", Reason(Cause.OUTER_PRODUCT)
     if len(batch) < len(equation.outvars[0].aval.shape):
         return None
     if not batch:
-        return "float32", "inner product"
-    return ("float32", "a square") if equation.invars[0] is equation.invars[1] else None
+        return "float32", Reason(Cause.INNER_PRODUCT)
+    return ("float32", Reason(Cause.SQUARE)) if equation.invars[0] is equation.invars[1] else None
 
 
 def join(path: str, scope: str) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jmp_train.policies.autocasting import (
-    COMPLEX,
     COMPLEX_WAY,
     TOLERATED_SHARE,
+    Cause,
     Float32ProductsWarning,
     argument_names,
     is_at_risk,
@@ -191,7 +191,7 @@ def _reason(product: TracedOperation, line: str) -> str:
     """Returns the reason why a product at a line is in float32: the original float32 value, not a cast to match it."""
     origin = product.origin
     if any(map(is_complex, product.equation.invars)):
-        return f": {COMPLEX}"
+        return f": {Cause.COMPLEX.value}"
     if origin is None:
         return ""
     if not origin.was_half:
