@@ -132,19 +132,18 @@ def _places(path: Path, indices: SupportsIndex | Sequence[SupportsIndex], count:
 def _put_together(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> Graph | HeteroGraph:
     """Returns a graph built from its arrays; it must use all of them."""
     try:
-        graph = (_graph if what["kind"] == "graph" else _hetero_graph)(where, what, arrays, most)
+        graph = (_graph if what["kind"] == "graph" else _hetero_graph)(what, arrays, most)
         if arrays:
             raise ValueError(f"the array {min(arrays)[:200]!r} is not part of the graph")
     except (TypeError, ValueError) as error:
-        text = str(error)
-        raise ValueError(text if text.startswith(where) else f"{where}: {printable(error)}") from None
+        raise ValueError(f"{where}: {printable(error)}") from None
     return graph
 
 
-def _graph(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> Graph:
+def _graph(what: Mapping[str, Any], arrays: Arrays, most: int) -> Graph:
     n_node, n_edge = (as_counts(name, _pop(arrays, name)) for name in ("n_node", "n_edge"))
     total = int(n_node.sum())
-    check_bytes(f"{where}: the indices of {total} nodes", _BYTES_OF_A_NODE * total, most)
+    check_bytes(f"the indices of {total} nodes", _BYTES_OF_A_NODE * total, most)
     senders, receivers = _pop(arrays, "senders"), _pop(arrays, "receivers")
     nodes, edges, of_graphs = (_on_device(of, _pop_all(arrays, of)) for of in ("nodes", "edges", "globals"))
     graph = from_edges(senders, receivers, total, nodes, edges, formats=what["formats"])
@@ -165,10 +164,10 @@ def _graph(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> Gr
     return dataclasses.replace(graph, **counts, globals=dict(of_graphs) if what["globals"] or of_graphs else None)
 
 
-def _hetero_graph(where: str, what: Mapping[str, Any], arrays: Arrays, most: int) -> HeteroGraph:
+def _hetero_graph(what: Mapping[str, Any], arrays: Arrays, most: int) -> HeteroGraph:
     n_node = dict(what["n_node"])
     total = sum(as_count(f"n_node[{kind!r}]", count) for kind, count in n_node.items())
-    check_bytes(f"{where}: the indices of {total} nodes", _BYTES_OF_A_NODE * total, most)
+    check_bytes(f"the indices of {total} nodes", _BYTES_OF_A_NODE * total, most)
     kinds: list[EdgeType] = [(first, name, last) for first, name, last in what["edge_types"]]
     ends = {kind: (_pop(arrays, f"senders/{i}"), _pop(arrays, f"receivers/{i}")) for i, kind in enumerate(kinds)}
     nodes = {kind: _on_device("nodes", _pop_all(arrays, f"nodes/{place}")) for place, kind in enumerate(n_node)}

@@ -144,11 +144,7 @@ _SETTLED: tuple[tuple[Callable[[_Case], bool], Rule | None, Cause | None], ...] 
     (lambda c: c.is_product_by_primitive() and not integers_fit(c.region, c.inputs), "float32", Cause.INTEGERS),
     (lambda c: c.is_product_by_primitive() and _is_outer_in_float32(c), "promote", Cause.OUTER_PRODUCT),
     (lambda c: c.rule == "fp8" and not _held_by(E4M3, c.inputs), "lower", Cause.PRIMITIVE),
-    (
-        lambda c: _is_typed(c.step.equation) and _dtypes(c, c.rule) != _dtypes(c, "keep"),
-        "keep",
-        Cause.TYPED_BODY,
-    ),
+    (lambda c: _is_typed(c.step.equation) and _dtypes(c, c.rule) != _dtypes(c, "keep"), "keep", Cause.TYPED_BODY),
     (lambda _: True, None, None),
 )
 

@@ -22,7 +22,7 @@ _NEEDS_A_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-_HINT = "asks for the value of an array, which has none while the function is traced"
+_NAMES_ITS_LINE = "_jmp_train_names_the_line_that_needs_a_value"
 _IS_KEY = re.compile(r"rng|seed|(^|_)keys?\d*$")
 _ASKS_FOR_A_KEY = re.compile(r"rng|requires a key", re.IGNORECASE)
 _IS_EXPLAINED = "_jmp_train_has_last_word_on_its_key"
@@ -120,13 +120,13 @@ def python_values_explained() -> Iterator[None]:
     except _NEEDS_A_VALUE as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame for frame in reversed(frames) if is_of_users(frame.filename)), None)
-        if (
-            line is not None
-            and line.lineno is not None
-            and not any(_HINT in note for note in getattr(error, "__notes__", ()))
-        ):
+        if line is not None and line.lineno is not None and not hasattr(error, _NAMES_ITS_LINE):
+            setattr(error, _NAMES_ITS_LINE, True)
             code = linecache.getline(line.filename, line.lineno).strip()
-            error.add_note(f"{line.filename}:{line.lineno}: `{code}` {_HINT}; jnp.where and jax.lax.cond need none")
+            error.add_note(
+                f"{line.filename}:{line.lineno}: `{code}` asks for the value of an array, which has none while the "
+                "function is traced; jnp.where and jax.lax.cond need none"
+            )
         raise
 
 

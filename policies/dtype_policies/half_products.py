@@ -49,6 +49,7 @@ class MissingLossScaleWarning(UserWarning):
     """
 
 
+_IS_EXPLAINED = "_jmp_train_explained_its_dtypes"
 _HALF_TYPE, _FLOAT32_TYPE = re.compile(r"\bb?f(loat)?16\b"), re.compile(r"\bf(loat)?(32|64)\b")
 
 
@@ -58,11 +59,10 @@ def mixed_dtypes_explained(policy: Policy | PathPolicy | None) -> Iterator[None]
     try:
         yield
     except (TypeError, ValueError) as error:
-        text, notes = str(error), getattr(error, "__notes__", [])
-        if any(note.startswith("The policy ") for note in notes):
-            raise
-        if computes_in_half(policy) and _HALF_TYPE.search(text) and _FLOAT32_TYPE.search(text):
+        text, is_explained = str(error), hasattr(error, _IS_EXPLAINED)  # by an inner policy
+        if not is_explained and computes_in_half(policy) and _HALF_TYPE.search(text) and _FLOAT32_TYPE.search(text):
             assert policy is not None
+            setattr(error, _IS_EXPLAINED, True)
             half = _half_name(policy)
             error.add_note(
                 f"The policy {_text(policy)} casts the arguments to {half}. It does not cast a model state, nor arrays "

@@ -117,3 +117,14 @@ def test_the_message_for_mixed_dtypes_names_the_model_state() -> None:
     with pytest.raises(TypeError, match="same dtype") as error:
         jt.train_step(loss_fn, tx, policy="mixed_float16")(state, jnp.ones((2, 3, 4, 4)))
     assert "does not cast a model state" in error.value.__notes__[0]
+
+
+def test_mixed_dtypes_are_explained_once_also_if_the_error_has_notes() -> None:
+    def fn(x: jax.Array) -> Any:
+        error = TypeError("float16 and float32")
+        error.add_note("The policy of this model is strict.")
+        raise error
+
+    with pytest.raises(TypeError, match="float16 and") as error:
+        jt.apply_policy(jt.apply_policy(fn, "mixed_float16"), "mixed_float16")(X)
+    assert len(error.value.__notes__) == 2
