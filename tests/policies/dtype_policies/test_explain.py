@@ -120,7 +120,7 @@ def test_the_message_for_mixed_dtypes_names_the_model_state() -> None:
 
 
 def test_mixed_dtypes_are_explained_once_also_if_the_error_has_notes() -> None:
-    def fn(x: jax.Array) -> Any:
+    def fn(x: Any) -> Any:
         error = TypeError("float16 and float32")
         error.add_note("The policy of this model is strict.")
         raise error
