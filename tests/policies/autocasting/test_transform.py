@@ -126,6 +126,7 @@ def test_numpy_arrays_and_closures() -> None:
     assert autocast(lambda x: x @ w)(X.astype(np.float32)).dtype == F16
     grad = jax.grad(lambda w: autocast(lambda x: (x @ w).sum())(jnp.asarray(X, F32)))
     assert grad(w).dtype == F32
+    np.testing.assert_allclose(grad(w), np.repeat(X.sum(0)[:, None], 4, 1), atol=1e-2)
 
 
 def test_opaque_calls_get_their_traced_dtypes() -> None:

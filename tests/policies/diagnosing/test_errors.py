@@ -104,4 +104,4 @@ def check(found: float, wanted: float, slack: float) -> None:
 
 def test_the_types_that_are_rounded() -> None:
     rows = jt.diagnose(lambda x: jax.nn.softmax(x), jnp.linspace(-3, 3, 16, dtype=jnp.float16)).rows
-    assert all(row.local_error < 2**-10 for row in rows)
+    assert 0 < max(row.local_error for row in rows) < 2**-10
