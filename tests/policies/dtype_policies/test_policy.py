@@ -324,3 +324,4 @@ def test_a_policy_by_path_takes_its_parameters_by_position() -> None:
         fn(params=params, x=jnp.ones(2))
     grads = jax.grad(jt.apply_policy(lambda p, x: jnp.sum(p["dense"] * x), policy))(params, jnp.ones(2))
     assert grads["dense"].dtype == grads["norm"].dtype == jnp.float32
+    assert (grads["dense"].tolist(), grads["norm"].tolist()) == ([1, 1], [0, 0])
