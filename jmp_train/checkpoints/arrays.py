@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jmp_train.extras import extra_packages
-from jmp_train.policies.files import DamagedError
+from jmp_train.policies.files import DamagedError, printable
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 # Small dtypes unknown to tensorstore: stored as the byte in which NumPy keeps each value.
@@ -118,7 +118,7 @@ def read_arrays(opened: list[Any], leaves: list[dict[str, Any]]) -> list[np.ndar
         try:
             arrays.append(np.asarray(read.result()).view(x["dtype"]))
         except Exception as error:  # noqa: BLE001
-            raise DamagedError(f"leaf {x['path']} cannot be read: {_message(error)}") from None
+            raise DamagedError(f"leaf {printable(x['path'])} cannot be read: {_message(error)}") from None
     return arrays
 
 

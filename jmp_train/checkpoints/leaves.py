@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jmp_train.distributed import as_bytes, is_divided, local_data
 from jmp_train.policies import PyTree
+from jmp_train.policies.files import printable
 from jmp_train.policies.pytrees import is_key, path_name
 
 # The dtypes that a checkpoint holds, by NumPy's names: all of jax's. Random keys are stored as their data.
@@ -140,7 +141,7 @@ def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
         if old.get(path) == new.get(path):
             continue
         found, asked = (str(leaf) if (leaf := those.get(path)) else "nothing" for those in (old, new))
-        lines.append(f"{path}: the checkpoint has {found}, the state has {asked}")
+        lines.append(f"{printable(path)}: the checkpoint has {printable(found)}, the state has {asked}")
     if _wrappers(old) != _wrappers(new):
         lines.append(
             "What is in the state of an optimizer depends on its wrappers (with_loss_scale, with_master_weights, ...) "

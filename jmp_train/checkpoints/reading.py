@@ -14,7 +14,7 @@ from jmp_train.checkpoints.leaves import Leaf, differences, digest
 from jmp_train.checkpoints.manifest import read_manifest, verified_manifest
 from jmp_train.checkpoints.step_folders import saved_folders
 from jmp_train.distributed import broadcast_arrays, gather_texts
-from jmp_train.policies.files import DamagedError
+from jmp_train.policies.files import DamagedError, printable
 
 Found = TypeVar("Found")
 LeavesFor = Callable[[int, dict[str, Any]], list[Leaf]]
@@ -143,6 +143,6 @@ def _read_arrays(folder: Path, leaves_for: LeavesFor) -> tuple[dict[str, Any], l
     arrays = read_arrays(opened, leaves)
     for x, array in zip(leaves, arrays, strict=True):
         if digest(array) != x["sha256"]:
-            raise DamagedError(f"leaf {x['path']} is not what was saved")
+            raise DamagedError(f"leaf {printable(x['path'])} is not what was saved")
     found = dict(zip(saved, arrays, strict=True))
     return _metadata(manifest), [found[leaf] for leaf in wanted]

@@ -195,7 +195,8 @@ def _cast(name: str, x: np.ndarray, dtype: np.dtype, overflows: list[str]) -> np
 def _check_version(path: Path, metadata: Mapping[str, str]) -> None:
     version = metadata.get("format_version")
     if metadata.get("format") == _FORMAT and version != _VERSION:
-        raise ValueError(f"{path} has format_version {version}, but this version of jmp_train reads {_VERSION}")
+        found = f"format_version {printable(version)}"
+        raise ValueError(f"{path} has {found}, but this version of jmp_train reads {_VERSION}")
 
 
 def _check_fit(path: Path, types: Mapping[str, tuple[str, tuple[int, ...]]], leaves: Mapping[str, Any]) -> None:
