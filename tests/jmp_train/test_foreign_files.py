@@ -168,7 +168,7 @@ def forged_weights(path: Path) -> Forged:
 
 
 def forged_graphs(path: Path) -> Forged:
-    jt.graphs.save_graphs(path, jt.graphs.from_edges([0, 1], [1, 0], 2, nodes={"x": np.ones(2)}), {"y": [1]})
+    jt.graphs.save_graphs(path, jt.graphs.from_edges([0, 1], [1, 0], 2, nodes={"x": np.ones(2)}), {"y": np.ones(1)})
     return *safetensors(path), lambda: jt.graphs.load_graphs(path)
 
 
