@@ -32,8 +32,9 @@ from jmp_train.aot.compiling import compiling_environment, run_process, with_dee
 from jmp_train.aot.networks import Device
 from jmp_train.aot.shapes import is_shape, shapes_of
 from jmp_train.extras import extra_packages
-from jmp_train.policies.autocasting import programs_in, user_line_of
+from jmp_train.policies.autocasting import user_line_of
 from jmp_train.policies.files import cache_folder, write_atomically
+from jmp_train.policies.programs import walk
 from jmp_train.policies.pytrees import is_array, is_nnx
 
 _TEXTS = ("hlo", "buffer_assignment", "live_range")
@@ -224,7 +225,7 @@ def _export(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], devices: int, p
     traced = jitted.trace(*shapes)
     if not traced.jaxpr.out_avals:
         raise ExportError("the step returns no array, so there is nothing to compile; return the next state")
-    if found := sorted(_callbacks(traced.jaxpr.jaxpr)):
+    if found := sorted(_callbacks(traced.jaxpr)):
         raise ExportError(
             f"the step calls back to Python, which cannot be compiled without the GPU: {', '.join(found)}. "
             "Remove the callbacks from the planned step; they need almost no memory"
@@ -242,16 +243,10 @@ def _export(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], devices: int, p
     return exported
 
 
-def _callbacks(jaxpr: Any, callers: tuple[Any, ...] = ()) -> set[str]:
+def _callbacks(program: Any) -> set[str]:
     """Returns the primitives that call Python, with their lines of code."""
-    found = set()
-    for equation in jaxpr.eqns:
-        equations = (*callers, equation)
-        if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
-            found.add(f"{equation.primitive.name} at {user_line_of(equations)}")
-        for program in programs_in(equation):
-            found |= _callbacks(program, equations)
-    return found
+    named = ((place.equation.primitive.name, place.equations) for place in walk(program))
+    return {f"{name} at {user_line_of(at)}" for name, at in named if "callback" in name or name == "debug_print"}
 
 
 def _paths(name: str, argument: Any) -> list[str]:

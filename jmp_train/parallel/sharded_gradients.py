@@ -4,14 +4,15 @@ Policies, AMP modes and autocast all cast parameters in their own way, so the ca
 parameters that are only ever cast to float16 are gathered in float16.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -22,9 +23,9 @@ from jmp_train.parallel.mesh_axes import (
 )
 from jmp_train.parallel.shardings import gradient_dimensions
 from jmp_train.policies import Params, PyTree
-from jmp_train.policies.autocasting import opened, scan_counts
 from jmp_train.policies.loss_scaling import LossScales, PerLossScale
 from jmp_train.policies.optimizers import loss_scale_of
+from jmp_train.policies.programs import ABSTRACTLY, Enter, Reading
 from jmp_train.policies.pytrees import is_inexact, mean_over_axes, scatter_gradients
 from jmp_train.steps import (
     GradientFunction,
@@ -54,7 +55,6 @@ _MOVE = frozenset(
         "sharding_constraint",
     ]
 )
-_CALLS = frozenset(["jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "shard_map"])
 
 
 def all_gather_dtypes(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Any]:
@@ -74,7 +74,10 @@ def all_gather_dtypes(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Any]:
       >>> [dtype.name for dtype in all_gather_dtypes(jaxpr, jaxpr.invars)]
       ['float16', 'float32']
     """
-    return [_lowest_precision(variable.aval.dtype, set(_uses(jaxpr, variable))) for variable in variables]
+    uses = _Uses({variable: set() for variable in jaxpr.invars})
+    for moved in uses.evaluate(jaxpr, [frozenset((variable,)) for variable in jaxpr.invars]):
+        uses.note(moved)
+    return [_lowest_precision(variable.aval.dtype, uses.dtypes[variable]) for variable in variables]
 
 
 def _lowest_precision(own: np.dtype, used: set[Any]) -> Any:
@@ -85,43 +88,36 @@ def _lowest_precision(own: np.dtype, used: set[Any]) -> Any:
     return only if is_lower else own
 
 
-def _uses(jaxpr: Jaxpr, variable: Any) -> Iterator[Any]:
-    """Yields the dtype to which each use of a variable casts it, or its own if the use is no cast."""
-    if any(x is variable for x in jaxpr.outvars):
-        yield variable.aval.dtype
-    for equation in jaxpr.eqns:
-        for position, atom in enumerate(equation.invars):
-            if not isinstance(atom, Literal) and atom is variable:
-                yield from _use(jaxpr, equation, position)
+@dataclasses.dataclass(frozen=True)
+class _Uses(Reading[frozenset[Any]]):
+    """Notes to which dtypes the uses of a program's inputs cast them; a value is the inputs of which it is a copy.
 
+    Attributes:
+      dtypes: by input, the dtypes to which its uses cast it; its own if a use is no cast.
+    """
 
-def _use(program: Jaxpr, equation: Any, position: int) -> Iterator[Any]:
-    name, own = equation.primitive.name, equation.invars[position].aval.dtype
-    if name == "convert_element_type":
-        yield jnp.dtype(equation.params["new_dtype"])
-        return
-    if name in _MOVE and position == 0:
-        yield from (dtype for x in equation.outvars[:1] for dtype in _uses(program, x))
-        return
-    bodies = _bodies(equation, position)
-    for body, inner in bodies:
-        yield from _uses(body, body.invars[inner])
-    if not bodies:
-        yield own
+    dtypes: dict[Any, set[Any]]
 
+    # The condition of a `while` loop uses values too.
+    table: ClassVar[Mapping[str, Enter]] = {name: enter for name, enter in ABSTRACTLY.items() if name != "while"}
 
-def _bodies(equation: JaxprEqn, position: int) -> list[tuple[Any, int]]:
-    """Returns the programs in an equation that take an operand unchanged, each with the number of that input."""
-    params, name = equation.params, equation.primitive.name
-    if name == "cond":
-        return [(opened(branch), position - 1) for branch in params["branches"] if position]
-    if name == "scan":
-        consts, carry = scan_counts(params)
-        in_carry = consts <= position < consts + carry
-        return [] if in_carry else [(opened(params["jaxpr"]), position)]
-    if name in _CALLS:
-        return [(opened(params.get("jaxpr") or params["call_jaxpr"]), position)]
-    return []
+    def constant(self, array: Any) -> frozenset[Any]:
+        return frozenset()
+
+    def joined(self, values: Sequence[frozenset[Any]]) -> frozenset[Any]:
+        return frozenset().union(*values)
+
+    def bind(self, equation: Any, inputs: list[frozenset[Any]]) -> list[frozenset[Any]]:
+        name, nothing = equation.primitive.name, frozenset[Any]()
+        moved, others = (inputs[0], inputs[1:]) if name in _MOVE else (nothing, inputs)
+        for variables in others:
+            self.note(variables, equation.params["new_dtype"] if name == "convert_element_type" else None)
+        return [moved, *[nothing] * (len(equation.outvars) - 1)][: len(equation.outvars)]
+
+    def note(self, variables: frozenset[Any], dtype: Any = None) -> None:
+        """Notes a use of inputs, in a dtype or in their own."""
+        for variable in variables:
+            self.dtypes[variable].add(variable.aval.dtype if dtype is None else jnp.dtype(dtype))
 
 
 def dimensions_of_gradients(state: TrainState, shardings: TrainState | None, axis: str) -> Any:

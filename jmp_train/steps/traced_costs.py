@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmp_train.policies import PyTree
 from jmp_train.policies.autocasting import half_share, held_jaxprs, variables_read
 from jmp_train.policies.dtype_policies import traced_operations
+from jmp_train.policies.programs import repeats_of
 from jmp_train.steps.train_state import TrainState
 
 # jax names the scopes of an equation by its transformations, the outermost first: "jvp(Dense_0)" in the forward
@@ -137,8 +138,7 @@ def _exchanged_bytes(jaxpr: Jaxpr, axes: Mapping[str, int]) -> int:
             total += sum(v.aval.size * v.aval.dtype.itemsize for v in equation.invars) * (count - 1) // count
             continue
         inner_axes = {**axes, **params["mesh"].shape} if equation.primitive.name == "shard_map" else axes
-        times = params["length"] if equation.primitive.name == "scan" else 1
-        total += times * sum(_exchanged_bytes(inner, inner_axes) for inner in held_jaxprs(equation))
+        total += repeats_of(equation) * sum(_exchanged_bytes(inner, inner_axes) for inner in held_jaxprs(equation))
     return total
 
 

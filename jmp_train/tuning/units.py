@@ -4,6 +4,7 @@ An entry has the shortest expressions that match only its operations.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 
 from jmp_train.policies.autocasting import PRODUCTS, AutocastRules, elements_of, flops_of
 from jmp_train.policies.autocasting.emulating import Bit, both, emulated_autocast
+from jmp_train.policies.programs import repeats_of
 from jmp_train.tuning.tuned_functions import Example, Subject, Transform
 
 
@@ -72,9 +74,7 @@ def find_units(subject: Subject, example: Example, dtype: Any, rules: AutocastRu
     def note(addresses: tuple[str, ...], equations: tuple[Any, ...]) -> Bit:
         merged = set(addresses).union(*(together.get(address, ()) for address in addresses))
         together.update(dict.fromkeys(merged, merged))
-        repeats = 1
-        for caller in equations[:-1]:
-            repeats *= caller.params.get("length", 1) if caller.primitive.name == "scan" else 1
+        repeats = math.prod(map(repeats_of, equations[:-1]))
         counts = counted.setdefault(addresses[0], [0, 0, 0])
         for i, count in enumerate((1, repeats * flops_of(equations[-1]), repeats * elements_of(equations[-1]))):
             counts[i] += count

@@ -1,5 +1,7 @@
 """Per-operation precision as a function transformation."""
 
+from jmp_train.policies.autocasting.bound_operations import as_traced as as_traced
+from jmp_train.policies.autocasting.bound_operations import at_line_of as at_line_of
 from jmp_train.policies.autocasting.custom_derivatives import multiplies as multiplies
 from jmp_train.policies.autocasting.explain import AutocastReport as AutocastReport
 from jmp_train.policies.autocasting.explain import decided as decided
@@ -18,11 +20,8 @@ from jmp_train.policies.autocasting.fp8 import fp8_scales as fp8_scales
 from jmp_train.policies.autocasting.fp8 import fp8_state as fp8_state
 from jmp_train.policies.autocasting.fp8 import scales_of as scales_of
 from jmp_train.policies.autocasting.fp8 import with_magnitudes as with_magnitudes
-from jmp_train.policies.autocasting.higher_order import scan_counts as scan_counts
 from jmp_train.policies.autocasting.inner_gradients import InnerGradientWarning as InnerGradientWarning
 from jmp_train.policies.autocasting.inner_gradients import warn_of_inner_gradients as warn_of_inner_gradients
-from jmp_train.policies.autocasting.interpreter import as_traced as as_traced
-from jmp_train.policies.autocasting.interpreter import at_line_of as at_line_of
 from jmp_train.policies.autocasting.opaque import OpaqueCall as OpaqueCall
 from jmp_train.policies.autocasting.opaque import float32_dot_general as float32_dot_general
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
@@ -40,9 +39,7 @@ from jmp_train.policies.autocasting.primitives import PRODUCTS as PRODUCTS
 from jmp_train.policies.autocasting.primitives import bind as bind
 from jmp_train.policies.autocasting.primitives import cast as cast
 from jmp_train.policies.autocasting.primitives import is_complex as is_complex
-from jmp_train.policies.autocasting.primitives import opened as opened
 from jmp_train.policies.autocasting.primitives import precisions_of as precisions_of
-from jmp_train.policies.autocasting.primitives import programs_in as programs_in
 from jmp_train.policies.autocasting.product_warnings import COMPLEX_WAY as COMPLEX_WAY
 from jmp_train.policies.autocasting.product_warnings import FUSION_FLAG as FUSION_FLAG
 from jmp_train.policies.autocasting.product_warnings import TOLERATED_SHARE as TOLERATED_SHARE
@@ -56,7 +53,6 @@ from jmp_train.policies.autocasting.product_warnings import warn_of_convolutions
 from jmp_train.policies.autocasting.reasons import Cause as Cause
 from jmp_train.policies.autocasting.region import DECIDED as DECIDED
 from jmp_train.policies.autocasting.region import BannedOperationError as BannedOperationError
-from jmp_train.policies.autocasting.region import join as join
 from jmp_train.policies.autocasting.rules import APEX_O1 as APEX_O1
 from jmp_train.policies.autocasting.rules import MOSTLY_HALF as MOSTLY_HALF
 from jmp_train.policies.autocasting.rules import TORCH_CPU as TORCH_CPU
@@ -86,6 +82,5 @@ from jmp_train.policies.autocasting.unmet_rules import unmet_lines as unmet_line
 from jmp_train.policies.autocasting.values import HALVES as HALVES
 from jmp_train.policies.autocasting.values import chosen as chosen
 from jmp_train.policies.autocasting.values import literal as literal
-from jmp_train.policies.autocasting.values import on_device as on_device
 from jmp_train.policies.autocasting.values import traced_dtype as traced_dtype
 from jmp_train.policies.autocasting.values import variables_read as variables_read

@@ -11,17 +11,9 @@ import jax.extend.core as jex
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from jmp_train.policies.autocasting.primitives import (
-    ARITHMETIC,
-    CALLS,
-    LAYOUT,
-    PICKS,
-    body_of,
-    names,
-    opened,
-    results_inside,
-)
+from jmp_train.policies.autocasting.primitives import ARITHMETIC, CALLS, LAYOUT, PICKS, names, results_inside
 from jmp_train.policies.autocasting.values import variables_read
+from jmp_train.policies.programs import bodies_of, opened
 
 NEAR_A_CONSTANT = names("logistic tanh erf erfc cos sin exp exp2")  # functions whose values crowd there
 _THROUGH = ARITHMETIC | LAYOUT | PICKS | names("square integer_pow abs max min clamp select_n concatenate pad split")
@@ -54,14 +46,10 @@ def _found(remembered: Callable[..., Any], jaxpr: Jaxpr, results: frozenset[Any]
 
 def _bodies(equation: Any) -> list[tuple[Any, list[Any]]]:
     """Returns the programs that an equation holds, each with the operands that it reads, in order."""
-    name, params = equation.primitive.name, equation.params
-    if name in CALLS:
-        return [(body_of(equation), equation.invars)]
-    if name in ("scan", "remat2"):
-        return [(opened(params["jaxpr"]), equation.invars)]
-    if name == "cond":
-        return [(opened(branch), equation.invars[1:]) for branch in params["branches"]]
-    return []
+    name = equation.primitive.name
+    operands = equation.invars[1:] if name == "cond" else equation.invars
+    is_entered = name in CALLS or name in ("scan", "remat2", "cond")
+    return [(opened(body), operands) for body in bodies_of(equation)] if is_entered else []
 
 
 def _subtracts_constant(equation: Any, constants: set[Any]) -> bool:

@@ -11,13 +11,15 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
-from jmp_train.policies.autocasting.interpreter import as_traced, inlined, interpret, on_arrays
+from jmp_train.policies.autocasting.bound_operations import as_traced
+from jmp_train.policies.autocasting.interpreter import inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.literal_bounds import fits
-from jmp_train.policies.autocasting.primitives import PRODUCTS, multiplies, opened
+from jmp_train.policies.autocasting.primitives import PRODUCTS, multiplies
 from jmp_train.policies.autocasting.reasons import Cause
 from jmp_train.policies.autocasting.region import Decision, Region
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, AutocastRules, kind_of
-from jmp_train.policies.autocasting.values import Value, chosen, eligible, on_device, replaced, traced_dtype, values_of
+from jmp_train.policies.autocasting.values import Value, chosen, eligible, replaced, traced_dtype, values_of
+from jmp_train.policies.programs import on_device, opened
 
 
 def custom_jvp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:

@@ -28,15 +28,14 @@ from jmp_train.policies.autocasting.primitives import (
     TRANSCENDENTAL,
     is_complex,
     multiplies,
-    opened,
     precisions_of,
-    programs_in,
 )
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
 from jmp_train.policies.autocasting.reasons import Cause, Reason
-from jmp_train.policies.autocasting.region import Region, contracts_one, in_8_bits, join
+from jmp_train.policies.autocasting.region import Region, contracts_one, in_8_bits
 from jmp_train.policies.autocasting.rules import Rule
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen, eligible, traced_dtype
+from jmp_train.policies.programs import join, opened, programs_in
 
 _PASSES_ON = frozenset(CALLS) | {"logistic"}  # `jax.nn.sigmoid` is a call
 

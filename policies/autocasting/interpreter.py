@@ -4,152 +4,200 @@ The function is traced with float32 in place of half inputs, so that literals ar
 makes those that depend on the program only. Then the equations run one by one on the actual values: `settle` chooses
 the dtypes of the operands, and the primitive is bound to them. Values computed only from literals are weak: they
 take the dtype of the other operand, as Python numbers do.
-
-The gradient of a primitive stores its operands as they are bound. If a gradient needs half values, they are upcast
-within a checkpoint. Values that are read more than once are read through float32, so that their gradients are added in
-float32.
 """
 
 import contextlib
 import dataclasses
-import functools
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
-from jax.extend.source_info_util import user_context
-from jax.typing import DTypeLike
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jmp_train.policies.autocasting.decisions import Step, is_entered, literals_fit, settle, steps_of
-from jmp_train.policies.autocasting.fp8 import fp8_dot
-from jmp_train.policies.autocasting.overflows import note_operation, without_overflow
-from jmp_train.policies.autocasting.primitives import (
-    ARITHMETIC,
-    CALLS,
-    COMPUTED,
-    DERIVED_IN_FLOAT32,
-    LAYOUT,
-    PLACEMENT,
-    PRODUCTS,
-    TRANSCENDENTAL,
-    bind,
-    bind_product,
-    body_of,
-    cast,
-    float32_product,
-    in_float32,
-    opened,
-    product_rule,
-    results_inside,
-    saving,
-)
+from jmp_train.policies.autocasting.bound_operations import at_line_of, computed
+from jmp_train.policies.autocasting.decisions import Step, is_entered, steps_of
+from jmp_train.policies.autocasting.primitives import CALLS, body_of, results_inside
 from jmp_train.policies.autocasting.readers import readers_of
 from jmp_train.policies.autocasting.region import Region
-from jmp_train.policies.autocasting.rules import FLOAT32_RULES
-from jmp_train.policies.autocasting.source_lines import source_of
-from jmp_train.policies.autocasting.values import (
-    FLOAT32,
-    HALVES,
-    Value,
-    argument,
-    eligible,
-    literal,
-    note_integers,
-    on_device,
-    results_of,
-    traced_dtype,
-    upcast_operands,
-)
+from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, argument, eligible, literal, traced_dtype
+from jmp_train.policies.programs import Reading, on_device
 
-_READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # they may read a value more than once
-_SAVES_ITS_INPUT = TRANSCENDENTAL | {"mul", "div"}  # their gradients need an input or the result
+
+@dataclasses.dataclass(frozen=True)
+class Autocast(Reading[Value]):
+    """A program under autocast.
+
+    Attributes:
+      region: the region.
+      steps: the equations of the current program with the decisions on them, by identity.
+      read_again: its variables that are read more than once.
+    """
+
+    region: Region
+    steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)
+    read_again: frozenset[Any] = frozenset()
+
+    def prepared(self, jaxpr: Any) -> "Autocast":
+        """Returns the reading with the decisions that do not depend on values."""
+        region = self.region.noting_complements(jaxpr)
+        steps = {id(step.equation): step for step in steps_of(region, jaxpr)}
+        return Autocast(region, steps, readers_of(region, jaxpr).read_again)
+
+    def written(self, variable: Any, value: Value) -> Value:
+        """Marks the value of a variable that is read more than once."""
+        if variable in self.read_again:
+            value.shared = True
+        return value
+
+    def run(self, equation: Any, inputs: list[Value]) -> Sequence[Value]:
+        """Runs an equation in the scope that it was traced in."""
+        step = self.steps[id(equation)]
+        if not step.is_added:  # the gradient stores the result itself
+            inputs = [dataclasses.replace(x, addends=None) if x.addends else x for x in inputs]
+        with jax.named_scope(step.scope) if step.scope else contextlib.nullcontext(), at_line_of(equation):
+            return super().run(equation, inputs)
+
+    def enter(self, equation: Any, inputs: list[Value]) -> Sequence[Value] | None:
+        """Runs the programs of an equation by the rules; returns None if it is bound as it was traced."""
+        region, step, name = self.region, self.steps[id(equation)], equation.primitive.name
+        if name not in region.handlers or not is_entered(region, step, inputs):
+            return None
+        inner = region.within(equation, step.scope, step.place)
+        if step.rule in ("lower", "float32", "fp8"):
+            inner = dataclasses.replace(inner, forced=region.word_of(equation)[0])
+        if step.in_float32 and name in CALLS and len(equation.outvars) == 1:
+            results = results_inside(body_of(equation), equation, equation.outvars)
+            inner = dataclasses.replace(inner, read_in_float32=results)
+        return region.handlers[name](inner, equation, inputs)
+
+    def bind(self, equation: Any, inputs: list[Value]) -> Sequence[Value]:
+        """Runs an operation by its rule."""
+        return computed(self.region, self.steps[id(equation)], inputs)
+
+    def trial(self) -> "Autocast":
+        """Returns the reading without a log."""
+        return Autocast(self.region.unlogged())
+
+    def constant(self, array: Any) -> Value:
+        """Returns a constant of any body."""
+        return self.region.constant(array)
+
+    def literal(self, atom: Any) -> Value:
+        """Returns a literal, which is weak."""
+        return literal(atom)
+
+    def array(self, value: Value) -> Any:
+        """Returns the array."""
+        return value.array
+
+    def unpacked(self, arrays: Any) -> Value:
+        """Returns an array that is a result of a body."""
+        return Value(arrays)
+
+    def body(self, rows: Any = (), count: int = 0) -> "Autocast":
+        """Returns the reading for a body, whose casts stay there; it gets scales of products in 8 bits."""
+        region = self.region.body()
+        if count and region.delayed:
+            region = dataclasses.replace(region, delayed=region.delayed.rows(rows, count))
+        return Autocast(region)
+
+    def rows(self, count: int) -> Any:
+        """Returns the scales of the products in 8 bits within."""
+        return self.region.delayed.within(self.region.place) if self.region.delayed else ()
+
+    def operand(self, array: Any, outer: Value) -> Value:
+        """Returns an operand of a body as an argument."""
+        value = argument(array)
+        value.integers = outer.integers
+        return value
+
+    def row(self, array: Any, outer: Value) -> Value:
+        """Returns a row."""
+        return Value(array, integers=outer.integers)
+
+    def inside(self, value: Value) -> Value:
+        """Returns a value for a body, which makes its own casts."""
+        return value.inside()
+
+    def constants(self, values: Sequence[Value]) -> Callable[[], list[Value]]:
+        """Returns what casts half constants of a scan in each iteration.
+
+        Their gradients are added over the iterations: in half precision, these sums would stagnate or overflow.
+        """
+        arrays = [value.to(FLOAT32) if _is_half(value) else None for value in values]
+        pairs = list(zip(values, arrays, strict=True))
+        return lambda: [value.inside() if array is None else _cast_inside(value, array) for value, array in pairs]
+
+    def start(self, program: Any, init: list[Value], atoms: Sequence[Any], operands: Any) -> list[Value]:
+        """Returns carried values in dtypes that the body preserves: half only if they stay half."""
+        arrays = [
+            jnp.asarray(value.to(traced_dtype(atom)) if value.weak else value.array)
+            if eligible(traced_dtype(atom))
+            else value.array
+            for value, atom in zip(init, atoms, strict=True)
+        ]
+        while operands is not None and any(map(_is_half, arrays)):
+            found = _result_dtypes(self.region, program, operands(list(map(Value, arrays))))
+            changed = [_is_half(x) and dtype != x.dtype for x, dtype in zip(arrays, found, strict=False)]
+            if not any(changed):
+                break
+            pairs = zip(arrays, changed, strict=True)
+            arrays = [lax.convert_element_type(x, FLOAT32) if upcast else x for x, upcast in pairs]
+        return list(map(Value, arrays))
+
+    def following(self, new: Value, old: Value) -> Value:
+        """Returns the next carried value, in the dtype of the one before."""
+        return Value(new.to(old.dtype))
+
+    def branch(self, number: int) -> "Autocast":
+        """Returns the reading for a branch, which is a place of its own."""
+        return Autocast(dataclasses.replace(self.region, place=f"{self.region.place}:{number}"))
+
+    def agreed(self, branches: Sequence[Any], operands: list[Value]) -> Callable[[list[Value]], list[Value]]:
+        """Returns what casts the results of branches to common dtypes."""
+        found = [_result_dtypes(self.region, branch, operands) for branch in branches]
+        dtypes = [outs[0] if len(set(outs)) == 1 else FLOAT32 for outs in zip(*found, strict=True)]
+
+        def agree(results: list[Value]) -> list[Value]:
+            pairs = zip(map(on_device, (x.array for x in results)), dtypes, strict=True)
+            return [Value(x if x.dtype == dtype else lax.convert_element_type(x, dtype)) for x, dtype in pairs]
+
+        return agree
 
 
 def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
     """Runs a jaxpr, closed or open, by the rules of a region."""
-    program = opened(jaxpr)
-    region = region.noting_complements(program)
-    constants = map(region.constant, getattr(jaxpr, "consts", ()))
-    environment: dict[Any, Value] = dict(zip(program.constvars, constants, strict=True))
-    environment.update(zip(program.invars, values, strict=True))
-    read_again = readers_of(region, program).read_again
-    _note_readers(environment, read_again)
-
-    def read(atom: Var | Literal) -> Value:
-        return literal(atom) if isinstance(atom, jex.Literal) else environment[atom]
-
-    for scope, steps in itertools.groupby(steps_of(region, program), key=lambda step: step.scope):
-        with jax.named_scope(scope) if scope else contextlib.nullcontext():
-            for step in steps:
-                equation = step.equation
-                inputs = [read(atom) for atom in equation.invars]
-                if not step.is_added:  # the gradient stores the result itself
-                    inputs = [dataclasses.replace(x, addends=None) if x.addends else x for x in inputs]
-                with at_line_of(equation):
-                    outputs = _entered(region, step, inputs) if equation.primitive.name in region.handlers else None
-                    if outputs is None:
-                        step = settle(region, step, inputs)
-                        outputs = _bound(region, step, without_overflow(equation, step.dtypes, inputs))
-                        note_integers(equation, inputs, outputs)
-                        if region.log is not None:
-                            _note(region, step, inputs, outputs)
-                        if equation.primitive.name in ARITHMETIC:
-                            outputs = [_saved(region, step, outputs[0], inputs)]
-                        note_operation(equation, region.half, inputs, outputs)
-                found = dict(zip(equation.outvars, outputs, strict=True))
-                _note_readers(found, read_again)
-                environment.update(found)
-    return [read(atom) for atom in program.outvars]
+    return Autocast(region).evaluate(jaxpr, values)
 
 
-def _note_readers(values: dict[Any, Value], read_again: frozenset[Any]) -> None:
-    """Marks the values of variables that are read more than once."""
-    for variable in read_again.intersection(values):
-        values[variable].shared = True
+def _is_half(array: Any) -> bool:
+    """Returns whether an array or value is half; the dtype of a `jax.Ref` cannot change."""
+    return array.dtype in HALVES and not isinstance(getattr(array, "array", array), jax.Ref)
 
 
-def at_line_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """Makes compilers and profilers name the user's line: the equation's, or else the call of the region."""
-    if not source_of([equation]):
-        return contextlib.nullcontext()
-    return user_context(equation.source_info.traceback)
+def _cast_inside(value: Value, array: jax.Array) -> Value:
+    """Returns a half constant of a loop, cast in each iteration from an array in float32."""
+    source = None if value.source is None else array
+    return dataclasses.replace(value, array=array.astype(value.dtype), casts={}, source=source, made=None)
 
 
-def _entered(region: Region, step: Step, inputs: list[Value]) -> list[Value] | None:
-    """Returns the results of an equation whose program runs by rules; None if it is bound as it was traced."""
-    if not is_entered(region, step, inputs):
-        return None
-    inner = region.within(step.equation, step.scope, step.place)
-    if step.rule in ("lower", "float32", "fp8"):
-        inner = dataclasses.replace(inner, forced=region.word_of(step.equation)[0])
-    if step.in_float32 and step.equation.primitive.name in CALLS and len(step.equation.outvars) == 1:
-        results = results_inside(body_of(step.equation), step.equation, step.equation.outvars)
-        inner = dataclasses.replace(inner, read_in_float32=results)
-    return region.handlers[step.equation.primitive.name](inner, step.equation, inputs)
+def _result_dtypes(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> Sequence[Any]:
+    """Returns the dtypes of a program's results; traces it once for values of the same kind."""
 
+    def find() -> list[Any]:
+        found: list[Any] = []
 
-def _note(region: Region, step: Step, inputs: list[Value], outputs: list[Value]) -> None:
-    """Records the decision on an operation for `explain_autocast`."""
-    used = [x.dtype if d is None else d for x, d in zip(inputs, step.dtypes, strict=True)]
-    used = [region.recipe.forward_dtype for _ in inputs] if step.rule == "fp8" else used
-    word = str(step.rule)
-    if word == "float32" and step.equation.primitive.name in PRODUCTS:
-        word = product_rule(_precise(region, step, step.equation.params))
-    region.note(step.equation, step.scope, word, step.reason, used, outputs)
+        def note() -> None:
+            results = interpret(region.unlogged().body(), jaxpr, [v.inside() for v in values])
+            found[:] = [value.dtype for value in results]
 
+        jax.eval_shape(note)
+        return found
 
-def _precise(region: Region, step: Step, params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of a product, with the precision by which float32 operands are multiplied."""
-    if step.rule == "float32" or (step.rule == "promote" and FLOAT32 in step.dtypes):
-        word = region.word_of(step.equation)[0]
-        return in_float32(step.equation.primitive.name, params, word if word in FLOAT32_RULES else "float32")
-    return params
+    key = ("dtypes", region.settings, *(value.kind for value in values))
+    return region.remembered(key, jaxpr, find)
 
 
 def inlined(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:
@@ -171,182 +219,3 @@ def on_arrays(region: Region, jaxpr: ClosedJaxpr, inputs: Sequence[Value] | None
         return [on_device(value.array) for value in outputs]
 
     return run
-
-
-def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
-    """Returns the results of an operation whose rule and dtypes are settled; how it is bound decides what is stored."""
-    equation: Any = step.equation
-    name, half, dtypes, rule = equation.primitive.name, region.half, step.dtypes, step.rule
-    if rule == "fp8":
-        return [_in_8_bits(region, step, inputs)]
-    if rule == "lower" and step.is_logits:
-        halves = [value.to(half) for value in inputs]
-        return [Value(float32_product(equation.primitive, halves, equation.params), product=True)]
-    if name == "convert_element_type":
-        return [_converted(equation, inputs[0], keeps_float32=rule == "float32")]
-    params = _params(equation, next((d for d in dtypes if d is not None), None))
-    params = _precise(region, step, params) if name in PRODUCTS else params
-    upcast = any(x.dtype == half and not x.weak and d == FLOAT32 for x, d in zip(inputs, dtypes, strict=True))
-    if name in TRANSCENDENTAL and dtypes == [FLOAT32] and inputs[0].addends is not None:
-        add, addends = inputs[0].addends
-        return [_recomputed(lambda *arrays: equation.primitive.bind(add(*arrays), **params), addends)]
-    upcasting = functools.partial(_in_float32, equation, params)
-    if name in _SAVES_ITS_INPUT | PRODUCTS and upcast:
-        return [_recomputed(upcasting, inputs)]
-    if half in dtypes and _derivative_leaves_half(equation, inputs, half):
-        return [_recomputed(lambda *arrays: cast(upcasting(*arrays), half), inputs)]
-    if name in _READS_AGAIN and dtypes[0] == half and not inputs[0].weak:
-        return [_read_again(equation, inputs, params, half)]
-    if name in ARITHMETIC and half in dtypes and _spreads(equation, inputs):
-        return [_spread(equation, inputs, params, half)]
-    cast_arrays = [x.array if dtype is None else x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
-    outputs = _bind(equation, cast_arrays, inputs, params)
-    if name in ("add", "sub") and upcast and _is_smaller(inputs, equation.outvars[0].aval.shape):
-        outputs[0].addends = upcasting, inputs
-    if name in LAYOUT - PLACEMENT and outputs[0].dtype == half:
-        outputs[0].source = _source(equation, inputs, params)
-    return outputs
-
-
-def _source(equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any]) -> Any:
-    """Returns the float32 array of which a moved array is the half one; None if there is none."""
-    first, *others = inputs
-    if equation.primitive.name == "copy":
-        is_stored = first.dtype == FLOAT32 and not first.weak  # by `graph_storage`
-        return first.array if is_stored else first.source
-    if first.source is None:
-        return None
-    return equation.primitive.bind(first.source, *(x.array for x in others), **params)
-
-
-def _saved(region: Region, step: Step, output: Value, inputs: list[Value]) -> Value:
-    """Returns the result of arithmetic, rounded to half if a gradient stores it for readers that compute in half."""
-    of_half = any(x.dtype == region.half for x in inputs)
-    may_round = output.dtype == FLOAT32 and literals_fit(region, step.equation, inputs)
-    exact = output.integers is None or output.integers.held_by(region.half)
-    if step.in_half and may_round and exact and (of_half or any(x.scaled for x in inputs)):
-        return Value(output.to(region.half))
-    return dataclasses.replace(output, scaled=of_half and step.equation.primitive.name in ("mul", "div"))
-
-
-def _in_8_bits(region: Region, step: Step, inputs: Sequence[Value]) -> Value:
-    """Multiplies in 8 bits; the operands keep their dtypes."""
-    contract, _ = step.equation.params["dimension_numbers"]
-    dtype = _params(step.equation, region.half).get("preferred_element_type") or region.half
-    lhs, rhs = (on_device(value.array) for value in inputs)
-    scales = region.delayed.of(step.place) if region.delayed else None
-    return Value(fp8_dot(lhs, rhs, contract, region.recipe, dtype, scales), product=True)
-
-
-def _converted(equation: JaxprEqn, value: Value, *, keeps_float32: bool) -> Value:
-    source, dtype = traced_dtype(equation.invars[0]), equation.params["new_dtype"]
-    if keeps_float32 and dtype in HALVES:
-        return Value(value.to(FLOAT32))
-    if eligible(source) and source == dtype:  # it only makes a weak type strong
-        return value
-    if eligible(source) and eligible(dtype):
-        return dataclasses.replace(value, array=value.to(dtype), casts={}, addends=None, source=None, made=None)
-    (output,) = _bind(equation, [value.array], [value], equation.params)
-    if source == np.bool_:
-        return dataclasses.replace(output, weak=True, bounds=(0.0, 1.0))  # a mask
-    return output
-
-
-def _params(equation: JaxprEqn, dtype: DTypeLike | None) -> dict[str, Any]:
-    """Returns the parameters of an equation whose operands were cast to `dtype`."""
-    params = equation.params
-    is_product = equation.primitive.name in PRODUCTS
-    preferred = params.get("preferred_element_type") if is_product else None
-    if preferred is None or dtype is None or not eligible(np.dtype(preferred)):
-        return params
-    asked_for_upcast = jnp.promote_types(*(traced_dtype(x) for x in equation.invars[:2])) != preferred
-    return params if asked_for_upcast else {**params, "preferred_element_type": dtype}
-
-
-def _bind(equation: JaxprEqn, arrays: Sequence[Any], inputs: Sequence[Value], params: dict[str, Any]) -> list[Value]:
-    primitive = equation.primitive
-    if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        results = as_traced(equation, *arrays)
-    elif primitive.name in COMPUTED:
-        results = bind(primitive, arrays, params)
-    else:
-        results = primitive.bind(*arrays, **params)
-    return results_of(equation, results if primitive.multiple_results else [results], inputs)
-
-
-def as_traced(equation: JaxprEqn, *arrays: jax.Array) -> list[Any]:
-    """Binds a call to values in their traced dtypes; its custom rules are Python code and need jax arrays."""
-    primitive, params = equation.primitive, equation.params
-    return primitive.bind(*map(on_device, arrays), **primitive.get_bind_params(params))
-
-
-def _is_smaller(inputs: Sequence[Value], shape: tuple[int, ...]) -> bool:
-    """Returns whether the inputs, one in half and smaller ones, take less memory than a float32 array."""
-    large = [x.dtype for x in inputs if not x.weak and np.shape(x.array) == shape]
-    return len(large) < 2 and all(dtype in HALVES for dtype in large)
-
-
-def _in_float32(equation: JaxprEqn, params: dict[str, Any], *arrays: jax.Array) -> Any:
-    """Binds an equation to its arrays, cast to float32."""
-    return bind_product(equation.primitive, upcast_operands(equation, arrays), params)
-
-
-def _derivative_leaves_half(equation: Any, inputs: Sequence[Value], half: DTypeLike) -> bool:
-    """Returns whether jax's derivative rule has intermediate values that half cannot hold, though it holds the result.
-
-    The gradient of a quotient, for example, multiplies by the inverse square of the divisor.
-    """
-    name = equation.primitive.name
-    if name in ("reduce_max", "reduce_min"):  # the number of ties
-        most, (operand,), (result,) = round(2 / float(jnp.finfo(half).eps)), equation.invars, equation.outvars
-        try:
-            return math.prod(operand.aval.shape) > most * math.prod(result.aval.shape)
-        except jax.errors.InconclusiveDimensionOperation:  # for symbolic shapes
-            return True
-    divides = name in ("div", "rem")
-    return name in DERIVED_IN_FLOAT32 and not inputs[1 if divides else 0].weak
-
-
-def _recomputed(run: Callable[..., Any], inputs: Sequence[Value]) -> Value:
-    """Returns the result of `run`; the gradient stores only the inputs and recomputes everything else.
-
-    Half inputs that others read too are read through one float32 value, so that the gradients of all readers are added
-    in float32: the gradient of a cross entropy is a small difference of two of them. So are those with a source.
-    """
-    saved = [value.array for value in inputs]
-    through_float32 = [(x.shared or x.source is not None) and x.dtype in HALVES and not x.weak for x in inputs]
-    if not any(through_float32):
-        return Value(jax.checkpoint(run, prevent_cse=False)(*saved))
-    arrays = [value.to(FLOAT32) if value.dtype in HALVES and not value.weak else value.array for value in inputs]
-    return Value(saving(run, arrays, saved, prevent_cse=False))
-
-
-def _read_again(equation: JaxprEqn, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike) -> Value:
-    """Reads half values more than once through float32, so that their gradients are added in float32."""
-    arrays = [inputs[0].to(FLOAT32), *(value.array for value in inputs[1:])]
-    (output,) = _bind(equation, arrays, inputs, params)
-    return dataclasses.replace(output, array=cast(output.array, half))
-
-
-def _spreads(equation: Any, inputs: Sequence[Value]) -> bool:
-    """Returns whether operands with gradients are smaller than the result."""
-    shape = equation.outvars[0].aval.shape
-    return any(not x.weak and np.shape(x.array) != shape for x in inputs)
-
-
-def _spread(equation: Any, inputs: Sequence[Value], params: dict[str, Any], half: DTypeLike) -> Value:
-    """Binds in half; broadcasts smaller operands in float32, so that their gradients are added in float32."""
-    shape = equation.outvars[0].aval.shape
-
-    def in_half(value: Value, array: jax.Array) -> Any:
-        if value.weak and isinstance(value.array, np.ndarray | np.generic):
-            return value.to(half)
-        if not value.weak and array.shape != shape:
-            array = jnp.broadcast_to(array.astype(FLOAT32), shape)
-        return array.astype(half)
-
-    def run(*arrays: jax.Array) -> Any:
-        return equation.primitive.bind(*map(in_half, inputs, arrays), **params)
-
-    saves = equation.primitive.name in _SAVES_ITS_INPUT  # store the small operands, not the broadcast ones
-    return _recomputed(run, inputs) if saves else Value(run(*(value.array for value in inputs)))

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.higher_order import ENTERED
-from jmp_train.policies.autocasting.primitives import PRODUCTS, is_complex, programs_in
+from jmp_train.policies.autocasting.primitives import PRODUCTS, is_complex
 from jmp_train.policies.documents import aligned
+from jmp_train.policies.programs import programs_in, repeats_of
 
 _HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
 _HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # and narrower types
@@ -123,7 +124,7 @@ def flops_of(equation: Any) -> int:
     """Returns the number of an equation's floating-point operations; a loop of unknown length counts once."""
     if held := held_jaxprs(equation):  # a program that ran as it was traced
         inner = sum(flops_of(e) for jaxpr in held for e in jaxpr.eqns)
-        return equation.params.get("length", 1) * inner
+        return repeats_of(equation) * inner
     size = elements_of(equation)
     size *= 4 if equation.primitive.name in PRODUCTS and any(map(is_complex, equation.invars)) else 1
     match equation.primitive.name:
@@ -161,7 +162,7 @@ def held_jaxprs(equation: JaxprEqn) -> list[Any]:
     return programs_in(equation) if equation.primitive.name in _HOLD_PROGRAMS else []
 
 
-def is_float32(atom: Var | Literal) -> bool:
-    """Returns whether a variable or literal of a jaxpr has floats of more than 16 bits, or complex numbers."""
-    dtype = getattr(atom.aval, "dtype", None)
+def is_float32(atom: Any) -> bool:
+    """Returns whether an array, variable or literal has floats of more than 16 bits, or complex numbers."""
+    dtype = getattr(getattr(atom, "aval", atom), "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits > 16

@@ -19,22 +19,12 @@ from jax.typing import DTypeLike
 from jmp_train.policies.autocasting.rules import PRESETS
 from jmp_train.policies.autocasting.rules import PRODUCTS as _PRODUCTS
 from jmp_train.policies.autocasting.rules import TRANSCENDENTAL as _TRANSCENDENTAL
+from jmp_train.policies.programs import opened, walk
 
 
 def names(text: str) -> frozenset[str]:
     """Returns the words of a text."""
     return frozenset(text.split())
-
-
-def opened(jaxpr: Any) -> Any:
-    """Returns a program, closed or open, as an open jaxpr."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def programs_in(equation: Any) -> list[Any]:
-    """Returns the programs among the parameters of an equation, as open jaxprs."""
-    held = jax.tree.leaves(list(equation.params.values()))
-    return [opened(x) for x in held if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)]
 
 
 def body_of(call: Any) -> Any:
@@ -56,9 +46,8 @@ def multiplies(jaxpr: Any, *, by_default: bool = False) -> bool:
       by_default: True to count only products that request no precision.
     """
     return any(
-        (e.primitive.name in PRODUCTS and not (by_default and e.params["precision"] is not None))
-        or any(multiplies(body, by_default=by_default) for body in programs_in(e))
-        for e in opened(jaxpr).eqns
+        e.primitive.name in PRODUCTS and not (by_default and e.params["precision"] is not None)
+        for e in (place.equation for place in walk(jaxpr))
     )
 
 

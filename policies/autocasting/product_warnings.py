@@ -6,7 +6,7 @@ code reads uninitialized memory; a flag avoids the fault.
 """
 
 import functools
-import math
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.operations import flops_of, held_jaxprs, is_float32
-from jmp_train.policies.autocasting.primitives import PRODUCTS, precisions_of, programs_in
+from jmp_train.policies.autocasting.operations import flops_of, is_float32
+from jmp_train.policies.autocasting.primitives import PRODUCTS, precisions_of
 from jmp_train.policies.autocasting.reasons import Cause
 from jmp_train.policies.autocasting.region import DECIDED, Decision
 from jmp_train.policies.autocasting.source_lines import user_line_of, warn_user
 from jmp_train.policies.autocasting.values import traced_dtype
+from jmp_train.policies.programs import programs_in, repeats_of, walk
 
 FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 _FIRST, _FIRST_UNKNOWN = (0, 11), (0, 13)
@@ -95,14 +96,6 @@ def warn_of_convolutions(equations: Iterable[Any], dtype: DTypeLike | None = Non
             f"set XLA_FLAGS={FUSION_FLAG} in the environment before jax starts",
             CpuConvolutionWarning,
         )
-
-
-def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yields the equations of an open jaxpr and of the programs within it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in held_jaxprs(equation):
-            yield from all_equations(inner)
 
 
 @functools.cache
@@ -205,20 +198,15 @@ def _unreached(decision: Decision) -> Iterator[Unreached]:
     if cause is Cause.COMPLEX and name in PRODUCTS:
         yield Unreached(equations, decision.path, decision.repeats * flops_of(decision.equation))
     if decision.rule == "keep" and cause in _NOT_ENTERED and name not in _EXACT:
-        for within, repeats in _products(decision.equation, equations, decision.repeats):
-            yield Unreached(within, decision.path, repeats * flops_of(within[-1]), name)
+        repeats = decision.repeats * repeats_of(decision.equation)
+        held = (walk(body, callers=equations, repeats=repeats) for body in programs_in(decision.equation))
+        for place in itertools.chain.from_iterable(held):
+            if _is_left_in_float32(place.equation):
+                yield Unreached(place.equations, decision.path, place.repeats * flops_of(place.equation), name)
 
 
-def _products(holder: Any, callers: tuple[Any, ...], repeats: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Yields the float32 products in the programs of an equation, and the number of times that each runs."""
-    params = holder.params
-    grid = getattr(params.get("grid_mapping"), "grid", ())
-    repeats *= params.get("length", 1) * math.prod(size for size in grid if isinstance(size, int))
-    for jaxpr in programs_in(holder):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name not in PRODUCTS:
-                yield from _products(equation, (*callers, equation), repeats)
-            elif not (is_exact(equation) or DECIDED in str(equation.source_info.name_stack)) and any(
-                map(is_float32, equation.invars)
-            ):
-                yield (*callers, equation), repeats
+def _is_left_in_float32(equation: Any) -> bool:
+    """Returns whether an equation is a float32 product that nothing asks for."""
+    is_asked_for = is_exact(equation) or DECIDED in str(equation.source_info.name_stack)
+    is_product = equation.primitive.name in PRODUCTS
+    return is_product and not is_asked_for and any(map(is_float32, equation.invars))

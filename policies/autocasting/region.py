@@ -14,11 +14,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_train.policies.autocasting.complements import NEAR_A_CONSTANT, complemented
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, Recipe
-from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS, body_of, opened, precisions_of, results_inside
+from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS, body_of, precisions_of, results_inside
 from jmp_train.policies.autocasting.reasons import Cause, Reason
 from jmp_train.policies.autocasting.rules import AutocastRules, Rule, kind_of
 from jmp_train.policies.autocasting.source_lines import address_of
 from jmp_train.policies.autocasting.values import Value, argument
+from jmp_train.policies.programs import join, opened, repeats_of
 
 Found = TypeVar("Found")
 
@@ -123,7 +124,12 @@ class Region:
         if self.complemented and equation.primitive.name in CALLS:
             results = results_inside(body_of(equation), equation, self.complemented)
         return dataclasses.replace(
-            self, path=join(self.path, scope), callers=callers, place=place, complemented=results
+            self,
+            path=join(self.path, scope),
+            callers=callers,
+            repeats=self.repeats * repeats_of(equation),
+            place=place,
+            complemented=results,
         )
 
     def noting_complements(self, program: Jaxpr) -> "Region":
@@ -291,9 +297,3 @@ def _no_matrix_product(equation: Any) -> tuple[Rule, Reason] | None:
     if not batch:
         return "float32", Reason(Cause.INNER_PRODUCT)
     return ("float32", Reason(Cause.SQUARE)) if equation.invars[0] is equation.invars[1] else None
-
-
-def join(path: str, scope: str) -> str:
-    """Returns a path joined with a scope, without the names of transformations."""
-    scope = re.sub(r"\b(?:jvp|transpose|vmap|rematted_computation|checkpoint)\(|\)", "", scope)
-    return f"{path}/{scope}" if path and scope else path or scope

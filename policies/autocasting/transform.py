@@ -15,13 +15,15 @@ from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScaling, R
 from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.inner_gradients import warn_of_inner_gradients
 from jmp_train.policies.autocasting.interpreter import interpret
+from jmp_train.policies.autocasting.operations import held_jaxprs
 from jmp_train.policies.autocasting.primitives import PRODUCTS
-from jmp_train.policies.autocasting.product_warnings import all_equations, warn_of_convolutions, warn_of_unreached
+from jmp_train.policies.autocasting.product_warnings import warn_of_convolutions, warn_of_unreached
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, TORCH_CUDA, AutocastRules, Rule
 from jmp_train.policies.autocasting.traced_calls import none_key_explained, run_traced
 from jmp_train.policies.autocasting.unmet_rules import warn_of_unmet
 from jmp_train.policies.autocasting.values import argument
+from jmp_train.policies.programs import walk
 from jmp_train.policies.pytrees import check_half
 
 Args = ParamSpec("Args")
@@ -185,7 +187,7 @@ def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kw
     delayed = given_scales() if isinstance(region.recipe, DelayedScaling) else None
 
     def run(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
-        warn_of_convolutions(all_equations(jaxpr.jaxpr), region.half)
+        warn_of_convolutions((place.equation for place in walk(jaxpr, held_jaxprs)), region.half)
         if region.programs is not None:
             region.programs.append(jaxpr)
         fresh = dataclasses.replace(region, constants={}, memory={}, delayed=delayed)

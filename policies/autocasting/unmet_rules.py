@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from jmp_train.policies.autocasting.decisions import can_take
 from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.known_names import is_function_of_jax, nearest
 from jmp_train.policies.autocasting.operations import held_jaxprs
-from jmp_train.policies.autocasting.region import join, tables_of
+from jmp_train.policies.autocasting.region import tables_of
 from jmp_train.policies.autocasting.rules import (
     APEX_O1,
     MOSTLY_HALF,
@@ -20,6 +20,7 @@ from jmp_train.policies.autocasting.rules import (
     Rule,
 )
 from jmp_train.policies.autocasting.source_lines import address_of, warn_user
+from jmp_train.policies.programs import walk
 
 _SHOWN = 3
 _TABLES = (TORCH_CUDA, TORCH_CPU, APEX_O1, MOSTLY_HALF)
@@ -54,7 +55,8 @@ def unmet_entries(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> tupl
     tables, primitives = tables_of(rules), [entry for entry in rules.primitives if entry not in _SHIPPED_PRIMITIVES]
     if not (tables.paths or tables.operations or own or primitives):
         return ()
-    calls = [call for program in programs for call in _walk(program.jaxpr, (), "")]
+    places = (place for program in programs for place in walk(program, held_jaxprs))
+    calls = [(place.equations, place.path) for place in places]
     paths = dict.fromkeys(path for _, path in calls)
     addresses = dict.fromkeys(address_of(e, path) for e, path in calls if e[-1].primitive.name not in ENTERED)
     functions = dict.fromkeys(str(e[-1].params["name"]) for e, _ in calls if e[-1].primitive.name in ("jit", "pjit"))
@@ -112,15 +114,6 @@ def warn_of_unmet(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> None
         "prints the path and the line of each operation.",
         UnmetRulesWarning,
     )
-
-
-def _walk(jaxpr: Jaxpr, callers: tuple[Any, ...], path: str) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yields each equation of a program, preceded by the equations around it, and its path."""
-    for equation in jaxpr.eqns:
-        equations, scope = (*callers, equation), join(path, str(equation.source_info.name_stack))
-        yield equations, scope
-        for held in held_jaxprs(equation):
-            yield from _walk(held, equations, scope)
 
 
 def _text(table: str, name: str, known: dict[str, None]) -> str:

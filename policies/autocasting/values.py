@@ -173,11 +173,6 @@ def traced_dtype(atom: Var | Literal) -> Any:
     return getattr(atom.aval, "dtype", None)
 
 
-def on_device(array: jax.Array) -> Any:
-    """Returns a NumPy array as a jax array, and anything else, such as a reference, unchanged."""
-    return jnp.asarray(array) if isinstance(array, np.ndarray | np.generic) else array
-
-
 def _as_array(value: object) -> Any:
     """Returns a Python scalar, which a `while` may have as operand, as a jax array."""
     return jnp.asarray(value) if isinstance(value, bool | int | float | complex) else value

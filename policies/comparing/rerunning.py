@@ -3,29 +3,26 @@
 Nothing is rounded to lower precision, so any remaining difference is mathematical.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jmp_train.policies.diagnosing import (
-    Flat,
-    HeldPrograms,
     Key,
-    Operation,
     Part,
-    ValueKind,
     bound,
     compiled,
-    flattened,
+    has_references,
     in_float32,
     is_low,
     key_of,
-    last_uses,
+    operation_of,
 )
+from jmp_train.policies.programs import IN_PYTHON, Reading
 
 Swap = Callable[[int, Any], Any]
 """From the number of a run of an operation, and the result, to the value that takes its place."""
@@ -43,13 +40,9 @@ class Rerun:
     """
 
     def __init__(self, program: Any, arguments: Sequence[Any]) -> None:
-        self._flat = flattened(program)
         self.arguments = [_widened(x) for x in arguments]
-        self._held = HeldPrograms(self._run, _KIND)
+        self._program = program
         self._operations: dict[int, Callable[[list[Any]], list[Any]]] = {}
-        self._swaps: Mapping[Key, Swap] = {}
-        self._runs: dict[Key, int] = {}
-        self._seen: Callable[[Key, Any], None] | None = None
 
     def results(self, swaps: Mapping[Key, Swap], seen: Callable[[Key, Any], None] | None = None) -> list[Any]:
         """Returns the results of the program with some operations' results replaced.
@@ -58,39 +51,49 @@ class Rerun:
           swaps: for operations with one result, the function that replaces it.
           seen: called with the key and the result of every operation that has one result.
         """
-        self._swaps, self._runs, self._seen = swaps, {}, seen
-        return self._run(self._flat, self.arguments, ())
+        return _Again(self._operations, swaps, seen).evaluate(self._program, self.arguments)
 
-    def _run(self, flat: Flat, arguments: Sequence[Any], around: tuple[Any, ...]) -> list[Any]:
-        values = dict(zip(flat.operands, arguments, strict=True))
-        values |= {number: _widened(array) for number, array in flat.constants.items()}
-        last_use = last_uses(flat)
-        for i, op in enumerate(flat.operations):
-            inputs = [values[x] if isinstance(x, int) else _widened(x) for x in op.inputs]
-            results = self._operation(op, inputs, around)
-            values.update(zip(op.writes, results, strict=True))
-            for number in (*op.reads, *op.writes):
-                if last_use.get(number, -1) <= i:
-                    values.pop(number, None)
-        return [values[x] if isinstance(x, int) else _widened(x) for x in flat.results]
 
-    def _operation(self, op: Operation, inputs: list[Any], around: tuple[Any, ...]) -> list[Any]:
-        results = self._held.results(op, inputs, around)
-        if results is not None:
-            return results
-        if id(op) not in self._operations:  # its body keeps it
-            self._operations[id(op)] = compiled(_of_operation(Part([op], frozenset())), None, frozenset())
-        results = self._operations[id(op)](inputs)
-        if len(results) == 1:
-            results = [self._replaced(key_of((*around, *op.callers), op.equation), results[0])]
-        return results
+@dataclasses.dataclass(frozen=True)
+class _Again(Reading[Any]):
+    """Runs a program in float32, one operation after the other.
+
+    Attributes:
+      operations: compiled operations, by identity of the equation, which their bodies keep.
+      swaps: see `Rerun.results`.
+      seen: see `Rerun.results`.
+      runs: how often each replaced operation has run, but once.
+      callers: the equations in whose bodies it runs, the outermost first.
+    """
+
+    operations: dict[int, Callable[[list[Any]], list[Any]]]
+    swaps: Mapping[Key, Swap]
+    seen: Callable[[Key, Any], None] | None
+    runs: dict[Key, int] = dataclasses.field(default_factory=dict)
+    callers: tuple[Any, ...] = ()
+
+    table = IN_PYTHON
+
+    def within(self, equation: Any) -> "_Again":
+        return dataclasses.replace(self, callers=(*self.callers, equation))
+
+    def constant(self, array: Any) -> Any:
+        return _widened(array)
+
+    def bind(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        op = operation_of(equation)
+        if id(equation) not in self.operations:
+            run = _of_operation(Part([op], frozenset()))
+            self.operations[id(equation)] = run if has_references(equation) else compiled(run, None, frozenset())
+        results = self.operations[id(equation)]([*inputs, *op.inputs[len(inputs) :]])
+        return results if len(results) != 1 else [self._replaced(key_of(self.callers, equation), results[0])]
 
     def _replaced(self, key: Key, result: Any) -> Any:
-        if self._seen is not None:
-            self._seen(key, result)
-        if key in self._swaps:
-            run = self._runs[key] = self._runs.get(key, -1) + 1
-            return self._swaps[key](run, result)
+        if self.seen is not None:
+            self.seen(key, result)
+        if key in self.swaps:
+            run = self.runs[key] = self.runs.get(key, -1) + 1
+            return self.swaps[key](run, result)
         return result
 
 
@@ -112,6 +115,3 @@ def _of_operation(part: Part) -> Callable[[list[Any]], list[Any]]:
 
 def _widened(x: Any) -> Any:
     return lax.convert_element_type(x, np.float32) if is_low(getattr(x, "dtype", None)) else x
-
-
-_KIND = ValueKind(of_array=_widened, array_of=lambda x: x, row=lambda x, i: x[i], stacked=jnp.stack)

@@ -10,8 +10,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jmp_train.policies.autocasting import LAYOUT, PRODUCTS, opened
+from jmp_train.policies.autocasting import LAYOUT, PRODUCTS
 from jmp_train.policies.diagnosing.measures import is_float, is_low, is_whole, widened
+from jmp_train.policies.programs import bodies_of, opened
 
 SUMS = frozenset(
     (
@@ -25,17 +26,6 @@ _EXACT = (lax.Precision.HIGHEST,) * 2
 _FOREIGN = ("callback", "ffi_call", "pallas_call", "custom_call", "kernel_call")
 # Their results say what bits there are, or the next number: float32 has others.
 _OF_BITS = frozenset(("bitcast_convert_type", "nextafter"))
-# What holds a program that runs once, by the name of the parameter.
-BODIES = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
 # What makes whole numbers or booleans of floats, where a rounding can decide. That of NaN and infinities is the step's.
 _DECIDERS = frozenset(
     (
@@ -54,6 +44,7 @@ _MOVES = frozenset(
         *("scatter-min", "scatter-max", "scatter_min", "scatter_max", "select_and_scatter", "select_and_gather_add"),
         *("reduce_precision", "bitcast_convert_type", "random_bits", "random_wrap", "random_unwrap"),
         *("empty", "empty2"),
+        *("new_ref", "free_ref", "freeze", "get", "swap", "addupdate"),  # of references
     )
 )
 
@@ -119,7 +110,7 @@ def _bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> li
     if primitive.name == "slice" and len(operands) > 1:  # the starts are operands
         sizes = np.subtract(params["limit_indices"], params["start_indices"])
         return [lax.dynamic_slice(operands[0], operands[1:], sizes)]
-    results = primitive.bind(*operands, **params)
+    results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
 
 
@@ -202,21 +193,6 @@ def rounded(shadow: jax.Array, dtype: Any) -> jax.Array:
     largest = float(jnp.finfo(dtype).max)
     clipped = jnp.where(jnp.isfinite(shadow), jnp.clip(shadow, -largest, largest), shadow)
     return lax.convert_element_type(clipped, dtype)
-
-
-def bodies_of(equation: Any) -> list[Any]:
-    """Returns the programs within an equation that are entered, each a jaxpr with or without its constants."""
-    name, params = equation.primitive.name, equation.params
-    if name in BODIES:
-        return [params[BODIES[name]]]
-    match name:
-        case "scan" | "shard_map":
-            return [params["jaxpr"]]
-        case "while":
-            return [params["body_jaxpr"]]
-        case "cond":
-            return list(params["branches"])
-    return []
 
 
 def is_measured(equation: Any) -> bool:

@@ -10,8 +10,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jmp_train.policies.autocasting import PRODUCTS, opened, precisions_of
-from jmp_train.policies.diagnosing.arithmetic import Rounding, bodies_of, dtype_of
+from jmp_train.policies.autocasting import PRODUCTS, precisions_of
+from jmp_train.policies.diagnosing.arithmetic import Rounding, dtype_of
+from jmp_train.policies.programs import bodies_of, opened
 
 _TF32, _BFLOAT16 = Rounding(10), Rounding(7)
 _DEFAULT = (None, lax.Precision.DEFAULT)

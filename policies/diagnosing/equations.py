@@ -14,10 +14,11 @@ from typing import Any, Literal
 import jax.extend.core as jex
 import numpy as np
 
-from jmp_train.policies.autocasting import DECIDED, join, lines_of, opened, scan_counts
-from jmp_train.policies.diagnosing.arithmetic import BODIES, bodies_of, dtype_of, is_measured, picks
+from jmp_train.policies.autocasting import DECIDED, lines_of
+from jmp_train.policies.diagnosing.arithmetic import dtype_of, is_measured, picks
 from jmp_train.policies.diagnosing.constants import epsilon_in_code
 from jmp_train.policies.diagnosing.measures import is_float, is_low
+from jmp_train.policies.programs import ABSTRACTLY, Reading, join
 
 Direction = Literal["forward", "backward", "update"]
 
@@ -145,6 +146,7 @@ def _merged(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _NOWHERE = _Origin()
+_INFINITE = _Origin()  # of an infinite constant, whose reader is not known yet
 
 
 def sites_of(program: Any) -> tuple[list[Site], list[frozenset[int]]]:
@@ -155,81 +157,74 @@ def sites_of(program: Any) -> tuple[list[Site], list[frozenset[int]]]:
     """
     sites: list[Site] = []
     arguments = [_Origin(frozenset((-1 - i,))) for i in range(len(program.jaxpr.invars))]
-    results = _walk(program, arguments, sites, (), "", False, [0])
+    results = _Sites(sites, [0]).evaluate(program, arguments)
     return sites, [origin.rows for origin in results]
 
 
-def _walk(
-    program: Any,
-    operands: Sequence[_Origin],
-    sites: list[Site],
-    callers: tuple[Any, ...],
-    path: str,
-    backward: bool,
-    turn: list[int],
-) -> list[_Origin]:
-    """Adds the sites of a program, and returns the origins of its results."""
-    jaxpr = opened(program)
-    origins: dict[Any, _Origin] = dict.fromkeys(jaxpr.constvars, _NOWHERE)
-    origins.update(zip(jaxpr.invars, operands, strict=True))
-    constants = zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False)
-    infinite = {variable for variable, array in constants if _holds_infinity(array)}
+@dataclasses.dataclass(frozen=True)
+class _Sites(Reading[_Origin]):
+    """Adds the sites of a program; values are their origins.
 
-    def read(atom: Any, *readers: Any) -> _Origin:
-        is_constant = atom in infinite if not isinstance(atom, jex.Literal) else is_infinite(atom)
-        if is_constant and readers and readers[-1].primitive.name not in _STARTS:
-            return _Origin(infinite=(readers,), fills=(readers,))
-        return _NOWHERE if isinstance(atom, jex.Literal) else origins[atom]
+    Attributes:
+      sites: the sites so far.
+      turn: the turn of the last equation.
+      callers: the equations in whose bodies it is, the outermost first.
+      path: path of modules and scopes around it.
+      backward: True in the backward pass of a gradient.
+    """
 
-    is_looped = any(e.primitive.name in ("scan", "while") for e in callers)
-    for equation in jaxpr.eqns:
+    sites: list[Site]
+    turn: list[int]
+    callers: tuple[Any, ...] = ()
+    path: str = ""
+    backward: bool = False
+
+    table = ABSTRACTLY
+
+    def within(self, equation: Any) -> "_Sites":
         scope = str(equation.source_info.name_stack)
-        inputs = [read(atom, *callers, equation) for atom in equation.invars]
-        together = _union(inputs)
-        is_backward = backward or "transpose(" in scope
-        turn[0] += not is_looped
-        if bodies := bodies_of(equation):
-            within = (*callers, equation)
-            results = _of_bodies(equation, bodies, inputs, sites, (within, join(path, scope), is_backward, turn))
-        else:
-            if _vanishes((*callers, equation)):
-                together |= _Origin(zeros=((*callers, equation),))
-            if is_measured(equation):
-                direction = _direction(scope, is_backward, together.backward)
-                origins_of_it = together.rows, together.infinite, together.fills, together.zeros
-                own_path = _OF_AUTOCAST.sub("", join(path, scope))
-                sites.append(Site(equation, callers, own_path, direction, *origins_of_it, turn[0]))
-                if not picks(equation):  # whose readers read its operands
-                    together = dataclasses.replace(
-                        together,
-                        rows=frozenset((len(sites) - 1,)),
-                        fills=together.fills if equation.primitive.name == "convert_element_type" else (),
-                        backward=together.backward or direction != "forward",
-                    )
-            results = [together] * len(equation.outvars)
-        origins.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+        callers, path = (*self.callers, equation), join(self.path, scope)
+        return dataclasses.replace(self, callers=callers, path=path, backward=self.backward or "transpose(" in scope)
 
+    def trial(self) -> "_Sites":
+        return dataclasses.replace(self, sites=list(self.sites))
 
-def _of_bodies(
-    equation: Any, bodies: Sequence[Any], inputs: list[_Origin], sites: list[Site], around: tuple[Any, ...]
-) -> list[_Origin]:
-    name, params = equation.primitive.name, equation.params
-    if name in BODIES or name == "shard_map":
-        return _walk(bodies[0], inputs, sites, *around)
-    if name == "cond":
-        results = [_walk(body, inputs[1:], sites, *around) for body in bodies]
-        return [_union(found) | inputs[0] for found in zip(*results, strict=True)]
-    if name == "scan":
-        n_consts, n_carry = scan_counts(params)
-        consts, carry, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
-    else:
-        n_cond, n_consts = params["cond_nconsts"], params["body_nconsts"]
-        consts, carry, xs = inputs[n_cond:][:n_consts], inputs[n_cond + n_consts :], []
-    first = _walk(bodies[0], [*consts, *carry, *xs], list(sites), *around)
-    carry = [a | b for a, b in zip(carry, first[: len(carry)], strict=True)]
-    results = _walk(bodies[0], [*consts, *carry, *xs], sites, *around)
-    return [a | b for a, b in zip(results, [*carry, *results[len(carry) :]], strict=True)]
+    def constant(self, array: Any) -> _Origin:
+        return _INFINITE if _holds_infinity(array) else _NOWHERE
+
+    def literal(self, atom: Any) -> _Origin:
+        return _INFINITE if is_infinite(atom) else _NOWHERE
+
+    def joined(self, values: Sequence[_Origin]) -> _Origin:
+        return _union(values)
+
+    def evaluate(self, program: Any, inputs: Sequence[_Origin]) -> list[_Origin]:
+        return [_NOWHERE if x is _INFINITE else x for x in super().evaluate(program, inputs)]
+
+    def run(self, equation: Any, inputs: list[_Origin]) -> Sequence[_Origin]:
+        readers = (*self.callers, equation)
+        starts = equation.primitive.name in _STARTS
+        constant = _NOWHERE if starts else _Origin(infinite=(readers,), fills=(readers,))
+        self.turn[0] += not any(e.primitive.name in ("scan", "while") for e in self.callers)
+        return super().run(equation, [constant if x is _INFINITE else x for x in inputs])
+
+    def bind(self, equation: Any, inputs: list[_Origin]) -> Sequence[_Origin]:
+        together, scope = _union(inputs), str(equation.source_info.name_stack)
+        if _vanishes((*self.callers, equation)):
+            together |= _Origin(zeros=((*self.callers, equation),))
+        if is_measured(equation):
+            direction = _direction(scope, self.backward or "transpose(" in scope, together.backward)
+            origins_of_it = together.rows, together.infinite, together.fills, together.zeros
+            own_path = _OF_AUTOCAST.sub("", join(self.path, scope))
+            self.sites.append(Site(equation, self.callers, own_path, direction, *origins_of_it, self.turn[0]))
+            if not picks(equation):  # whose readers read its operands
+                together = dataclasses.replace(
+                    together,
+                    rows=frozenset((len(self.sites) - 1,)),
+                    fills=together.fills if equation.primitive.name == "convert_element_type" else (),
+                    backward=together.backward or direction != "forward",
+                )
+        return [together] * len(equation.outvars)
 
 
 def _union(origins: Sequence[_Origin]) -> _Origin:

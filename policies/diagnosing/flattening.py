@@ -6,14 +6,16 @@ Equal parts, such as those of a network's layers, are compiled once.
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
 
-from jmp_train.policies.autocasting import PRODUCTS, opened
-from jmp_train.policies.diagnosing.arithmetic import BODIES, bodies_of, dtype_of
+from jmp_train.policies.autocasting import PRODUCTS
+from jmp_train.policies.diagnosing.arithmetic import dtype_of
+from jmp_train.policies.programs import INLINED, RUN_ONCE, Reading, bodies_of, opened
 
 _LONGEST = 24  # operations of a part: of fewer there are more programs to compile, of more fewer are alike
 
@@ -63,53 +65,51 @@ def flattened(program: Any) -> Flat:
     Args:
       program: a jaxpr, with its constants if it has any.
     """
-    jaxpr = opened(program)
-    constants: dict[int, Any] = {}
-    operations: list[Operation] = []
-    operands = tuple(range(len(jaxpr.invars)))
-    results = _inline(program, operands, constants, operations, [len(operands)], ())
-    return Flat(operands, constants, operations, tuple(results))
+    operands = tuple(range(len(opened(program).invars)))
+    reading = _Flattening({}, [], itertools.count(len(operands)))
+    results = reading.evaluate(program, operands)
+    return Flat(operands, reading.arrays, reading.operations, tuple(results))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flattening(Reading[int | np.ndarray]):
+    """Inlines calls; values are their numbers, or literals."""
+
+    arrays: dict[int, Any]
+    operations: list[Operation]
+    numbers: Iterator[int]
+    callers: tuple[Any, ...] = ()
+
+    table = INLINED
+
+    def within(self, equation: Any) -> "_Flattening":
+        return dataclasses.replace(self, callers=(*self.callers, equation))
+
+    def constant(self, array: Any) -> int:
+        number = next(self.numbers)
+        self.arrays[number] = array
+        return number
+
+    def literal(self, atom: Any) -> np.ndarray:
+        return np.asarray(atom.val, dtype_of(atom))
+
+    def bind(self, equation: Any, inputs: list[int | np.ndarray]) -> tuple[int, ...]:
+        writes = tuple(itertools.islice(self.numbers, len(equation.outvars)))
+        self.operations.append(Operation(equation, (*inputs, *_starts(equation)), writes, self.callers))
+        return writes
+
+
+def operation_of(equation: Any) -> Operation:
+    """Returns an equation as an operation on values of its own."""
+    reads = range(len(equation.invars))
+    writes = range(len(reads), len(reads) + len(equation.outvars))
+    return Operation(equation, (*reads, *_starts(equation)), tuple(writes), ())
 
 
 def last_uses(flat: Flat) -> dict[int, int]:
     """Returns the place of the last operation that reads each value; results of the program are read at the end."""
     last = {number: i for i, op in enumerate(flat.operations) for number in op.reads}
     return last | dict.fromkeys((x for x in flat.results if isinstance(x, int)), len(flat.operations))
-
-
-def _inline(
-    program: Any,
-    operands: Sequence[int | np.ndarray],
-    constants: dict[int, Any],
-    operations: list[Operation],
-    count: list[int],
-    callers: tuple[Any, ...],
-) -> list[int | np.ndarray]:
-    jaxpr = opened(program)
-    values: dict[Any, int | np.ndarray] = dict(zip(jaxpr.invars, operands, strict=True))
-
-    def new(variables: Sequence[Any]) -> tuple[int, ...]:
-        numbers = tuple(range(count[0], count[0] + len(variables)))
-        count[0] += len(variables)
-        values.update(zip(variables, numbers, strict=True))
-        return numbers
-
-    constants.update(zip(new(jaxpr.constvars), getattr(program, "consts", ()), strict=True))
-
-    def read(atom: Any) -> int | np.ndarray:
-        return np.asarray(atom.val, dtype_of(atom)) if isinstance(atom, jex.Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        inputs = tuple(read(atom) for atom in equation.invars)
-        body = BODIES.get(equation.primitive.name)
-        if body is not None:
-            within = (*callers, equation)
-            results = _inline(equation.params[body], inputs, constants, operations, count, within)
-            values.update(zip(equation.outvars, results, strict=True))
-        else:
-            inputs = (*inputs, *_starts(equation))
-            operations.append(Operation(equation, inputs, new(equation.outvars), callers))
-    return [read(atom) for atom in jaxpr.outvars]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,13 @@ def staged(program: Any) -> tuple[Flat, list[Stage]]:
 def is_plain(equation: Any) -> bool:
     """Returns whether an equation contains no program and has arrays as values, so that it is compiled with others."""
     atoms = (*equation.invars, *equation.outvars)
-    return not bodies_of(equation) and all(hasattr(x.aval, "dtype") and hasattr(x.aval, "shape") for x in atoms)
+    are_arrays = all(hasattr(x.aval, "dtype") and hasattr(x.aval, "shape") for x in atoms)
+    return are_arrays and not bodies_of(equation) and not has_references(equation)
+
+
+def has_references(equation: Any) -> bool:
+    """Returns whether an equation makes, reads or writes a `jax.Ref`, which no compiled function returns."""
+    return any(hasattr(x.aval, "inner_aval") for x in (*equation.invars, *equation.outvars))
 
 
 def parts_of(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
@@ -220,8 +226,8 @@ class Part:
 def _key(equation: Any) -> Any:
     """Returns a key, equal for equations with the same operation, parameters, programs and types."""
     name = equation.primitive.name
-    if name in BODIES:
-        params: Any = _of_program(equation.params[BODIES[name]])
+    if name in RUN_ONCE:
+        params: Any = _of_program(equation.params[RUN_ONCE[name]])
     else:
         params = tuple((key, _of_parameter(value)) for key, value in equation.params.items())
     try:

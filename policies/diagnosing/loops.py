@@ -9,80 +9,89 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.policies.autocasting import opened, scan_counts
-from jmp_train.policies.diagnosing.arithmetic import bodies_of, count_rows, dtype_of, is_measured
+from jmp_train.policies.diagnosing.arithmetic import count_rows, dtype_of, is_measured
 from jmp_train.policies.diagnosing.devices import each_device, mapped
 from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing
 from jmp_train.policies.diagnosing.pairs import Pair, with_shadow
+from jmp_train.policies.programs import Scan, While, bodies_of, manual_axes, opened, references_kept, repeats_of, select
 
 _ELEMENTS = 2**24  # that are measured of a scan, about
 _FEWEST = 8  # iterations that are measured at least
-InBody = Callable[[Any, Sequence[Pair], Any], tuple[list[Pair], jax.Array, Any]]
-"""Runs a body's program on operands, in an iteration: its results, their measures and the next iteration."""
+InBody = Callable[..., tuple[list[Pair], jax.Array, Any]]
+"""Runs a body's program on operands, in an iteration, for the elements that have not stopped, if some have: its
+results, their measures and the next iteration."""
 
 
 def _scan(equation: Any, in_body: InBody) -> Callable[..., Any]:
-    params, program = equation.params, equation.params["jaxpr"]
-    n_consts, n_carry = scan_counts(params)
-    rows = count_rows(program)
+    scan = Scan.of(equation)
+    rows = count_rows(scan.program)
 
-    def run(inputs: list[Pair], iteration: Any) -> Any:
-        consts, start, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
+    def run(inputs: list[Pair], iteration: Any, running: Any = None) -> Any:
+        consts, start, xs = scan.split(inputs)
 
         def body(carry: Any, x: list[Pair]) -> Any:
             values, matrix, iteration = carry
-            outputs, found, iteration = in_body(program, [*consts, *values, *x], iteration)
-            return (outputs[:n_carry], combine(matrix, found), iteration + 1), outputs[n_carry:]
+            outputs, found, iteration = in_body(scan.program, [*consts, *values, *x], iteration, running)
+            return (outputs[: len(start)], combine(matrix, found), iteration + 1), outputs[len(start) :]
 
         first = [with_shadow(pair) for pair in start], nothing(rows), jnp.asarray(iteration)
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        (values, matrix, iteration), ys = lax.scan(body, first, xs, **options)
+        (values, matrix, iteration), ys = lax.scan(body, first, xs, **scan.options)
         return [*values, *ys], matrix, iteration
 
     return run
 
 
 def _while(equation: Any, in_body: InBody) -> Callable[..., Any]:
-    params = equation.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    condition, program = params["cond_jaxpr"], params["body_jaxpr"]
-    rows = count_rows(program)
+    loop = While.of(equation)
+    rows = count_rows(loop.program)
 
-    def run(inputs: list[Pair], iteration: Any) -> Any:
-        cond_consts, body_consts, start = inputs[:n_cond], inputs[n_cond:][:n_body], inputs[n_cond + n_body :]
+    def run(inputs: list[Pair], iteration: Any, running: Any = None) -> Any:
+        cond_consts, body_consts, start = loop.split(inputs)
 
-        def go_on(carry: Any) -> jax.Array:
-            (flag,) = jex.jaxpr_as_fun(condition)(*(pair.actual for pair in (*cond_consts, *carry[0])))
-            return jnp.any(flag)
+        def going_on(carry: Any) -> Any:
+            return jex.jaxpr_as_fun(loop.condition)(*(pair.actual for pair in (*cond_consts, *carry[0])))[0]
 
         def body(carry: Any) -> Any:
             values, matrix, iteration = carry
-            outputs, found, iteration = in_body(program, [*body_consts, *values], iteration)
-            return outputs, combine(matrix, found), iteration + 1
+            going = going_on(carry) if loop.stops_each else None
+            both = _both(running, going)
+            with references_kept(going, jax.tree.leaves(body_consts)):
+                outputs, found, iteration = in_body(loop.program, [*body_consts, *values], iteration, both)
+            return select(going, outputs, values), combine(matrix, found), iteration + 1
 
         first = [with_shadow(pair) for pair in start], nothing(rows), jnp.asarray(iteration)
-        return lax.while_loop(go_on, body, first)
+        return lax.while_loop(lambda carry: jnp.any(going_on(carry)), body, first)
 
     return run
 
 
+def _both(around: Any, going: Any) -> Any:
+    """Returns which elements run in a loop within another one, given those of each; None for all."""
+    if around is None or going is None:
+        return going if around is None else around
+    few, many = sorted((around, going), key=jnp.ndim)
+    if many.shape[: few.ndim] != few.shape:
+        return going
+    return many & lax.broadcast_in_dim(few, many.shape, range(few.ndim))
+
+
 def _cond(equation: Any, in_body: InBody) -> Callable[..., Any]:
-    branches = equation.params["branches"]
+    branches = bodies_of(equation)
     counts = [count_rows(branch) for branch in branches]
 
     def taken(number: int) -> Callable[..., Any]:
-        def branch(operands: list[Pair], iteration: jax.Array) -> Any:
-            results, found, iteration = in_body(branches[number], operands, iteration)
+        def branch(operands: list[Pair], iteration: jax.Array, running: Any) -> Any:
+            results, found, iteration = in_body(branches[number], operands, iteration, running)
             matrices: list[Any] = [nothing(count) for count in counts]
             matrices[number] = found
             return results, jnp.concatenate(matrices), iteration
 
         return branch
 
-    def run(inputs: list[Pair], iteration: Any) -> Any:
+    def run(inputs: list[Pair], iteration: Any, running: Any = None) -> Any:
         index, *operands = inputs
         programs = [taken(number) for number in range(len(branches))]
-        return lax.switch(index.actual, programs, operands, jnp.asarray(iteration))
+        return lax.switch(index.actual, programs, operands, jnp.asarray(iteration), running)
 
     return run
 
@@ -93,7 +102,9 @@ def _shard_map(equation: Any, in_body: InBody) -> Callable[..., Any]:
     mesh, axes = params["mesh"], manual_axes(params)
     each = each_device(mesh, axes)
 
-    def run(inputs: list[Pair], iteration: Any) -> Any:
+    def run(inputs: list[Pair], iteration: Any, running: Any = None) -> Any:
+        del running  # all elements count
+
         def body(inputs: list[Pair], iteration: jax.Array) -> Any:
             results, matrix, iteration = in_body(params["jaxpr"], inputs, iteration)
             floats = [pair if is_float(dtype_of(pair.actual)) else Pair(pair.actual) for pair in results]
@@ -118,22 +129,17 @@ PROGRAMS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_m
 """By the name of an operation, what returns it as a function of pairs."""
 
 
-def manual_axes(params: dict[str, Any]) -> frozenset[str]:
-    """Returns the axes of the mesh over which a `shard_map` maps, given its parameters."""
-    return frozenset(params.get("manual_axes") or params["newly_manual_axes"])
-
-
 def stride_of(equation: Any) -> int:
     """Returns the number of iterations of a scan between two measured ones.
 
     Args:
       equation: the equation of the scan.
     """
-    params = equation.params
+    scan = Scan.of(equation)
     if any(jnp.issubdtype(dtype_of(v), jax.dtypes.extended) for v in equation.outvars):
         return 1  # no buffer is made of random keys
-    measured = max(_FEWEST, _ELEMENTS // max(_elements(params["jaxpr"]), 1))
-    return max(params["length"] // measured, 1)
+    measured = max(_FEWEST, _ELEMENTS // max(_elements(scan.program), 1))
+    return max(scan.length // measured, 1)
 
 
 def _elements(program: Any) -> int:
@@ -141,7 +147,7 @@ def _elements(program: Any) -> int:
     total = 0
     for equation in opened(program).eqns:
         if bodies := bodies_of(equation):
-            total += equation.params.get("length", 1) * sum(map(_elements, bodies))
+            total += repeats_of(equation) * sum(map(_elements, bodies))
         elif is_measured(equation):
             total += sum(v.aval.size for v in equation.outvars)
     return total
@@ -154,7 +160,7 @@ def buffers_of(equation: Any, *, own: bool) -> list[Pair]:
       equation: the equation of the scan.
       own: True if whole numbers have shadows too.
     """
-    avals = [v.aval for v in equation.outvars[scan_counts(equation.params)[1] :]]
+    avals = [v.aval for v in equation.outvars[Scan.of(equation).counts[1] :]]
     return [with_shadow(Pair(jnp.zeros(x.shape, x.dtype)), own=own) for x in avals]
 
 
@@ -165,8 +171,7 @@ def segment_of(equation: Any, in_body: InBody) -> Callable[..., Any]:
       equation: the equation of the scan.
       in_body: runs its body.
     """
-    params = equation.params
-    _, n_carry = scan_counts(params)
+    scan = Scan.of(equation)
 
     def run(
         consts: list[Pair], state: tuple[list[Pair], list[Pair]], xs: list[Pair], start: Any, stop: Any, watched: Any
@@ -183,8 +188,8 @@ def segment_of(equation: Any, in_body: InBody) -> Callable[..., Any]:
         def body(values: Any) -> Any:
             (carry, ys), number, _ = values
             operands = [*consts, *carry, *row_of(equation, xs, number)]
-            results, _, _ = in_body(params["jaxpr"], operands, jnp.float32(0))
-            state = results[:n_carry], written(equation, ys, results[n_carry:], number)
+            results, _, _ = in_body(scan.program, operands, jnp.float32(0))
+            state = results[: len(carry)], written(equation, ys, results[len(carry) :], number)
             return state, number + 1, _is_lost(results)
 
         return lax.while_loop(go_on, body, (state, jnp.asarray(start, jnp.int32), jnp.asarray(False)))
@@ -205,7 +210,8 @@ def written(equation: Any, ys: list[Pair], row: list[Pair], number: Any) -> list
 
 
 def _place(equation: Any, number: Any) -> Any:
-    return equation.params["length"] - 1 - number if equation.params["reverse"] else number
+    scan = Scan.of(equation)
+    return scan.length - 1 - number if scan.options["reverse"] else number
 
 
 def _is_lost(results: Sequence[Pair]) -> jax.Array:

@@ -164,6 +164,11 @@ def measured_whole(local: jax.Array, shadow: jax.Array) -> Elementwise:
     return found
 
 
+def of_some(counts: jax.Array, values: jax.Array, column: str) -> jax.Array:
+    """Returns the measures of a column, of those elements that count."""
+    return _where(counts, lax.convert_element_type(values, jnp.float32), 0 if column in SUMS else -np.inf)
+
+
 def _neighbors(compare: Any, x: jax.Array) -> jax.Array:
     """Compares each element with the previous one, the first with itself."""
     flat = lax.reshape(x, (x.size,))

@@ -27,6 +27,7 @@ from jmp_train.policies.diagnosing.measures import (
     measured,
     measured_absorbed,
     measured_whole,
+    of_some,
     widened,
 )
 
@@ -58,6 +59,7 @@ class Ran:
       addends: for an addition in lower precision, its two operands; otherwise None.
       is_cast: True if whole numbers may be cast to lower precision.
       is_decision: True if the result has whole numbers cast from floats.
+      running: for each element of the first result, whether it counts; None if all do. See `Shadowing`.
     """
 
     results: list[Pair]
@@ -66,12 +68,13 @@ class Ran:
     addends: tuple[Any, Any] | None
     is_cast: bool
     is_decision: bool = False
+    running: Any = None
 
     def measures(self) -> list[Elementwise]:
         """Returns the measures of the elements of each result."""
         own = [None] * len(self.results) if self.local is None else self.local
         if not is_float(self.results[0].actual.dtype):
-            return [_measured_decision(self.results[0])]
+            return [self._of_running(_measured_decision(self.results[0]))]
         found = [measured(x.actual, x.shadow, local, self.terms) for x, local in zip(self.results, own, strict=True)]
         first = self.results[0]
         if self.addends is not None:
@@ -80,7 +83,16 @@ class Ran:
             found.append(measured_whole(self.local[0], first.shadow))
         if self.is_decision and first.shadow is not None:
             found.append({"decided": lax.ne(first.actual, first.shadow)})
-        return found
+        return list(map(self._of_running, found))
+
+    def _of_running(self, found: Elementwise) -> Elementwise:
+        if self.running is None:
+            return found
+        counted = {
+            column: of_some(self.running, x, column) if x.size == self.running.size else x
+            for column, x in found.items()
+        }
+        return counted | ({"elements": self.running.astype(jnp.float32) - 1} if "nan" in found else {})
 
 
 def _measured_decision(pair: Pair) -> Elementwise:
@@ -88,30 +100,47 @@ def _measured_decision(pair: Pair) -> Elementwise:
     return {"nan": no, "decided": no if pair.shadow is None else lax.ne(pair.actual, pair.shadow)}
 
 
-jax.tree_util.register_dataclass(Ran, ("results", "local", "terms", "addends"), ("is_cast", "is_decision"))
+jax.tree_util.register_dataclass(Ran, ("results", "local", "terms", "addends", "running"), ("is_cast", "is_decision"))
 
 
-def run_once(equation: Any, inputs: list[Pair], *, own: bool = False) -> tuple[list[Pair], Ran | None]:
+def run_once(
+    equation: Any, inputs: list[Pair], *, own: bool = False, running: Any = None
+) -> tuple[list[Pair], Ran | None]:
     """Runs an equation, and returns its results and the data to measure, None if it has no row.
 
     Args:
       equation: the equation.
       inputs: its operands.
       own: True if the shadow of an equation that decides has its own whole numbers.
+      running: in a `while` loop under `vmap`, one boolean per element, whether it is measured; None if all are.
     """
     results = run_both(equation, inputs, own=own)
     if not is_measured(equation):
         return results, None
+    ran = _run_once(equation, inputs, results)
+    first = results[decision_of(equation) or 0] if decides(equation) else _floats(results)[0]
+    shape = first.actual.shape
+    if running is None or shape[: running.ndim] != running.shape:
+        return results, ran
+    each = jnp.ravel(lax.broadcast_in_dim(running, shape, range(running.ndim)))
+    return results, dataclasses.replace(ran, running=each)
+
+
+def _run_once(equation: Any, inputs: list[Pair], results: list[Pair]) -> Ran:
     if decides(equation):
-        return results, _decided(equation, inputs, results)
+        return _decided(equation, inputs, results)
     if not _loses(equation) or all(pair.shadow is None for pair in results):
-        return results, _ran(equation, inputs, results, None, None)
+        return _ran(equation, inputs, results, None, None)
     exact = all(pair.shadow is None for pair in inputs)
     wide = [_shadow_of(pair) for pair in inputs]
     actual = [pair.actual for pair in results]
     local = actual if exact else bound(equation, [_rounded_shadow(pair) for pair in inputs])
     local = lax.optimization_barrier(local)  # or a compiler may leave the rounding out
-    return results, _ran(equation, inputs, results, local, magnitude_of_terms(equation, wide))
+    return _ran(equation, inputs, results, local, magnitude_of_terms(equation, wide))
+
+
+def _floats(results: list[Pair]) -> list[Pair]:
+    return [pair for pair in results if is_float(dtype_of(pair.actual))]
 
 
 def _decided(equation: Any, inputs: list[Pair], results: list[Pair]) -> Ran:

@@ -7,26 +7,22 @@ once. A `shard_map` is one operation here.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocasting import join, scan_counts
 from jmp_train.policies.diagnosing.devices import compiled
 from jmp_train.policies.diagnosing.equations import user_line
 from jmp_train.policies.diagnosing.flattening import Flat, Operation, Part, flattened, is_plain, last_uses, parts_of
 from jmp_train.policies.diagnosing.pairs import Pair, run_both, with_shadow
 from jmp_train.policies.diagnosing.shadow import Shadowing
+from jmp_train.policies.programs import IN_PYTHON, Place, Reading
 
 Keep = Callable[[Pair], Any]
 """Of a result and its shadow to what is kept of it."""
 Key = tuple[int, ...]
 """Which operation of a traced program: the identities of the equations around it, and its own."""
-V = TypeVar("V")
-Callers = tuple[Any, ...]
-"""The equations in whose bodies something runs, the outermost first."""
 
 
 def key_of(callers: Sequence[Any], equation: Any) -> Key:
@@ -63,8 +59,7 @@ class Recorded:
     @property
     def path(self) -> str:
         """The path of modules and scopes around it."""
-        scopes = (str(equation.source_info.name_stack) for equation in (*self.callers, self.equation))
-        return functools.reduce(join, scopes, "")
+        return Place(self.equation, self.callers).path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,51 +83,82 @@ def record(
       computed them.
     """
     recorder = _Recorder(keep)
-    results = recorder.run(flattened(program), [_Value(Pair(x)) for x in arguments], ())
+    results = recorder.evaluate(program, [_Value(Pair(x)) for x in arguments])
     return recorder.operations, [value.pair for value in results], [value.origins for value in results]
 
 
-class _Recorder:
-    def __init__(self, keep: Keep) -> None:
-        self.keep = keep
-        self.operations: list[Recorded] = []
-        self.numbers: dict[Key, int] = {}
-        self.held = HeldPrograms(self.run, _KIND)
+@dataclasses.dataclass(frozen=True)
+class _Recorder(Reading[_Value]):
+    """Runs the operations of a program part by part.
 
-    def run(self, flat: Flat, arguments: Sequence[_Value], around: tuple[Any, ...]) -> list[_Value]:
-        """Runs a program within the bodies of some equations, the outermost first."""
-        values = dict(zip(flat.operands, arguments, strict=True))
+    Attributes:
+      keep: see `record`.
+      operations: those that ran.
+      numbers: their places.
+      flats: programs with calls inlined, by identity.
+      around: the equations in whose bodies it runs, the outermost first.
+    """
+
+    keep: Keep
+    operations: list[Recorded] = dataclasses.field(default_factory=list)
+    numbers: dict[Key, int] = dataclasses.field(default_factory=dict)
+    flats: dict[int, Flat] = dataclasses.field(default_factory=dict)
+    around: tuple[Any, ...] = ()
+
+    table = IN_PYTHON
+
+    def within(self, equation: Any) -> "_Recorder":
+        return dataclasses.replace(self, around=(*self.around, equation))
+
+    def constant(self, array: Any) -> _Value:
+        return _Value(Pair(array))
+
+    def array(self, value: _Value) -> Any:
+        return value.pair.actual
+
+    def packed(self, value: _Value) -> Pair:
+        return value.pair
+
+    def mapped(self, function: Callable[..., Any], *values: _Value) -> _Value:
+        pairs = [value.pair for value in values]
+        if any(pair.shadow is not None for pair in pairs):
+            pairs = [with_shadow(pair) for pair in pairs]
+        return _Value(jax.tree.map(function, *pairs), frozenset().union(*(value.origins for value in values)))
+
+    def evaluate(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
+        if id(program) not in self.flats:
+            self.flats[id(program)] = flattened(program)
+        flat = self.flats[id(program)]
+        values = dict(zip(flat.operands, inputs, strict=True))
         values |= {number: _Value(Pair(array)) for number, array in flat.constants.items()}
         last_use = last_uses(flat)
         end = 0
         for part in parts_of(flat.operations):
             end += len(part)
             if is_plain(part[0].equation):
-                self._plain(part, values, around)
+                self._plain(part, values)
             else:
                 (op,) = part
-                results = self._holding_program(op, [_read(x, values) for x in op.inputs], around)
+                results = self._holding_program(op, [_read(x, values) for x in op.inputs])
                 values |= dict(zip(op.writes, results, strict=True))
             for number in {x for op in part for x in (*op.reads, *op.writes)}:
                 if last_use.get(number, -1) < end:
                     values.pop(number, None)  # arrays that nothing reads any more are freed
         return [_read(x, values) for x in flat.results]
 
-    def _plain(self, part: list[Operation], values: dict[int, _Value], around: tuple[Any, ...]) -> None:
+    def _plain(self, part: list[Operation], values: dict[int, _Value]) -> None:
         together = Part(part, frozenset(number for op in part for number in op.writes))
         results = iter(compiled(_all_of(together), None, frozenset())([_read(x, values).pair for x in together.given]))
         for op in part:
             pairs = [next(results) for _ in op.writes]
-            made = self._made(op, [_read(x, values) for x in op.inputs], pairs, around)
+            made = self._made(op, [_read(x, values) for x in op.inputs], pairs)
             values |= dict(zip(op.writes, made, strict=True))
 
-    def _made(
-        self, op: Operation, inputs: Sequence[_Value], results: Sequence[Pair], around: tuple[Any, ...]
-    ) -> list[_Value]:
+    def _made(self, op: Operation, inputs: Sequence[_Value], results: Sequence[Pair]) -> list[_Value]:
         """Records an operation that ran, if it has results, and returns them."""
         if not results:
             return []
-        callers = (*around, *op.callers)
+        callers = (*self.around, *op.callers)
         key = key_of(callers, op.equation)
         if key not in self.numbers:
             self.numbers[key] = len(self.operations)
@@ -143,12 +169,12 @@ class _Recorder:
         recorded.kept.append([self.keep(pair) for pair in results])
         return [_Value(pair, frozenset((number,))) for pair in results]
 
-    def _holding_program(self, op: Operation, inputs: list[_Value], around: tuple[Any, ...]) -> list[_Value]:
-        results = self.held.results(op, inputs, around)
+    def _holding_program(self, op: Operation, inputs: list[_Value]) -> list[_Value]:
+        results = dataclasses.replace(self, around=(*self.around, *op.callers)).enter(op.equation, inputs)
         if results is not None:
-            return results
+            return list(results)
         pairs, _ = Shadowing().run_operation(op, [x.pair for x in inputs])
-        return self._made(op, inputs, pairs, around)
+        return self._made(op, inputs, pairs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,98 +190,5 @@ def _all_of(part: Part) -> Callable[[list[Pair]], list[Pair]]:
     return run
 
 
-def _stacked(row: Sequence[_Value]) -> _Value:
-    """Returns the outputs of a scan's iterations as one array."""
-    pairs = [value.pair for value in row]
-    if any(pair.shadow is not None for pair in pairs):
-        pairs = [with_shadow(pair) for pair in pairs]
-    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *pairs)
-    return _Value(stacked, frozenset().union(*(value.origins for value in row)))
-
-
-def _row(value: _Value, index: int) -> _Value:
-    return _Value(jax.tree.map(lambda array: array[index], value.pair), value.origins)
-
-
 def _read(value: int | np.ndarray, values: dict[int, _Value]) -> _Value:
     return values[value] if isinstance(value, int) else _Value(Pair(value))
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueKind(Generic[V]):
-    """The operations of loops on values, which may be more than arrays.
-
-    Attributes:
-      of_array: returns an array as a value.
-      array_of: returns the array of a value, which decides about loops and branches.
-      row: returns the part of a value at an index of its first axis.
-      stacked: returns values as one, along a new first axis.
-    """
-
-    of_array: Callable[[Any], V]
-    array_of: Callable[[V], Any]
-    row: Callable[[V, int], V]
-    stacked: Callable[[Sequence[V]], V]
-
-
-class HeldPrograms(Generic[V]):
-    """Runs the bodies of scans, while loops and branches on values; each body is flattened once.
-
-    Args:
-      run: returns the results of a flat program, given its arguments and the equations around it.
-      kind: kind of the values.
-    """
-
-    def __init__(self, run: Callable[[Flat, Sequence[V], Callers], list[V]], kind: ValueKind[V]) -> None:
-        self._run, self._kind = run, kind
-        self._bodies: dict[int, Flat] = {}
-
-    def results(self, op: Operation, inputs: Sequence[V], around: Callers) -> list[V] | None:
-        """Returns the results of an operation; None if it is no scan, while loop or branch.
-
-        Args:
-          op: the operation.
-          inputs: its operands.
-          around: the equations around its program.
-        """
-        params, within = op.equation.params, (*around, *op.callers, op.equation)
-        match op.equation.primitive.name:
-            case "scan":
-                return self._scan(params, inputs, within)
-            case "while":
-                return self._while(params, inputs, within)
-            case "cond":
-                index, branches = int(self._kind.array_of(inputs[0])), params["branches"]
-                return self._run(self._body(branches[min(max(index, 0), len(branches) - 1)]), inputs[1:], within)
-        return None
-
-    def _scan(self, params: dict[str, Any], inputs: Sequence[V], within: Callers) -> list[V]:
-        n_consts, n_carry = scan_counts(params)
-        consts, carry, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
-        body, rows = self._body(params["jaxpr"]), []
-        for i in reversed(range(params["length"])) if params["reverse"] else range(params["length"]):
-            results = self._run(body, [*consts, *carry, *(self._kind.row(x, i) for x in xs)], within)
-            carry, row = results[:n_carry], results[n_carry:]
-            rows.append(row)
-        if not rows:
-            outputs = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in within[-1].outvars[n_carry:]]
-            return [*carry, *map(self._kind.of_array, outputs)]
-        return [*carry, *map(self._kind.stacked, zip(*(rows[::-1] if params["reverse"] else rows), strict=True))]
-
-    def _while(self, params: dict[str, Any], inputs: Sequence[V], within: Callers) -> list[V]:
-        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts, body_consts, carry = inputs[:n_cond], inputs[n_cond:][:n_body], inputs[n_cond + n_body :]
-        condition, body = self._body(params["cond_jaxpr"]), self._body(params["body_jaxpr"])
-        while np.any(self._kind.array_of(self._run(condition, [*cond_consts, *carry], within)[0])):
-            carry = self._run(body, [*body_consts, *carry], within)
-        return list(carry)
-
-    def _body(self, program: Any) -> Flat:
-        if id(program) not in self._bodies:
-            self._bodies[id(program)] = flattened(program)
-        return self._bodies[id(program)]
-
-
-_KIND = ValueKind(
-    of_array=lambda array: _Value(Pair(array)), array_of=lambda value: value.pair.actual, row=_row, stacked=_stacked
-)

@@ -21,21 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocasting import opened, scan_counts
-from jmp_train.policies.diagnosing.arithmetic import bodies_of, bound, count_rows, dtype_of
+from jmp_train.policies.diagnosing.arithmetic import bound, count_rows, dtype_of
 from jmp_train.policies.diagnosing.devices import compiled, stacking
-from jmp_train.policies.diagnosing.flattening import Operation, Part, Stage, is_plain, staged
+from jmp_train.policies.diagnosing.flattening import Operation, Part, Stage, has_references, is_plain, staged
 from jmp_train.policies.diagnosing.loops import (
     PROGRAMS,
     buffers_of,
-    manual_axes,
     row_of,
     segment_of,
     stride_of,
     written,
 )
 from jmp_train.policies.diagnosing.measures import combined, is_whole, nothing, totals_of
-from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_once, with_shadow
+from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_both, run_once, with_shadow
+from jmp_train.policies.programs import Scan, bodies_of, manual_axes, opened
 from jmp_train.policies.pytrees import has_tracers, is_key
 
 _FIRST = np.float32(0)  # the number of the iteration outside of all loops
@@ -57,6 +56,7 @@ class Shadowing:
       iteration: number of the loop iteration that it runs in, counted over all loops around it; float32 scalar.
         None outside of all loops.
       own: identities of the equations whose whole numbers and booleans the shadow computes for itself.
+      running: in a `while` loop under `vmap`, one boolean per element: whether it runs, and is measured. None for all.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -72,12 +72,14 @@ class Shadowing:
         axes: frozenset[str] = frozenset(),
         iteration: Any = None,
         own: frozenset[int] = frozenset(),
+        running: Any = None,
     ) -> None:
         self.mesh = mesh
         self.axes = axes
         self.within = iteration is not None
         self.iteration = iteration if self.within else _FIRST
         self.own = own
+        self.running = () if running is None else (running,)
 
     def run(self, program: Any, operands: Sequence[Pair], runs: int = 1) -> Results:
         """Returns the results, and the measures of the program's equations as blocks [rows, columns].
@@ -114,20 +116,23 @@ class Shadowing:
         if name == "shard_map" and self.mesh is None and not has_tracers(inputs):
             return self._on_devices(equation, inputs)
         if name == "cond" and self.mesh is None and not has_tracers(inputs):
-            return self._taken(equation.params["branches"], *inputs)
+            return self._taken(bodies_of(equation), *inputs)
         if name == "scan" and self.mesh is None and not self.within and (stride := stride_of(equation)) > 1:
             return self._sampled(op, inputs, stride, own)
         if name in PROGRAMS:
-            runs = max(equation.params.get("length", _ITERATIONS), 1)
+            runs = max(Scan.of(equation).length, 1) if name == "scan" else _ITERATIONS
             run = self._jit(_holding_program(Part([op], frozenset()), own), _LARGE // runs)
-            results, block, self.iteration = run(inputs, self.iteration)
+            results, block, self.iteration = run(inputs, self.iteration, *self.running)
             return results, [block]
+        if has_references(equation):
+            return run_both(equation, list(map(with_shadow, inputs))), []  # a reference has a shadow
         return [Pair(result) for result in bound(equation, [pair.actual for pair in inputs])], []
 
     def _plain(self, part: Part, values: dict[int, Pair], runs: int) -> tuple[dict[int, Pair], list[Block]]:
         """Runs equations, one after the other, as one program."""
         own = frozenset(i for i, op in enumerate(part.operations) if id(op.equation) in self.own)
-        results, rows = self._jit(_together(part, own), _LARGE // runs)([_read(x, values) for x in part.given])
+        given = [_read(x, values) for x in part.given]
+        results, rows = self._jit(_together(part, own), _LARGE // runs)(given, *self.running)
         # What is alike is measured by the same program, but within a loop, which is one program.
         together = [rows] if self.within and rows else [[row] for row in rows]
         blocks = [self._jit(_measuring(), _MEASURED)(alike, self.iteration) for alike in together]
@@ -142,18 +147,17 @@ class Shadowing:
 
     def _sampled(self, op: Operation, inputs: list[Pair], stride: int, own: "_Own") -> Results:
         """Runs a scan and measures the iterations at a stride, and the first one that loses finite numbers."""
-        part, params = Part([op], frozenset()), op.equation.params
+        part, scan = Part([op], frozenset()), Scan.of(op.equation)
         segment, row, write = (self._jit(run, 0) for run in (_segment(part, own), _row(part), _written(part)))
-        n_consts, n_carry = scan_counts(params)
-        consts, carry, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
+        consts, carry, xs = scan.split(inputs)
         carry, ys = [with_shadow(pair) for pair in carry], buffers_of(op.equation, own=own.widened)
         measures, number, lost = list[np.ndarray](), 0, False
-        while number < params["length"]:
-            results, blocks = self.run(params["jaxpr"], [*consts, *carry, *row(xs, number)], params["length"] // stride)
+        while number < scan.length:
+            results, blocks = self.run(scan.program, [*consts, *carry, *row(xs, number)], scan.length // stride)
             results = [with_shadow(pair, own=own.widened) for pair in results]
             measures.append(np.concatenate([nothing(0), *map(np.asarray, blocks)]))
-            carry, ys = results[:n_carry], write(ys, results[n_carry:], number)
-            start, stop = number + 1, min((number // stride + 1) * stride, params["length"])
+            carry, ys = results[: len(carry)], write(ys, results[len(carry) :], number)
+            start, stop = number + 1, min((number // stride + 1) * stride, scan.length)
             state, end, loses = segment(consts, (carry, ys), xs, start, stop, not lost)
             number = int(end)
             if loses and not lost:  # the last iteration is measured instead
@@ -211,13 +215,15 @@ def _identities(equation: Any) -> set[int]:
     return {id(e) for e in inside}.union(*map(_identities, inside))
 
 
-def _in_body(own: _Own, program: Any, operands: Sequence[Pair], iteration: Any) -> tuple[list[Pair], jax.Array, Any]:
+def _in_body(
+    own: _Own, program: Any, operands: Sequence[Pair], iteration: Any, running: Any = None
+) -> tuple[list[Pair], jax.Array, Any]:
     """Runs the body of a loop or branch.
 
     Returns:
       The results with their shadows, the measures as one array [rows, columns], the number of the next iteration.
     """
-    inside = Shadowing(iteration=iteration, own=own.equations)
+    inside = Shadowing(iteration=iteration, own=own.equations, running=running)
     results, blocks = inside.run(program, operands)
     results = [with_shadow(pair, own=own.widened) for pair in results]
     return results, jnp.concatenate([*blocks, nothing(0)]), inside.iteration
@@ -245,7 +251,7 @@ def _written(part: Part) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _together(part: Part, own: frozenset[int]) -> Callable[[list[Pair]], tuple[list[Pair], list[Ran]]]:
+def _together(part: Part, own: frozenset[int]) -> Callable[..., tuple[list[Pair], list[Ran]]]:
     """Returns operations as a function from their inputs to their wanted results and measures.
 
     Args:
@@ -253,10 +259,10 @@ def _together(part: Part, own: frozenset[int]) -> Callable[[list[Pair]], tuple[l
       own: places of the operations whose whole numbers the shadow computes for itself.
     """
 
-    def run(given: list[Pair]) -> tuple[list[Pair], list[Ran]]:
+    def run(given: list[Pair], running: Any = None) -> tuple[list[Pair], list[Ran]]:
         values, rows = list(given), list[Ran]()
         for i, (op, places) in enumerate(zip(part.operations, part.wiring, strict=True)):
-            results, row = run_once(op.equation, [values[place] for place in places], own=i in own)
+            results, row = run_once(op.equation, [values[place] for place in places], own=i in own, running=running)
             values += results
             rows += [] if row is None else [row]
         return [values[place] for place in part.returned], rows

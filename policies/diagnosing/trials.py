@@ -40,6 +40,7 @@ from jmp_train.policies.diagnosing.remedies import (
     lacks,
     merged_rules,
 )
+from jmp_train.policies.programs import repeats_of
 
 _ROUNDS = 4  # in which rules are completed
 _CANDIDATES = (8, 3)  # sets of rules that are tried where no operation stands out, and once the best is followed
@@ -250,14 +251,10 @@ def _with_outcome(
 
 def _half_flops(evidence: Evidence) -> float:
     """Returns the fraction of the flops of all passes that are in half precision or 8 bits, from 0 to 1."""
-    flops = [flops_of(site.equation) * _repeats(site.callers) for site in evidence.sites]
+    flops = [flops_of(site.equation) * math.prod(map(repeats_of, site.callers)) for site in evidence.sites]
     floats = [[dtype for dtype in row.dtypes_in if is_float(np.dtype(dtype))] for row in evidence.rows]
     half = sum(n for n, dtypes in zip(flops, floats, strict=True) if dtypes and all(map(is_low, dtypes)))
     return half / max(1, sum(flops))
-
-
-def _repeats(callers: tuple[Any, ...]) -> int:
-    return math.prod(e.params.get("length", 1) for e in callers if e.primitive.name == "scan")
 
 
 def is_tried(problem: Problem) -> bool:

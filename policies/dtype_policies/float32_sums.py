@@ -9,15 +9,14 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting import (
@@ -28,12 +27,11 @@ from jmp_train.policies.autocasting import (
     bind,
     cast,
     literal,
-    on_device,
     run_traced,
-    scan_counts,
     warn_user,
 )
 from jmp_train.policies.dtype_policies.read_counts import ELEMENTWISE, Program, ReadCounts
+from jmp_train.policies.programs import IN_JAX, Enter, Reading, opened
 from jmp_train.policies.pytrees import Carried, is_inexact_array, is_nnx
 
 _NEEDS_VALUES = (
@@ -63,7 +61,7 @@ def with_float32_sums(fn: Callable[Args, Result]) -> Callable[Args, Result]:
         def run_program(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
             traced.append(True)
             active = [isinstance(x, Tracer) and is_inexact_array(x) for x in arrays]
-            return _run(ReadCounts().of(jaxpr, active), arrays)
+            return _Sums(ReadCounts().of(jaxpr, active)).evaluate(jaxpr, arrays)
 
         try:
             return run_traced(run_program, fn, args, kwargs, as_float32=False)
@@ -117,47 +115,59 @@ def _half(value: Any) -> Any:
     return value.to_half() if isinstance(value, _Often) else value
 
 
-def _run(program: Program, values: Sequence[Any]) -> list[Any]:
-    """Runs a program on arrays and `_Often` values."""
-    environment: dict[Any, Any] = {}
+@dataclasses.dataclass(frozen=True)
+class _Sums(Reading[Any]):
+    """A program whose values that are read often are `_Often`.
 
-    def write(variable: Var, value: Any) -> None:
-        if variable in program.often and not isinstance(value, _Often):
-            value = _Often(cast(value, jnp.float32), value.dtype)
-        environment[variable] = value
+    Attributes:
+      program: the reads of the current program.
+      bodies: those of the programs that the current equation holds.
+    """
 
-    def read(atom: Var | Literal) -> Any:
-        return literal(atom).array if isinstance(atom, jex.Literal) else environment[atom]
+    program: Program
+    bodies: Sequence[Program] = ()
 
-    variables = (*program.jaxpr.constvars, *program.jaxpr.invars)
-    for variable, value in zip(variables, (*program.consts, *values), strict=True):
-        write(variable, value)
-    for position, equation in enumerate(program.jaxpr.eqns):
-        inputs = [read(atom) for atom in equation.invars]
+    table: ClassVar[Mapping[str, Enter]] = {name: enter for name, enter in IN_JAX.items() if name != "while"}
+
+    def evaluate(self, program: Any, inputs: Sequence[Any]) -> list[Any]:
+        counted = next((x for x in self.bodies if x.jaxpr is opened(program)), self.program)
+        return list(map(_half, super(_Sums, _Sums(counted)).evaluate(program, inputs)))
+
+    def written(self, variable: Any, value: Any) -> Any:
+        is_new = variable in self.program.often and not isinstance(value, _Often)
+        return _Often(cast(value, jnp.float32), value.dtype) if is_new else value
+
+    def literal(self, atom: Any) -> Any:
+        return literal(atom).array
+
+    def array(self, value: Any) -> Any:
+        return _half(value)
+
+    def run(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         scope = str(equation.source_info.name_stack)
         with jax.named_scope(scope) if scope else contextlib.nullcontext(), at_line_of(equation):
-            results = _results(equation, program.inner.get(position), inputs)
-        for variable, value in zip(equation.outvars, results, strict=True):
-            write(variable, value)
-    return [_half(read(atom)) for atom in program.jaxpr.outvars]
+            return super().run(equation, inputs)
 
+    def within(self, equation: Any) -> "_Sums":
+        return _Sums(self.program, self.program.inner[id(equation)])
 
-def _results(equation: Any, inner: Sequence[Program] | None, inputs: list[Any]) -> Sequence[Any]:
-    name, params = equation.primitive.name, equation.params
-    if inner is not None:
-        return _ENTER[name](equation, inner, inputs)
-    if isinstance(inputs[0] if inputs else None, _Often):
-        first, *rest = inputs
-        if name == "convert_element_type" and params["new_dtype"] == jnp.float32:
-            return [first.array]
-        if name in ("broadcast_in_dim", "tile"):
-            return [cast(bind(equation.primitive, [first.array], params), first.dtype)]
-        if name == "gather":
-            return [_gather(equation.primitive, tuple(params.items()), first.dtype)(first.array, *rest)]
-    shape = equation.outvars[0].aval.shape if name in ELEMENTWISE else None
-    arrays = [x.spread(shape) if isinstance(x, _Often) and shape is not None else _half(x) for x in inputs]
-    results = bind(equation.primitive, arrays, params) if name in COMPUTED else as_traced(equation, *arrays)
-    return results if equation.primitive.multiple_results else [results]
+    def enter(self, equation: Any, inputs: list[Any]) -> Sequence[Any] | None:
+        return super().enter(equation, inputs) if id(equation) in self.program.inner else None
+
+    def bind(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+        name, params = equation.primitive.name, equation.params
+        if isinstance(inputs[0] if inputs else None, _Often):
+            first, *rest = inputs
+            if name == "convert_element_type" and params["new_dtype"] == jnp.float32:
+                return [first.array]
+            if name in ("broadcast_in_dim", "tile"):
+                return [cast(bind(equation.primitive, [first.array], params), first.dtype)]
+            if name == "gather":
+                return [_gather(equation.primitive, tuple(params.items()), first.dtype)(first.array, *rest)]
+        shape = equation.outvars[0].aval.shape if name in ELEMENTWISE else None
+        arrays = [x.spread(shape) if isinstance(x, _Often) and shape is not None else _half(x) for x in inputs]
+        results = bind(equation.primitive, arrays, params) if name in COMPUTED else as_traced(equation, *arrays)
+        return results if equation.primitive.multiple_results else [results]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -174,71 +184,3 @@ def _gather(primitive: Primitive, params: tuple[tuple[str, Any], ...], dtype: DT
         return rows(*primals), cast(bind(primitive, [tangents[0], primals[1]], zeros_outside), dtype)
 
     return rows
-
-
-def _inlined(equation: Any, inner: Sequence[Program], inputs: list[Any]) -> list[Any]:
-    params = equation.params
-    values = _constrained(inputs, params.get("in_shardings"))
-    return _constrained(_run(inner[0], values), params.get("out_shardings"))
-
-
-def _constrained(values: list[Any], shardings: Sequence[Any] | None) -> list[Any]:
-    return [
-        lax.with_sharding_constraint(_half(value), sharding) if isinstance(sharding, jax.sharding.Sharding) else value
-        for value, sharding in zip(values, shardings or [None] * len(values), strict=True)
-    ]
-
-
-def _remat(equation: Any, inner: Sequence[Program], inputs: list[Any]) -> list[Any]:
-    params = equation.params
-    body = functools.partial(_run_arrays, inner[0])
-    return jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])(*map(_half, inputs))
-
-
-def _run_arrays(program: Program, *arrays: jax.Array) -> list[Any]:
-    return list(map(on_device, _run(program, arrays)))
-
-
-def _scan(equation: Any, inner: Sequence[Program], inputs: list[Any]) -> list[Any]:
-    params = equation.params
-    n_consts, n_carry = scan_counts(params)
-    consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
-
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outputs = _run(inner[0], [*consts, *carry, *x])
-        return outputs[:n_carry], outputs[n_carry:]
-
-    options = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
-    carry, ys = lax.scan(body, list(map(_half, init)), list(map(_half, xs)), **options)
-    return [*carry, *ys]
-
-
-def _cond(equation: Any, inner: Sequence[Program], inputs: list[Any]) -> list[Any]:
-    del equation
-    index, *operands = map(_half, inputs)
-    return lax.switch(index, [functools.partial(_run_arrays, program) for program in inner], *operands)
-
-
-def _shard_map(equation: Any, inner: Sequence[Program], inputs: list[Any]) -> list[Any]:
-    params = equation.params
-    mapped = jax.shard_map(
-        functools.partial(_run_arrays, inner[0]),
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=list(params["out_specs"]),
-        axis_names=frozenset(params.get("manual_axes") or params["newly_manual_axes"]),
-        check_vma=params["check_vma"],
-    )
-    return mapped(*map(_half, inputs))
-
-
-_ENTER = {
-    "jit": _inlined,
-    "pjit": _inlined,
-    "closed_call": _inlined,
-    "remat2": _remat,
-    "checkpoint": _remat,
-    "scan": _scan,
-    "cond": _cond,
-    "shard_map": _shard_map,
-}

@@ -7,14 +7,14 @@ So among several origins, the one that is not such a cast is to blame.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp_train.policies.autocasting import (
     DECIDED,
@@ -24,17 +24,16 @@ from jmp_train.policies.autocasting import (
     argument_names,
     chosen,
     flops_of,
-    held_jaxprs,
     is_complex,
     is_exact,
     is_float32,
-    join,
     traced_dtype,
     user_line_of,
     variables_read,
 )
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
+from jmp_train.policies.programs import ABSTRACTLY, Enter, Reading, While, join, programs_in, repeats_of
 from jmp_train.policies.pytrees import cast_for_call, named_leaves, with_overwritten
 
 
@@ -130,53 +129,61 @@ def traced_operations(jaxpr: ClosedJaxpr, origins: Sequence[Origin | None]) -> l
       origins: origins of its arguments; None for those that are not float32.
     """
     found: list[TracedOperation] = []
-    _walk(jaxpr.jaxpr, origins, (), "", 1, found)
+    _Operations(found).evaluate(jaxpr, origins)
     return found
 
 
-def _walk(
-    jaxpr: Jaxpr,
-    origins: Sequence[Origin | None],
-    callers: tuple[Any, ...],
-    path: str,
-    repeats: int,
-    found: list[TracedOperation],
-) -> list[Origin | None]:
-    """Appends the operations of a jaxpr to `found` and returns the origins of its results."""
-    environment: dict[Any, Origin | None] = {v: _closed_over(v) for v in jaxpr.constvars}
-    environment.update(zip(jaxpr.invars, origins, strict=True))
-
-    def read(atom: Var | Literal) -> Origin | None:
-        if isinstance(atom, jex.Literal):
-            return _closed_over(atom) if getattr(atom.aval, "shape", ()) else None
-        return environment.get(atom)
-
-    for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        scope = join(path, str(equation.source_info.name_stack))
-        held = held_jaxprs(equation)
-        outputs: list[Origin | None] = [None] * len(equation.outvars)
-        for inner in held:
-            iterations = repeats * equation.params.get("length", 1)
-            given = _last(inputs, len(inner.invars))
-            results = _walk(inner, given, (*callers, equation), scope, iterations, found)
-            if len(results) == len(outputs):
-                outputs = [_to_blame(pair) for pair in zip(outputs, results, strict=True)]
-        if not held:
-            found.append(TracedOperation(equation, callers, scope, repeats, tuple(inputs)))
-            origin = _result_origin(equation, callers, inputs)
-            outputs = [origin if is_float32(v) else None for v in equation.outvars]
-        environment.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def _held(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
+    return reading.evaluate(programs_in(equation)[0], inputs)
 
 
-def _last(inputs: list[Origin | None], count: int) -> list[Origin | None]:
-    """Returns the origins of the last operands, which an equation passes to a body after an index or constants."""
-    return ([None] * count + inputs)[len(inputs) :]
+@dataclasses.dataclass(frozen=True)
+class _Operations(Reading[Origin | None]):
+    """Lists operations; a value is its origin.
 
+    Attributes:
+      found: the operations so far.
+      callers: the equations in whose bodies it is, the outermost first.
+      path: path of modules and scopes around it.
+      repeats: how many times the loops around it run it.
+    """
 
-def _closed_over(atom: Var | Literal) -> Origin | None:
-    return Origin(f"a closed-over {atom.aval.str_short()}") if is_float32(atom) else None
+    found: list[TracedOperation]
+    callers: tuple[Any, ...] = ()
+    path: str = ""
+    repeats: int = 1
+
+    table: ClassVar[Mapping[str, Enter]] = {**ABSTRACTLY, **dict.fromkeys(("custom_vmap_call", "xla_pmap"), _held)}
+
+    def within(self, equation: Any) -> "_Operations":
+        path = join(self.path, str(equation.source_info.name_stack))
+        return _Operations(self.found, (*self.callers, equation), path, self.repeats * repeats_of(equation))
+
+    def trial(self) -> "_Operations":
+        return dataclasses.replace(self, found=[])
+
+    def constant(self, array: Any) -> Origin | None:
+        return Origin(f"a closed-over {jax.typeof(array).str_short()}") if is_float32(array) else None
+
+    def literal(self, atom: Any) -> Origin | None:
+        return super().literal(atom) if getattr(atom.aval, "shape", ()) else None
+
+    def joined(self, values: Sequence[Origin | None]) -> Origin | None:
+        return _to_blame(values)
+
+    def enter(self, equation: Any, inputs: list[Origin | None]) -> Sequence[Origin | None] | None:
+        outputs = super().enter(equation, inputs)
+        if equation.primitive.name == "while":
+            loop = While.of(equation)
+            consts, _, carry = loop.split(inputs)
+            self.within(equation).evaluate(loop.condition, [*consts, *carry])
+        return outputs
+
+    def bind(self, equation: Any, inputs: list[Origin | None]) -> list[Origin | None]:
+        path = join(self.path, str(equation.source_info.name_stack))
+        self.found.append(TracedOperation(equation, self.callers, path, self.repeats, tuple(inputs)))
+        origin = _result_origin(equation, self.callers, inputs)
+        return [origin if is_float32(variable) else None for variable in equation.outvars]
 
 
 def _result_origin(equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequence[Origin | None]) -> Origin:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
-from jmp_train.policies.autocasting import HALVES, OpaqueCall, opened, scan_counts, traced_dtype
+from jmp_train.policies.autocasting import HALVES, OpaqueCall, traced_dtype
+from jmp_train.policies.programs import Scan, bodies_of, branches_of, opened
 
 MOST_READS = 8  # a sum of 8 gradients is off by at most 3.5 units of rounding
 ELEMENTWISE = frozenset(("add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "nextafter", "select_n"))
@@ -32,7 +33,7 @@ class Program:
       consts: the values of its constants.
       often: the variables that are read often.
       reads: how many times each argument is read, at most.
-      inner: by the position of an equation, the programs that it holds, if these must be rewritten.
+      inner: by the identity of an equation, the programs that it holds, if these must be rewritten.
     """
 
     jaxpr: Jaxpr
@@ -70,7 +71,7 @@ class ReadCounts:
         live |= {v for v, const in zip(jaxpr.constvars, consts, strict=False) if isinstance(const, Tracer)}
         reads: Any = Counter()
         inner: dict[int, Sequence[Program]] = {}
-        for position, equation in enumerate(jaxpr.eqns):
+        for equation in jaxpr.eqns:
             given = [not isinstance(atom, jex.Literal) and atom in live for atom in equation.invars]
             if not any(given) or equation.primitive.name == "stop_gradient":
                 continue
@@ -84,24 +85,22 @@ class ReadCounts:
                 if is_live and is_half(atom):
                     reads[atom] += count
             if any(program.is_rewritten for program in programs) or _sums_in_half(equation, given, times):
-                inner[position] = programs
+                inner[id(equation)] = programs
         often = frozenset(v for v, count in reads.items() if count > MOST_READS)
         return Program(jaxpr, consts, often, [reads[v] for v in jaxpr.invars], inner)
 
     def _held(self, equation: Any, given: Sequence[bool]) -> list[Program]:
         """Returns the programs of an equation that is entered."""
-        name, params = equation.primitive.name, equation.params
-        if name not in _ENTERED or isinstance(params.get("policy"), OpaqueCall):
+        name = equation.primitive.name
+        if name not in _ENTERED or isinstance(equation.params.get("policy"), OpaqueCall):
             return []
         if name == "cond":
-            platforms = params.get("branches_platforms") is not None
-            return [] if platforms else [self.of(branch, given[1:]) for branch in params["branches"]]
+            return [self.of(branch, given[1:]) for branch in branches_of(equation) or ()]
         if name == "scan":
-            n_consts, n_carry = scan_counts(params)
-            carry = [_is_inexact(atom) for atom in equation.invars[n_consts:][:n_carry]]  # of any of the operands
-            given = [*given[:n_consts], *carry, *given[n_consts + n_carry :]]
-        body = params.get("jaxpr", params.get("call_jaxpr"))
-        return [self.of(body, given)]
+            scan = Scan.of(equation)
+            (consts, _, xs), (_, carry, _) = scan.split(given), scan.split(equation.invars)
+            given = [*consts, *map(_is_inexact, carry), *xs]  # a carried value may come from any of the operands
+        return [self.of(body, given) for body in bodies_of(equation)]
 
 
 def _times(equation: Any, programs: Sequence[Program]) -> Sequence[float]:
@@ -109,9 +108,9 @@ def _times(equation: Any, programs: Sequence[Program]) -> Sequence[float]:
     name, params = equation.primitive.name, equation.params
     once = [1.0] * len(equation.invars)
     if name == "scan" and programs:
-        n_consts, _ = scan_counts(params)
-        consts = [params["length"] * max(1.0, count) for count in programs[0].reads[:n_consts]]
-        return [*consts, *once[n_consts:]]
+        scan = Scan.of(equation)
+        consts, _, _ = scan.split(programs[0].reads)
+        return [*(scan.length * max(1.0, count) for count in consts), *once[len(consts) :]]
     if name in ("jit", "pjit", "closed_call") and programs:
         return programs[0].reads
     if name in ELEMENTWISE:  # operands of size 1 are broadcast

@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
 from jmp_train.policies.optimizers.skip_rules import SkipRuleState
 from jmp_train.policies.optimizers.state_dtypes import StateDtypesState
 from jmp_train.policies.optimizers.stored_parameters import StoringOptimizer, StoringState
+from jmp_train.policies.programs import INLINED, Reading
 from jmp_train.policies.pytrees import Reached, change_nodes, find_nodes, named_leaves
 from jmp_train.policies.types import Grads, OptState, Params
 
@@ -32,7 +33,6 @@ _TERMS = frozenset(
     ]
 )  # fmt: skip
 _FACTORS = frozenset(["mul", "dot_general", "conv_general_dilated"])
-_CALLS = frozenset(["jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"])
 _CONTROL = frozenset(["cond", "while", "scan", "shard_map"])
 
 _BRANCHING: Any = optax.MultiStepsState | optax.ApplyIfFiniteState
@@ -156,22 +156,20 @@ def _kinds(jaxpr: Jaxpr, inputs: list[str]) -> list[str]:
     "scaled" is proportional to the gradients, "other" is computed from them in another way, "zero" is
     always zero, "free" does not depend on them.
     """
-    kinds: dict[Any, str] = dict(zip(jaxpr.invars, inputs, strict=True))
+    return _Kinds().evaluate(jaxpr, inputs)
 
-    def kind_of(x: object) -> str:
-        if isinstance(x, Literal):
-            return "zero" if np.all(x.val == 0) else "free"
-        return kinds.get(x, "free")
 
-    for equation in jaxpr.eqns:
-        given = [kind_of(x) for x in equation.invars]
-        if equation.primitive.name in _CALLS:
-            body = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
-            results = _kinds(getattr(body, "jaxpr", body), given)
-        else:
-            results = [_kind(equation.primitive.name, given)] * len(equation.outvars)
-        kinds.update(zip(equation.outvars, results, strict=True))
-    return [kind_of(x) for x in jaxpr.outvars]
+class _Kinds(Reading[str]):
+    table = INLINED
+
+    def constant(self, array: Any) -> str:
+        return "free"
+
+    def literal(self, atom: Any) -> str:
+        return "zero" if np.all(atom.val == 0) else "free"
+
+    def bind(self, equation: Any, inputs: list[str]) -> list[str]:
+        return [_kind(equation.primitive.name, inputs)] * len(equation.outvars)
 
 
 def _kind(name: str, given: list[str]) -> str:

@@ -40,9 +40,10 @@ PUBLIC |= {
 NOT_OFFERED = ("jmp_train.amp", "jmp_train.parallel.parallel_steps")
 GUIDES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "recipes").glob("*.md"))]
+HOW_IT_WORKS = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "how_it_works").glob("*.md"))]
 MIGRATION = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "migration").glob("*.md"))]
 QUICK_PAGE = "docs/recipes/scan.md"  # small: it shows that blocks are found and run
-PAGES = ("README.md", *GUIDES, *RECIPES, *MIGRATION)
+PAGES = ("README.md", *GUIDES, *RECIPES, *HOW_IT_WORKS, *MIGRATION)
 
 
 def blocks(page: str) -> list[str]:
@@ -95,7 +96,7 @@ def test_the_readme_example_is_short() -> None:
     "page",
     [
         pytest.param(page, marks=() if page == QUICK_PAGE else pytest.mark.full)
-        for page in ("README.md", *GUIDES, *RECIPES)
+        for page in ("README.md", *GUIDES, *RECIPES, *HOW_IT_WORKS)
         if blocks(page) and page != "docs/plan.md"
     ],
 )

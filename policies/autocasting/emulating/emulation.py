@@ -6,21 +6,20 @@ operation rounds as the half type does. One compiled program can thus try all ch
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jmp_train.policies.autocasting.bound_operations import as_traced
 from jmp_train.policies.autocasting.decisions import Step, integers_fit, literals_fit, settle, steps_of
 from jmp_train.policies.autocasting.emulating.rounded_operations import Bit, both, either, rounded, rounded_operation
-from jmp_train.policies.autocasting.higher_order import ENTERED, scan_counts
-from jmp_train.policies.autocasting.interpreter import as_traced
+from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.literal_bounds import result_bounds
 from jmp_train.policies.autocasting.opaque import OpaqueCall
 from jmp_train.policies.autocasting.primitives import (
@@ -30,9 +29,8 @@ from jmp_train.policies.autocasting.primitives import (
     TRANSCENDENTAL,
     in_float32,
     multiplies,
-    opened,
 )
-from jmp_train.policies.autocasting.region import Region, join
+from jmp_train.policies.autocasting.region import Region
 from jmp_train.policies.autocasting.rules import MOSTLY_HALF, AutocastRules
 from jmp_train.policies.autocasting.source_lines import address_of
 from jmp_train.policies.autocasting.traced_calls import run_traced
@@ -45,9 +43,9 @@ from jmp_train.policies.autocasting.values import (
     facts_of,
     literal,
     note_integers,
-    on_device,
     traced_dtype,
 )
+from jmp_train.policies.programs import IN_JAX, Enter, Reading, bodies_of, join, on_device, opened
 from jmp_train.policies.pytrees import check_half
 
 Args = ParamSpec("Args")
@@ -69,27 +67,6 @@ class Run(Protocol):
     ) -> list[Any]:
         """Returns the results of the operation; see `rounded_operation`."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Emulation:
-    """The settings of an emulated program.
-
-    Attributes:
-      region: the autocast region, whose rules decide which operations may be half.
-      flags: returns whether an operation is half.
-      run: runs an operation.
-    """
-
-    region: Region
-    flags: Flags
-    run: Run
-
-    def within(self, equation: JaxprEqn, scope: str, rule: str | None) -> "Emulation":
-        """Returns the emulation for the body of an equation in a scope."""
-        region = self.region.within(equation, scope)
-        forced = rule if rule in ("lower", "float32") else region.forced
-        return dataclasses.replace(self, region=dataclasses.replace(region, forced=forced, constants={}))  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,48 +104,7 @@ def _argument(array: Any) -> Emulated:
     return emulated(array, origin=argument(array).origin)
 
 
-def emulate(emulation: Emulation, jaxpr: Any, inputs: Sequence[Emulated]) -> list[Emulated]:
-    """Returns the results of a jaxpr, emulated.
-
-    Args:
-      emulation: the settings of the program.
-      jaxpr: a jaxpr, with its constants if it has any.
-      inputs: its arguments.
-    """
-    region, program = emulation.region, opened(jaxpr)
-    environment: dict[Any, Emulated] = {}
-    for variable, constant in zip(program.constvars, getattr(jaxpr, "consts", ()), strict=True):
-        environment[variable] = Emulated(region.constant(constant))
-    environment.update(zip(program.invars, inputs, strict=True))
-
-    def read(atom: Any) -> Emulated:
-        return Emulated(literal(atom)) if isinstance(atom, jex.Literal) else environment[atom]
-
-    for step in steps_of(region, program):
-        outputs = _results(emulation, step, [read(atom) for atom in step.equation.invars])
-        environment.update(zip(step.equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in program.outvars]
-
-
-def _results(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[Emulated]:
-    equation, name = step.equation, step.equation.primitive.name
-    if step.rule != "keep" and name in _PROGRAMS:
-        outputs = _PROGRAMS[name](emulation.within(equation, step.scope, step.rule), equation, inputs)
-        if outputs is not None:
-            return outputs
-    if name in ENTERED:
-        return _kept(equation, inputs)
-    values = [x.value for x in inputs]
-    step = settle(emulation.region, step, values)
-    if step.rule == "keep" or name == "convert_element_type":
-        outputs = _kept(equation, inputs)
-    else:
-        outputs = _computed(emulation, step, inputs)
-    note_integers(equation, values, [x.value for x in outputs])
-    return outputs
-
-
-def _active(emulation: Emulation, step: Step, inputs: list[Emulated]) -> Bit:
+def _active(emulation: "Emulation", step: Step, inputs: list[Emulated]) -> Bit:
     """Returns the flag of an operation: whether it may run in half precision."""
     equation: Any = step.equation
     region, name, rule = emulation.region, equation.primitive.name, step.rule
@@ -196,7 +132,7 @@ def _active(emulation: Emulation, step: Step, inputs: list[Emulated]) -> Bit:
     return both(emulation.flags((address_of(callers, join(region.path, step.scope)),), callers), met)
 
 
-def _computed(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[Emulated]:
+def _computed(emulation: "Emulation", step: Step, inputs: list[Emulated]) -> list[Emulated]:
     """Runs an operation on float32 operands, with rounding if its precision is variable and its flag is set."""
     equation, primitive = step.equation, step.equation.primitive
     active = _active(emulation, step, inputs)
@@ -212,7 +148,7 @@ def _computed(emulation: Emulation, step: Step, inputs: list[Emulated]) -> list[
         region = emulation.region
         address = (address_of((*region.callers, equation), join(region.path, step.scope)),)
         arrays = [on_device(x) for x in arrays]
-        results = emulation.run(lambda *x: primitive.bind(*x, **params), arrays, active, address, wide=wide)
+        results = emulation.operation(lambda *x: primitive.bind(*x, **params), arrays, active, address, wide=wide)
     if primitive.name in PLACEMENT:
         pairs = zip(inputs, results, strict=True)
         return [Emulated(dataclasses.replace(x.value, array=array, casts={}), x.half) for x, array in pairs]
@@ -257,12 +193,7 @@ def _converted(equation: Any, x: Emulated) -> Emulated:
     return emulated(result, weak=x.value.weak, bounds=result_bounds(equation, [x.value.bounds]))
 
 
-def _inlined(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated]:
-    params = equation.params
-    return emulate(emulation, params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"], inputs)
-
-
-def _with_custom_derivative(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated] | None:
+def _with_custom_derivative(emulation: "Emulation", equation: Any, inputs: list[Emulated]) -> list[Emulated] | None:
     """Runs a function with a custom derivative as one operation, which is half if all its operations are."""
     floats = [x for x, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
     strong = [x for x in floats if not x.value.weak]
@@ -271,7 +202,7 @@ def _with_custom_derivative(emulation: Emulation, equation: Any, inputs: list[Em
         return None
     for x in strong:
         met = either(met, x.half)
-    addresses = tuple(dict.fromkeys(_addresses(emulation, equation.params["call_jaxpr"])))
+    addresses = tuple(dict.fromkeys(_addresses(emulation.region, equation.params["call_jaxpr"])))
     if met is False or not addresses or emulation.region.forced == "float32":
         return None
     active = both(emulation.flags(addresses, emulation.region.callers), met)
@@ -279,122 +210,31 @@ def _with_custom_derivative(emulation: Emulation, equation: Any, inputs: list[Em
         on_device(x.value.to(traced_dtype(a)) if eligible(traced_dtype(a)) else x.array)
         for x, a in zip(inputs, equation.invars, strict=True)
     ]
-    results = emulation.run(lambda *x: as_traced(equation, *x), arrays, active, addresses, wide=False)
+    results = emulation.operation(lambda *x: as_traced(equation, *x), arrays, active, addresses, wide=False)
     return [emulated(x, active) for x in results]
 
 
-def _addresses(emulation: Emulation, jaxpr: Any) -> list[str]:
+def _addresses(region: Region, jaxpr: Any) -> list[str]:
     """Returns the addresses of the operations in a program that may run in half precision."""
-    region, found = emulation.region, []
+    found = []
     for equation in opened(jaxpr).eqns:
-        scope = str(equation.source_info.name_stack)
-        body = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
-        if equation.primitive.name in ENTERED and body is not None:
-            found += _addresses(emulation.within(equation, scope, None), body)
-        elif equation.primitive.name not in ENTERED and region.decide(equation, scope)[0] in _COMPUTE:
+        scope, name = str(equation.source_info.name_stack), equation.primitive.name
+        for body in bodies_of(equation) if name in ENTERED else ():
+            found += _addresses(region.within(equation, scope), body)
+        if name not in ENTERED and region.decide(equation, scope)[0] in _COMPUTE:
             found.append(address_of((*region.callers, equation), join(region.path, scope)))
     return found
 
 
-def _scan(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated]:
-    params, jaxpr = equation.params, equation.params["jaxpr"]
-    emulation = dataclasses.replace(
-        emulation, region=dataclasses.replace(emulation.region, repeats=emulation.region.repeats * params["length"])
-    )
-    n_consts, n_carry = scan_counts(params)
-    consts, init, xs = inputs[:n_consts], inputs[n_consts:][:n_carry], inputs[n_consts + n_carry :]
-    start, bits = _carried(init, equation.invars[n_consts:][:n_carry])
-
-    def body(carry: Any, x: Any) -> Any:
-        arrays, bits = carry
-        values = [*map(_inside, consts), *map(emulated, arrays, bits)]
-        values += [Emulated(Value(a, integers=v.value.integers), v.half) for a, v in zip(x, xs, strict=True)]
-        outputs = emulate(emulation, jaxpr, values)
-        ys = [(y.array, jnp.asarray(y.half)) for y in outputs[n_carry:]]
-        return _next(arrays, bits, outputs[:n_carry]), ys
-
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    (arrays, bits), ys = lax.scan(body, (start, bits), [x.array for x in xs], **options)
-    return [*map(emulated, arrays, bits), *(emulated(y, jnp.all(bit)) for y, bit in ys)]
-
-
-def _carried(init: Sequence[Emulated], atoms: Sequence[Any]) -> tuple[list[Any], list[jax.Array]]:
-    """Returns the initial carry of a loop: arrays in float32, and a bit for each that is set if it is half."""
-    arrays = [
-        jnp.asarray(x.value.to(FLOAT32)) if eligible(traced_dtype(a)) else on_device(x.array)
-        for x, a in zip(init, atoms, strict=True)
-    ]
-    return arrays, [jnp.asarray(False if x.value.weak else x.half) for x in init]
-
-
-def _next(arrays: Sequence[Any], bits: Sequence[Any], outputs: Sequence[Emulated]) -> tuple[list[Any], list[Any]]:
-    """Returns the carry of a loop's next iteration: a value is half only if it stays half."""
-    new = [x.value.to(a.dtype) if eligible(a.dtype) else x.array for x, a in zip(outputs, arrays, strict=True)]
-    return new, [jnp.asarray(both(bit, x.half)) for bit, x in zip(bits, outputs, strict=True)]
-
-
-def _inside(x: Emulated) -> Emulated:
-    return Emulated(x.value.inside(), x.half)
-
-
-def _while(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated] | None:
-    params = equation.params
-    if getattr(params["cond_jaxpr"], "jaxpr", params["cond_jaxpr"]).outvars[0].aval.shape:
-        return None
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts = inputs[:n_cond], inputs[n_cond:][:n_body]
-    init = inputs[n_cond + n_body :]
-    start, bits = _carried(init, equation.invars[n_cond + n_body :])
-
-    def go_on(carry: Any) -> Any:
-        values = [*map(_inside, cond_consts), *map(emulated, *carry)]
-        return emulate(emulation, params["cond_jaxpr"], values)[0].array
-
-    def body(carry: Any) -> Any:
-        arrays, bits = carry
-        values = [*map(_inside, body_consts), *map(emulated, arrays, bits)]
-        return _next(arrays, bits, emulate(emulation, params["body_jaxpr"], values))
-
-    arrays, bits = lax.while_loop(go_on, body, (start, bits))
-    return list(map(emulated, arrays, bits))
-
-
-def _cond(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated] | None:
-    if equation.params.get("branches_platforms") is not None:
-        return None
-    index, *operands = inputs
-    call, arrays = _on_arrays(emulation, operands)
-    branches = [lambda *arrays, branch=branch: call(branch, *arrays) for branch in equation.params["branches"]]
-    return [emulated(x, bit) for x, bit in lax.switch(index.array, branches, *arrays)]
-
-
-def _on_arrays(emulation: Emulation, inputs: Sequence[Emulated]) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns a function that runs a program on arrays and returns pairs of array and bit, and the input arrays."""
-
-    def call(jaxpr: Any, *arrays: jax.Array) -> list[Any]:
-        values = [
-            emulated(a, x.half, origin=argument(a).origin, integers=x.value.integers)
-            for a, x in zip(arrays, inputs, strict=True)
-        ]
-        outputs = emulate(emulation, jaxpr, values)
-        return [(on_device(x.array), jnp.asarray(x.half)) for x in outputs]
-
-    return call, [on_device(x.array) for x in inputs]
-
-
-def _remat(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated]:
-    params = equation.params
-    call, arrays = _on_arrays(emulation, inputs)
-    if isinstance(params["policy"], OpaqueCall):
-        return _opaque(emulation, params["policy"], inputs, arrays)
-    body = jax.checkpoint(
-        lambda *arrays: call(params["jaxpr"], *arrays), prevent_cse=params["prevent_cse"], policy=params["policy"]
-    )
-    return [emulated(x, bit) for x, bit in body(*arrays)]
+def _remat(emulation: "Emulation", equation: Any, inputs: list[Emulated]) -> Sequence[Emulated] | None:
+    policy = equation.params["policy"]
+    if isinstance(policy, OpaqueCall):
+        return _opaque(emulation, policy, inputs, [on_device(x.array) for x in inputs])
+    return IN_JAX["remat2"](emulation, equation, inputs)
 
 
 def _opaque(
-    emulation: Emulation, policy: OpaqueCall, inputs: Sequence[Emulated], arrays: Sequence[Any]
+    emulation: "Emulation", policy: OpaqueCall, inputs: Sequence[Emulated], arrays: Sequence[Any]
 ) -> list[Emulated]:
     """Runs a function that stores in the dtypes of its arguments and accumulates in float32."""
     met = functools.reduce(either, [x.half for x in inputs], False)
@@ -402,30 +242,118 @@ def _opaque(
     return [emulated(rounded(x, emulation.region.half, met), met) for x in results]
 
 
-def _shard_map(emulation: Emulation, equation: Any, inputs: list[Emulated]) -> list[Emulated]:
-    params = equation.params
-    call, arrays = _on_arrays(emulation, inputs)
-    run = jax.shard_map(
-        functools.partial(call, params["jaxpr"]),
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=[(spec, P()) for spec in params["out_specs"]],
-        axis_names=frozenset(params.get("manual_axes") or params["newly_manual_axes"]),
-        check_vma=params["check_vma"],
-    )
-    return [emulated(x, bit) for x, bit in run(*arrays)]
+@dataclasses.dataclass(frozen=True)
+class Emulation(Reading[Emulated]):
+    """A program as autocast would run it, in float32.
 
+    Attributes:
+      region: the autocast region, whose rules decide which operations may be half.
+      flags: returns whether an operation is half.
+      operation: runs an operation.
+      steps: the equations of the current program with the decisions on them, by identity.
+    """
 
-_PROGRAMS: dict[str, Callable[[Emulation, Any, list[Emulated]], list[Emulated] | None]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call"), _inlined),
-    "remat2": _remat,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "custom_jvp_call": _with_custom_derivative,
-    "custom_vjp_call": _with_custom_derivative,
-    "shard_map": _shard_map,
-}
+    region: Region
+    flags: Flags
+    operation: Run
+    steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)
+
+    table: ClassVar[Mapping[str, Enter]] = {
+        **IN_JAX,
+        "remat2": _remat,
+        "custom_jvp_call": _with_custom_derivative,
+        "custom_vjp_call": _with_custom_derivative,
+    }
+
+    def prepared(self, jaxpr: Any) -> "Emulation":
+        """Returns the emulation with the decisions that do not depend on values."""
+        steps = {id(step.equation): step for step in steps_of(self.region, jaxpr)}
+        return dataclasses.replace(self, steps=steps)
+
+    def within(self, equation: Any) -> "Emulation":
+        """Returns the emulation for the bodies of an equation."""
+        step = self.steps[id(equation)]
+        forced = step.rule if step.rule in ("lower", "float32") else self.region.forced
+        region = self.region.within(equation, step.scope)
+        return dataclasses.replace(self, region=dataclasses.replace(region, forced=forced, constants={}))
+
+    def enter(self, equation: Any, inputs: list[Emulated]) -> Sequence[Emulated] | None:
+        """Runs bodies, but for those that autocast keeps as they were traced."""
+        return None if self.steps[id(equation)].rule == "keep" else super().enter(equation, inputs)
+
+    def bind(self, equation: Any, inputs: list[Emulated]) -> Sequence[Emulated]:
+        """Runs an operation, with rounding if its flag is set."""
+        if equation.primitive.name in ENTERED:
+            return _kept(equation, inputs)
+        values = [x.value for x in inputs]
+        step = settle(self.region, self.steps[id(equation)], values)
+        if step.rule == "keep" or equation.primitive.name == "convert_element_type":
+            outputs = _kept(equation, inputs)
+        else:
+            outputs = _computed(self, step, inputs)
+        note_integers(equation, values, [x.value for x in outputs])
+        return outputs
+
+    def constant(self, array: Any) -> Emulated:
+        """Returns a constant."""
+        return Emulated(self.region.constant(array))
+
+    def literal(self, atom: Any) -> Emulated:
+        """Returns a literal."""
+        return Emulated(literal(atom))
+
+    def array(self, value: Emulated) -> Any:
+        """Returns the array."""
+        return value.array
+
+    def mapped(self, function: Callable[..., Any], *values: Emulated) -> Emulated:
+        """Returns a value with another array."""
+        arrays = (on_device(x.array) for x in values)
+        return Emulated(dataclasses.replace(values[0].value, array=function(*arrays), casts={}), values[0].half)
+
+    def packed(self, value: Emulated) -> Any:
+        """Returns array and bit."""
+        return value.array, jnp.asarray(value.half)
+
+    def unpacked(self, arrays: Any) -> Emulated:
+        """Returns the value of array and bit."""
+        return emulated(*arrays)
+
+    def spec(self, spec: Any) -> Any:
+        """Returns how array and bit are sharded."""
+        return spec, P()
+
+    def operand(self, array: Any, outer: Emulated) -> Emulated:
+        """Returns an operand, half if it is outside."""
+        return emulated(array, outer.half, origin=argument(array).origin, integers=outer.value.integers)
+
+    def row(self, array: Any, outer: Emulated) -> Emulated:
+        """Returns a row, half if the array is."""
+        return Emulated(Value(array, integers=outer.value.integers), outer.half)
+
+    def stacked(self, arrays: Any) -> Emulated:
+        """Returns stacked outputs, half if all are."""
+        array, bits = arrays
+        return emulated(array, jnp.all(bits))
+
+    def inside(self, value: Emulated) -> Emulated:
+        """Returns a value for the body of a loop."""
+        return Emulated(value.value.inside(), value.half)
+
+    def start(self, program: Any, init: list[Emulated], atoms: Sequence[Any], operands: Any) -> list[Emulated]:
+        """Returns carried values in float32."""
+        return [
+            Emulated(
+                Value(jnp.asarray(x.value.to(FLOAT32)) if eligible(traced_dtype(a)) else on_device(x.array)),
+                False if x.value.weak else x.half,
+            )
+            for x, a in zip(init, atoms, strict=True)
+        ]
+
+    def following(self, new: Emulated, old: Emulated) -> Emulated:
+        """Returns the next carried value: it is half only if it stays half."""
+        array = new.value.to(old.array.dtype) if eligible(old.array.dtype) else new.array
+        return Emulated(Value(array), both(old.half, new.half))
 
 
 def emulated_autocast(
@@ -460,7 +388,7 @@ def emulated_autocast(
     def with_emulation(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         def by_flags(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
             emulation = Emulation(Region(half, rules, ENTERED), flags, run or rounding)
-            return [on_device(x.array) for x in emulate(emulation, jaxpr, list(map(_argument, arrays)))]
+            return [on_device(x.array) for x in emulation.evaluate(jaxpr, list(map(_argument, arrays)))]
 
         return run_traced(by_flags, fn, args, kwargs)
 

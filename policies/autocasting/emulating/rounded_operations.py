@@ -4,6 +4,7 @@ Rounding is a cast to the half type and back, so it has the half type's range, s
 must not remove it, so compile programs with `COMPILER_OPTIONS`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,18 +15,14 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.primitives import DERIVED_IN_FLOAT32, LAYOUT, names, opened
+from jmp_train.policies.autocasting.primitives import DERIVED_IN_FLOAT32, LAYOUT, names
 from jmp_train.policies.autocasting.values import FLOAT32, chosen, replaced
+from jmp_train.policies.programs import INLINED, Reading
 
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 Bit = bool | jax.Array  # known at trace time, or a boolean scalar of the program
 
-# Programs that an equation runs once, by the name of the parameter.
-_BODIES = {
-    **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr"),
-    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
-}
 # Sums stay in float32 until they are read; the other operations move, pick or cast numbers that are already rounded.
 _EXACT = LAYOUT | names(
     "reduce_sum reduce_max reduce_min reduce_and reduce_or cumsum scatter-add scatter_add neg abs sign max min "
@@ -83,7 +80,7 @@ def rounded_operation(
     in_float32 = all(equation.primitive.name in DERIVED_IN_FLOAT32 for equation in program.jaxpr.eqns)
 
     def operation(program: Any, arrays: Sequence[Any], active: Bit) -> list[Any]:
-        results = _evaluated(program, arrays, half=half, active=False if in_float32 else active)
+        results = _Rounding(half, False if in_float32 else active).evaluate(program, arrays)
         return [rounded(x, half, active) for x in results] if in_float32 else results
 
     def operands(active: Bit, arrays: Sequence[Any]) -> list[Any]:
@@ -137,26 +134,18 @@ def _like(result: jax.Array, dot: Any) -> Any:
     return np.zeros(result.shape, jax.dtypes.float0)
 
 
-def _evaluated(program: Any, arrays: Sequence[Any], *, half: DTypeLike, active: Bit) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class _Rounding(Reading[Any]):
     """Runs a program operation by operation, and rounds the results of operations that compute."""
-    jaxpr = opened(program)
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
-    values.update(zip(jaxpr.invars, arrays, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if hasattr(atom, "val") else values[atom]
+    half: DTypeLike
+    active: Bit
 
-    for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        name, params = equation.primitive.name, equation.params
-        if name in _BODIES:
-            results = _evaluated(params[_BODIES[name]], inputs, half=half, active=active)
-        elif name in _EXPANDED:
-            step = functools.partial(rounded, half=half, active=active)
-            results = [_EXPANDED[name](inputs[0], params, step)]
-        else:
-            results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
-            results = results if equation.primitive.multiple_results else [results]
-            results = results if name in _EXACT else [rounded(x, half, active) for x in results]
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    table = INLINED
+
+    def bind(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+        name, step = equation.primitive.name, functools.partial(rounded, half=self.half, active=self.active)
+        if name in _EXPANDED:
+            return [_EXPANDED[name](inputs[0], equation.params, step)]
+        results = super().bind(equation, inputs)
+        return results if name in _EXACT else list(map(step, results))

@@ -16,9 +16,9 @@ from jax.scipy import special
 from primitive_lists import HOW
 from promotion import promoting
 
-from jmp_train.policies.autocasting.primitives import opened, programs_in
 from jmp_train.policies.autocasting.rules import MOSTLY_HALF, TORCH_CPU, TORCH_CUDA, AutocastRules
 from jmp_train.policies.autocasting.transform import autocast
+from jmp_train.policies.programs import opened, programs_in
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jmp_train as jt
-from jmp_train.policies.autocasting.product_warnings import all_equations
+from jmp_train.policies.programs import walk
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
@@ -117,7 +117,7 @@ def gradients(run: Callable[..., Any], *, lowered: bool = False) -> Callable[...
 
 
 def precisions(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    equations = all_equations(jax.make_jaxpr(fn)(*args).jaxpr)
+    equations = [place.equation for place in walk(jax.make_jaxpr(fn)(*args))]
     return [e.params["precision"] for e in equations if e.primitive.name.startswith(("dot", "conv_", "ragged"))]
 
 

@@ -54,17 +54,6 @@ def test_an_empty_scan() -> None:
     assert (of_half.dtype, of_half.tolist()) == (F16, [[3.0] * 3] * 2)
 
 
-def test_each_element_of_a_batch_leaves_its_loop_by_itself() -> None:
-    w = jnp.eye(2)
-
-    def doubled(x: jax.Array) -> jax.Array:
-        return lax.while_loop(lambda c: c[0] < 100, lambda c: (c[0] * 2, c[1] @ c[1]), (x, w))[0]
-
-    x = jnp.array([1.0, 70.0, 200.0])
-    assert autocast(jax.vmap(doubled))(x).tolist() == [128.0, 140.0, 200.0]
-    assert jax.jit(jax.vmap(autocast(doubled)))(x).tolist() == [128.0, 140.0, 200.0]
-
-
 def test_a_scatter_that_computes() -> None:
     out = autocast(lambda x: (x @ x).at[0].apply(jnp.tanh))(jnp.eye(2))
     np.testing.assert_allclose(out, [[np.tanh(1), 0], [0, 1]], rtol=1e-3)

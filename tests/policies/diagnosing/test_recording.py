@@ -1,6 +1,5 @@
 """Programs run operation by operation return what they return, and every result is kept."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,32 +15,16 @@ pytestmark = pytest.mark.quick
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
 
-def reversed_scan(x: jax.Array) -> Any:
-    return lax.scan(lambda carry, row: (carry + row, carry * row), jnp.zeros(3), x, reverse=True)
-
-
-def nested(x: jax.Array) -> Any:
-    def outer(i: Any, x: jax.Array) -> jax.Array:
-        return lax.switch(i % 3, [jnp.sin, jax.jit(jnp.cos), lambda x: x * 2], x)
-
-    return lax.fori_loop(0, x.shape[0], outer, x), lax.while_loop(lambda x: (x < 3).any(), lambda x: x + 1, x)
-
-
-def half_scan(x: jax.Array) -> Any:
+def half_scan(x: Any) -> Any:
     def step(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
         return carry + row, carry.astype(jnp.float32)
 
     return lax.scan(step, jnp.zeros(3, jnp.float16), x.astype(jnp.float16))
 
 
-def empty(x: jax.Array) -> Any:
-    return lax.scan(lambda carry, row: (carry + row, row * 2), jnp.ones(3), x[:0])
-
-
-@pytest.mark.parametrize("fn", [reversed_scan, nested, half_scan, empty])
-def test_results_are_those_of_the_program(fn: Callable[..., Any]) -> None:
-    _, pairs, _ = record(jax.make_jaxpr(fn)(X), [X], lambda pair: None)
-    expected = jax.tree.leaves(fn(X))
+def test_results_are_those_of_the_program() -> None:
+    _, pairs, _ = record(jax.make_jaxpr(half_scan)(X), [X], lambda pair: None)
+    expected = jax.tree.leaves(half_scan(X))
     for pair, x in zip(pairs, expected, strict=True):
         assert pair.actual.dtype == x.dtype
         np.testing.assert_allclose(pair.actual, x, rtol=1e-6)

@@ -1,0 +1,209 @@
+"""Readings: what the values of a traced program are to whoever runs it, and what an equation does to them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+from jmp_train.policies.programs.walking import opened
+
+V = TypeVar("V")
+Enter = Callable[[Any, Any, list[Any]], "Sequence[Any] | None"]
+"""Runs an equation that holds programs by a reading: takes the reading for its bodies, the equation and its inputs.
+Returns None if it is bound as it was traced."""
+
+
+class Reading(Generic[V]):
+    """What a program's values are, and what its equations do to them. By default, values are arrays.
+
+    `table` runs the equations that hold programs: `INLINED`, `IN_JAX`, `IN_PYTHON` or `ABSTRACTLY`. A reading defines
+    `bind` for all others, and for values that are more than arrays how these are taken apart.
+
+    Attributes:
+      table: by name of a primitive, what runs the programs that it holds.
+
+    Example:
+      >>> import jax
+      >>> from jmp_train.policies.programs import IN_JAX, Reading
+      >>> class Doubled(Reading):
+      ...     table = IN_JAX
+      ...     def bind(self, equation, inputs):
+      ...         return [2 * x for x in super().bind(equation, inputs)]
+      >>> program = jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y + i, x))(1)
+      >>> [int(x) for x in Doubled().evaluate(program, [1])]
+      [28]
+    """
+
+    table: ClassVar[Mapping[str, Enter]] = {}
+
+    # A program
+    def evaluate(self, program: Any, inputs: Sequence[V]) -> list[V]:
+        """Returns the results of a program.
+
+        Args:
+          program: a jaxpr, with its constants if it has any.
+          inputs: its arguments.
+        """
+        jaxpr, reading = opened(program), self.prepared(opened(program))
+        given = (*map(reading.constant, _constants(program)), *inputs)
+        variables = (*jaxpr.constvars, *jaxpr.invars)
+        values: dict[Any, V] = dict(zip(variables, map(reading.written, variables, given), strict=True))
+
+        def read(atom: Any) -> V:
+            return reading.literal(atom) if isinstance(atom, jex.Literal) else values[atom]
+
+        for equation, unread in zip(jaxpr.eqns, _last_reads(jaxpr), strict=True):
+            outputs = reading.run(equation, [read(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, map(reading.written, equation.outvars, outputs), strict=True))
+            for variable in unread:
+                del values[variable]  # frees its memory
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def prepared(self, jaxpr: Any) -> Self:
+        """Returns the reading for the equations of a program, with what it has to know of all of them."""
+        del jaxpr
+        return self
+
+    def run(self, equation: Any, inputs: list[V]) -> Sequence[V]:
+        """Returns the results of an equation."""
+        outputs = self.enter(equation, inputs)
+        return self.bind(equation, inputs) if outputs is None else outputs
+
+    def enter(self, equation: Any, inputs: list[V]) -> Sequence[V] | None:
+        """Returns the results of an equation whose programs run by this reading, None for other equations."""
+        enter = self.table.get(equation.primitive.name)
+        return None if enter is None else enter(self.within(equation), equation, inputs)
+
+    def bind(self, equation: Any, inputs: list[V]) -> Sequence[V]:
+        """Returns the results of an equation that is one operation, or whose programs run as they were traced."""
+        primitive = equation.primitive
+        results = primitive.bind(*map(self.array, inputs), **primitive.get_bind_params(equation.params))
+        return list(map(self.unpacked, results if primitive.multiple_results else [results]))
+
+    def written(self, variable: Any, value: V) -> V:
+        """Returns a value as a variable of the program holds it."""
+        del variable
+        return value
+
+    def within(self, equation: Any) -> Self:
+        """Returns the reading for the bodies of an equation."""
+        del equation
+        return self
+
+    def trial(self) -> Self:
+        """Returns the reading for a run that does not count, because the same program runs again."""
+        return self
+
+    # Values
+    def constant(self, array: Any) -> V:
+        """Returns a constant of a program as a value; None stands for an array that is not known."""
+        return self.unpacked(array)
+
+    def literal(self, atom: Any) -> V:
+        """Returns a literal as a value."""
+        return self.constant(np.asarray(atom.val, atom.aval.dtype))
+
+    def array(self, value: V) -> Any:
+        """Returns the array of a value, which decides about loops and branches."""
+        return value
+
+    def mapped(self, function: Callable[..., Any], *values: V) -> V:
+        """Returns a value whose arrays are a function of those of others: a row, a stack, a choice of elements."""
+        arrays = jax.tree.map(function, *map(self.packed, values))
+        return self.unpacked(arrays)
+
+    def packed(self, value: V) -> Any:
+        """Returns what of a value leaves a body, as a pytree of arrays."""
+        return self.array(value)
+
+    def unpacked(self, arrays: Any) -> Any:
+        """Returns the value of a pytree of arrays."""
+        return arrays
+
+    # Bodies in jax
+    def body(self, rows: Any = (), count: int = 0) -> Self:
+        """Returns the reading for one run of a body, with one of the `count` rows that `rows` returned, if any."""
+        del rows, count
+        return self
+
+    def rows(self, count: int) -> Any:
+        """Returns arrays of which each iteration of a scan, or each device, gets a row."""
+        del count
+        return ()
+
+    def operand(self, array: Any, outer: V) -> V:
+        """Returns an operand of a body, given as array and as value outside of it."""
+        del outer
+        return self.unpacked(array)
+
+    def row(self, array: Any, outer: V) -> V:
+        """Returns a row of a scan's operand, given as array and as value of all rows."""
+        return self.operand(array, outer)
+
+    def inside(self, value: V) -> V:
+        """Returns a value from outside of a loop for its body."""
+        return value
+
+    def constants(self, values: Sequence[V]) -> Callable[[], list[V]]:
+        """Returns what makes the constants of a scan in each iteration; their gradients are added over iterations."""
+        return lambda: list(map(self.inside, values))
+
+    def start(
+        self, program: Any, init: list[V], atoms: Sequence[Any], operands: Callable[[list[V]], list[V]] | None
+    ) -> list[V]:
+        """Returns the values with which a loop starts, of kinds that its body preserves.
+
+        Args:
+          program: its body.
+          init: its initial values.
+          atoms: the variables or literals of these.
+          operands: returns the operands of a first iteration that starts with some values; None if there is none.
+        """
+        del program, atoms, operands
+        return init
+
+    def following(self, new: V, old: V) -> V:
+        """Returns a result of a loop's body as the next iteration's value, of the kind of the one before."""
+        del old
+        return new
+
+    def stacked(self, arrays: Any) -> V:
+        """Returns the outputs of a scan's iterations as one value."""
+        return self.unpacked(arrays)
+
+    def branch(self, number: int) -> Self:
+        """Returns the reading for a branch."""
+        del number
+        return self
+
+    def agreed(self, branches: Sequence[Any], operands: list[V]) -> Callable[[list[V]], list[V]]:
+        """Returns what makes the results of branches alike, given their programs and operands."""
+        del branches, operands
+        return lambda results: results
+
+    def spec(self, spec: Any) -> Any:
+        """Returns how a `shard_map` shards what leaves its body of a result, given how it shards the result."""
+        return spec
+
+    # Bodies as facts
+    def joined(self, values: Sequence[V]) -> V:
+        """Returns what is known of a value that is one of several: of a branch, or of an iteration of a loop."""
+        raise NotImplementedError
+
+
+def _last_reads(jaxpr: Any) -> list[list[Any]]:
+    """Returns, for each equation of a program, the variables that nothing reads any more afterwards."""
+    read = {atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal)}
+    found = []
+    for equation in reversed(jaxpr.eqns):
+        used = {x: None for x in (*equation.invars, *equation.outvars) if not isinstance(x, jex.Literal)}
+        found.append([x for x in used if x not in read])
+        read.update(used)
+    return found[::-1]
+
+
+def _constants(program: Any) -> Sequence[Any]:
+    """Returns the constants of a program; those of an open one are not known."""
+    return getattr(program, "consts", None) or [None] * len(opened(program).constvars)
