@@ -37,7 +37,8 @@ from jmp_train.cli.plan import PLANNED_POLICIES, PlanOptions, plan_command
 from jmp_train.cli.train import TrainOptions, train_command
 from jmp_train.cli.tune import TuneOptions, tune_command
 from jmp_train.command_start import interrupts_raised
-from jmp_train.launch import check_launch, lasting_output, launch, threads_for
+from jmp_train.distributed import end_at_once, initialize
+from jmp_train.launch import LaunchError, check_launch, lasting_output, launch, threads_for
 from jmp_train.policies.autocasting import FUSION_FLAG
 from jmp_train.runs import MODE_CHOICES, SCHEDULE_FORM
 from jmp_train.tasks import TASK_FORMS, TASK_NAMES, find_task, is_task_text
@@ -76,12 +77,14 @@ class LaunchOptions:
       devices_per_process: default: 1
       logdir: write DIR/rank_0.log and so on
       restarts: restart all processes after a failure, up to N times
+      grace: time to save for processes that are asked to end, before they are killed; default: 5
       exit_timeout: stop processes that still run this long after the first has ended well; default: never
     """
 
     devices_per_process: int = option(few, default=1)
     logdir: Path | None = option(path, "DIR")
     restarts: int = option(count, default=0)
+    grace: int = option(positive, "SECONDS", default=5)
     exit_timeout: int | None = option(positive, "SECONDS")
 
 
@@ -99,11 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with interrupts_raised():
             args = _parser(arguments).parse_args(arguments)
-            return args.run(args)
+            code = args.run(args)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        code = INTERRUPTED
     except Exception as error:  # noqa: BLE001 - of any kind, because the user gets one line
-        return INTERRUPTED if is_of_interrupt(error) else report_error(error)
+        code = INTERRUPTED if is_of_interrupt(error) else report_error(error)
+    if code and jax.distributed.is_initialized():
+        end_at_once(code)  # jax would wait for the other processes, which wait for this one
+    return code
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -196,13 +202,14 @@ def _task_in(arguments: Sequence[str], command: argparse.ArgumentParser) -> str 
 
 def _start_jax(arguments: Sequence[str]) -> None:
     """Sets options of jax that must be set before a user's file may use it."""
+    several = os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
+    if several and arguments[0] != "train":
+        raise WrongCall(f"{arguments[0]} runs in one process; of the commands, only train runs in several")
     if arguments[0] == "plan":
         jax.config.update("jax_platforms", "cpu")  # so that a GPU stays free for measurements
         return
     turn_ynn_fusion_off()
-    if arguments[0] == "train" and os.environ.get("JAX_NUM_PROCESSES", "1") != "1":
-        from jmp_train.distributed import initialize
-
+    if several:
         initialize()
         return
     found = re.search(r"(?<!\S)--devices[ =](\d{1,4})(?!\S)", " ".join(arguments))
@@ -238,5 +245,9 @@ def _launch(args: argparse.Namespace) -> int:
         check_launch(command)
         make_writable("--logdir", args.logdir)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(LaunchOptions)}
-    launch(command, args.processes, **given)
+    try:
+        launch(command, args.processes, **given)
+    except LaunchError as error:
+        report_error(error)
+        return error.code
     return 0

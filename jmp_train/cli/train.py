@@ -5,10 +5,8 @@ import dataclasses
 import json
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 import jax
 
@@ -19,7 +17,7 @@ from jmp_train.cli.jobs import load_job
 from jmp_train.cli.option_values import path, positive
 from jmp_train.cli.options import DEFAULT_POLICY, option
 from jmp_train.cli.outputs import checked_outputs, exit_code
-from jmp_train.distributed import is_main_process
+from jmp_train.distributed import StopSignals, is_main_process
 from jmp_train.runs import (
     Compiled,
     Event,
@@ -59,18 +57,17 @@ def train_command(args: argparse.Namespace) -> int:
 
     name = args.name or DEFAULT_POLICY
     is_main, has_begun = is_main_process(), False
+    saves = args.checkpoint_dir is not None
+    if not saves and jax.process_count() > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # jax notes it, for a run that saves, and goes on
     with ExitStack() as stack:
         folders = {"--checkpoint-dir": args.checkpoint_dir, "--logdir": args.logdir, "--capsules": args.capsules}
         events = stack.enter_context(checked_outputs(as_json=args.json, folders=folders))
         with checking_the_call():
             job = load_job(args, name)
-            prepared, state = job.prepare(
-                name, watch=WATCHES if args.watch else (), with_metadata=args.checkpoint_dir is not None
-            )
-            # Several processes would have to agree when to stop.
-            can_stop = args.checkpoint_dir is not None and jax.process_count() == 1
-            signals = stack.enter_context(_signals_noted(can_stop))
-            saving = _saving(args, stack, signals)
+            prepared, state = job.prepare(name, watch=WATCHES if args.watch else (), with_metadata=saves)
+            stop = stack.enter_context(StopSignals()) if saves else None
+            saving = _saving(args, stack, stop)
             if args.logdir is not None:
                 check_unused(args.logdir / name)
             recorder = None if args.capsules is None else stack.enter_context(SkipRecorder(args.capsules))
@@ -105,8 +102,11 @@ def train_command(args: argparse.Namespace) -> int:
                 raise
             raise WrongCall(str(error)) from error
         except Stopped as stopped:
-            print(f"jmp-train: {stopped}; continue with --resume", file=sys.stderr)
-            return 128 + signals[0]
+            assert stop is not None
+            code = stop.finish()
+            if is_main:
+                print(f"jmp-train: {stopped}; continue with --resume", file=sys.stderr)
+            return code
     if is_main and not args.json:
         print_table([run])
         for note in explanations([run]):
@@ -114,36 +114,13 @@ def train_command(args: argparse.Namespace) -> int:
     return exit_code(events)
 
 
-def _saving(args: argparse.Namespace, stack: ExitStack, signals: list[int]) -> Saving | None:
-    if args.checkpoint_dir is None:
+def _saving(args: argparse.Namespace, stack: ExitStack, stop: StopSignals | None) -> Saving | None:
+    if stop is None:
         if args.resume or args.checkpoint_every:
             raise WrongCall("--resume and --checkpoint-every need --checkpoint-dir")
         return None
     store = stack.enter_context(CheckpointStore(args.checkpoint_dir))
     store.lock()
-    if args.resume and not store.steps():
+    if args.resume and not store.steps() and is_main_process():
         print(f"jmp-train: {args.checkpoint_dir} has no checkpoint; starting a new run", file=sys.stderr)
-    return Saving(store, args.checkpoint_every, args.resume, lambda: bool(signals))
-
-
-@contextmanager
-def _signals_noted(wanted: bool) -> Iterator[list[int]]:
-    """Records SIGTERM, SIGINT and SIGHUP, so that the run can save; a second one interrupts."""
-    received: list[int] = []
-    hang_up = getattr(signal, "SIGHUP", None)  # None on Windows
-
-    def note(number: int, frame: FrameType | None) -> None:
-        # When a terminal is closed, both it and its shell may send one.
-        if received and number != hang_up:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    kinds = [signal.SIGTERM, signal.SIGINT] if wanted else []
-    if wanted and hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:  # ignored under nohup
-        kinds.append(hang_up)
-    previous = {kind: signal.signal(kind, note) for kind in kinds}
-    try:
-        yield received
-    finally:
-        for kind, handler in previous.items():
-            signal.signal(kind, handler)
+    return Saving(store, args.checkpoint_every, args.resume, stop.agreed)

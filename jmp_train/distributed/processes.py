@@ -16,11 +16,11 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from jmp_train.distributed.background import tell_lost_steps
+from jmp_train.distributed.background import finish_writes, tell_lost_steps
 
 # Environment variables by which launchers tell each process the number of processes.
 _LAUNCHERS = {
@@ -199,8 +199,7 @@ def _warn_of_pod() -> None:
 def _leave(leaving: threading.Event) -> None:
     """Ends the process after an uncaught exception, without waiting for other processes that wait for this one."""
     if getattr(sys, "last_value", None) is not None:
-        tell_lost_steps()
-        _end_at_once()
+        end_at_once(1)
     leaving.set()
 
 
@@ -217,11 +216,18 @@ def _limit_shutdown(leaving: threading.Event, seconds: int, process: int | None)
         flush=True,
     )
     time.sleep(_READ_SECONDS)
-    _end_at_once()
+    end_at_once(1)
 
 
-def _end_at_once() -> None:
+def end_at_once(code: int) -> NoReturn:
+    """Ends this process without waiting for others, after its checkpoints are written.
+
+    Args:
+      code: its exit code.
+    """
+    finish_writes()
+    tell_lost_steps()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # stderr is closed
             stream.flush()
-    os._exit(1)
+    os._exit(code)

@@ -2,6 +2,7 @@
 
 from jmp_train.launch.child_processes import ChildProcess as ChildProcess
 from jmp_train.launch.child_processes import signals_as_exceptions as signals_as_exceptions
+from jmp_train.launch.launcher import LaunchError as LaunchError
 from jmp_train.launch.launcher import check_launch as check_launch
 from jmp_train.launch.launcher import launch as launch
 from jmp_train.launch.launcher import threads_for as threads_for

@@ -11,11 +11,24 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from jmp_train.launch.child_processes import ChildProcess, end, signals_as_exceptions
-from jmp_train.launch.ranks import RankOutput, log_path, reason, say, wait_for
+from jmp_train.launch.ranks import Endings, RankOutput, log_path, reason, say, wait_for
 
 _RUNNER = Path(__file__).with_name("rank.py")
 _COMMAND = "jmp-train"
+_STOPPED = {129, 130, 143}  # exit codes after SIGHUP, SIGINT and SIGTERM of a run that saved
 _READER_SECONDS = 5.0  # for the last lines; a process that escaped may hold a pipe longer
+
+
+class LaunchError(ChildProcessError):
+    """Processes failed.
+
+    Attributes:
+      code: the exit code of the first, or 128 + the number of the signal that killed it.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def launch(
@@ -31,8 +44,8 @@ def launch(
     """Runs a Python script as several processes that `jmp_train.distributed.initialize` connects.
 
     Each line that they print is printed with the number of its process in front; longer lines are split after 65,536
-    characters. When one process fails, the others are stopped. If restarts are left, all are
-    restarted, and a script that saves checkpoints continues from the last one.
+    characters. When one process fails, the others are stopped; what they print because of that is only logged. If
+    restarts are left, all are restarted, and a script that saves checkpoints continues from the last one.
 
     The processes and their children end with this one, however it ends (see `jmp_train.launch.child_processes`).
     SIGTERM, SIGHUP, SIGQUIT and Ctrl-C ask them to end, and a second one kills them. Output that cannot be printed or
@@ -50,7 +63,8 @@ def launch(
 
     Raises:
       ValueError: there is no script.
-      ChildProcessError: a process failed; the message names the failed processes.
+      LaunchError: a process failed; the message names the failed processes.
+      SystemExit: all processes ended as asked by a signal, with its exit code; they are not restarted.
     """
     check_launch(command)
     command = [script_of(command[0]) or command[0], *command[1:]]
@@ -63,7 +77,7 @@ def launch(
         if failure is None:
             return
         if number == restarts:
-            raise ChildProcessError(failure)
+            raise failure
         say(f"{failure}; restarting all, {number + 1} of {restarts} times")
 
 
@@ -74,34 +88,43 @@ def _run(
     logdir: Path | None,
     grace: float,
     exit_timeout: float | None,
-) -> str | None:
-    """Runs the processes once; returns a description of a failure, or None."""
+) -> LaunchError | None:
+    """Runs the processes once; returns the failure, or None."""
     address = f"127.0.0.1:{_free_port()}"
     children: list[ChildProcess] = []
     readers: list[threading.Thread] = []
     output = RankOutput(logdir)
-    with ExitStack() as stack:
-        messages, write = stack.enter_context(_pipe())
-        stack.enter_context(signals_as_exceptions())
-        stack.callback(_join, readers)
-        stack.callback(end, children)  # runs first
-        for rank in range(count):
-            child = ChildProcess(
-                [sys.executable, str(_RUNNER), str(write), str(rank), *command],
-                environment=_environment(address, count, rank, devices_per_process),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                grace=grace,
-                pass_files=[write],
-            )
-            children.append(child)
-            readers.append(threading.Thread(target=output.copy, args=(child.stdout, rank), daemon=True))
-            readers[-1].start()
-        endings = wait_for(children, messages, exit_timeout)
-    failure = reason(endings, exit_timeout)
-    if failure is None or logdir is None:
-        return failure
-    return f"{failure} (see {logdir}/rank_*.log)"
+    endings = Endings()
+    try:
+        with ExitStack() as stack:
+            messages, write = stack.enter_context(_pipe())
+            stack.enter_context(signals_as_exceptions())
+            stack.callback(_join, readers)
+            stack.callback(end, children)  # runs first
+            for rank in range(count):
+                child = ChildProcess(
+                    [sys.executable, str(_RUNNER), str(write), str(rank), *command],
+                    environment=_environment(address, count, rank, devices_per_process),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    grace=grace,
+                    pass_files=[write],
+                )
+                children.append(child)
+                readers.append(threading.Thread(target=output.copy, args=(child.stdout, rank), daemon=True))
+                readers[-1].start()
+            endings = wait_for(children, messages, exit_timeout)
+    finally:
+        wrong = output.conclude(endings.failed)
+    failure, codes = reason(endings, exit_timeout), list(endings.failed.values())
+    if failure is None:
+        return None
+    if set(codes) <= _STOPPED and not endings.running and not endings.late:
+        sys.exit(codes[0])
+    if logdir is not None:
+        failure += f" (see {logdir}/rank_*.log)"
+    code = next(iter(codes), 1)
+    return LaunchError(wrong or failure, code if code > 0 else 128 - code)
 
 
 def check_launch(command: Sequence[str]) -> None:

@@ -8,26 +8,33 @@ import io
 import locale
 import os
 import re
+import select
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
 
 from jmp_train.launch.child_processes import ChildProcess
+from jmp_train.launch.last_words import may_be_last, refusal, telling
 from jmp_train.launch.output import Output, warn_of_loss
 
 LONGEST_LINE = 65536  # characters; longer lines are printed in pieces
 
 _LINE_END = re.compile(r"\r\n|\n|\r(?!\Z)")  # a \r at the end may be half of a \r\n
 _CHUNK = 65536
+_HOLD_SECONDS = 2.0  # for lines with which a process may end
+_MOST_HELD = 1000  # lines
+_CALL_IS_WRONG = 2  # exit code of `jmp-train`, see jmp_train.cli.errors
 
 
 class RankOutput:
     """Prints the lines of several processes, each with the number of its process in front.
+
+    Lines with which a process may end are held back until it has ended, or has gone on for a while.
 
     Args:
       logdir: an existing folder for logs, where process 0 is written to `rank_0.log`, byte by byte, and so on; None
@@ -37,6 +44,7 @@ class RankOutput:
     def __init__(self, logdir: Path | None) -> None:
         self._logdir = logdir
         self._lock = threading.Lock()  # keeps lines apart
+        self._last_words: dict[int, list[str]] = {}  # held back
         own = isinstance(sys.stdout, Output)  # which reports its own failures
         self._screen = sys.stdout if own else Output(sys.stdout, lambda why: warn_of_loss(Output(sys.stderr), why))
 
@@ -47,12 +55,40 @@ class RankOutput:
           pipe: the process's output.
           rank: its number.
         """
+        held = self._last_words[rank] = []
+        since = 0.0
         with pipe, _Log(self._logdir, rank) as log:
-            for text in _decoded(pipe, log):
-                lines = "".join(f"[{rank}] {line.rstrip()}\n" for line in text)
-                with self._lock:
-                    self._screen.write(lines)
-                    self._screen.flush()
+            for lines in _decoded(pipe, log, held):
+                if held and (time.monotonic() - since > _HOLD_SECONDS or len(held) > _MOST_HELD):
+                    self._print(rank, held)
+                    held.clear()
+                if not held:
+                    since = time.monotonic()
+                    first = next((i for i, line in enumerate(lines) if may_be_last(line)), len(lines))
+                    self._print(rank, lines[:first])
+                    lines = lines[first:]
+                held += lines
+
+    def conclude(self, failed: Mapping[int, int]) -> str | None:
+        """Prints the last lines of the processes that show why they ended.
+
+        Args:
+          failed: the exit codes of failed processes, in the order of failure.
+
+        Returns:
+          The error that made the call wrong, which is not printed; None if there is none.
+        """
+        told = telling(self._last_words, list(failed))
+        wrong = refusal(told) if next(iter(failed.values()), 0) == _CALL_IS_WRONG else None
+        for rank, lines in ({} if wrong else told).items():
+            self._print(rank, lines)
+        return wrong
+
+    def _print(self, rank: int, lines: Sequence[str]) -> None:
+        text = "".join(f"[{rank}] {line.rstrip()}\n" for line in lines)
+        with self._lock:
+            self._screen.write(text)
+            self._screen.flush()
 
 
 class _Log:
@@ -94,14 +130,23 @@ def say(text: str) -> None:
     print(f"jmp-train: {text}", file=Output(sys.stderr), flush=True)
 
 
-def _decoded(pipe: IO[bytes], log: _Log) -> Iterator[list[str]]:
-    """Yields the lines from a pipe, as many at a time as have arrived; the log gets the bytes."""
+def _decoded(pipe: IO[bytes], log: _Log, held: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the lines from a pipe, as many at a time as have arrived; the log gets the bytes.
+
+    While lines are held back, it also yields when none arrive for a while.
+    """
     # The encoding of the processes.
     named, _, _ = os.environ.get("PYTHONIOENCODING", "").partition(":")
     encoding = named or locale.getpreferredencoding(False)
     decoder = codecs.getincrementaldecoder(encoding)("replace")
     rest = ""
-    while data := os.read(pipe.fileno(), _CHUNK):
+    while True:
+        if held and sys.platform != "win32" and not select.select([pipe], [], [], _HOLD_SECONDS)[0]:
+            yield []
+            continue
+        data = os.read(pipe.fileno(), _CHUNK)
+        if not data:
+            break
         log.write(data)
         *lines, rest = _LINE_END.split(rest + decoder.decode(data))
         if len(rest) >= LONGEST_LINE:

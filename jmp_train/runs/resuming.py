@@ -44,7 +44,7 @@ class Saving:
       store: the run's own store.
       every: steps between two checkpoints; None for one per epoch. The last step is always saved.
       resume: True to resume from the newest checkpoint; otherwise the store must be empty.
-      should_stop: called after each step; returns whether to save and stop.
+      should_stop: called once after each step; returns whether to save and stop.
     """
 
     store: CheckpointStore
@@ -92,6 +92,7 @@ class Saver:
         self._store = saving.store
         self._length = length
         self._metadata: dict[str, Any] = {}
+        self._stops = False
         self._store.lock()
         if self._store.steps() and not saving.resume:
             raise ResumeError(
@@ -118,7 +119,7 @@ class Saver:
             write_atomically(self._store.directory / _RUN_FILE, text.encode())
 
     def is_due(self, step: int, *, ends_epoch: bool, is_last: bool) -> bool:
-        """Returns True if the run must save after a step.
+        """Returns True if the run must save after a step; called once after each, as several processes need.
 
         Args:
           step: number of steps done.
@@ -127,7 +128,8 @@ class Saver:
         """
         every = self._saving.every
         due = ends_epoch if every is None else step % every == 0 or is_last
-        return due or self._saving.should_stop()
+        self._stops = self._saving.should_stop()
+        return due or self._stops
 
     def save(
         self, state: TrainState, steps: Sequence[Step], epochs: Sequence[Epoch], place: Place, *, is_last: bool
@@ -144,7 +146,7 @@ class Saver:
         step = len(steps)
         everything = _everything(state, _columns(Step, steps), _columns(Epoch, epochs))
         self._store.save(step, everything, metadata={**self._metadata, "place": place._asdict()})
-        if self._saving.should_stop() and not is_last:
+        if self._stops and not is_last:
             self._store.wait()
             raise Stopped(step)
 

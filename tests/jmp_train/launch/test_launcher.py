@@ -334,3 +334,75 @@ def test_wrong_calls_are_refused() -> None:
         launch([], 1)
     with pytest.raises(ValueError, match=r"launch needs a Python script, but 'nowhere\.py' is not a file"):
         launch(["nowhere.py"], 1)
+
+
+REFUSED = "jmp-train: error: 'nosuch' is not a task"
+FAILS = "import os, sys, time\nrank = os.environ['JAX_PROCESS_ID']\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "out", "error"),
+    [
+        # All refuse alike: one line, and their exit code.
+        (f"print({REFUSED!r}, file=sys.stderr)\nsys.exit(2)", 2, [], REFUSED),
+        # All raise the same error: its traceback comes once.
+        ("raise LookupError('no 7')", 1, ["LookupError: no 7"], "process {} ended with exit code 1, then "),
+        # They differ: both come.
+        ("raise LookupError('no ' + rank)", 1, ["LookupError: no 0", "LookupError: no 1"], "process {} ended with "),
+        ("sys.exit(7)", 7, [], "process {} ended with exit code 7, then process "),
+        ("os.kill(os.getpid(), 6)", 128 + 6, [], "process {} was killed by signal 6, then process "),
+    ],
+)
+def test_an_error_is_told_once_and_gives_the_exit_code(
+    ending: str, code: int, out: list[str], error: str, script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(FAILS + ending)
+    assert main(["launch", "-n", "2", "--", str(script)]) == code
+    told = capfd.readouterr()
+    assert sorted(line[4:] for line in told.out.splitlines() if "Error" in line) == out
+    assert len(told.err.splitlines()) == 1
+    assert any(error.format(rank) in told.err for rank in "01")
+
+
+def test_an_error_that_a_process_survives_is_printed_while_it_runs(script: Path, tmp_path: Path) -> None:
+    # The second line is printed when the first has been, so the first cannot wait for the end.
+    script.write_text(
+        "import pathlib, sys, time, traceback\n"
+        "try:\n    raise LookupError('no 7')\nexcept LookupError:\n    traceback.print_exc()\n"
+        "while not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.05)\n"
+        "print('goes on')\n"
+    )
+    command = launcher_command(script, tmp_path / "seen")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line[4:])
+            if lines.count("LookupError: no 7\n") == 2:
+                (tmp_path / "seen").touch()
+    assert process.returncode == 0
+    assert lines.count("goes on\n") == 2
+
+
+@pytest.mark.parametrize("code", [129, 130, 143])
+def test_processes_that_have_stopped_at_a_signal_are_not_restarted(
+    code: int, script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(f"print('starts', flush=True)\nraise SystemExit({code})\n")
+    with pytest.raises(SystemExit) as left:
+        launch([str(script)], 2, restarts=3)
+    assert left.value.code == code
+    told = capfd.readouterr()
+    assert told.out.count("starts") == 2
+    assert told.err == ""
+
+
+@pytest.mark.parametrize("command", ["compare", "diagnose", "tune", "plan"])
+def test_commands_of_one_process_are_refused_by_several(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    assert main([command, "digits"]) == 2
+    assert capsys.readouterr().err == (
+        f"jmp-train: error: {command} runs in one process; of the commands, only train runs in several\n"
+    )
