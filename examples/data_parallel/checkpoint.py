@@ -4,12 +4,14 @@
     python examples/data_parallel/checkpoint.py --directory out/run --steps 600
 
 Process 0 writes in the background, and distributes what it reads. Kill a process of the first command by `kill -9`: all
-are restarted, and the last line is the same as in an unbroken run, to the last bit of the parameters.
+are restarted, and the last line is the same as in an unbroken run, to the last bit of the parameters. At SIGTERM or
+Ctrl-C, all processes save the same step and end; the same command resumes.
 """
 
 import argparse
 import hashlib
 import os
+import sys
 from typing import Any
 
 import jax
@@ -46,6 +48,7 @@ def main() -> None:
     params = ToyModel().init(jax.random.key(0), jnp.zeros((1, 10)))["params"]
     state = jt.distributed.broadcast_state(jt.TrainState.create(params, tx), mesh)
     sharding = NamedSharding(mesh, PartitionSpec("data"))
+    stop = jt.distributed.StopSignals()
     with jt.CheckpointStore(args.directory) as store:
         try:
             start, state = store.restore(state)
@@ -56,6 +59,9 @@ def main() -> None:
         metrics = {}
         for number, batch in zip(range(start + 1, args.steps + 1), batches, strict=False):
             state, metrics = run(state, batch)
+            if stop.agreed():  # all processes after the same step
+                store.save(number, state)
+                sys.exit(stop.finish())
             if number % args.every == 0 or number == args.steps:
                 store.save(number, state)
                 if jt.distributed.is_main_process():

@@ -1,6 +1,7 @@
 """Signals that ask a run to stop: all processes agree on a step, save it, and end."""
 
 import ctypes
+import os
 import signal
 import sys
 from types import FrameType
@@ -11,6 +12,7 @@ import numpy as np
 
 from jmp_train.distributed.background import finish_writes, tell_lost_steps
 
+LAUNCHED = "JMP_TRAIN_LAUNCHED"  # set by `jmp-train launch` in the environment of its processes
 _ACTION_BYTES = 512  # more than C's `struct sigaction` has on any platform
 
 
@@ -22,7 +24,8 @@ class StopSignals:
     `jax.experimental.multihost_utils.reached_preemption_sync_point`: it costs no communication until a signal
     arrives, and then takes up to a second and the steps meanwhile.
 
-    A signal that is ignored, such as SIGHUP under `nohup`, stays ignored. As a context manager, it restores the former
+    Below `jmp-train launch`, which passes signals on, a process takes two for one: a third ends it, and a second to the
+    launcher all. A signal that is ignored, such as SIGHUP under `nohup`, stays ignored. As a context manager, it restores the former
     handlers on leaving.
 
     Example:
@@ -39,6 +42,8 @@ class StopSignals:
         self._several = jax.process_count() > 1
         self._received: list[int] = []
         self._steps = 0
+        # A batch system may signal both the launcher, which passes it on, and this process.
+        self._signals_for_one_stop = 2 if LAUNCHED in os.environ else 1
         # jax's own handler of SIGTERM, which notifies its preemption service; Python cannot hold it.
         self._jax_action = _action(signal.SIGTERM) if self._several else None
         names = [name for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]  # no SIGHUP on Windows
@@ -91,10 +96,10 @@ class StopSignals:
         return 1 if is_lost else 128 + next(iter(self._received), signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # When a terminal is closed, both it and its shell may send SIGHUP.
-        if self._received and number != getattr(signal, "SIGHUP", None):
-            raise KeyboardInterrupt
         self._received.append(number)
+        # When a terminal is closed, both it and its shell may send SIGHUP.
+        if len(self._received) > self._signals_for_one_stop and number != getattr(signal, "SIGHUP", None):
+            raise KeyboardInterrupt
         if self._jax_action is not None and len(self._received) == 1:
             _set_action(signal.SIGTERM, self._jax_action)
             signal.raise_signal(signal.SIGTERM)

@@ -164,6 +164,7 @@ def _environment(address: str, count: int, rank: int, devices: int) -> dict[str,
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, own)),
         "JAX_NUM_CPU_DEVICES": str(devices),
         "PYTHONUNBUFFERED": "1",
+        "JMP_TRAIN_LAUNCHED": "1",  # see jmp_train.distributed.StopSignals
     }
     if devices > 1:
         environment.setdefault("NPROC", str(threads_for(devices)))
