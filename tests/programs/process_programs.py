@@ -2,8 +2,10 @@
 
 import contextlib
 import logging
+import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -259,14 +261,16 @@ def late(delay: str, collective_timeout: str) -> None:
             break
 
 
-def leave(how: str) -> None:
-    """Ends process 1 in some way while process 0 waits for it."""
+def leave(how: str, who: str) -> None:
+    """Ends a process in some way while the others wait for it."""
     jt.distributed.initialize(shutdown_timeout=200)
-    if jax.process_index() == 1:
+    jt.distributed.check_agreement(seed=0)
+    if jax.process_index() == int(who):
         if how == "exit":
             sys.exit(3)
         if how == "raise":
             raise LookupError("lost")
+        os.kill(os.getpid(), signal.SIGKILL)
     jt.distributed.check_agreement(seed=0)
 
 

@@ -114,12 +114,26 @@ def test_a_late_process_is_reported_after_the_time_out(launch: Launch, tmp_path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("how", "code"), [("exit", 3), ("raise", 1)])
-def test_all_are_stopped_when_one_fails(how: str, code: int, launch: Launch) -> None:
-    returned, text = launch("leave", how)
-    assert returned == 1
-    assert f"jmp-train: error: process 1 ended with exit code {code}" in text, text
-    assert ("LookupError: lost" in text) == (how == "raise")
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "code", "end"),
+    [
+        ("exit", 3, "ended with exit code 3"),
+        ("raise", 1, "ended with exit code 1"),
+        ("kill", 137, "was killed by signal 9"),
+    ],
+)
+def test_all_are_stopped_when_one_fails_and_only_it_is_heard(
+    how: str, code: int, end: str, who: int, launch: Launch, tmp_path: Path
+) -> None:
+    returned, text = launch("leave", how, who)
+    assert returned == code, text
+    assert f"jmp-train: error: process {who} {end}" in text, text
+    assert text.count("LookupError: lost") == (how == "raise")
+    assert text.count("Traceback") == (how == "raise"), text
+    assert "coordination_service" not in text
+    if who == 0:  # which has the coordination service, so that jax aborts the other
+        assert "coordination_service" in (tmp_path / "logs" / "rank_1.log").read_text()
 
 
 @pytest.mark.full

@@ -74,8 +74,7 @@ def run_to(task: Task, directory: Path, policy: str, stops: tuple[int, ...]) -> 
     """Runs the task in one folder up to each of these steps."""
     done = 0
     for steps in stops:
-        # It is asked after each step, and once more when all is saved.
-        answers = iter([False] * (steps - done - 1) + [True, True])
+        answers = iter([False] * (steps - done - 1) + [True])  # asked once after each step
         with pytest.raises(Stopped) as stopped:
             run(task, directory, lambda answers=answers: next(answers), policy=policy)
         done = stopped.value.step
@@ -301,7 +300,7 @@ def test_a_second_run_in_a_folder_fails_at_once_and_a_killed_one_goes_on(
     last = max(jt.CheckpointStore(tmp_path).steps())
     task = first_examples(load_task("digits"), 64)
     with jt.CheckpointStore(tmp_path) as store, jax.numpy_dtype_promotion("standard"):
-        answers = iter([False, False, True, True])
+        answers = iter([False, False, True])
         saving = Saving(store, resume=True, should_stop=lambda: next(answers))
         with pytest.raises(Stopped) as stopped:
             train(task, "float32", RunSettings(epochs=1_000_000, identity={"task": "digits"}), saving=saving)

@@ -192,7 +192,7 @@ def test_a_run_in_a_mode_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert whole.metrics["test_accuracy"] > 0.9
     assert len(whole.skipped) > 10  # from 2**32 the scale has a long way to fall
     with jt.CheckpointStore(tmp_path) as store:
-        answers = iter([False] * 19 + [True, True])
+        answers = iter([False] * 19 + [True])
         with pytest.raises(Stopped, match="after step 20"):
             train(task, "naive", saving=Saving(store, 100, should_stop=lambda: next(answers)))
         with pytest.raises(ValueError, match="policy: the run has naive, this call apex-O2"):
