@@ -8,6 +8,7 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
 #SBATCH --requeue
+#SBATCH --signal=TERM@120
 #SBATCH --open-mode=append
 #SBATCH --output=train_%j.log
 # One process for each GPU. No --gpus-per-task: each process has to see all GPUs of its node, as jax gives it that of its rank there.

@@ -115,7 +115,8 @@ def launched(
                 pids[int(found[1])] = int(found[2])
             if plan is None or len(pids) < count:
                 continue
-            if plan[0] and not re.match(rf"\[\d\] step {plan[0]} ", line):
+            found = re.match(r"\[\d\] step (\d+) ", line)
+            if plan[0] and not (found and int(found[1]) >= plan[0]):
                 continue
             number, delay, kind, targets = plan
             plan = None
