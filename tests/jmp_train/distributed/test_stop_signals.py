@@ -71,7 +71,7 @@ def stopped(command: list[str], name: str, targets: list[str]) -> tuple[int, str
     """Returns exit code and output of a run that gets signals after its second epoch."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        lines = []
+        lines, everyone = [], set[int]()
         for line in process.stdout:
             lines.append(line)
             if '"epoch": 2' in line:
