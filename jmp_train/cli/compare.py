@@ -62,7 +62,15 @@ def compare_command(args: argparse.Namespace) -> int:
 
     Prints JSON or tables, and writes the report.
     """
-    from jmp_train.reports import explanations, print_speed_table, print_table, report, write_report
+    from jmp_train.reports import (
+        explanations,
+        print_speed_table,
+        print_table,
+        print_text,
+        report,
+        showing,
+        write_report,
+    )
 
     names = args.modes or args.policies or DEFAULT_POLICIES
     read_rules(args, names)  # as each process will
@@ -75,17 +83,21 @@ def compare_command(args: argparse.Namespace) -> int:
     with checked_outputs(as_json=args.json, folders={"--out": args.out, "--logdir": args.logdir}) as output:
         _check_outputs(args, names)
         runs, failures = _train_all(args, names, log)
+        problems = [f"{name}: {reason}" for name, reason in failures]
+        written: list[Path] = []
+        if args.out is not None and runs:  # keeps an earlier report if all runs fail
+            written, unwritten = write_report(args.out, args.source.name, runs, failures)
+            problems += unwritten
         if output is not None:
             print(json.dumps(report(args.source.name, runs), indent=2), file=output)
         elif runs:
             print_table(runs)
             if args.modes:
                 print_speed_table(runs)
-        for text in explanations(runs):
-            print(text, file=log)
-        problems = [f"{name}: {reason}" for name, reason in failures]
-        if args.out is not None and runs:  # keeps an earlier report if all runs fail
-            problems += list_written(*write_report(args.out, args.source.name, runs, failures), log)
+        with showing():
+            for text in explanations(runs):
+                print_text(text, log)
+        list_written(written, log)
     if problems:
         raise Failure("; ".join(problems))
     return exit_code(output)

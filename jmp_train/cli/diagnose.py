@@ -151,7 +151,7 @@ def _show(
 
     code = show(
         output,
-        f"{title}:\n{report}",
+        lambda: f"{title}:\n{report}",
         lambda: json_line(subject, report.as_dict()),
         lambda: ([], []) if args.out is None else write_diagnosis(args.out, title, subject, report),
     )

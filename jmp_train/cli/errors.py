@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator
 
 from jmp_train.extras import remedy
+from jmp_train.policies.documents import printable
 from jmp_train.tasks import FileError
 
 RUN_FAILED = 1
@@ -19,7 +20,7 @@ EXIT_CODES = (
     "Exit codes: 0 all is well; 1 a run failed; 2 the call is wrong, that is an option, or a file or "
     "folder that it names, and nothing was trained; 3 a diagnosis found problems, tuned "
     "rules do not hold, or a planned step does not fit; 128 + n stopped by signal n, as 130 by Ctrl-C. "
-    "Output that cannot be written does not stop a run; if it is that of --json, the code is 1. "
+    "Output that cannot be written or shown does not stop a run; if it is that of --json, the code is 1. "
     f"An error is one line; {TRACEBACK}=1 in the environment shows where it was raised."
 )
 
@@ -84,7 +85,7 @@ def one_line(text: str) -> str:
 
 
 def _escaped(line: str) -> str:
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    line = printable(line)
     return line if len(line) <= 2 * _HALF_LINE else f"{line[:_HALF_LINE]}…{line[-_HALF_LINE:]}"
 
 

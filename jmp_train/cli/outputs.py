@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from jmp_train.cli.errors import RUN_FAILED, Failure, WrongCall, one_line
+from jmp_train.cli.errors import RUN_FAILED, Failure, WrongCall
 from jmp_train.launch import Output, own_output
+from jmp_train.policies.documents import printable
 
 _NONE: Mapping[str, Path | None] = {}
 
@@ -40,35 +41,41 @@ def checked_outputs(
 
 def show(
     output: Output | None,
-    text: str,
+    text: Callable[[], str],
     as_json: Callable[[], str],
     write: Callable[[], tuple[list[Path], list[str]]],
 ) -> int:
-    """Prints a command's findings, writes its files, and returns `RUN_FAILED` if its JSON was lost, otherwise 0.
+    """Writes a command's files, prints its findings, and returns `RUN_FAILED` if its JSON was lost, otherwise 0.
 
     Args:
       output: see `checked_outputs`.
-      text: the findings as text.
+      text: returns the findings as text.
       as_json: returns the findings as JSON.
       write: writes the files, and returns them, and a line for each that could not be written.
 
     Raises:
       Failure: a file could not be written.
     """
+    from jmp_train.reports import print_text, showing
+
+    written, unwritten = write()
     if output is None:
-        print(text)
+        with showing():
+            print_text(text(), sys.stdout)
     else:
         print(as_json(), end="", file=output, flush=True)
-    if unwritten := list_written(*write(), sys.stdout if output is None else sys.stderr):
+    list_written(written, sys.stdout if output is None else sys.stderr)
+    if unwritten:
         raise Failure("; ".join(unwritten))
     return exit_code(output)
 
 
-def list_written(written: Iterable[Path], unwritten: list[str], log: IO[str]) -> list[str]:
-    """Prints the names of the written files, and returns the lines about the others."""
+def list_written(written: Iterable[Path], log: IO[str]) -> None:
+    """Prints the names of the written files."""
+    from jmp_train.reports import print_text
+
     for path in written:
-        print(f"wrote {one_line(str(path))}", file=log)
-    return unwritten
+        print_text(printable(f"wrote {path}"), log)
 
 
 def exit_code(output: Output | None) -> int:

@@ -97,7 +97,7 @@ def plan_command(args: argparse.Namespace) -> int:
         title = args.task
         code = show(
             output,
-            f"{title}:\n{found}" + (f"\n{found.largest_buffers(args.buffers)}" if args.buffers else ""),
+            lambda: f"{title}:\n{found}" + (f"\n{found.largest_buffers(args.buffers)}" if args.buffers else ""),
             lambda: json_line({"step": title}, found.to_json()),
             lambda: write_plan(args.page, title, found),
         )

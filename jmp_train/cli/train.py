@@ -53,7 +53,7 @@ class TrainOptions:
 
 def train_command(args: argparse.Namespace) -> int:
     """Trains a task under one name, prints its reports, and returns the exit code."""
-    from jmp_train.reports import display_on, explanations, print_table
+    from jmp_train.reports import display_on, explanations, print_table, print_text, showing
 
     name = args.name or DEFAULT_POLICY
     is_main, has_begun = is_main_process(), False
@@ -109,8 +109,9 @@ def train_command(args: argparse.Namespace) -> int:
             return code
     if is_main and not args.json:
         print_table([run])
-        for note in explanations([run]):
-            print(note)
+        with showing():
+            for note in explanations([run]):
+                print_text(note, sys.stdout)
     return exit_code(events)
 
 

@@ -74,7 +74,7 @@ def tune_command(args: argparse.Namespace) -> int:
         title = f"{args.source.name}, {args.dtype}, step {done}"
         code = show(
             output,
-            f"{title}:\n{tuned}" + ("" if args.out else f"\n{tuned.code()}"),
+            lambda: f"{title}:\n{tuned}" + ("" if args.out else f"\n{tuned.code()}"),
             lambda: json_line(subject, tuned.to_json()),
             lambda: write_tuning(args.out, args.page, title, subject, tuned),
         )

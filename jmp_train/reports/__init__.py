@@ -14,3 +14,5 @@ from jmp_train.reports.files import write_report as write_report
 from jmp_train.reports.files import write_tuning as write_tuning
 from jmp_train.reports.page import explain_failure as explain_failure
 from jmp_train.reports.page import explanations as explanations
+from jmp_train.reports.terminal import print_text as print_text
+from jmp_train.reports.terminal import showing as showing

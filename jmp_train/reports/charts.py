@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -142,14 +143,17 @@ def png(charts: Sequence[doc.Chart], title: str, footnote: str) -> bytes:
         from matplotlib.figure import Figure
 
     figure = Figure(figsize=_INCHES)
-    figure.suptitle(title)
-    figure.text(0.5, 0.01, footnote, ha="center", fontsize="small", color=_light("soft"))
+    figure.suptitle(doc.printable(title), parse_math=False)
+    text = doc.printable(footnote)
+    figure.text(0.5, 0.01, text, ha="center", fontsize="small", color=_light("soft"), parse_math=False)
     figure.subplots_adjust(0.02, 0.05, 0.98, 0.92, 0.04, 0.04)
     for axes, chart in zip(figure.subplots(2, 3).flat, charts, strict=True):
         axes.set_axis_off()
         _draw(axes, chart)
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=_DPI)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the font lacks a character of a name
+        figure.savefig(file, format="png", dpi=_DPI)
     return file.getvalue()
 
 
@@ -169,7 +173,9 @@ def _draw_mark(axes: "Axes", mark: doc.Mark, points: float) -> None:
         case doc.Label(said, x, y, anchor, _, color, is_heading):
             align = {"start": "left", "middle": "center", "end": "right"}[anchor]
             size = _FONT * points * (1.2 if is_heading else 1)
-            axes.text(x, y, said, ha=align, va="baseline", size=size, color=_light(color), parse_math=False)
+            axes.text(
+                x, y, doc.printable(said), ha=align, va="baseline", size=size, color=_light(color), parse_math=False
+            )
         case doc.Path(style, runs):
             dash = tuple(float(length) / style.width for length in style.dash.split())
             look = {

@@ -1,27 +1,29 @@
 """Terminal output of commands during and after their work: lines, progress bars, tables."""
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import IO, TYPE_CHECKING, Self
 
 from jmp_train.extras import extra_packages
-from jmp_train.policies.documents import Table, with_unit
+from jmp_train.policies.documents import Table, printable, with_unit
 from jmp_train.reports.page import metrics_note
 from jmp_train.reports.tables import cost_table, process_memory, runs_table, speed_table, watch_table
-from jmp_train.reports.terminal import console_on, is_screen, sheet, width_of, wrapped
+from jmp_train.reports.terminal import console_on, is_screen, print_text, sheet, showing, size_of, width_of, wrapped
 from jmp_train.runs import Compiled, Epoch, Event, Note, Phase, Planned, Progress, Run
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.progress import TextColumn
 
 
 _CELLS = ("now", "step", "loss", "scale", "skipped", "s/epoch", "compile", "saved")
 _BESIDE_NAME_AND_COUNT = 40  # width of "steps", two clocks, a bar of ten, and gaps
 
 
+@showing()
 def print_table(runs: Sequence[Run]) -> None:
     """Prints a table of the runs, or one run below the other if the screen is too narrow.
 
@@ -33,9 +35,10 @@ def print_table(runs: Sequence[Run]) -> None:
         if table.rows:
             console.print(sheet(table, console.width))
     if footnote := process_memory(runs):
-        console.print(footnote, style="dim", highlight=False, markup=False)
+        console.print(printable(footnote), style="dim")
 
 
+@showing()
 def print_speed_table(runs: Sequence[Run]) -> None:
     """Prints speed and device memory of the runs, compared with the first one."""
     console = console_on(sys.stdout)
@@ -53,7 +56,7 @@ def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _counts_shown(first: str, later: str, stream: IO[str]) -> Iterator[Callable[[int, str], None] | None]:
     """Shows the progress of a search on a terminal, and yields its `progress` argument; None without a terminal.
 
@@ -65,12 +68,24 @@ def _counts_shown(first: str, later: str, stream: IO[str]) -> Iterator[Callable[
     with extra_packages():
         from rich import progress
 
-    text = progress.TextColumn("{task.description}", markup=False)
-    with progress.Progress(
-        progress.SpinnerColumn(), text, progress.TimeElapsedColumn(), console=console_on(stream), transient=True
-    ) as bars:
-        bar = bars.add_task(first, total=None)
-        yield lambda count, said: bars.update(bar, description=later.format(count, said))
+    with contextlib.ExitStack() as stack:
+        update = None
+        with showing():
+            columns = progress.SpinnerColumn(), _description(), progress.TimeElapsedColumn()
+            bars = progress.Progress(*columns, console=console_on(stream), transient=True)
+            bar = bars.add_task(first, total=None)
+            bars.start()
+            stack.callback(showing()(bars.stop))
+            update = showing()(lambda count, said: bars.update(bar, description=printable(later.format(count, said))))
+        yield update
+
+
+def _description() -> "TextColumn":
+    """Returns the column of the descriptions of bars as text; rich's default reads markup."""
+    with extra_packages():
+        from rich import progress
+
+    return progress.TextColumn("{task.description}", markup=False)
 
 
 compilations_shown = partial(_counts_shown, "tracing", "{} compiled, next {}")
@@ -79,11 +94,14 @@ trials_shown = partial(_counts_shown, "compiling", "trial {}: {} (Ctrl-C takes i
 
 def display_on(stream: IO[str], policies: Sequence[str]) -> "LineDisplay":
     """Returns a display of the runs of these policies: live on a capable terminal, otherwise lines."""
-    return LiveDisplay(stream, policies) if is_screen(stream) else LineDisplay(stream)
+    with showing():
+        if is_screen(stream):
+            return LiveDisplay(stream, policies)
+    return LineDisplay(stream)
 
 
 class LineDisplay:
-    """Prints one line per epoch; a context manager to which runs report events."""
+    """Prints one line per epoch; a context manager to which runs report events. Its methods raise no errors."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
@@ -102,6 +120,7 @@ class LineDisplay:
     def fail(self, policy: str, reason: str) -> None:
         """Shows that a policy's run failed; prints nothing here, because the command ends with the reason."""
 
+    @showing()
     def show(self, policy: str, event: Event) -> None:
         """Prints a line if the event is an epoch, a note, or the start of a phase."""
         match event:
@@ -117,8 +136,7 @@ class LineDisplay:
                 self._print(epoch_line(policy, event, self.epochs, self._memory_of.get(policy, "")))
 
     def _print(self, line: str) -> None:
-        text = wrapped(line, width_of(self.stream)) if self.stream.isatty() else line
-        print(text, file=self.stream, flush=True)
+        print_text(wrapped(line, width_of(self.stream)) if self.stream.isatty() else line, self.stream)
 
 
 class LiveDisplay(LineDisplay):
@@ -134,23 +152,27 @@ class LiveDisplay(LineDisplay):
         self._training = dict.fromkeys(policies, "training")  # and the phase, if there are several
         clocks = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
         counts = progress.BarColumn(), progress.MofNCompleteColumn(), "steps"
-        self._bars = progress.Progress("{task.description}", *counts, *clocks)
-        self._tasks = {policy: self._bars.add_task(policy, start=False, total=None) for policy in policies}
+        self._bars = progress.Progress(_description(), *counts, *clocks)
+        self._tasks = {policy: self._bars.add_task(printable(policy), start=False, total=None) for policy in policies}
         self._console = console_on(stream)
         self._live = Live(get_renderable=self._render, console=self._console, transient=True)
 
     def __enter__(self) -> Self:
-        self._live.start()
+        with showing():
+            self._live.start()
         return self
 
+    @showing()
     def __exit__(self, *exception: object) -> None:
         self._live.stop()  # clears bars and table; the lines stay
 
+    @showing()
     def start(self, policy: str) -> None:
         """Starts a run's clock."""
         self._rows[policy]["now"] = "loading"
         self._bars.start_task(self._tasks[policy])
 
+    @showing()
     def show(self, policy: str, event: Event) -> None:
         """Updates a run's bar and row, and prints the event's line, if it has one, above them."""
         row, bar = self._rows[policy], self._tasks[policy]
@@ -176,6 +198,7 @@ class LiveDisplay(LineDisplay):
                 row["now"] = metrics_note(event)
         super().show(policy, event)
 
+    @showing()
     def fail(self, policy: str, reason: str) -> None:
         """Marks a run as failed."""
         self._bars.stop_task(self._tasks[policy])
@@ -183,15 +206,14 @@ class LiveDisplay(LineDisplay):
         self._print(f"{policy}: {reason}")
 
     def _print(self, line: str) -> None:
-        text = wrapped(line, self._console.width)
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(wrapped(printable(line, "\n"), self._console.width), soft_wrap=True)
 
     def _render(self) -> "Group":
         """Returns bars and table; if the bars do not fit, only a table with the steps."""
         with extra_packages():
             from rich.console import Group
 
-        self._console.width = width_of(self.stream)  # the user may have resized the terminal
+        self._console.size = size_of(self.stream)  # the user may have resized the terminal
         counts = max(len(row["step"]) for row in self._rows.values())
         has_bars = max(map(len, self._rows)) + counts + _BESIDE_NAME_AND_COUNT <= self._console.width
         heads = [name for name in _CELLS if name != "step" or not has_bars]

@@ -115,11 +115,10 @@ def _write_all(writers: Mapping[Path | None, Callable[[Path], object]]) -> Writt
         try:
             writers[path](path)
             written.append(path)
-        # Of matplotlib, such as a missing font or TeX; of a model's path that UTF-8 cannot encode.
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - of any kind, such as a font that matplotlib misses
             problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     return written, problems
 
 
 def _write(path: Path, text: str) -> None:
-    write_atomically(path, text.encode(errors="backslashreplace"))
+    write_atomically(path, text.encode())

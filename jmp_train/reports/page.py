@@ -113,7 +113,7 @@ def metrics_note(run: Run, first: Run | None = None) -> str:
     worse = None if first is None else worse_by(run, first)
     if worse is not None and "accuracy" in names[0]:
         cells[0] += f" ({0.0 - 100 * worse:+.2f} points)"
-    return ", ".join(f"{tables.metric_title(name)} {cell}" for name, cell in zip(names, cells, strict=True))
+    return ", ".join(f"{title} {cell}" for title, cell in zip(tables.metric_titles(names).values(), cells, strict=True))
 
 
 def worse_by(run: Run, first: Run) -> float | None:

@@ -26,7 +26,8 @@ def runs_table(runs: Sequence[Run], *, has_ranges: bool = False) -> Table:
       runs: the runs.
       has_ranges: True for the range of an epoch's seconds next to the median.
     """
-    measured = [(metric_title(name), [metric_text(run, name) for run in runs]) for name in shown_metrics(runs)]
+    titles = metric_titles(shown_metrics(runs))
+    measured = [(title, [metric_text(run, name) for run in runs]) for name, title in titles.items()]
     is_measured = "loss" in dict(measured)
     columns: list[Column] = [
         ("s/epoch", [seconds_text(run) if has_ranges else f"{run.epoch_seconds:.2f}" for run in runs]),
@@ -176,6 +177,17 @@ def metric_text(run: Run, name: str) -> str:
     if "accuracy" in name and 0 <= value <= 1:
         return f"{value:.2%}"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.4g}"
+
+
+def metric_titles(names: Sequence[str]) -> dict[str, str]:
+    """Returns the titles of metrics; those that would share one keep their names.
+
+    Example:
+      >>> metric_titles(["f1_macro", "f1_micro", "f1 micro"])
+      {'f1_macro': 'f1 macro', 'f1_micro': 'f1_micro', 'f1 micro': 'f1 micro'}
+    """
+    titles = [metric_title(name) for name in names]
+    return {name: title if titles.count(title) == 1 else name for name, title in zip(names, titles, strict=True)}
 
 
 def metric_title(name: str) -> str:

@@ -1,23 +1,56 @@
-"""Text that fits the terminal: wide tables become lines, and lines break between fields."""
+"""Text that fits the terminal: wide tables become lines, and lines break between fields.
 
+Names that users chose are text: nothing in them is markup, an emoji code or a control character.
+"""
+
+import contextlib
+import functools
 import os
 import re
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
 from jmp_train.extras import extra_packages
-from jmp_train.policies.documents import Table
+from jmp_train.policies.documents import Table, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _UNLIMITED = 10_000  # for files and pipes, which have no width
+_NARROWEST = 10  # rich and textwrap fail where nothing fits
 _INDENT, _NO_BREAK = "  ", "\xa0"
 
 
+@contextlib.contextmanager
+def showing() -> Iterator[None]:
+    """Turns any error in showing results into a warning, because a run is not undone by it. Also a decorator."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - of any kind: the run has ended, or goes on
+        _warn_once(f"{type(error).__name__}: {error}")
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    print_text(f"jmp-train: warning: not all is shown: {reason}", sys.stderr)
+
+
+def print_text(text: str, stream: IO[str]) -> None:
+    """Prints lines of text, with escapes in place of other control characters.
+
+    Args:
+      text: the lines.
+      stream: the stream to print to.
+    """
+    print(printable(text, "\n"), file=stream, flush=True)
+
+
 def console_on(stream: IO[str]) -> "Console":
-    """Returns rich's console on a stream, without styles if NO_COLOR is set or the stream is not a terminal.
+    """Returns the console of all output by rich: it reads no markup or emoji codes, and highlights nothing.
+
+    It has no styles if NO_COLOR is set or the stream is not a terminal.
 
     Args:
       stream: the stream to print to.
@@ -26,7 +59,10 @@ def console_on(stream: IO[str]) -> "Console":
         from rich.console import Console
 
     colors = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(file=stream, color_system=colors, width=width_of(stream))
+    width, height = size_of(stream)  # rich fails on some values of COLUMNS and LINES
+    return Console(
+        file=stream, color_system=colors, width=width, height=height, markup=False, emoji=False, highlight=False
+    )
 
 
 def is_screen(stream: IO[str]) -> bool:
@@ -35,20 +71,28 @@ def is_screen(stream: IO[str]) -> bool:
 
 
 def width_of(stream: IO[str]) -> int:
-    """Returns the width of a stream's lines: COLUMNS, the terminal's width, or a large number for files.
+    """Returns the width of a stream's lines, see `size_of`."""
+    return size_of(stream)[0]
+
+
+def size_of(stream: IO[str]) -> tuple[int, int]:
+    """Returns columns and lines: those of COLUMNS and LINES, of the terminal, or large numbers for files.
 
     Args:
       stream: a terminal, a pipe or a file.
     """
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) > 0:
-        return int(columns)
-    if not stream.isatty():
-        return _UNLIMITED
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
+    columns = lines = _UNLIMITED
+    if stream.isatty():
+        columns, lines = 0, 0
+        with contextlib.suppress(OSError, ValueError):
+            columns, lines = os.get_terminal_size(stream.fileno())
+    return max(_NARROWEST, _number_in("COLUMNS") or columns or 80), _number_in("LINES") or lines or 24
+
+
+def _number_in(variable: str) -> int:
+    """Returns the positive number in a variable of the environment; 0 if it has none."""
+    text = os.environ.get(variable, "")
+    return min(int(text), _UNLIMITED) if text.isdecimal() and len(text) < 10 else 0
 
 
 def wrapped(text: str, width: int) -> str:
@@ -79,26 +123,27 @@ def sheet(table: Table, width: int) -> "RenderableType":
     """Returns a table for rich to print; if it is too wide, each row is its first cell and lines of the other cells."""
     with extra_packages():
         from rich import box
+        from rich.cells import cell_len
         from rich.table import Table as RichTable
         from rich.text import Text
 
-    rows = table.plain_rows
-    if 1 + sum(1 + max(map(len, column)) for column in zip(table.heads, *rows, strict=True)) > width:
-        return Text("\n".join(_lines(table, width)))
-    drawn = RichTable(box=box.SIMPLE_HEAD, padding=0, caption=table.note or None)
-    for number, title in enumerate(table.heads):
+    heads, *rows = [[*map(printable, row)] for row in (table.heads, *table.plain_rows)]
+    if 1 + sum(1 + max(map(cell_len, column)) for column in zip(heads, *rows, strict=True)) > width:
+        return Text("\n".join(_lines(heads, rows, table.note, width)))
+    drawn = RichTable(box=box.SIMPLE_HEAD, padding=0, caption=printable(table.note) or None)
+    for number, title in enumerate(heads):
         drawn.add_column(title, justify="left" if number in table.texts else "right", no_wrap=True)
     for row in rows:
         drawn.add_row(*row)
     return drawn
 
 
-def _lines(table: Table, width: int) -> Iterator[str]:
-    for name, *cells in table.plain_rows:
-        pairs = zip(table.heads[1:], cells, strict=True)
+def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]], note: str, width: int) -> Iterator[str]:
+    for name, *cells in rows:
+        pairs = zip(heads[1:], cells, strict=True)
         fields = [f"{title} {cell}" for title, cell in pairs if cell]
         yield name
         for line in wrapped("  ".join(fields), width - len(_INDENT)).splitlines():
             yield _INDENT + line.strip()
-    if table.note:
-        yield table.note
+    if note:
+        yield printable(note)

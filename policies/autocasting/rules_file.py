@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jmp_train.policies.documents import printable
 from jmp_train.policies.files import read_toml, write_atomically
 
 _FORMAT, _VERSION = "jmp_train autocast rules", 1
@@ -65,8 +66,7 @@ def read_tables(path: str | Path, tables: Iterable[str]) -> dict[str, tuple[tupl
 
 
 def _comment(text: str) -> str:
-    lines = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text.splitlines())
-    return "".join(f"{f'# {line}'.rstrip()}\n" for line in lines)
+    return "".join(f"{f'# {printable(line)}'.rstrip()}\n" for line in text.splitlines())
 
 
 def _pairs(where: str, entries: object) -> tuple[tuple[str, Any], ...]:

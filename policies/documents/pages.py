@@ -5,14 +5,14 @@ Axes have round ticks. A chart's marks, grid, labels, title and legend are place
 
 import dataclasses
 import functools
+import html
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from html import escape
 from typing import Any
 
 from jmp_train.policies.documents.charts import Axis, Box, Chart, Color, Dot, Label, Mark, Path, Style, light_and_dark
-from jmp_train.policies.documents.elements import Block, shown
+from jmp_train.policies.documents.elements import Block, printable, shown
 
 _LINE_HEIGHT = 18  # of the title and of each row of the legend
 _CHARACTER = 6.2  # mean width
@@ -226,7 +226,7 @@ def svg_file(charts: Sequence[Chart]) -> str:
     width = max(chart.size[0] for chart in charts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="{escape("; ".join(chart.title for chart in charts))}">\n'
+        f'height="{height:g}" role="img" aria-label="{_escape("; ".join(chart.title for chart in charts))}">\n'
         f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
@@ -235,10 +235,21 @@ def svg_file(charts: Sequence[Chart]) -> str:
 def _macros() -> Any:
     """Returns the macros of the template."""
     from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
 
-    made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+    made = Environment(**options, finalize=_finalized)
     made.filters |= {"shown": shown, "kind": lambda block: type(block).__name__, "svg": svg, "css": _themed}
+    made.filters["lines"] = lambda text: Markup(_escape(text, "\n\t"))
     return made.from_string(pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")).module
+
+
+def _finalized(value: Any) -> Any:
+    return printable(value) if type(value) is str else value  # not what is marked as HTML
+
+
+def _escape(text: str, keep: str = "") -> str:
+    return html.escape(printable(text, keep))
 
 
 def _themed(color: Color) -> str:
@@ -251,7 +262,7 @@ def _svg(chart: Chart, is_whole: bool, paint: Paint, place: str = "") -> str:
     drawn = "\n".join(filter(None, (_mark(mark, paint) for mark in marks)))
     return (
         f'<svg {place}viewBox="0 0 {chart.size[0]:g} {height:g}" {_FONT} role="img" '
-        f'aria-label="{escape(chart.title)}">\n{drawn}\n</svg>'
+        f'aria-label="{_escape(chart.title)}">\n{drawn}\n</svg>'
     )
 
 
@@ -275,12 +286,12 @@ def _mark(mark: Mark, paint: Paint) -> str:
             places = {"cx": _pixel(x), "cy": _pixel(y), "r": _pixel(radius)}
             drawn = _element("circle", f"{css}; opacity: {style.opacity:g}", places, title)
             drawn += _mark(Label(text, x, y + 4, "middle"), paint)
-            return f'<a href="{escape(link)}">{drawn}</a>' if link else drawn
+            return f'<a href="{_escape(link)}">{drawn}</a>' if link else drawn
 
 
 def _element(tag: str, css: str, attributes: dict[str, str], title: str = "", text: str = "") -> str:
-    written = " ".join(f'{name}="{escape(value)}"' for name, value in {**attributes, "style": css}.items())
-    inside = f"<title>{escape(title)}</title>" if title else escape(text)
+    written = " ".join(f'{name}="{_escape(value)}"' for name, value in {**attributes, "style": css}.items())
+    inside = f"<title>{_escape(title)}</title>" if title else _escape(text)
     return f"<{tag} {written}>{inside}</{tag}>" if inside else f"<{tag} {written}/>"
 
 

@@ -15,8 +15,9 @@ from jmp_train import graphs
 from jmp_train.data.array_loading import array_batches
 from jmp_train.data.graph_loading import neighbor_batches
 from jmp_train.data.image_folder import center_crops
-from jmp_train.reports import print_table, write_report
+from jmp_train.reports.charts import png
 from jmp_train.reports.display import LiveDisplay
+from jmp_train.reports.terminal import console_on
 from jmp_train.runs.run_log import RunLog
 from jmp_train.tasks import load_task
 
@@ -35,8 +36,8 @@ def graph_batches(folder: Path) -> Any:
 CALLS: dict[str, list[Callable[[Path], Any]]] = {
     "tensorstore": [jt.CheckpointStore],
     "grain": [lambda folder: array_batches({"x": np.ones(4)}, 2), graph_batches],
-    "matplotlib": [lambda folder: write_report(folder, "digits", [], [])],
-    "rich": [lambda folder: print_table([]), lambda folder: LiveDisplay(sys.stdout, ["a"])],
+    "matplotlib": [lambda folder: png([], "", "")],
+    "rich": [lambda folder: console_on(sys.stdout), lambda folder: LiveDisplay(sys.stdout, ["a"])],
     "sklearn": [lambda folder: load_task("digits")],
     "networkx": [lambda folder: load_task("karate")],
     "PIL": [lambda folder: center_crops([__file__], 32)],
