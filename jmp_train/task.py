@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jmp_train.policies import PyTree
-from jmp_train.policies.pytrees import named_leaves
+from jmp_train.policies.pytrees import check_flag, named_leaves
 from jmp_train.steps import LossFn
 
 DATA_AXIS = "data"  # the mesh axis over which a batch is sharded
@@ -140,6 +140,8 @@ class Task:
             )
         for name in ("epochs", "steps_per_epoch", "batch_size", "loading_threads"):
             _check_count(name, getattr(self, name), optional=name in ("steps_per_epoch", "batch_size"))
+        for name in ("higher_is_better", "shards_shared"):
+            check_flag(f"Task: {name}", getattr(self, name))
         self._check_data()
         if self.evaluate is not None and self.metrics is not None:
             raise ValueError("Task: evaluate and metrics exclude each other")

@@ -23,6 +23,7 @@ from jmp_train.graphs.structure import (
     on_device,
 )
 from jmp_train.policies.files import DamagedError, SafetensorsFile, parse_json, printable
+from jmp_train.policies.pytrees import checked_path
 
 _BYTES_OF_A_NODE = 16  # degrees, and the start of each node's edges, in both directions
 
@@ -57,7 +58,7 @@ def load_graphs(
       >>> [graph.num_edges for graph in load_graphs(file, [1])[0]]
       [8]
     """
-    path = Path(path)
+    path = checked_path("path", path)
     with SafetensorsFile(path) as file:
         known = _known(path, file.metadata, file.names)
         places = range(len(known)) if indices is None else _places(path, indices, len(known))

@@ -9,7 +9,6 @@ The arrays of the graph with index 3 have the names "3/senders", "3/receivers", 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax.typing import ArrayLike
 from jmp_train.graphs.structure import Graph, HeteroGraph, check_known, formats_made
 from jmp_train.graphs.transforms import edges_on_host, ends_on_host
 from jmp_train.policies.files import DTYPES, serialized, write_atomically
+from jmp_train.policies.pytrees import checked_path
 
 FORMAT, VERSION = "jmp_train.graphs", "1"
 Arrays = dict[str, np.ndarray]
@@ -58,9 +58,11 @@ def save_graphs(
         found, what = _taken_apart(f"graphs[{place}]", graph)
         known.append(what)
         arrays |= {f"{place}/{name}": array for name, array in found.items()}
+    if not isinstance(labels, Mapping | None):
+        raise TypeError(f"labels must be a dictionary of arrays or None, got {type(labels).__name__}")
     arrays |= _named("labels", labels or {})
     metadata = {"format": FORMAT, "format_version": VERSION, "graphs": json.dumps(known)}
-    write_atomically(Path(path), serialized(arrays, metadata))
+    write_atomically(checked_path("path", path), serialized(arrays, metadata))
 
 
 def _taken_apart(name: str, graph: object) -> tuple[Arrays, dict[str, Any]]:

@@ -20,6 +20,7 @@ from jmp_train.graphs.datasets.data_files import (
 )
 from jmp_train.graphs.datasets.graph_data import NodeData
 from jmp_train.policies.files import DamagedError
+from jmp_train.policies.pytrees import check_flag, checked_path
 
 _ENDINGS = (".csv.gz", ".csv")
 _PARTS = ("train", "valid", "test")
@@ -44,11 +45,11 @@ def find_tables(
       endings: the endings of the split's files.
     """
     public = f"OGB's data sets are public in https://ogb.stanford.edu/docs/{task}"
-    raw = Path(data_dir) / "raw"
+    raw = checked_path("data_dir", data_dir) / "raw"
     if (raw / "data.npz").is_file():
         raise ValueError(f"{raw / 'data.npz'} is in OGB's binary format (ogbn-papers100M), which is not supported")
     paths = _found(raw, ("edge", "num-node-list", "num-edge-list", *labels), public)
-    folder = Path(data_dir) / "split"
+    folder = checked_path("data_dir", data_dir) / "split"
     schemes = sorted(path.name for path in folder.glob("*/"))
     if not schemes:
         raise FileNotFoundError(f"{folder} has no split folder; {public}")
@@ -192,6 +193,7 @@ def read_ogb(
         nodes["year"] = _read_year(read, year, num_nodes, paths["num-node-list"])
     if feat := find_table(raw, "edge-feat"):
         edges["feat"] = read_features(read, feat, num_edges, paths["num-edge-list"])
+    check_flag("add_inverse_edge", add_inverse_edge)
     if add_inverse_edge:
         ends, edges = with_inverse(ends, edges)
     senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)

@@ -28,6 +28,7 @@ from jmp_train.graphs.datasets.ogb import (
 )
 from jmp_train.graphs.file_formats import read_torch_arrays
 from jmp_train.policies.files import DamagedError
+from jmp_train.policies.pytrees import check_flag
 
 _OF_NODES = {"node-feat": "feat", "node_year": "year"}
 _OF_EDGES = {"edge-feat": "feat", "edge_weight": "weight", "edge_year": "year"}
@@ -93,6 +94,7 @@ def read_ogb_graphs(
     train, validation, test = read_parts(read, split_paths, len(n_node), "there are {} graphs")
     nodes = _read_features(read, raw, "node-feat", int(n_node.sum()), paths["num-node-list"])
     edges = _read_features(read, raw, "edge-feat", len(ends), paths["num-edge-list"])
+    check_flag("add_inverse_edge", add_inverse_edge)
     if add_inverse_edge:
         (ends, edges), n_edge = with_inverse(ends, edges), n_edge * 2
     senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)
@@ -205,6 +207,7 @@ def read_ogb_links(
     nodes = _read_known(read, raw, _OF_NODES, num_nodes, counted_nodes)
     edges = _read_known(read, raw, _OF_EDGES, num_edges, counted_edges)
     train, validation, test = (_read_links(path, num_nodes, max_bytes) for path in split_paths.values())
+    check_flag("add_inverse_edge", add_inverse_edge)
     if add_inverse_edge:
         ends, edges = with_inverse(ends, edges)
     senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)

@@ -15,6 +15,7 @@ from jmp_train.graphs.datasets.graph_data import NodeData
 from jmp_train.graphs.file_formats import SparseRows, check_bytes, most_bytes, read_python2_pickle
 from jmp_train.graphs.structure import checked_word
 from jmp_train.policies.files import DamagedError, faults_named, read_plain
+from jmp_train.policies.pytrees import checked_path
 
 PLANETOID = ("cora", "citeseer", "pubmed")
 PLANETOID_ADDRESS = "https://github.com/kimiyoung/planetoid/tree/master/data"
@@ -66,7 +67,9 @@ https://github.com/kimiyoung/planetoid/tree/master/data
     name = name.lower() if isinstance(name, str) else name
     checked_word("name", name, PLANETOID)
     names = {suffix: (f"ind.{name}.{suffix}",) for suffix in _SUFFIXES}
-    paths = find_files(Path(data_dir), names, f"Planetoid's files are public in {PLANETOID_ADDRESS}")
+    paths = find_files(
+        checked_path("data_dir", data_dir), names, f"Planetoid's files are public in {PLANETOID_ADDRESS}"
+    )
     with faults_named(paths["graph"]):
         senders, receivers, num_nodes = _read_graph(paths["graph"], max_bytes)
     matrices = {suffix: _read_matrix(paths[suffix], max_bytes) for suffix in _MATRICES}

@@ -10,6 +10,7 @@ from jmp_train.graphs.datasets.graph_data import NodeData
 from jmp_train.graphs.file_formats import read_npz
 from jmp_train.graphs.structure import LARGEST_COUNT
 from jmp_train.policies.files import DamagedError, faults_named
+from jmp_train.policies.pytrees import checked_path
 
 REDDIT_FEATURES = 602
 REDDIT_CLASSES = 41
@@ -56,7 +57,7 @@ def read_reddit(data_dir: Path | str, *, max_bytes: int | None = None) -> NodeDa
     Reference: https://docs.dgl.ai/generated/dgl.data.RedditDataset.html.
     """
     names = {"graph": REDDIT_GRAPH_FILES, "data": (REDDIT_DATA_FILE,)}
-    paths = find_files(Path(data_dir), names, REDDIT_SOURCE)
+    paths = find_files(checked_path("data_dir", data_dir), names, REDDIT_SOURCE)
     graph_path, data_path = paths["graph"], paths["data"]
     with faults_named(graph_path):
         senders, receivers, num_nodes = _read_graph(graph_path, max_bytes)

@@ -20,6 +20,7 @@ from jmp_train.graphs.datasets.data_files import (
 )
 from jmp_train.graphs.datasets.graph_data import GraphData
 from jmp_train.policies.files import DamagedError
+from jmp_train.policies.pytrees import checked_path
 
 TU_ADDRESS = "https://chrsmrrs.github.io/datasets"
 _PUBLIC = f"the data sets are public in {TU_ADDRESS}"
@@ -61,7 +62,7 @@ def read_tu(data_dir: Path | str, name: str | None = None, *, max_bytes: int | N
 
     Reference: Morris et al., TUDataset, https://arxiv.org/abs/2007.08663.
     """
-    folder, stem = _find_data_set(Path(data_dir), name)
+    folder, stem = _find_data_set(checked_path("data_dir", data_dir), name)
     names = {
         "A": (f"{stem}_A.txt",),
         "graph_indicator": (f"{stem}_graph_indicator.txt",),

@@ -10,6 +10,7 @@ from flax import nnx
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.structure import SparseFeatures, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies.pytrees import check_number
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -62,6 +63,7 @@ def activated(features: jax.Array, *functions: Activation | None) -> jax.Array:
 
 def check_dropout(name: str, rate: float, key: jax.Array | nnx.Rngs | None) -> None:
     """Raises ValueError if a rate is not in [0, 1), or has no key."""
+    check_number(name, rate)
     if not 0 <= rate < 1:
         raise ValueError(f"{name}={rate} must be in [0, 1)")
     if rate and key is None:

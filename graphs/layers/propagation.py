@@ -24,6 +24,7 @@ from jmp_train.graphs.structure import (
     rows_like,
     upcast,
 )
+from jmp_train.policies.pytrees import check_number
 
 Combine = Callable[[jax.Array], jax.Array]
 
@@ -121,6 +122,7 @@ def propagate(
     Klicpera et al., Predict then Propagate, https://arxiv.org/abs/1810.05997, with others.
     """
     check_dropout("edge_dropout", edge_dropout, dropout_key)
+    check_number("alpha", alpha)
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha} must be in [0, 1]")
     whole = as_whole_graph(graph, features)

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure import as_count, ascends, checked_ends
+from jmp_train.policies.pytrees import check_flag
 
 ALL = -1  # the fanout that takes all edges
 
@@ -132,6 +133,7 @@ def host_edges(
       >>> host_edges([0, 1], [1, 1], 2).num_edges
       2
     """
+    check_flag("keep_edge_ids", keep_edge_ids)
     num_sources = as_count("n_node", n_node)
     num_targets = num_sources if n_receivers is None else as_count("n_receivers", n_receivers)
     senders, receivers = checked_ends(senders, receivers, num_sources, num_targets, where=where)

@@ -17,6 +17,7 @@ from jmp_train.graphs.sampling.host_edge_index import HostEdges
 from jmp_train.graphs.sampling.layer_sampler import LayerSampler, checked_fanouts
 from jmp_train.graphs.sampling.sampled_layer import Edges, Layer, LayerSizes, edges_by_type, node_counts
 from jmp_train.graphs.structure import EdgeType, as_count, checked_word, filled, known_ids
+from jmp_train.policies.pytrees import check_flag
 
 
 @jax.tree_util.register_dataclass
@@ -164,6 +165,7 @@ def neighbor_sampler(
         raise TypeError(f"fanouts={fanouts} must have one number for each layer: ({fanouts},) for one layer")
     counts = node_counts(by_type)
     as_count("batch_size", batch_size, least=1)
+    check_flag("replace", replace)
     if seed_type is None and len(counts) > 1:
         raise ValueError(f"seed_type is needed, one of {', '.join(map(repr, counts))}")
     seed_type = next(iter(counts)) if seed_type is None else seed_type

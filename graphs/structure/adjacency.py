@@ -19,6 +19,7 @@ from jmp_train.graphs.structure.edge_order import (
     incidence_on_host,
 )
 from jmp_train.graphs.structure.incidence import Incidence
+from jmp_train.policies.pytrees import shown
 
 FORMATS = ("coo", "csr", "mailbox")
 DEFAULT_FORMATS = ("coo", "csr")
@@ -159,6 +160,8 @@ def check_formats(formats: Sequence[str]) -> None:
     """Raises TypeError or ValueError if formats are not a sequence from `FORMATS`."""
     if isinstance(formats, str):
         raise TypeError(f"formats must be a sequence of names, got {formats!r}")
+    if not isinstance(formats, Sequence):
+        raise TypeError(f"formats must be a sequence of names, got {shown(formats)}")
     unknown = [name for name in formats if name not in FORMATS]
     if unknown:
         raise ValueError(f"formats has {unknown[0]!r}, which is not one of {', '.join(FORMATS)}")

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.policies.pytrees import has_tracers
+from jmp_train.policies.pytrees import has_tracers, shown
 
 Word = TypeVar("Word", bound=str)
 
@@ -133,9 +133,9 @@ def checked_word(name: str, word: str, words: Iterable[Word]) -> Word:
     """Returns an argument that is one of some words; raises ValueError if it is another."""
     known = list(words)
     for each in known:
-        if each == word:
+        if isinstance(word, type(each)) and each == word:
             return each
-    raise ValueError(f"{name}={word!r} must be one of {', '.join(map(repr, known))}")
+    raise ValueError(f"{name}={shown(word)} must be one of {', '.join(map(repr, known))}")
 
 
 def _shown(number: int) -> str:

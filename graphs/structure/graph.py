@@ -1,6 +1,7 @@
 """`Graph`: features by name, in the caller's order, and edges with the indices that sums need."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +189,7 @@ def rand_graph(num_nodes: int, num_edges: int, *, seed: int = 0, formats: Sequen
     num_nodes, num_edges = as_count("num_nodes", num_nodes), as_count("num_edges", num_edges)
     if num_edges and not num_nodes:
         raise ValueError(f"num_nodes=0 must be positive for num_edges={num_edges}")
+    seed = as_count("seed", seed, sys.maxsize)
     ends = np.random.default_rng(seed).integers(0, max(num_nodes, 1), (2, num_edges), np.int32)
     return from_edges(ends[0], ends[1], num_nodes, formats=formats)
 

@@ -75,7 +75,7 @@ def stack(graphs: Sequence[Any]) -> GraphStack:
       >>> len(stack([pad(from_edges(*size), n_node=4, n_edge=8) for size in sizes]))
       2
     """
-    if not isinstance(graphs, Sequence):
+    if not isinstance(graphs, Sequence) or isinstance(graphs, str | bytes):
         raise TypeError(f"graphs must be a sequence of graphs, got {type(graphs).__name__}")
     if not len(graphs):
         raise ValueError("graphs is empty: a stack has at least one graph")

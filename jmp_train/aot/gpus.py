@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_train.policies.files import read_toml
+from jmp_train.policies.pytrees import checked_path
 
 RATE_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8")
 """The names that `GPU.rates` may have; "tfloat32" is NVIDIA's TF32: float32 rounded to 10 bits for matrix units."""
@@ -171,7 +172,7 @@ def read_gpus(path: str | Path) -> dict[str, GPU]:
       ValueError: the file is no TOML, or a table has a key that is unknown, missing or of a wrong kind; the message
         names the file, the table and the key.
     """
-    return _read(Path(path), GPUS)
+    return _read(checked_path("path", path), GPUS)
 
 
 def _read(path: Path, known: Mapping[str, GPU]) -> dict[str, GPU]:

@@ -14,6 +14,7 @@ from jmp_train.capsules.stored_leaves import restored, short_type, structure_fro
 from jmp_train.distributed import gather_texts, local_data, placement, to_leaf
 from jmp_train.policies import PyTree
 from jmp_train.policies.files import DamagedError, damage_named, printable
+from jmp_train.policies.pytrees import checked_path
 from jmp_train.steps import TrainState, check_is_train_state
 from jmp_train.types import Batch
 
@@ -63,7 +64,7 @@ def load_capsule(
     check_is_train_state(state)
     gather_texts("")  # waits until each process has arrived, and so has written its file
     parts = parts_of(state)
-    headers, groups = _read(Path(path))
+    headers, groups = _read(checked_path("path", path))
     header = headers[0]
     own = jax.process_index() if jax.process_count() == len(headers) else None  # if as many processes wrote it
     arrays = {name: _arrays(path, name, [found[name] for found in groups], own) for name in groups[0]}

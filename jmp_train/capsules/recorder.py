@@ -13,8 +13,7 @@ import jax
 from jmp_train.capsules.capsule_files import capsule_content, capsule_path, capsules_in
 from jmp_train.capsules.state_parts import Snapshot, StateParts, parts_of, snapshot
 from jmp_train.policies.files import write_atomically
-from jmp_train.policies.loss_scaling import check_count
-from jmp_train.policies.pytrees import has_tracers
+from jmp_train.policies.pytrees import check_count, check_flag, checked_path, has_tracers
 from jmp_train.steps import TrainState, check_not_replicated
 from jmp_train.types import Batch, Metrics
 
@@ -89,7 +88,9 @@ class SkipRecorder:
         save_state: bool = False,
     ) -> None:
         check_count("keep", keep)
-        self.directory = Path(directory)
+        check_flag("wait", wait)
+        check_flag("save_state", save_state)
+        self.directory = checked_path("directory", directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._keep = keep
         self._wait = wait or save_state

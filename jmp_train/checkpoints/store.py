@@ -34,7 +34,7 @@ from jmp_train.checkpoints.step_folders import (
 from jmp_train.distributed import BackgroundWriter, is_divided, placement, to_leaf
 from jmp_train.extras import extra_packages
 from jmp_train.policies import PyTree
-from jmp_train.policies.pytrees import is_key
+from jmp_train.policies.pytrees import check_flag, checked_path, is_key
 
 State = TypeVar("State")
 
@@ -78,7 +78,8 @@ class CheckpointStore:
             raise ValueError(f"max_to_keep={max_to_keep!r} must be a whole number of at least 1")
         with extra_packages():
             import tensorstore  # noqa: F401  # fails here rather than later in the writing thread
-        self.directory = Path(directory).absolute()
+        check_flag("read_only", read_only)
+        self.directory = checked_path("directory", directory).absolute()
         check_path(self.directory)
         self.max_to_keep = max_to_keep
         self.read_only = read_only

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jmp_train.distributed import is_divided, placement, to_leaf
 from jmp_train.policies import PyTree
 from jmp_train.policies.files import DTYPES, SafetensorsFile, printable, serialized, write_atomically
-from jmp_train.policies.pytrees import is_key, path_name
+from jmp_train.policies.pytrees import checked_path, is_key, path_name
 
 _FORMAT, _VERSION = "jmp_train.weights", "1"
 _METADATA = "__metadata__"  # the format's own entry among the names
@@ -59,6 +59,7 @@ def save_weights(path: str | os.PathLike[str], params: PyTree, *, dtype: DTypeLi
 
     Reference: https://huggingface.co/docs/safetensors, the format.
     """
+    path = checked_path("path", path)
     target = None if dtype is None else _target(dtype)
     leaves = _named("params", params)
     _check_present(leaves)
@@ -75,7 +76,7 @@ def save_weights(path: str | os.PathLike[str], params: PyTree, *, dtype: DTypeLi
         "format_version": _VERSION,
         "dtypes": json.dumps({name: x.dtype.name for name, x in leaves.items()}),
     }
-    write_atomically(Path(path), serialized(arrays, metadata))
+    write_atomically(path, serialized(arrays, metadata))
 
 
 def load_weights(path: str | os.PathLike[str], like: PyTree) -> Any:
@@ -108,7 +109,7 @@ def load_weights(path: str | os.PathLike[str], like: PyTree) -> Any:
       >>> load_weights(file, jax.eval_shape(lambda: {"w": jnp.zeros(3, jnp.bfloat16)}))["w"]
       Array([0, 1, 2], dtype=bfloat16)
     """
-    path = Path(path)
+    path = checked_path("path", path)
     leaves = _named("like", like)
     with SafetensorsFile(path) as file:
         _check_version(path, file.metadata)

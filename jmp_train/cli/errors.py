@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 
 from jmp_train.extras import remedy
-from jmp_train.policies.documents import printable
+from jmp_train.policies.documents import escaped
 from jmp_train.tasks import FileError
 
 RUN_FAILED = 1
@@ -85,7 +85,7 @@ def one_line(text: str) -> str:
 
 
 def _escaped(line: str) -> str:
-    line = printable(line)
+    line = escaped(line)
     return line if len(line) <= 2 * _HALF_LINE else f"{line[:_HALF_LINE]}…{line[-_HALF_LINE:]}"
 
 

@@ -9,7 +9,7 @@ from typing import IO
 
 from jmp_train.cli.errors import RUN_FAILED, Failure, WrongCall
 from jmp_train.launch import Output, own_output
-from jmp_train.policies.documents import printable
+from jmp_train.policies.documents import escaped
 
 _NONE: Mapping[str, Path | None] = {}
 
@@ -75,7 +75,7 @@ def list_written(written: Iterable[Path], log: IO[str]) -> None:
     from jmp_train.reports import print_text
 
     for path in written:
-        print_text(printable(f"wrote {path}"), log)
+        print_text(escaped(f"wrote {path}"), log)
 
 
 def exit_code(output: Output | None) -> int:

@@ -13,7 +13,7 @@ from jmp_train.data.device_batches import closed_at_exit
 from jmp_train.extras import extra_packages
 from jmp_train.policies import PathPolicy, PyTree
 from jmp_train.policies.dtype_policies import Policy, check_narrowed, named_policy, warn_of_collapse
-from jmp_train.policies.pytrees import named_leaves
+from jmp_train.policies.pytrees import named_leaves, shown
 from jmp_train.steps import check_no_graph
 from jmp_train.types import Batch
 
@@ -84,7 +84,7 @@ def array_batches(
     process_index = jax.process_index() if process_index is None else process_index
     process_count = jax.process_count() if process_count is None else process_count
     check_order(seed, epochs, process_index, process_count)
-    check_integers(start=start, batch_size=batch_size)
+    check_integers(start=start, batch_size=batch_size, num_threads=num_threads, prefetch=prefetch)
     if start < 0:
         raise ValueError(f"start={start} must be at least 0")
     if not 1 <= batch_size <= total:
@@ -173,7 +173,7 @@ def check_integers(**numbers: Any) -> None:
         try:
             operator.index(number)  # also accepts a jax array, such as the step of a state
         except TypeError:
-            raise TypeError(f"{name}={number!r} must be an integer") from None
+            raise TypeError(f"{name}={shown(number)} must be an integer") from None
 
 
 def check_seed(seed: int) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_train.data.array_loading import check_order
+from jmp_train.data.array_loading import check_integers, check_order
 from jmp_train.data.device_batches import on_devices, stacked_count
 from jmp_train.extras import extra_packages
 from jmp_train.graphs import GraphData, PaddedSize, padded_batch, padded_sizes
 from jmp_train.graphs.datasets import first_that_holds
 from jmp_train.graphs.structure import Graph
 from jmp_train.graphs.structure import stack as graph_stack
+from jmp_train.policies.pytrees import check_flag
 
 
 def graph_batches(
@@ -85,6 +86,9 @@ def graph_batches(
         import grain
 
     check_order(seed, epochs, process_index, process_count)
+    check_integers(start=start, num_threads=num_threads, prefetch=prefetch)
+    check_flag("shuffle", shuffle)
+    check_flag("drop_remainder", drop_remainder)
     if start < 0:
         raise ValueError(f"start={start} must be at least 0")
     own = stacked_count(stack)

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_train.data.array_loading import check_order
+from jmp_train.data.array_loading import check_integers, check_order
 from jmp_train.data.device_batches import is_shared, on_devices, stacked_count
 from jmp_train.extras import extra_packages
 from jmp_train.graphs import EdgeSampler, NeighborSampler, SaintSampler, SkipGramSampler
 from jmp_train.graphs.structure import EdgeType
 from jmp_train.graphs.structure import stack as graph_stack
+from jmp_train.policies.pytrees import check_flag
 
 
 def neighbor_batches(
@@ -78,6 +79,9 @@ def neighbor_batches(
 
     num_seeds, chosen = _choice(seeds)
     check_order(seed, epochs, process_index, process_count)
+    check_integers(num_threads=num_threads, prefetch=prefetch)
+    check_flag("shuffle", shuffle)
+    check_flag("drop_remainder", drop_remainder)
     share = num_seeds // process_count
     size = sampler.batch_size * stacked_count(stack)
     drop_remainder = drop_remainder or stack is not None  # a mini-batch without seeds has no mean loss

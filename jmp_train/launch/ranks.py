@@ -21,7 +21,7 @@ from typing import IO, Self
 from jmp_train.launch.child_processes import ChildProcess
 from jmp_train.launch.last_words import may_be_last, refusal, telling
 from jmp_train.launch.output import Output, warn_of_loss
-from jmp_train.policies.documents import printable
+from jmp_train.policies.documents import escaped
 
 LONGEST_LINE = 65536  # characters; longer lines are printed in pieces
 
@@ -128,7 +128,7 @@ def log_path(logdir: Path, rank: int) -> Path:
 
 def say(text: str) -> None:
     """Prints a line of the launcher's own on standard error."""
-    print("jmp-train:", printable(text, "\n"), file=Output(sys.stderr), flush=True)
+    print("jmp-train:", escaped(text, "\n"), file=Output(sys.stderr), flush=True)
 
 
 def _decoded(pipe: IO[bytes], log: _Log, held: Sequence[str]) -> Iterator[list[str]]:

@@ -22,8 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_train.parallel.mesh_axes import axis_size, surrounding
 from jmp_train.policies import Params, PyTree
-from jmp_train.policies.loss_scaling import check_count
-from jmp_train.policies.pytrees import is_float_array, named_leaves
+from jmp_train.policies.pytrees import check_count, is_float_array, named_leaves
 from jmp_train.steps import check_divides, in_parts
 from jmp_train.types import Batch
 

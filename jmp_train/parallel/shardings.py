@@ -15,7 +15,7 @@ from jax.tree_util import KeyPath
 from jmp_train.parallel.mesh_axes import automatic, axis_size, dimension_over
 from jmp_train.parallel.param_specs import broadcast_specs, checked_spec, checked_specs, is_spec
 from jmp_train.policies import PyTree
-from jmp_train.policies.pytrees import path_name
+from jmp_train.policies.pytrees import check_count, path_name
 from jmp_train.policies.quantizing import BlockQuantized
 from jmp_train.steps import TrainState
 
@@ -95,6 +95,7 @@ def zero1_shardings(
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
     https://arxiv.org/abs/1910.02054.
     """
+    check_count("min_size", min_size, 0)
     rule = _ShapeRule(axis, axis_size(mesh, axis), min_size)
     return _placed(state, mesh, params, optimizer_rule=rule, params_rule=None)
 
@@ -136,6 +137,7 @@ def fsdp_shardings(
 
     Reference: torch's FullyShardedDataParallel; ZeRO's third stage, https://arxiv.org/abs/1910.02054.
     """
+    check_count("min_size", min_size, 0)
     rule = _ShapeRule(axis, axis_size(mesh, axis), min_size)
     return _placed(state, mesh, params, optimizer_rule=rule, params_rule=rule)
 

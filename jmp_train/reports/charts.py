@@ -143,8 +143,8 @@ def png(charts: Sequence[doc.Chart], title: str, footnote: str) -> bytes:
         from matplotlib.figure import Figure
 
     figure = Figure(figsize=_INCHES)
-    figure.suptitle(doc.printable(title), parse_math=False)
-    text = doc.printable(footnote)
+    figure.suptitle(doc.escaped(title), parse_math=False)
+    text = doc.escaped(footnote)
     figure.text(0.5, 0.01, text, ha="center", fontsize="small", color=_light("soft"), parse_math=False)
     figure.subplots_adjust(0.02, 0.05, 0.98, 0.92, 0.04, 0.04)
     for axes, chart in zip(figure.subplots(2, 3).flat, charts, strict=True):
@@ -174,7 +174,7 @@ def _draw_mark(axes: "Axes", mark: doc.Mark, points: float) -> None:
             align = {"start": "left", "middle": "center", "end": "right"}[anchor]
             size = _FONT * points * (1.2 if is_heading else 1)
             axes.text(
-                x, y, doc.printable(said), ha=align, va="baseline", size=size, color=_light(color), parse_math=False
+                x, y, doc.escaped(said), ha=align, va="baseline", size=size, color=_light(color), parse_math=False
             )
         case doc.Path(style, runs):
             dash = tuple(float(length) / style.width for length in style.dash.split())

@@ -8,7 +8,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Self
 
 from jmp_train.extras import extra_packages
-from jmp_train.policies.documents import Table, printable, with_unit
+from jmp_train.policies.documents import Table, escaped, with_unit
 from jmp_train.reports.page import metrics_note
 from jmp_train.reports.tables import cost_table, process_memory, runs_table, speed_table, watch_table
 from jmp_train.reports.terminal import console_on, is_screen, print_text, sheet, showing, size_of, width_of, wrapped
@@ -35,7 +35,7 @@ def print_table(runs: Sequence[Run]) -> None:
         if table.rows:
             console.print(sheet(table, console.width))
     if footnote := process_memory(runs):
-        console.print(printable(footnote), style="dim")
+        console.print(escaped(footnote), style="dim")
 
 
 @showing()
@@ -76,7 +76,7 @@ def _counts_shown(first: str, later: str, stream: IO[str]) -> Iterator[Callable[
             bar = bars.add_task(first, total=None)
             bars.start()
             stack.callback(showing()(bars.stop))
-            update = showing()(lambda count, said: bars.update(bar, description=printable(later.format(count, said))))
+            update = showing()(lambda count, said: bars.update(bar, description=escaped(later.format(count, said))))
         yield update
 
 
@@ -153,7 +153,7 @@ class LiveDisplay(LineDisplay):
         clocks = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
         counts = progress.BarColumn(), progress.MofNCompleteColumn(), "steps"
         self._bars = progress.Progress(_description(), *counts, *clocks)
-        self._tasks = {policy: self._bars.add_task(printable(policy), start=False, total=None) for policy in policies}
+        self._tasks = {policy: self._bars.add_task(escaped(policy), start=False, total=None) for policy in policies}
         self._console = console_on(stream)
         self._live = Live(get_renderable=self._render, console=self._console, transient=True)
 
@@ -206,7 +206,7 @@ class LiveDisplay(LineDisplay):
         self._print(f"{policy}: {reason}")
 
     def _print(self, line: str) -> None:
-        self._console.print(wrapped(printable(line, "\n"), self._console.width), soft_wrap=True)
+        self._console.print(wrapped(escaped(line, "\n"), self._console.width), soft_wrap=True)
 
     def _render(self) -> "Group":
         """Returns bars and table; if the bars do not fit, only a table with the steps."""

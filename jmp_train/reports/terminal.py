@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
 from jmp_train.extras import extra_packages
-from jmp_train.policies.documents import Table, printable
+from jmp_train.policies.documents import Table, escaped
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -44,7 +44,7 @@ def print_text(text: str, stream: IO[str]) -> None:
       text: the lines.
       stream: the stream to print to.
     """
-    print(printable(text, "\n"), file=stream, flush=True)
+    print(escaped(text, "\n"), file=stream, flush=True)
 
 
 def console_on(stream: IO[str]) -> "Console":
@@ -127,10 +127,10 @@ def sheet(table: Table, width: int) -> "RenderableType":
         from rich.table import Table as RichTable
         from rich.text import Text
 
-    heads, *rows = [[*map(printable, row)] for row in (table.heads, *table.plain_rows)]
+    heads, *rows = [[*map(escaped, row)] for row in (table.heads, *table.plain_rows)]
     if 1 + sum(1 + max(map(cell_len, column)) for column in zip(heads, *rows, strict=True)) > width:
         return Text("\n".join(_lines(heads, rows, table.note, width)))
-    drawn = RichTable(box=box.SIMPLE_HEAD, padding=0, caption=printable(table.note) or None)
+    drawn = RichTable(box=box.SIMPLE_HEAD, padding=0, caption=escaped(table.note) or None)
     for number, title in enumerate(heads):
         drawn.add_column(title, justify="left" if number in table.texts else "right", no_wrap=True)
     for row in rows:
@@ -146,4 +146,4 @@ def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]], note: str, width
         for line in wrapped("  ".join(fields), width - len(_INDENT)).splitlines():
             yield _INDENT + line.strip()
     if note:
-        yield printable(note)
+        yield escaped(note)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jmp_train.extras import extra_packages
-from jmp_train.policies.documents import as_json, printable
+from jmp_train.policies.documents import as_json, escaped
 from jmp_train.runs.evaluation import NONFINITE
 from jmp_train.runs.events import Compiled, Epoch, Event, Phase, Progress, Run
 
@@ -166,9 +166,7 @@ def _scalar_record(tag: str, value: float, step: int) -> bytes:
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
     # Not by tensorboardX's own `scalar`, which prints a line for each NaN, and so for each skipped step.
-    return _event_record(
-        summary=Summary(value=[Summary.Value(tag=printable(tag), simple_value=float(value))]), step=step
-    )
+    return _event_record(summary=Summary(value=[Summary.Value(tag=escaped(tag), simple_value=float(value))]), step=step)
 
 
 def _event_record(**fields: Any) -> bytes:

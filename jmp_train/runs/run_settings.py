@@ -23,7 +23,7 @@ from jmp_train.policies import (
     with_kahan,
     with_stochastic_rounding,
 )
-from jmp_train.policies.documents import printable
+from jmp_train.policies.documents import escaped
 from jmp_train.runs.precisions import stores_in_half
 from jmp_train.runs.task_batches import ArrayData, IterableData, TrainingData
 from jmp_train.task import Task, count_examples
@@ -123,7 +123,7 @@ class RulesFile:
     @property
     def name(self) -> str:
         """The path for display, without control characters and characters outside UTF-8."""
-        return printable(str(self.path))
+        return escaped(str(self.path))
 
     @property
     def digest(self) -> str:

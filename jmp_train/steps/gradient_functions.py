@@ -23,6 +23,7 @@ from jmp_train.policies import Grads, Params, PathPolicy, pvary, reduce_gradient
 from jmp_train.policies.dtype_policies import FirstTrace, Policy
 from jmp_train.policies.loss_scaling import LossScale, LossScales, PerLossScale
 from jmp_train.policies.pytrees import (
+    check_count,
     is_inexact_array,
     is_key,
     map_overwritten,
@@ -112,6 +113,7 @@ def accumulated(gradients: GradientFunction, count: int) -> GradientFunction:
       >>> float(result.loss), float(result.grads)
       (2.0, 2.0)
     """
+    check_count("count", count)
     if count == 1:
         return gradients
 

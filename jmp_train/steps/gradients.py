@@ -21,6 +21,7 @@ from jmp_train.policies.loss_scaling import (
 )
 from jmp_train.policies.pytrees import (
     at_least_float32,
+    check_flag,
     find_nodes,
     is_float_array,
     is_inexact,
@@ -78,6 +79,7 @@ def scaled_value_and_grad(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
+    check_flag("has_aux", has_aux)
     policy = None if policy is None else named_policy(policy)
     value_and_grad = unwatched_value_and_grad(loss_fn, policy, has_aux)
     first_trace = FirstTrace()

@@ -9,7 +9,7 @@ import numpy as np
 
 from jmp_train.policies import autocast_as
 from jmp_train.policies.loss_scaling import LossScale, StaticLossScale, loss_and_aux
-from jmp_train.policies.pytrees import upcast_to_float32
+from jmp_train.policies.pytrees import check_flag, upcast_to_float32
 from jmp_train.steps.gradients import check_loss_scale, float32_scalar
 
 
@@ -52,6 +52,7 @@ def scaled_grad(
     is_number = isinstance(scale, int | float | np.number | jax.Array)
     loss_scale = StaticLossScale(scale) if is_number else scale
     check_loss_scale(loss_scale)
+    check_flag("has_aux", has_aux)
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         result, aux = loss_and_aux(fn(*args, **kwargs), has_aux)

@@ -20,7 +20,7 @@ from jmp_train.policies.optimizers import (
     reason_of_skip,
     scaled_states,
 )
-from jmp_train.policies.pytrees import find_nodes, path_name, sum_over_axes, trained
+from jmp_train.policies.pytrees import find_nodes, path_name, shown, sum_over_axes, trained
 from jmp_train.steps.gradient_functions import StepGradients, StepOptions
 from jmp_train.steps.train_state import TrainState
 from jmp_train.steps.update import Update
@@ -49,6 +49,8 @@ def checked_watches(watch: Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(watch, str):
         raise TypeError(f"watch={watch!r} must be a tuple of names: watch=({watch!r},)")
+    if not isinstance(watch, list | tuple | set | frozenset):
+        raise TypeError(f"watch={shown(watch)} must be a tuple of names")
     for name in watch:
         if name not in WATCHES:
             raise ValueError(f"watch: {name!r} is unknown; choose from {', '.join(map(repr, WATCHES))}")

@@ -18,6 +18,7 @@ from jmp_train.policies.loss_scaling import (
 from jmp_train.policies.pytrees import (
     Search,
     cast_results,
+    check_flag,
     contents,
     is_array,
     is_at_home,
@@ -83,6 +84,7 @@ def nnx_value_and_grad(
 
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
+    check_flag("has_aux", has_aux)
     policy = None if policy is None else named_policy(policy)
     run = loss_fn if policy is None else policy.default.transform(loss_fn)
     differentiated = argnums if isinstance(argnums, Sequence) else (argnums,)

@@ -10,8 +10,9 @@ import optax
 
 from jmp_train.policies import PathPolicy, PolicySchedule
 from jmp_train.policies.dtype_policies import Policy, named_policy
-from jmp_train.policies.loss_scaling import check_count, check_takes_state, refuse_second_cast
+from jmp_train.policies.loss_scaling import check_takes_state, refuse_second_cast
 from jmp_train.policies.optimizers import as_transformation, loss_scale_of
+from jmp_train.policies.pytrees import check_count
 from jmp_train.steps.call_checks import check_call
 from jmp_train.steps.fp8_scaling import delayed_scaling, scaled_products, with_next_scales
 from jmp_train.steps.gradient_functions import (

@@ -22,7 +22,7 @@ from jmp_train.policies.loss_scaling import (
     refuse_pair,
     unpack_loss,
 )
-from jmp_train.policies.pytrees import cast_like, is_float_array, path_name
+from jmp_train.policies.pytrees import cast_like, check_flag, is_float_array, path_name
 from jmp_train.steps.batch_parts import check_has_examples, unstacked
 from jmp_train.steps.gradient_functions import GradientFunction, LossFn, StepGradients
 from jmp_train.steps.gradients import float32_scalar, unwatched_value_and_grad
@@ -58,6 +58,8 @@ def stateless(loss_fn: Callable[..., Any], has_aux: bool | None = None) -> LossF
       (2.0, None)
     """
     check_is_stateless(loss_fn)
+    if has_aux is not None:
+        check_flag("has_aux", has_aux)
 
     def with_state(
         params: Params, model_state: ModelState, batch: Batch, rng: jax.Array | None

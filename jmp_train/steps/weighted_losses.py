@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_train.policies.loss_scaling import check_takes_state, is_stateless, loss_and_aux, unpack_loss
-from jmp_train.policies.pytrees import is_inexact_array, map_overwritten, sum_over_axes
+from jmp_train.policies.pytrees import check_flag, is_inexact_array, map_overwritten, sum_over_axes
 from jmp_train.steps.gradients import float32_scalar
 
 
@@ -72,6 +72,7 @@ def weighted(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[...
       >>> float(metrics["loss"]), float(metrics["grad_norm"])  # of four tokens, with inputs 1, 1, 1, 3
       (1.0, 3.0)
     """
+    check_flag("has_aux", has_aux)
     takes_state = not is_stateless(loss_fn)
     if takes_state:
         check_takes_state(loss_fn)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import DECIDED, OperationReport, mark_of
-from jmp_train.policies.loss_scaling import check_count
+from jmp_train.policies.pytrees import check_count
 from jmp_train.steps import TrainStep
 from jmp_train.tuning.tolerance import Reference
 from jmp_train.tuning.tuned_functions import Example

@@ -1,7 +1,6 @@
 """`tune`: finds a smallest list of operations that must stay in float32."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from jmp_train.policies.autocasting import (
 )
 from jmp_train.policies.diagnosing import nonfinite_allowed
 from jmp_train.policies.dtype_policies import FirstTrace
-from jmp_train.policies.pytrees import check_half
+from jmp_train.policies.pytrees import check_half, check_number
 from jmp_train.tuning.checks import check_finite, checked, why_no_choice
 from jmp_train.tuning.choice_trials import BudgetSpent, Trial, Trials, front_of, needed, smallest_list
 from jmp_train.tuning.scores import OVERFLOWING, best_scale, lost_of, no_scores, scales_of, with_loss_scale_at
@@ -100,8 +99,8 @@ def tune(
     """
     half = check_half(dtype, "dtype")
     tolerance, criterion = tolerance_of(tolerance)
-    if loss_scale is not None and (isinstance(loss_scale, str) or not 0 < loss_scale < math.inf):
-        raise ValueError(f"loss_scale={loss_scale!r} must be a positive number")
+    if loss_scale is not None:
+        check_number("loss_scale", loss_scale, "a positive number", above=0)
     given = checked(fn, examples, others, held_out, budget, steps)
     seen = len(given) - (len(held_out) if held_out is not None else len(examples) > 1)
     with none_key_explained(fn, given[0]):

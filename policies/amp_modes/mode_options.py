@@ -22,15 +22,12 @@ from jmp_train.policies.loss_scaling import (
     PerLossScale,
     StaticLossScale,
     apex_loss_scale,
-    check_choice,
-    check_count,
-    check_flag,
     check_range,
     check_scale,
-    is_integer,
     megatron_loss_scale,
     torch_loss_scale,
 )
+from jmp_train.policies.pytrees import check_choice, check_count, check_flag, is_integer
 
 FLOAT32 = np.dtype(np.float32)
 

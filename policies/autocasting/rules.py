@@ -28,6 +28,7 @@ from jax import lax
 
 from jmp_train.policies.autocasting.known_names import check_function, check_primitive
 from jmp_train.policies.autocasting.rules_file import read_tables, write_tables
+from jmp_train.policies.pytrees import shown
 
 Rule = Literal[
     "lower", "float32", "promote", "demote", "keep", "fp8", "tf32", "tf32_x3", "bf16_x3", "bf16_x6", "bf16_x9"
@@ -48,6 +49,10 @@ FLOAT32_RULES = frozenset(("float32", "tf32", *PRESETS))
 def kind_of(rule: Rule | None) -> Rule | None:
     """Returns a rule, "float32" for all rules by which operations other than products are float32."""
     return "float32" if rule in FLOAT32_RULES else rule
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +93,10 @@ class AutocastRules:
 
     def __post_init__(self) -> None:
         for field in ("primitives", "functions", "paths", "operations"):
-            for name, rule in getattr(self, field):
+            pairs = getattr(self, field)
+            if not isinstance(pairs, tuple | list) or not all(_is_pair(pair) for pair in pairs):
+                raise ValueError(f"{field}={shown(pairs)} must be pairs of a name and a rule")
+            for name, rule in pairs:
                 if rule not in get_args(Rule):
                     raise ValueError(
                         f"{field}: the rule of {name!r} must be one of {', '.join(get_args(Rule))}, got {rule!r}"

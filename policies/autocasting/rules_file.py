@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jmp_train.policies.documents import printable
+from jmp_train.policies.documents import escaped
 from jmp_train.policies.files import read_toml, write_atomically
+from jmp_train.policies.pytrees import checked_path
 
 _FORMAT, _VERSION = "jmp_train autocast rules", 1
 _HEADER = """\
@@ -35,7 +36,7 @@ def write_tables(path: str | Path, tables: Mapping[str, Pairs], comment: str = "
         if pairs:
             entries = "".join(f"  [{_quoted(name)}, {_quoted(rule)}],\n" for name, rule in pairs)
             content.append(f"\n{table} = [\n{entries}]\n")
-    write_atomically(Path(path), "".join(content).encode())
+    write_atomically(checked_path("path", path), "".join(content).encode())
 
 
 def read_tables(path: str | Path, tables: Iterable[str]) -> dict[str, tuple[tuple[str, Any], ...]]:
@@ -50,7 +51,7 @@ def read_tables(path: str | Path, tables: Iterable[str]) -> dict[str, tuple[tupl
         pair of strings. The message names the file, the table and the entry.
       OSError: the file is missing or cannot be read.
     """
-    content = read_toml(path)
+    content = read_toml(checked_path("path", path))
     kind, version = content.pop("format", None), content.pop("version", None)
     if kind != _FORMAT:
         found = "none" if kind is None else reprlib.repr(kind)
@@ -66,7 +67,7 @@ def read_tables(path: str | Path, tables: Iterable[str]) -> dict[str, tuple[tupl
 
 
 def _comment(text: str) -> str:
-    return "".join(f"{f'# {printable(line)}'.rstrip()}\n" for line in text.splitlines())
+    return "".join(f"{f'# {escaped(line)}'.rstrip()}\n" for line in text.splitlines())
 
 
 def _pairs(where: str, entries: object) -> tuple[tuple[str, Any], ...]:

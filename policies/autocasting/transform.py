@@ -24,7 +24,7 @@ from jmp_train.policies.autocasting.traced_calls import none_key_explained, run_
 from jmp_train.policies.autocasting.unmet_rules import warn_of_unmet
 from jmp_train.policies.autocasting.values import argument
 from jmp_train.policies.programs import walk
-from jmp_train.policies.pytrees import check_half
+from jmp_train.policies.pytrees import check_flag, check_half, shown
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -104,6 +104,7 @@ def autocast(
             with tried_rules(rules) as taken, none_key_explained(fn, args, kwargs):
                 return run(dataclasses.replace(region, rules=taken), fn, args, kwargs)
 
+    check_flag("enabled", enabled)
     mark = Mark(with_autocast, fn, region if enabled else None)
     with_autocast.autocast_mark = mark  # pyright: ignore[reportAttributeAccessIssue]
     return with_autocast
@@ -168,8 +169,8 @@ def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args,
       >>> autocast(exact)(jnp.ones((2, 3)), jnp.ones((3, 4))).dtype.name
       'float32'
     """
-    if rule not in ("lower", "keep", *FLOAT32_RULES):
-        raise ValueError(f"rule={rule!r} must be 'lower', 'keep', or one of {', '.join(sorted(FLOAT32_RULES))}")
+    if not isinstance(rule, str) or rule not in ("lower", "keep", *FLOAT32_RULES):
+        raise ValueError(f"rule={shown(rule)} must be 'lower', 'keep', or one of {', '.join(sorted(FLOAT32_RULES))}")
 
     def decorate(fn: Callable[Args, Result]) -> Callable[Args, Result]:
         @functools.wraps(fn)

@@ -8,7 +8,7 @@ from jmp_train.policies.comparing.compared_operations import operations_of
 from jmp_train.policies.comparing.log_probs import differences_of, tokens_of
 from jmp_train.policies.comparing.report import ParityReport
 from jmp_train.policies.diagnosing import nonfinite_allowed
-from jmp_train.policies.pytrees import check_values
+from jmp_train.policies.pytrees import check_flag, check_values
 
 
 @nonfinite_allowed()
@@ -62,6 +62,7 @@ def parity(
 
     Reference: Qi and others, "Defeating the Training-Inference Mismatch via FP16", arXiv:2510.26788, 2025.
     """
+    check_flag("operations", operations)
     check_values(args, "parity")
     with none_key_explained(train_fn, args):
         trained = train_fn(*args)

@@ -5,12 +5,12 @@ import json
 import linecache
 import math
 import os
-import pathlib
 from typing import Any, Literal
 
 from jmp_train.policies import documents as doc
 from jmp_train.policies.comparing.log_probs import EDGES, Differences, TokenDifference
 from jmp_train.policies.diagnosing import place_of
+from jmp_train.policies.pytrees import checked_path
 
 _SHOWN = 3  # worst tokens in the text
 _EXPLAINED = 0.25  # of the mean: if operations run one by one differ by less, the compiler causes the rest
@@ -172,7 +172,7 @@ class ParityReport(Differences):
         Args:
           path: the path of the file, which is overwritten.
         """
-        pathlib.Path(path).write_text(doc.svg_file(self._charts), encoding="utf-8")
+        checked_path("path", path).write_text(doc.svg_file(self._charts), encoding="utf-8")
 
     @property
     def _charts(self) -> list[doc.Chart]:

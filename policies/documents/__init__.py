@@ -26,7 +26,7 @@ from jmp_train.policies.documents.elements import Text as Text
 from jmp_train.policies.documents.elements import aligned as aligned
 from jmp_train.policies.documents.elements import as_json as as_json
 from jmp_train.policies.documents.elements import counted as counted
-from jmp_train.policies.documents.elements import printable as printable
+from jmp_train.policies.documents.elements import escaped as escaped
 from jmp_train.policies.documents.elements import text as text
 from jmp_train.policies.documents.elements import with_unit as with_unit
 from jmp_train.policies.documents.pages import fragment as fragment

@@ -91,7 +91,7 @@ class Section:
 Block: TypeAlias = Union[Text, Code, Table, Panels, Section, Chart]  # noqa: UP007 - a name that follows
 
 
-def printable(text: str, keep: str = "") -> str:
+def escaped(text: str, keep: str = "") -> str:
     r"""Returns a text with escapes in place of control characters, halves of surrogate pairs and the like.
 
     Args:
@@ -99,7 +99,7 @@ def printable(text: str, keep: str = "") -> str:
       keep: control characters that stay.
 
     Example:
-      >>> print(printable("f1[micro]\x1b[31m\n"))
+      >>> print(escaped("f1[micro]\x1b[31m\n"))
       f1[micro]\x1b[31m\n
     """
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
@@ -147,10 +147,10 @@ def text(blocks: Sequence[Block | None], width: int = 100, indent: str = "") -> 
 def _lines(block: Block, width: int, indent: str) -> list[str]:
     match block:
         case Text(said):
-            lines = printable(said, "\n\t")
+            lines = escaped(said, "\n\t")
             return textwrap.wrap(lines, width, initial_indent=indent, subsequent_indent=f"{indent}  ")
         case Code(code):
-            return [f"{indent}  {line}"[:width] for line in printable(code, "\n\t").splitlines()]
+            return [f"{indent}  {line}"[:width] for line in escaped(code, "\n\t").splitlines()]
         case Table(heads):
             return [indent + line for line in aligned([heads, *block.plain_rows])]
         case Section(title, blocks):
@@ -169,7 +169,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
       >>> aligned([("operation", "in"), ("mul", "f32")])
       ['operation  in', 'mul        f32']
     """
-    rows = [[*map(printable, row)] for row in rows]
+    rows = [[*map(escaped, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jmp_train.policies.documents.charts import Axis, Box, Chart, Color, Dot, Label, Mark, Path, Style, light_and_dark
-from jmp_train.policies.documents.elements import Block, printable, shown
+from jmp_train.policies.documents.elements import Block, escaped, shown
 
 _LINE_HEIGHT = 18  # of the title and of each row of the legend
 _CHARACTER = 6.2  # mean width
@@ -245,11 +245,11 @@ def _macros() -> Any:
 
 
 def _finalized(value: Any) -> Any:
-    return printable(value) if type(value) is str else value  # not what is marked as HTML
+    return escaped(value) if type(value) is str else value  # not what is marked as HTML
 
 
 def _escape(text: str, keep: str = "") -> str:
-    return html.escape(printable(text, keep))
+    return html.escape(escaped(text, keep))
 
 
 def _themed(color: Color) -> str:

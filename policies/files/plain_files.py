@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from io import BufferedReader
 from typing import Any
 
+from jmp_train.policies.documents import escaped
+
 Path = str | os.PathLike[str]
 _LONGEST = 200  # characters of a file's text in an error
 _LONGEST_TOML = 2**20
@@ -172,7 +174,7 @@ def printable(text: object) -> str:
       >>> printable("\x1b[31mred\nblue")
       '\\x1b[31mred'
     """
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text).partition("\n")[0])
+    line = escaped(str(text).partition("\n")[0])
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
 

@@ -1,11 +1,7 @@
 """Loss scales: factors that keep half-precision gradients from underflow."""
 
-from jmp_train.policies.loss_scaling.argument_checks import check_choice as check_choice
-from jmp_train.policies.loss_scaling.argument_checks import check_count as check_count
-from jmp_train.policies.loss_scaling.argument_checks import check_flag as check_flag
 from jmp_train.policies.loss_scaling.argument_checks import check_range as check_range
 from jmp_train.policies.loss_scaling.argument_checks import check_scale as check_scale
-from jmp_train.policies.loss_scaling.argument_checks import is_integer as is_integer
 from jmp_train.policies.loss_scaling.argument_checks import is_loss_scale as is_loss_scale
 from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_train.policies.loss_scaling.loss_functions import AUTOCASTS_BY_AMP as AUTOCASTS_BY_AMP

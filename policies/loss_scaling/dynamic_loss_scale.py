@@ -29,7 +29,7 @@ from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.policies.loss_scaling.loss_scale import LARGEST_SCALE, scale_tree, unscale_tree, warn_of_zero_inverse
-from jmp_train.policies.pytrees import boolean_scalar
+from jmp_train.policies.pytrees import boolean_scalar, check_count, check_flag, shown
 
 Tree = TypeVar("Tree")
 _Leaves: TypeAlias = tuple[Any, ...]
@@ -187,6 +187,8 @@ def _concrete(x: object, name: str) -> Any:
     """Returns a structural field as a Python value, which hashes and compares."""
     if isinstance(x, Tracer):
         raise ValueError(f"{name} must be a concrete number, got a traced value {x}")
+    if isinstance(x, jax.Array | np.ndarray) and x.shape:
+        raise ValueError(f"{name}={shown(x)} must be a scalar")
     return x.item() if isinstance(x, jax.Array | np.ndarray | np.generic) else x
 
 
@@ -200,6 +202,12 @@ def _warn_if_not_floating(x: object, name: str) -> None:
 
 def _check_own_fields(scale: DynamicLossScale) -> None:
     backoff, largest = scale.backoff_factor, scale.max_loss_scale
+    for name in ("period", "factor", "min_loss_scale", "max_loss_scale", "backoff_factor"):
+        value = getattr(scale, name)
+        is_real = isinstance(value, int | float) and not math.isnan(value)
+        if not is_real and not (value is None and name == "backoff_factor"):
+            raise ValueError(f"{name}={shown(value)} must be a number")
+    check_flag("consecutive_hysteresis", scale.consecutive_hysteresis)
     if backoff is not None and not 0 < backoff < 1:
         raise ValueError(f"backoff_factor={backoff} must be between 0 and 1")
     if not 0 < largest <= LARGEST_SCALE:
@@ -207,9 +215,7 @@ def _check_own_fields(scale: DynamicLossScale) -> None:
     if largest < scale.min_loss_scale < math.inf:
         raise ValueError(f"min_loss_scale={scale.min_loss_scale} must not exceed max_loss_scale={largest}")
     for name, least in (("hysteresis", 1), ("counter_start", -(2**31))):
-        value = getattr(scale, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+        check_count(name, getattr(scale, name), least)
 
 
 def _warn_of_questionable_fields(scale: DynamicLossScale) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
-from jmp_train.policies.pytrees import at_least_float32, is_inexact, map_overwritten
+from jmp_train.policies.pytrees import at_least_float32, is_inexact, map_overwritten, shown
 
 Tree = TypeVar("Tree")
 _Leaves: TypeAlias = tuple[Any, ...]
@@ -184,6 +184,8 @@ class StaticLossScale:
     _is_leaf: ClassVar[bool] = False  # set on instances, because a leaf may be replaced by any object
 
     def __post_init__(self) -> None:
+        if isinstance(self.loss_scale, jax.Array | np.ndarray) and self.loss_scale.shape:
+            raise ValueError(f"loss_scale={shown(self.loss_scale)} must be a number")
         if isinstance(self.loss_scale, np.ndarray | np.generic):  # converted, because the structure must be hashable
             object.__setattr__(self, "loss_scale", self.loss_scale.item())
         object.__setattr__(self, "_is_leaf", isinstance(self.loss_scale, jax.Array))

@@ -11,17 +11,14 @@ import numpy as np
 
 from jmp_train.policies.loss_scaling.argument_checks import (
     check_backoff,
-    check_count,
-    check_flag,
     check_floor,
     check_growth,
-    check_number,
     check_range,
     check_scale,
-    is_integer,
 )
 from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale
 from jmp_train.policies.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, NoOpLossScale, StaticLossScale
+from jmp_train.policies.pytrees import check_count, check_flag, check_number, is_integer
 
 
 def torch_loss_scale(
@@ -99,7 +96,7 @@ def apex_loss_scale(
 
     Reference: NVIDIA Apex e13873de, apex/amp/scaler.py.
     """
-    if loss_scale != "dynamic":
+    if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
         check_scale("loss_scale", loss_scale)
         return StaticLossScale(float(loss_scale))
     check_scale("init_scale", init_scale)

@@ -17,13 +17,13 @@ from jmp_train.policies.loss_scaling import (
     PerLossScale,
     StaticLossScale,
     check_loss_scales,
-    is_integer,
     scales_in,
 )
 from jmp_train.policies.optimizers.skip_rules import reason_of_skip, taken_by_rules
 from jmp_train.policies.pytrees import (
     copy_like,
     find_nodes,
+    is_integer,
     named_leaves,
     only_state,
     path_name,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_train.policies.pytrees import find_nodes, mean_over_axes, select_tree
+from jmp_train.policies.pytrees import check_count, check_number, find_nodes, mean_over_axes, select_tree
 from jmp_train.policies.types import Grads, PyTree
 
 State = TypeVar("State")
@@ -188,13 +188,11 @@ def spikes(
     on; Kumar et al., "ZClip", https://arxiv.org/abs/2504.02507, for clipping a spike before it enters running
     statistics. The logarithm is ours.
     """
+    check_count("window", window, 2)
     warmup = max(20, window // 2) if warmup is None else warmup
     for name, value, least in (("sigma", sigma, 0), ("min_ratio", min_ratio, 1)):
-        if isinstance(value, str) or not least < value < math.inf:
-            raise ValueError(f"{name}={value!r} must be a finite number above {least}")
-    for name, number in (("window", window), ("warmup", warmup)):
-        if not isinstance(number, int) or number < 2:
-            raise ValueError(f"{name}={number!r} must be a whole number of at least 2")
+        check_number(name, value, f"a finite number above {least}", above=least)
+    check_count("warmup", warmup, 2)
 
     def init() -> SpikeStatistics:
         return SpikeStatistics(jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))

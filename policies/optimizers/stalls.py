@@ -17,12 +17,11 @@ from jmp_train.policies.loss_scaling import (
     NoOpLossScale,
     PerLossScale,
     StaticLossScale,
-    is_integer,
     scales_in,
 )
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
 from jmp_train.policies.optimizers.skip_rules import SkipRuleState
-from jmp_train.policies.pytrees import find_nodes
+from jmp_train.policies.pytrees import check_count, find_nodes
 from jmp_train.policies.types import PyTree
 
 
@@ -121,8 +120,8 @@ def check_progress(
       jmp_train.policies.optimizers.stalls.StalledTrainingError: the last step was skipped ...
     """
     for name, number in (("stop_after", stop_after), ("warn_after", math.inf if warn_after is None else warn_after)):
-        if number != math.inf and not (is_integer(number) and number >= 1):
-            raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+        if not (isinstance(number, float) and number == math.inf):
+            check_count(name, number)
     found = scaled_states(opt_state)
     if not found:
         raise ValueError("opt_state has no loss scale; wrap the optimizer in with_loss_scale")

@@ -22,6 +22,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     storing_optimizer,
 )
 from jmp_train.policies.pytrees import (
+    check_choice,
     is_float_array,
     is_key,
     named_leaves,
@@ -164,8 +165,7 @@ def check_key(key: jax.Array) -> None:
 
 def check_rounding(rounding: object, key: jax.Array | None) -> None:
     """Raises an error if an argument is neither "stochastic" with or without a key, nor "nearest" without."""
-    if rounding not in ("stochastic", "nearest"):
-        raise ValueError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")
+    check_choice("rounding", rounding, ("stochastic", "nearest"))
     if key is not None:
         if rounding == "nearest":
             raise ValueError("key is only for rounding='stochastic'")

@@ -1,5 +1,13 @@
 """Leaves and nodes of pytrees: dtypes, casts, paths, finiteness, reductions over a mesh."""
 
+from jmp_train.policies.pytrees.argument_checks import check_choice as check_choice
+from jmp_train.policies.pytrees.argument_checks import check_count as check_count
+from jmp_train.policies.pytrees.argument_checks import check_flag as check_flag
+from jmp_train.policies.pytrees.argument_checks import check_number as check_number
+from jmp_train.policies.pytrees.argument_checks import checked_path as checked_path
+from jmp_train.policies.pytrees.argument_checks import is_integer as is_integer
+from jmp_train.policies.pytrees.argument_checks import plain as plain
+from jmp_train.policies.pytrees.argument_checks import shown as shown
 from jmp_train.policies.pytrees.casting import at_least_float32 as at_least_float32
 from jmp_train.policies.pytrees.casting import cast_floating as cast_floating
 from jmp_train.policies.pytrees.casting import cast_leaf as cast_leaf

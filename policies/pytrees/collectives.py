@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jmp_train.policies.pytrees.argument_checks import shown
 from jmp_train.policies.pytrees.casting import (
     float_dtype,
     is_float_array,
@@ -33,6 +34,8 @@ def check_axis_names(axis_names: Sequence[str]) -> None:
     """Raises TypeError for a string in place of a tuple of names, because each letter would be a name."""
     if isinstance(axis_names, str):
         raise TypeError(f"axis_names={axis_names!r} must be a tuple of names: ({axis_names!r},)")
+    if not isinstance(axis_names, Sequence) or isinstance(axis_names, bytes):
+        raise TypeError(f"axis_names={shown(axis_names)} must be a tuple of names")
 
 
 def pvary(tree: Tree, axis_names: Sequence[str]) -> Tree:
@@ -50,6 +53,7 @@ def pvary(tree: Tree, axis_names: Sequence[str]) -> Tree:
       >>> pvary(jnp.ones(2), ()).shape
       (2,)
     """
+    check_axis_names(axis_names)
     if not axis_names:
         return tree
     return jax.tree_util.tree_map(lambda x: _pvary_leaf(x, axis_names), tree)

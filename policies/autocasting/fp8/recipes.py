@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jmp_train.policies.pytrees import check_choice
+
 Fp8Format = Literal["HYBRID", "E4M3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 
@@ -35,7 +37,7 @@ class Recipe:
     fp8_format: Fp8Format
 
     def __post_init__(self) -> None:
-        _check_choice("fp8_format", self.fp8_format, Fp8Format)
+        check_choice("fp8_format", self.fp8_format, get_args(Fp8Format))
 
     @property
     def forward_dtype(self) -> Any:
@@ -81,7 +83,7 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_choice("amax_compute_algo", self.amax_compute_algo, AmaxAlgorithm)
+        check_choice("amax_compute_algo", self.amax_compute_algo, get_args(AmaxAlgorithm))
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len={self.amax_history_len!r} must be an integer of at least 1")
         if not isinstance(self.margin, int):
@@ -133,11 +135,6 @@ class MXFP8BlockScaling(Recipe):
     """
 
     fp8_format: Fp8Format = "E4M3"
-
-
-def _check_choice(name: str, value: object, kind: Any) -> None:
-    if value not in get_args(kind):
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(kind)))}")
 
 
 DEFAULT_RECIPE = Float8CurrentScaling()

@@ -36,7 +36,7 @@ NAMES = (
 
 
 def shown(name: str) -> str:
-    return doc.printable(name).replace("_", " ")
+    return doc.escaped(name).replace("_", " ")
 
 
 def named_run(name: str = NAMES[0]) -> Run:
