@@ -130,10 +130,13 @@ def test_the_error_names_the_argument(
 
 
 def test_right_values_of_numpy_and_jax_pass() -> None:
-    jt.DynamicLossScale(8.0, period=np.int32(3), factor=jnp.float32(2), max_loss_scale=np.float32(16))
-    jt.StaticLossScale(np.float32(8)), jt.apex_loss_scale(np.float32(8)), jt.spikes(sigma=np.float64(3))
-    jt.autocast(jnp.sin, enabled=np.bool_(True))
-    graphs.appnp_conv(GRAPH, jnp.ones(2), k=1, alpha=np.float32(0.5))
+    three: Any = np.float32(3)
+    jt.DynamicLossScale(8.0, period=three, factor=jnp.float32(2), max_loss_scale=three)
+    jt.StaticLossScale(three)
+    jt.apex_loss_scale(three)
+    jt.spikes(sigma=three)
+    jt.autocast(jnp.sin, enabled=three > 2)
+    graphs.appnp_conv(GRAPH, jnp.ones(2), k=1, alpha=three / 4)
     with jt.CheckpointStore(Path(tempfile.mkdtemp())) as store:
         assert store.steps() == []
     with pytest.raises(ValueError, match=r"^period=nan must be a number"):
