@@ -235,12 +235,11 @@ def svg_file(charts: Sequence[Chart]) -> str:
 def _macros() -> Any:
     """Returns the macros of the template."""
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
     options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
     made = Environment(**options, finalize=_finalized)
     made.filters |= {"shown": shown, "kind": lambda block: type(block).__name__, "svg": svg, "css": _themed}
-    made.filters["lines"] = lambda text: Markup(_escape(text, "\n\t"))
+    made.filters["lines"] = lambda text: _escape(text, "\n\t")
     return made.from_string(pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")).module
 
 
