@@ -62,7 +62,7 @@ class Autocast(Reading[Value]):
     def enter(self, equation: Any, inputs: list[Value]) -> Sequence[Value] | None:
         """Runs the programs of an equation by the rules; returns None if it is bound as it was traced."""
         region, step, name = self.region, self.steps[id(equation)], equation.primitive.name
-        if name not in region.handlers or not is_entered(region, step, inputs):
+        if not is_entered(region, step, inputs):
             return None
         inner = region.within(equation, step.scope, step.place)
         if step.rule in ("lower", "float32", "fp8"):

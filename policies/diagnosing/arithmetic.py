@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from jmp_train.policies.autocasting import LAYOUT, PRODUCTS
 from jmp_train.policies.diagnosing.measures import is_float, is_low, is_whole, widened
-from jmp_train.policies.programs import bodies_of, opened
+from jmp_train.policies.programs import bodies_of, opened, walk
 
 SUMS = frozenset(
     (
@@ -232,11 +232,7 @@ def is_discrete(equation: Any) -> bool:
 
 def count_rows(program: Any) -> int:
     """Returns the number of rows of a program, including those of the programs inside."""
-    jaxpr = opened(program)
-    return sum(
-        sum(map(count_rows, bodies)) if (bodies := bodies_of(equation)) else is_measured(equation)
-        for equation in jaxpr.eqns
-    )
+    return sum(is_measured(place.equation) for place in walk(program, bodies_of))
 
 
 def dtype_of(value: Any) -> Any:

@@ -13,7 +13,7 @@ from jmp_train.policies.diagnosing.arithmetic import count_rows, dtype_of, is_me
 from jmp_train.policies.diagnosing.devices import each_device, mapped
 from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing
 from jmp_train.policies.diagnosing.pairs import Pair, with_shadow
-from jmp_train.policies.programs import Scan, While, bodies_of, manual_axes, opened, references_kept, repeats_of, select
+from jmp_train.policies.programs import Scan, While, bodies_of, manual_axes, references_kept, select, walk
 
 _ELEMENTS = 2**24  # that are measured of a scan, about
 _FEWEST = 8  # iterations that are measured at least
@@ -144,13 +144,8 @@ def stride_of(equation: Any) -> int:
 
 def _elements(program: Any) -> int:
     """Returns the number of measured elements of a program's equations."""
-    total = 0
-    for equation in opened(program).eqns:
-        if bodies := bodies_of(equation):
-            total += repeats_of(equation) * sum(map(_elements, bodies))
-        elif is_measured(equation):
-            total += sum(v.aval.size for v in equation.outvars)
-    return total
+    measured = (place for place in walk(program, bodies_of) if is_measured(place.equation))
+    return sum(place.repeats * sum(v.aval.size for v in place.equation.outvars) for place in measured)
 
 
 def buffers_of(equation: Any, *, own: bool) -> list[Pair]:

@@ -34,7 +34,7 @@ from jmp_train.policies.diagnosing.loops import (
 )
 from jmp_train.policies.diagnosing.measures import combined, is_whole, nothing, totals_of
 from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_both, run_once, with_shadow
-from jmp_train.policies.programs import Scan, bodies_of, manual_axes, opened
+from jmp_train.policies.programs import Scan, bodies_of, manual_axes, walk
 from jmp_train.policies.pytrees import has_tracers, is_key
 
 _FIRST = np.float32(0)  # the number of the iteration outside of all loops
@@ -211,8 +211,7 @@ class _Own:
 
 
 def _identities(equation: Any) -> set[int]:
-    inside = [e for body in bodies_of(equation) for e in opened(body).eqns]
-    return {id(e) for e in inside}.union(*map(_identities, inside))
+    return {id(place.equation) for body in bodies_of(equation) for place in walk(body, bodies_of)}
 
 
 def _in_body(
