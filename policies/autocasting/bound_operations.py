@@ -61,7 +61,7 @@ def computed(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
     """Returns the results of an operation by its rule, and records the decision."""
     equation = step.equation
     step = settle(region, step, inputs)
-    outputs = _bound(region, step, without_overflow(equation, step.dtypes, inputs))
+    outputs = _bound(_Bound(region, step, without_overflow(equation, step.dtypes, inputs)))
     note_integers(equation, inputs, outputs)
     if region.log is not None:
         _note(region, step, inputs, outputs)
@@ -96,38 +96,102 @@ def _precise(region: Region, step: Step, params: dict[str, Any]) -> dict[str, An
     return params
 
 
-def _bound(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
-    """Returns the results of an operation whose rule and dtypes are settled; how it is bound decides what is stored."""
-    equation: Any = step.equation
-    name, half, dtypes, rule = equation.primitive.name, region.half, step.dtypes, step.rule
-    if rule == "fp8":
-        return [_in_8_bits(region, step, inputs)]
-    if rule == "lower" and step.is_logits:
-        halves = [value.to(half) for value in inputs]
-        return [Value(float32_product(equation.primitive, halves, equation.params), product=True)]
-    if name == "convert_element_type":
-        return [_converted(equation, inputs[0], keeps_float32=rule == "float32")]
-    params = _params(equation, next((d for d in dtypes if d is not None), None))
-    params = _precise(region, step, params) if name in PRODUCTS else params
-    upcast = any(x.dtype == half and not x.weak and d == FLOAT32 for x, d in zip(inputs, dtypes, strict=True))
-    if name in TRANSCENDENTAL and dtypes == [FLOAT32] and inputs[0].addends is not None:
-        add, addends = inputs[0].addends
-        return [_recomputed(lambda *arrays: equation.primitive.bind(add(*arrays), **params), addends)]
-    upcasting = functools.partial(_in_float32, equation, params)
-    if name in _SAVES_ITS_INPUT | PRODUCTS and upcast:
-        return [_recomputed(upcasting, inputs)]
-    if half in dtypes and _derivative_leaves_half(equation, inputs, half):
-        return [_recomputed(lambda *arrays: cast(upcasting(*arrays), half), inputs)]
-    if name in _READS_AGAIN and dtypes[0] == half and not inputs[0].weak:
-        return [_read_again(equation, inputs, params, half)]
-    if name in ARITHMETIC and half in dtypes and _spreads(equation, inputs):
-        return [_spread(equation, inputs, params, half)]
-    cast_arrays = [x.array if dtype is None else x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
-    outputs = _bind(equation, cast_arrays, inputs, params)
-    if name in ("add", "sub") and upcast and _is_smaller(inputs, equation.outvars[0].aval.shape):
-        outputs[0].addends = upcasting, inputs
-    if name in LAYOUT - PLACEMENT and outputs[0].dtype == half:
-        outputs[0].source = _source(equation, inputs, params)
+@dataclasses.dataclass(frozen=True)
+class _Bound:
+    """An operation whose rule and dtypes are settled."""
+
+    region: Region
+    step: Step
+    inputs: list[Value]
+
+    @property
+    def equation(self) -> Any:
+        return self.step.equation
+
+    @property
+    def name(self) -> str:
+        return self.step.equation.primitive.name
+
+    @property
+    def to_half(self) -> bool:
+        return self.region.half in self.step.dtypes
+
+    @property
+    def upcasts(self) -> bool:
+        """True if a half operand is cast to float32."""
+        pairs = zip(self.inputs, self.step.dtypes, strict=True)
+        return any(x.dtype == self.region.half and not x.weak and dtype == FLOAT32 for x, dtype in pairs)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters for operands in their new dtypes."""
+        params = _params(self.equation, next((dtype for dtype in self.step.dtypes if dtype is not None), None))
+        return _precise(self.region, self.step, params) if self.name in PRODUCTS else params
+
+    @property
+    def in_float32(self) -> Callable[..., Any]:
+        """The operation on float32 operands."""
+        return functools.partial(_in_float32, self.equation, self.params)
+
+
+def _logits(op: _Bound) -> Value:
+    halves = [value.to(op.region.half) for value in op.inputs]
+    return Value(float32_product(op.equation.primitive, halves, op.equation.params), product=True)
+
+
+def _of_addends(op: _Bound) -> Value:
+    known: Any = op.inputs[0].addends
+    params, (add, addends) = op.params, known
+    return _recomputed(lambda *arrays: op.equation.primitive.bind(add(*arrays), **params), addends)
+
+
+def _rounded_derivative(op: _Bound) -> Value:
+    run, half = op.in_float32, op.region.half
+    return _recomputed(lambda *arrays: cast(run(*arrays), half), op.inputs)
+
+
+# How an operation is bound, which decides what its gradient stores: the first way that applies.
+_WAYS: tuple[tuple[Callable[[_Bound], Any], Callable[[_Bound], Value]], ...] = (
+    (lambda op: op.step.rule == "fp8", lambda op: _in_8_bits(op.region, op.step, op.inputs)),
+    (lambda op: op.step.rule == "lower" and op.step.is_logits, _logits),
+    (
+        lambda op: op.name == "convert_element_type",
+        lambda op: _converted(op.equation, op.inputs[0], keeps_float32=op.step.rule == "float32"),
+    ),
+    (
+        lambda op: op.name in TRANSCENDENTAL and op.step.dtypes == [FLOAT32] and op.inputs[0].addends is not None,
+        _of_addends,
+    ),
+    (
+        lambda op: op.name in _SAVES_ITS_INPUT | PRODUCTS and op.upcasts,
+        lambda op: _recomputed(op.in_float32, op.inputs),
+    ),
+    (
+        lambda op: op.to_half and _derivative_leaves_half(op.equation, op.inputs, op.region.half),
+        _rounded_derivative,
+    ),
+    (
+        lambda op: op.name in _READS_AGAIN and op.step.dtypes[0] == op.region.half and not op.inputs[0].weak,
+        lambda op: _read_again(op.equation, op.inputs, op.params, op.region.half),
+    ),
+    (
+        lambda op: op.name in ARITHMETIC and op.to_half and _spreads(op.equation, op.inputs),
+        lambda op: _spread(op.equation, op.inputs, op.params, op.region.half),
+    ),
+)
+
+
+def _bound(op: _Bound) -> list[Value]:
+    """Returns the results of an operation."""
+    way = next((run for applies, run in _WAYS if applies(op)), None)
+    if way is not None:
+        return [way(op)]
+    pairs, params = zip(op.inputs, op.step.dtypes, strict=True), op.params
+    outputs = _bind(op.equation, [x.array if dtype is None else x.to(dtype) for x, dtype in pairs], op.inputs, params)
+    if op.name in ("add", "sub") and op.upcasts and _is_smaller(op.inputs, op.equation.outvars[0].aval.shape):
+        outputs[0].addends = op.in_float32, op.inputs
+    if op.name in LAYOUT - PLACEMENT and outputs[0].dtype == op.region.half:
+        outputs[0].source = _source(op.equation, op.inputs, params)
     return outputs
 
 
