@@ -137,15 +137,21 @@ _SETTLED: tuple[tuple[Callable[[_Case], bool], Rule | None, Cause | None], ...] 
     (lambda c: is_entered(*c[:3]), "keep", Cause.NOT_ENTERED),
     (lambda c: c.rule in (None, "lower") and c.name == "convert_element_type", "promote", Cause.CONVERSION),
     (lambda c: c.rule is None and _is_square(c.step.equation), "float32", Cause.SQUARE),
+    (lambda c: _is_typed(c.step.equation) and _is_cast(c), "keep", Cause.TYPED_BODY),
     (lambda c: c.rule is None and (c.name in PROMOTE or c.name in EXCHANGES), "promote", Cause.ELEMENTWISE),
     (lambda c: c.rule is None, "keep", Cause.NOT_KNOWN),
     (lambda c: c.rule in ("lower", "fp8") and not _can_lower(c.step.equation), "keep", Cause.OWN_PRECISION),
     (lambda c: c.is_product_by_primitive() and not integers_fit(c.region, c.inputs), "float32", Cause.INTEGERS),
     (lambda c: c.is_product_by_primitive() and _is_outer_in_float32(c), "promote", Cause.OUTER_PRODUCT),
     (lambda c: c.rule == "fp8" and not _held_by(E4M3, c.inputs), "lower", Cause.PRIMITIVE),
-    (lambda c: _is_typed(c.step.equation) and _dtypes(c, c.rule) != _dtypes(c, "keep"), "keep", Cause.TYPED_BODY),
     (lambda _: True, None, None),
 )
+
+
+def _is_cast(case: _Case) -> bool:
+    """Returns whether the rule of an equation, or promotion without one, casts operands from their traced dtypes."""
+    rule = case.rule or ("promote" if case.name in PROMOTE else "keep")
+    return _dtypes(case, rule) != _dtypes(case, "keep")
 
 
 def _dtypes(case: _Case, rule: Rule | None, cause: Cause | None = None) -> list[Any]:
