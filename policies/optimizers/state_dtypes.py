@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jmp_train.policies.optimizers.state_rules import (
@@ -41,12 +41,16 @@ from jmp_train.policies.quantizing import (
     Item,
     code_of,
     dequantize,
+    dequantize_rows,
     fold_in_each,
     from_bits,
+    is_reproduced,
     map_alike,
     quantize_bits,
     requantize_bits,
+    requantize_rows,
     round_to,
+    row_groups,
     to_bits,
 )
 from jmp_train.policies.types import Grads, Params, PyTree
@@ -191,12 +195,17 @@ def decode_opt_state(opt_state: PyTree) -> Any:
 
 
 def _decoded(rules: StateRules, state: PyTree, owners: Owners) -> Any:
-    def decoded(path: KeyPath, x: Any) -> Any:
-        if rules.dtype_of(path, x, owners) is None:
-            return x
-        return dequantize(x) if isinstance(x, BlockQuantized) else x.astype(jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(decoded, state, is_leaf=is_quantized)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)
+    leaves = [x for _, x in paths_and_leaves]
+    stored = [number for number, each in enumerate(paths_and_leaves) if rules.dtype_of(*each, owners) is not None]
+    blocks = {number: leaves[number] for number in stored if is_quantized(leaves[number])}
+    for group in row_groups(blocks, rules.block_size):
+        for number, x in zip(group, dequantize_rows([blocks.pop(number) for number in group]), strict=True):
+            leaves[number] = x
+    for number in stored:
+        x = leaves[number]
+        leaves[number] = dequantize(x) if is_quantized(x) else x.astype(jnp.float32)
+    return structure.unflatten(leaves)
 
 
 def _encoded(rules: StateRules, state: PyTree, old: PyTree, owners: Owners, key: jax.Array | None) -> Any:
@@ -206,14 +215,27 @@ def _encoded(rules: StateRules, state: PyTree, old: PyTree, owners: Owners, key:
     leaves = [x for _, x in paths_and_leaves]
     dtypes = {number: rules.dtype_of(*each, owners) for number, each in enumerate(paths_and_leaves)}
     dtypes = {number: dtype for number, dtype in dtypes.items() if dtype is not None}
-    items = []
-    for row, (number, dtype) in enumerate(dtypes.items()):
-        path, x = paths_and_leaves[number]
-        quantized = before.get(path) if dtype in BLOCK_DTYPES else None
-        kind = _Kind(code_of(dtype), rules.block_size, owners.name_without_numbers(path))
-        old_bits = None if quantized is None else to_bits(quantized)
-        items.append(Item(kind, (row, dtype == "int8"), x, old_bits))
+    blocks = {
+        number: before[path]
+        for number, (path, _) in enumerate(paths_and_leaves)
+        if dtypes.get(number) in BLOCK_DTYPES and is_quantized(before.get(path))
+    }
     keys = None if key is None else fold_in_each(key, list(dtypes))
+    rows = {number: row for row, number in enumerate(dtypes)}
+    for group in row_groups(blocks, rules.block_size) if key is None or is_reproduced(key) else []:
+        group_keys = None if keys is None else keys[np.array([rows[number] for number in group])]
+        encoded = requantize_rows(
+            [leaves[number] for number in group], [blocks[number] for number in group], group_keys
+        )
+        for number, x in zip(group, encoded, strict=True):
+            del dtypes[number]
+            leaves[number] = x
+    items = []
+    for number, dtype in dtypes.items():
+        path, x = paths_and_leaves[number]
+        kind = _Kind(code_of(dtype), rules.block_size, owners.name_without_numbers(path))
+        old_bits = to_bits(blocks[number]) if number in blocks else None
+        items.append(Item(kind, (rows[number], dtype == "int8"), x, old_bits))
     for (number, dtype), encoded in zip(dtypes.items(), map_alike(_encode, items, keys), strict=True):
         leaves[number] = from_bits(encoded, dtype) if is_quantized(encoded) else encoded
     return structure.unflatten(leaves)

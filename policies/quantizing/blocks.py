@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_train.policies.quantizing.dynamic_codes import count_below, dynamic_code, numbers_of
-from jmp_train.policies.quantizing.rounding import from_float8_bits, round_to, uniform
+from jmp_train.policies.quantizing.rounding import RowKeys, from_float8_bits, round_to, uniform
 
 BLOCK_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 _SHARED_BY = 8  # number of devices that can share the axis of the blocks
@@ -131,12 +131,12 @@ def requantize_bits(
       signed: see `quantize_bits`.
       key: see `quantize`.
     """
-    axes, blocks = _layout_of(old)
+    axes, blocks = layout_of(old)
     before, after = (lax.bitcast_convert_type(y, jnp.uint32) for y in (_dequantized(old, code, signed), x))
-    same = _split(_in_blocks(before == after, axes, blocks)).all((-2, -1))
+    changed = split(in_blocks(before != after, axes, blocks)).any((-2, -1))
     new = _quantized(x, code, signed, key, axes, blocks)
-    codes = jnp.where(same[..., None], *(_in_blocks(y.codes, axes, blocks) for y in (old, new)))
-    return BlockQuantized(_as_before(codes, x.shape, axes), jnp.where(same, old.scales, new.scales))
+    codes = jnp.where(changed[..., None], *(in_blocks(y.codes, axes, blocks) for y in (new, old)))
+    return BlockQuantized(as_before(codes, x.shape, axes), jnp.where(changed, new.scales, old.scales))
 
 
 def _layout(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
@@ -149,31 +149,54 @@ def _layout(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
     return axes, next((n for n in range(least, 4 * least + multiple) if n % multiple == length % n == 0), least)
 
 
-def _layout_of(x: BlockQuantized) -> tuple[int, int]:
+def layout_of(x: BlockQuantized) -> tuple[int, int]:
+    """Returns the number of last axes in which an array's blocks lie, and their number of blocks."""
     return x.codes.ndim - x.scales.ndim + 1, x.scales.shape[-1]
 
 
 def _dequantized(x: BlockQuantized, code: str, signed: bool | jax.Array) -> jax.Array:
-    axes, blocks = _layout_of(x)
-    bits = _in_blocks(x.codes, axes, blocks)
+    axes, blocks = layout_of(x)
+    numbers = numbers_of_bits(in_blocks(x.codes, axes, blocks), code, signed)
+    return as_before(numbers * x.scales[..., None], x.codes.shape, axes)
+
+
+def numbers_of_bits(bits: jax.Array, code: str, signed: bool | jax.Array) -> jax.Array:
+    """Returns the float32 numbers that codes represent in blocks with a scale of 1.
+
+    Args:
+      bits: codes as uint8.
+      code: see `code_of`.
+      signed: see `quantize_bits`; may be a bool array that broadcasts with the codes.
+    """
     if code == "dynamic":
-        numbers = numbers_of((bits ^ _sign_bit(signed)).astype(jnp.int32), signed)
-    else:
-        numbers = from_float8_bits(bits, code)
-    return _as_before(numbers * x.scales[..., None], x.codes.shape, axes)
+        return numbers_of((bits ^ _sign_bit(signed)).astype(jnp.int32), signed)
+    return from_float8_bits(bits, code)
 
 
 def _quantized(
     x: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array | None, axes: int, blocks: int
 ) -> BlockQuantized:
     """Returns an array in blocks, with codes as uint8 bits."""
-    values = _in_blocks(x, axes, blocks)
+    bits, scales = quantize_values(in_blocks(x, axes, blocks), code, signed, key)
+    return BlockQuantized(as_before(bits, x.shape, axes), scales)
+
+
+def quantize_values(
+    values: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array | RowKeys | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes of blocks as uint8 bits, and their scales.
+
+    Args:
+      values: float32 array, whose last axis is a block.
+      code: see `code_of`.
+      signed: see `numbers_of_bits`.
+      key: a jax random key, or the keys of rows; None rounds to the nearest.
+    """
     scales = _scales(values, code, signed)
     # A compiler may multiply by the inverse, which float32 flushes to zero for the largest scales.
     shift = jnp.where(scales > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
     divisors = jnp.where(scales == 0, 1, scales * shift)
-    bits = _bits_of(values * shift[..., None] / divisors[..., None], code, signed, key)
-    return BlockQuantized(_as_before(bits, x.shape, axes), scales)
+    return _bits_of(values * shift[..., None] / divisors[..., None], code, signed, key), scales
 
 
 def _sign_bit(signed: bool | jax.Array) -> jax.Array:
@@ -181,7 +204,7 @@ def _sign_bit(signed: bool | jax.Array) -> jax.Array:
     return jnp.where(signed, np.uint8(128), np.uint8(0))
 
 
-def _split(x: jax.Array) -> jax.Array:
+def split(x: jax.Array) -> jax.Array:
     """Returns an array with its last axis split into two that are as short as possible.
 
     XLA's CPU compiler splits reductions of more than 32 elements into parts, each a program with its result in memory.
@@ -191,7 +214,7 @@ def _split(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], size // width, width)
 
 
-def _in_blocks(x: jax.Array, axes: int, blocks: int) -> jax.Array:
+def in_blocks(x: jax.Array, axes: int, blocks: int) -> jax.Array:
     """Returns an array with its last axes as blocks, [..., blocks, elements of a block], padded with zeros."""
     first, length = x.shape[: x.ndim - axes], math.prod(x.shape[x.ndim - axes :])
     size = -(-length // blocks)
@@ -201,7 +224,8 @@ def _in_blocks(x: jax.Array, axes: int, blocks: int) -> jax.Array:
     return x.reshape(*first, blocks, size)
 
 
-def _as_before(x: jax.Array, shape: tuple[int, ...], axes: int) -> jax.Array:
+def as_before(x: jax.Array, shape: tuple[int, ...], axes: int) -> jax.Array:
+    """Returns the array of a shape from its blocks, the inverse of `in_blocks`."""
     first = shape[: len(shape) - axes]
     return x.reshape(*first, -1)[..., : math.prod(shape[len(shape) - axes :])].reshape(shape)
 
@@ -215,7 +239,7 @@ def _scales(values: jax.Array, code: str, signed: bool | jax.Array) -> jax.Array
         needed = jnp.where(values == -jnp.inf, jnp.inf, needed)
     # As integers, NaN is larger than infinity. A maximum of float32 does not guarantee this: XLA may lose a NaN. The
     # shifts drop the sign, and keep XLA's CPU compiler from making one long reduction of two short ones.
-    bits = _split(lax.bitcast_convert_type(needed, jnp.uint32)) << jnp.uint32(1)
+    bits = split(lax.bitcast_convert_type(needed, jnp.uint32)) << jnp.uint32(1)
     largest = lax.bitcast_convert_type((bits.max(-1) >> jnp.uint32(1)).max(-1), jnp.float32)
     scales = largest
     if code != "dynamic":
@@ -225,7 +249,7 @@ def _scales(values: jax.Array, code: str, signed: bool | jax.Array) -> jax.Array
     return jnp.where(jnp.isfinite(largest), scales, jnp.nan)
 
 
-def _bits_of(x: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array | None) -> jax.Array:
+def _bits_of(x: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array | RowKeys | None) -> jax.Array:
     if code != "dynamic":
         return lax.bitcast_convert_type(round_to(x, code, key), jnp.uint8)
     if key is None:

@@ -9,6 +9,7 @@ through float16, which takes longer to compile and to run.
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +27,38 @@ _NAN = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7E}  # the bits of NaN
 _INFINITY = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
 
 
-def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+class RowKeys(NamedTuple):
+    """A random key for each row of an array, and the position of its first element in what the key draws.
+
+    Attributes:
+      words: the two words of the key, uint32[rows, 1] each.
+      first: uint32[rows, 1].
+    """
+
+    words: tuple[jax.Array, jax.Array]
+    first: Any
+
+
+def row_keys(keys: jax.Array, chosen: np.ndarray, first: np.ndarray) -> RowKeys:
+    """Returns the keys of rows.
+
+    Args:
+      keys: jax random keys, one per row of `fold_in_each`.
+      chosen: the position of each row's key, [rows, 1].
+      first: see `RowKeys`.
+    """
+    data = jax.random.key_data(keys)
+    return RowKeys((data[:, 0][chosen], data[:, 1][chosen]), first)
+
+
+def uniform(key: jax.Array | RowKeys, shape: tuple[int, ...]) -> jax.Array:
     """Returns `jax.random.uniform(key, shape)`, float32 in [0, 1).
 
     Args:
-      key: a jax random key, typed or of uint32.
+      key: a jax random key, typed or of uint32; or the keys of rows, which have to be reproduced.
       shape: shape of the result.
     """
-    if not _is_reproduced(key, shape):
+    if not isinstance(key, RowKeys) and not is_reproduced(key, shape):
         return jax.random.uniform(key, shape)
     fraction = _bits(key, shape) >> jnp.uint32(9) | jnp.uint32(0x3F800000)
     return lax.bitcast_convert_type(fraction, jnp.float32) - 1
@@ -46,7 +71,7 @@ def bits16(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
       key: a jax random key, typed or of uint32.
       shape: shape of the result.
     """
-    if not _is_reproduced(key, shape):
+    if not is_reproduced(key, shape):
         return jax.random.bits(key, shape, jnp.uint16)
     return _bits(key, shape).astype(jnp.uint16)
 
@@ -59,7 +84,7 @@ def fold_in_each(key: jax.Array, numbers: Sequence[int]) -> jax.Array:
       numbers: integers from 0 to 2**32 - 1.
     """
     each = np.array(numbers, np.uint32)
-    if not _is_reproduced(key, each.shape):
+    if not is_reproduced(key, each.shape):
         return lax.map(functools.partial(jax.random.fold_in, key), jnp.asarray(each))
     return _derived(key, each)
 
@@ -70,7 +95,7 @@ def split_in_two(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     Args:
       key: a jax random key, typed or of uint32.
     """
-    first, second = _derived(key, np.arange(2, dtype=np.uint32)) if _is_reproduced(key, ()) else jax.random.split(key)
+    first, second = _derived(key, np.arange(2, dtype=np.uint32)) if is_reproduced(key, ()) else jax.random.split(key)
     return first, second
 
 
@@ -81,15 +106,20 @@ def _derived(key: jax.Array, numbers: np.ndarray) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key)) if is_key(key) else data
 
 
-def _is_reproduced(key: jax.Array, shape: tuple[int, ...]) -> bool:
+def is_reproduced(key: jax.Array, shape: tuple[int, ...] = ()) -> bool:
     """Returns whether `_bits` equals `jax.random`, as for threefry in its partitionable scheme, jax's default."""
     typed = key if is_key(key) else jax.random.wrap_key_data(key)
     scheme = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     return str(jax.random.key_impl(typed)) == "threefry2x32" and scheme and math.prod(shape) < 2**32
 
 
-def _bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _bits(key: jax.Array | RowKeys, shape: tuple[int, ...]) -> jax.Array:
     """Returns uint32 random bits: the xor of the two halves of threefry of each element's position."""
+    if isinstance(key, RowKeys):
+        keys = _schedule(*key.words)
+        low = lax.broadcasted_iota(jnp.uint32, shape, 1) + (key.first + keys[1])
+        high, low = _threefry(keys, jnp.broadcast_to(keys[0], shape), low)
+        return high ^ low
     keys = _keys(key)
     # The key is added first, because a compiler hoists loop invariants out of the loop and stores them.
     low, stride = jnp.full(shape, keys[1]), 1
@@ -103,7 +133,11 @@ def _bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns threefry's three words of a key."""
     data = jax.random.key_data(key)
-    return data[0], data[1], data[0] ^ data[1] ^ jnp.uint32(_PARITY)
+    return _schedule(data[0], data[1])
+
+
+def _schedule(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return first, second, first ^ second ^ jnp.uint32(_PARITY)
 
 
 def _threefry(keys: Sequence[jax.Array], high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:

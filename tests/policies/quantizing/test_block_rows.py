@@ -1,0 +1,84 @@
+"""Blocks in rows: bit for bit what each array alone gets, and only where no array can be shared by devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from pytrees import assert_bitwise_equal
+
+from jmp_train.policies.quantizing import (
+    BlockQuantized,
+    dequantize,
+    dequantize_rows,
+    quantize,
+    requantize,
+    requantize_rows,
+    row_groups,
+)
+
+pytestmark = [pytest.mark.quick, pytest.mark.newest]
+
+# Whole blocks, blocks of other lengths, a last block that is not full, blocks across axes, no axis.
+SHAPES = [(4, 512), (3, 700), (5, 67), (7, 3, 11), ()]
+
+
+def arrays(dtype: str) -> list[np.ndarray]:
+    """Returns an array of each shape, with numbers of many magnitudes and a block of NaN and one of inf."""
+    random = np.random.default_rng(0)
+    xs = [(random.normal(size=shape) * 10.0 ** random.integers(-9, 9, shape)).astype(np.float32) for shape in SHAPES]
+    xs[0][0, 5], xs[1][2, 699] = np.nan, np.inf
+    return [np.abs(x) for x in xs] if dtype == "uint8" else xs
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("dtypes", [("int8", "uint8"), ("float8_e4m3fn",), ("float8_e5m2",)])
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_every_array_gets_what_it_gets_alone(dtypes: tuple[str, ...], stochastic: bool) -> None:
+    xs = [x for dtype in dtypes for x in arrays(dtype)]
+    names = [dtype for dtype in dtypes for _ in SHAPES]
+    keys = jax.random.split(jax.random.key(3), len(xs)) if stochastic else None
+
+    @jax.jit
+    def run(xs: list[jax.Array]) -> tuple[list[BlockQuantized], ...]:
+        old = [quantize(x, name, block_size=100) for x, name in zip(xs, names, strict=True)]
+        # Some blocks change, others do not.
+        new = [
+            jnp.where(jnp.arange(x.size).reshape(x.shape) % 450 < 200, x, dequantize(y))
+            for x, y in zip(xs, old, strict=True)
+        ]
+        each = [
+            requantize(x, y, None if keys is None else keys[n]) for n, (x, y) in enumerate(zip(new, old, strict=True))
+        ]
+        return old, each, requantize_rows(new, old, keys)
+
+    old, alone, together = run([jnp.asarray(x) for x in xs])
+    assert_bitwise_equal(together, alone)
+    assert_bitwise_equal(jax.jit(dequantize_rows)(together), [dequantize(x) for x in alone])
+    unchanged = [np.asarray(x.scales == y.scales).all() for x, y in zip(old, alone, strict=True)]
+    assert not all(unchanged)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e5m2"])
+def test_an_unchanged_block_that_is_not_full_keeps_its_bits(dtype: str) -> None:
+    first = quantize(jnp.asarray(arrays("int8")[2]), dtype, block_size=30)
+    assert first.codes.size % first.scales.size != 0
+    again = jax.jit(lambda x: requantize(dequantize(x), x, jax.random.key(8)))(first)
+    assert_bitwise_equal(again, first)
+
+
+def test_only_small_arrays_on_one_device_are_in_rows() -> None:
+    groups = []
+
+    def traced(scale: jax.Array) -> jax.Array:
+        shapes = {0: (4, 512), 2: (4, 384), 3: (8, 512), 5: (2048, 1024), 7: (8, 384)}
+        quantized = {number: quantize(jnp.ones(shape), "int8") for number, shape in shapes.items()}
+        quantized[9] = quantize(jnp.ones((4, 512)), "float8_e5m2")
+        groups.append(row_groups(quantized, 256))
+        return scale
+
+    jax.eval_shape(traced, jnp.ones(8))
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    jax.eval_shape(jax.shard_map(traced, mesh=mesh, in_specs=P(), out_specs=P()), jnp.ones(8))
+    in_rows = [[0, 2, 3, 7]]
+    assert groups == [in_rows if jax.device_count() == 1 else [], in_rows]
