@@ -28,8 +28,8 @@ from jmp_train.policies.quantizing.blocks import (
 )
 from jmp_train.policies.quantizing.rounding import row_keys
 
-_LARGEST = 2**20  # elements of an array that is copied into rows
-_TOTAL = 2**24  # elements of the rows of one program
+_LARGEST = 2**18  # elements of an array that is copied into rows
+_TOTAL = 2**23  # elements of the rows of one program
 _UNIT = 16  # elements of which a row is a multiple, so that it can be split
 
 
@@ -143,7 +143,9 @@ def _numbers(code: str, signed: Any, bits: jax.Array, scales: jax.Array) -> jax.
 def _is_on_one_device() -> bool:
     """Returns whether no array of the program that is traced can be shared by devices."""
     mesh = get_abstract_mesh()
-    return jax.device_count() == 1 if mesh.empty else set(mesh.manual_axes) == set(mesh.axis_names)
+    if mesh.empty:
+        return jax.device_count() == 1
+    return math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes) == 1
 
 
 def _code(quantized: Sequence[BlockQuantized]) -> str:

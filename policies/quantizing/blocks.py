@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_train.policies.quantizing.dynamic_codes import count_below, dynamic_code, numbers_of
-from jmp_train.policies.quantizing.rounding import RowKeys, from_float8_bits, round_to, uniform
+from jmp_train.policies.quantizing.rounding import RowKeys, clip_to, from_float8_bits, to_float8_bits, uniform
 
 BLOCK_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 _SHARED_BY = 8  # number of devices that can share the axis of the blocks
@@ -251,7 +251,7 @@ def _scales(values: jax.Array, code: str, signed: bool | jax.Array) -> jax.Array
 
 def _bits_of(x: jax.Array, code: str, signed: bool | jax.Array, key: jax.Array | RowKeys | None) -> jax.Array:
     if code != "dynamic":
-        return lax.bitcast_convert_type(round_to(x, code, key), jnp.uint8)
+        return to_float8_bits(clip_to(x, code), code, key)
     if key is None:
         index = count_below(x, signed, middles=True)
     else:

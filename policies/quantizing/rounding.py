@@ -159,13 +159,13 @@ def _threefry(keys: Sequence[jax.Array], high: jax.Array, low: jax.Array) -> tup
     return high, low
 
 
-def to_float8_bits(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> jax.Array:
+def to_float8_bits(x: jax.Array, dtype: DTypeLike, key: jax.Array | RowKeys | None = None) -> jax.Array:
     """Returns the bits of float32 rounded to a float8: uint8, in the shape of `x`.
 
     Args:
       x: float32 array. Its finite elements must not exceed the largest number of the dtype.
       dtype: float8_e4m3fn or float8_e5m2.
-      key: a jax random key, to round stochastically; None rounds to the nearest, ties to even.
+      key: a jax random key, or the keys of rows, to round stochastically; None rounds to the nearest, ties to even.
     """
     digits, shift, least = _format(dtype)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
@@ -238,8 +238,7 @@ def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> ja
 
     Reference: Gupta et al., "Deep Learning with Limited Numerical Precision", https://arxiv.org/abs/1502.02551.
     """
-    largest = float(jnp.finfo(dtype).max)
-    limited = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+    limited = clip_to(x, dtype)
     if jnp.dtype(dtype).itemsize == 1:
         return lax.bitcast_convert_type(to_float8_bits(limited, dtype, key), jnp.dtype(dtype))
     nearest = limited.astype(dtype)
@@ -257,6 +256,12 @@ def round_to(x: jax.Array, dtype: DTypeLike, key: jax.Array | None = None) -> ja
     outward = jax.random.uniform(key, x.shape) < share
     rounded = lax.bitcast_convert_type(inner + outward.astype(jnp.uint16), jnp.dtype(dtype))
     return jnp.where(jnp.isfinite(limited), rounded, nearest)
+
+
+def clip_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns numbers whose finite ones do not exceed the largest number of a dtype."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
 
 
 def _upper_half(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from pytrees import assert_bitwise_equal
 
@@ -68,17 +69,21 @@ def test_an_unchanged_block_that_is_not_full_keeps_its_bits(dtype: str) -> None:
 
 
 def test_only_small_arrays_on_one_device_are_in_rows() -> None:
+    kinds = {0: (4, 512), 2: (4, 384), 3: (8, 512), 5: (1024, 1024), 7: (8, 384), 9: (4, 512)}
+    structs = {
+        number: jax.eval_shape(lambda x, n=number: quantize(x, "int8" if n < 9 else "float8_e5m2"), jnp.ones(shape))
+        for number, shape in kinds.items()
+    }
     groups = []
 
-    def traced(scale: jax.Array) -> jax.Array:
-        shapes = {0: (4, 512), 2: (4, 384), 3: (8, 512), 5: (2048, 1024), 7: (8, 384)}
-        quantized = {number: quantize(jnp.ones(shape), "int8") for number, shape in shapes.items()}
-        quantized[9] = quantize(jnp.ones((4, 512)), "float8_e5m2")
-        groups.append(row_groups(quantized, 256))
-        return scale
+    def traced(x: jax.Array) -> jax.Array:
+        groups.append(row_groups(structs, 256))
+        return x
 
-    jax.eval_shape(traced, jnp.ones(8))
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     jax.eval_shape(jax.shard_map(traced, mesh=mesh, in_specs=P(), out_specs=P()), jnp.ones(8))
-    in_rows = [[0, 2, 3, 7]]
-    assert groups == [in_rows if jax.device_count() == 1 else [], in_rows]
+    assert groups == [[[0, 2, 3, 7]]]
+    for devices in (1, 2):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((devices,), ("data",))):
+            assert row_groups(structs, 256) == (groups[0] if devices == 1 else [])
+    assert row_groups(structs, 256) == (groups[0] if jax.device_count() == 1 else [])
