@@ -288,6 +288,7 @@ NO_GRADIENT = ("pallas", "callbacks", "composite")
 
 @pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", HELD)
+@pytest.mark.filterwarnings("ignore:the gradient taken at")  # of `with_derivatives`, whose elements are not small
 def test_nothing_is_wrong_behind_a_product_in_half(name: str) -> None:
     fn = HELD[name]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)

@@ -86,7 +86,7 @@ def edge_probabilities(way: Way) -> Case:
 
 
 def embedding_gradient(way: Way) -> Case:
-    """The gradient of an embedding, one of whose tokens is in most places."""
+    """The gradient of an embedding, one of whose tokens is in most places; taken inside, of parameters in half."""
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
         embedded = params["embedding"][tokens]  # fault: gradient of an embedding
@@ -94,7 +94,7 @@ def embedding_gradient(way: Way) -> Case:
 
     params = {"embedding": values(4, WIDTH), "head": jnp.linspace(1.0, 2.0, WIDTH)}
     tokens = jnp.zeros(5000, jnp.int32).at[:10].set(1)
-    return way.gradients(loss_fn), (params, tokens)
+    return way.run(jax.value_and_grad(loss_fn)), (params, tokens)
 
 
 def expert_positions(way: Way) -> Case:

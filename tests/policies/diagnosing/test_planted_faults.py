@@ -16,6 +16,7 @@ import jmp_train as jt
 pytestmark = [
     pytest.mark.quick,
     pytest.mark.filterwarnings("ignore::jmp_train.policies.MissingLossScaleWarning"),
+    pytest.mark.filterwarnings("ignore::jmp_train.policies.InnerGradientWarning"),  # of a gradient penalty
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),  # of a constant, which is a fault
 ]
 
