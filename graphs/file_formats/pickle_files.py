@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from jmp_train.graphs.file_formats.file_limits import most_bytes
+from jmp_train.graphs.file_formats.file_limits import check_bytes, most_bytes
 from jmp_train.graphs.file_formats.pickle_notes import (
     FAULTS,
     PYTHON2_ARRAYS,
@@ -91,6 +91,8 @@ def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
       file asks for 'posix system', which no file of this kind needs; it was not called
     """
     most = _LARGEST_PYTHON2 if max_bytes is None else as_count("max_bytes", max_bytes, sys.maxsize)
+    with open_plain(path) as file:
+        check_bytes(f"{path}: the file", os.fstat(file.fileno()).st_size, most)
     content = read_plain(path, max_bytes=most)
     try:
         with faults_named(path):
@@ -151,13 +153,15 @@ def read_torch_arrays(path: Path, *, max_bytes: int | None = None) -> dict[str, 
       [[0, 1]]
     """
     most = _LARGEST_TORCH if max_bytes is None else most_bytes(max_bytes, path)
-    with open_plain(path, max_bytes=most) as file, _faults_told(path):
+    with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                return _of_archive(archive, size)
-        file.seek(0)
-        return _arrays(_of_pickles(file), None, size)
+        check_bytes(f"{path}: the file", size, most)
+        with _faults_told(path):
+            if zipfile.is_zipfile(file):
+                with zipfile.ZipFile(file) as archive:
+                    return _of_archive(archive, size)
+            file.seek(0)
+            return _arrays(_of_pickles(file), None, size)
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ class StopSignals:
     `jax.experimental.multihost_utils.reached_preemption_sync_point`: it costs no communication until a signal
     arrives, and then takes up to a second and the steps meanwhile.
 
-    A signal that is ignored, such as SIGHUP under `nohup`, stays ignored. Below `jmp-train launch`, which passes
-    signals on, a process takes two for one: the third ends it, or the second to the launcher. As a context manager, it
-    restores the former handlers on leaving.
+    A signal that is ignored, such as SIGHUP under `nohup`, stays ignored. Below the launcher, which passes signals
+    on, a process takes two for one: the third ends it, or the second to the launcher. As a context manager, it restores
+    the former handlers on leaving.
 
     Example:
       >>> import os, signal

@@ -47,7 +47,10 @@ def fixture_job(tmp_path: Path) -> str:
     return f"{tmp_path / FILE}:make"
 
 
-def test_names_are_shown_as_they_are(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_shown_as_they_are(
+    job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a table wraps where times are long
     assert main(["train", job]) == 0
     output = capsys.readouterr()
     heads = r"f1[micro] ap[/50] \x1b[31m:smile:\n日本"

@@ -363,7 +363,7 @@ WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {  # optimizer, dtypes,
     "rules": (ADAM, "nu", {}, "rules must be a dict"),
     "optimizer": (3, {"nu": "int8"}, {}, r"must be an optax\.GradientTransformation, got 3"),
     "key": (ADAM, {"nu": "int8"}, {"key": 0}, "key must be a jax random key"),
-    "rounding": (ADAM, {"nu": "int8"}, {"rounding": "up"}, "rounding='up' must be 'stochastic' or 'nearest'"),
+    "rounding": (ADAM, {"nu": "int8"}, {"rounding": "up"}, "rounding='up' must be one of 'stochastic', 'nearest'"),
     "key and rounding": (
         ADAM,
         {"nu": "int8"},
