@@ -122,7 +122,7 @@ def test_planetoids_files_that_claim_much(folders: dict[str, Path], suffix: str,
     [
         (
             "ind.cora.tx",
-            f": the file would take {HOLES} bytes, more than the limit of 67108864; raise it with max_bytes=",
+            f": the file would take {HOLES} bytes, more than the limit of {2**26}; raise it with max_bytes=",
         ),
         ("ind.cora.test.index", f" is too large: it has {HOLES} bytes, more than the limit of 13312"),
         ("raw/node-feat.csv", " has a line of more than 2097152 bytes"),
