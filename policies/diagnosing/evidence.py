@@ -145,8 +145,17 @@ class Evidence:
         error, magnitude = self.column("inherited_error") / elements, self.column("shadow_magnitude") / elements
         terms = self.column("shadow_terms") / elements
         ends = [i for i in self.ends if self.sites[i].direction == "backward"]
-        whole = max(magnitude[row], terms[row], _NEGLIGIBLE * magnitude[ends].max())
+        whole = max(magnitude[row], terms[self._sum_of(row)], _NEGLIGIBLE * magnitude[ends].max())
         return float(error[row] / whole) if whole else 0.0
+
+    def _sum_of(self, row: int) -> int:
+        """Returns the row of the sum that a row casts, as a policy does that adds in float32; otherwise the row."""
+        elements = self.column("elements")
+        while self.rows[row].primitive in ("convert_element_type", "reduce_sum") and (sources := self.sources(row)):
+            if elements[sources[0]] != elements[row]:  # also a sum over an axis of one element is no sum
+                break
+            row = sources[0]
+        return row
 
     def _is_ruined(self, row: int) -> bool:
         """Returns whether a row is not finite, except for infinities due to a dynamic loss scale."""

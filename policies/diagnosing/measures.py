@@ -97,7 +97,7 @@ def measured(
       actual: the actual result.
       shadow: the float32 result of float32 operands; None if it is the same.
       local: the result in the actual dtypes from the shadow's operands; None if nothing is lost.
-      terms: for a sum in lower precision, the sum of its terms' magnitudes in the shadow; otherwise None.
+      terms: for a sum with a shadow, the sum of its terms' magnitudes in the shadow; otherwise None.
     """
     exact = actual if shadow is None else shadow
     as_float32 = lax.convert_element_type(actual, exact.dtype)

@@ -55,7 +55,7 @@ class Ran:
     Attributes:
       results: the floating results.
       local: the same results from the shadow's operands; None if nothing is lost.
-      terms: for a sum in lower precision, the sum of its terms' magnitudes in the shadow; otherwise None.
+      terms: for a sum with a shadow, the sum of its terms' magnitudes in the shadow; otherwise None.
       addends: for an addition in lower precision, its two operands; otherwise None.
       is_cast: True if whole numbers may be cast to lower precision.
       is_decision: True if the result has whole numbers cast from floats.
@@ -129,10 +129,12 @@ def run_once(
 def _run_once(equation: Any, inputs: list[Pair], results: list[Pair]) -> Ran:
     if decides(equation):
         return _decided(equation, inputs, results)
-    if not _loses(equation) or all(pair.shadow is None for pair in results):
+    if all(pair.shadow is None for pair in results):
         return _ran(equation, inputs, results, None, None)
     exact = all(pair.shadow is None for pair in inputs)
     wide = [_shadow_of(pair) for pair in inputs]
+    if not _loses(equation):
+        return _ran(equation, inputs, results, None, magnitude_of_terms(equation, wide) if len(results) == 1 else None)
     actual = [pair.actual for pair in results]
     local = actual if exact else bound(equation, [_rounded_shadow(pair) for pair in inputs])
     local = lax.optimization_barrier(local)  # or a compiler may leave the rounding out

@@ -5,8 +5,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
-from healthy_models import MODELS, gru, language_model, perceptron
+from healthy_models import MODELS, Model, gru, language_model, normal, perceptron
 from promotion import promoting
 
 import jmp_train as jt
@@ -51,6 +52,23 @@ def test_a_healthy_model_has_no_problem(make: Callable[[], Any], policy: str) ->
     report = jt.diagnose(*training(make, policy))
     assert not harmful(report), report
     assert {row.direction for row in report.rows} == {"forward", "backward", "update"}
+
+
+def biased_keys() -> Model:
+    """Masked attention whose keys have a bias, the gradient of which is zero except for its rounding."""
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        logits = (x @ params["query"]) @ (x @ params["key"] + params["bias"]).T
+        weights = jax.nn.softmax(jnp.where(jnp.tri(len(x), dtype=bool), logits, -1e30))
+        return jnp.mean((weights @ x).astype(jnp.float32) ** 2)
+
+    params = {"query": normal(8, 8) / 4, "key": normal(8, 8, seed=1) / 4, "bias": jnp.zeros(8)}
+    return Model(jt.stateless(loss_fn), params, None, normal(16, 8, seed=2))
+
+
+def test_a_gradient_that_is_zero_except_for_rounding_makes_no_problem() -> None:
+    report = jt.diagnose(*training(biased_keys, "mixed_float16"))
+    assert [(problem.severity, problem.kind) for problem in report.problems] == [("note", "invalid mask")], report
 
 
 @pytest.mark.full
