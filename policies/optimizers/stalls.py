@@ -120,7 +120,7 @@ def check_progress(
       jmp_train.policies.optimizers.stalls.StalledTrainingError: the last step was skipped ...
     """
     for name, number in (("stop_after", stop_after), ("warn_after", math.inf if warn_after is None else warn_after)):
-        if not (isinstance(number, float) and number == math.inf):
+        if not (isinstance(number, float | np.floating) and number == math.inf):
             check_count(name, number)
     found = scaled_states(opt_state)
     if not found:

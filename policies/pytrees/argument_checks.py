@@ -45,14 +45,15 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raises unless a value is a bool of Python or NumPy.
+    """Raises unless a value is a bool of Python, NumPy or jax, or 0 or 1, which configuration files and `int` give.
 
     Example:
       >>> check_flag("enabled", np.ones(2))
       Traceback (most recent call last):
       ValueError: enabled=an array of shape (2,) must be True or False
     """
-    if not isinstance(value, bool | np.bool_):
+    found = plain(value)
+    if not isinstance(found, bool | np.bool_) and not (is_integer(found) and found in (0, 1)):
         raise ValueError(f"{name}={shown(value)} must be True or False")
 
 

@@ -135,7 +135,11 @@ def test_right_values_of_numpy_and_jax_pass() -> None:
     jt.StaticLossScale(three)
     jt.apex_loss_scale(three)
     jt.spikes(sigma=three)
-    jt.autocast(jnp.sin, enabled=three > 2)
+    for yes in (three > 2, jnp.bool_(True), np.array(True), 1, np.int64(1)):
+        assert jt.autocast(jnp.sin, enabled=yes).autocast_mark.region is not None
+    for no in (three > 4, jnp.bool_(False), np.array(False), 0, np.int64(0)):
+        assert jt.autocast(jnp.sin, enabled=no).autocast_mark.region is None
+    jt.check_progress(STATE.opt_state, stop_after=np.float32(np.inf))
     graphs.appnp_conv(GRAPH, jnp.ones(2), k=1, alpha=three / 4)
     with jt.CheckpointStore(Path(tempfile.mkdtemp())) as store:
         assert store.steps() == []

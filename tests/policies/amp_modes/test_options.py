@@ -148,7 +148,7 @@ WRONG = [
     ("naive", {"rules": RULES}, "'rules' is not an option of mode 'naive'; choose from mode, "),
     ("amp", {}, "mode='amp' must be one of 'torch', 'apex', 'naive'"),
     (3, {}, "mode=3 must be one of 'torch', 'apex', 'naive'"),
-    ("torch", {"enabled": 1}, "enabled=1 must be True or False"),
+    ("torch", {"enabled": 2}, "enabled=2 must be True or False"),
     ("torch", {"init_scale": "2"}, "init_scale='2' must be a finite number"),
     ("torch", {"growth_interval": 0}, "growth_interval=0 must be an integer of at least 1"),
     ("naive", {"log_num_zeros_in_grad": "yes"}, "log_num_zeros_in_grad='yes' must be True or False"),
