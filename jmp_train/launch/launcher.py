@@ -11,11 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from jmp_train.launch.child_processes import ChildProcess, end, signals_as_exceptions
-from jmp_train.launch.ranks import Endings, RankOutput, log_path, reason, say, wait_for
+from jmp_train.launch.ranks import STOPPED, Endings, RankOutput, log_path, reason, say, wait_for
 
 _RUNNER = Path(__file__).with_name("rank.py")
 _COMMAND = "jmp-train"
-_STOPPED = {129, 130, 143}  # exit codes after SIGHUP, SIGINT and SIGTERM of a run that saved
 _READER_SECONDS = 5.0  # for the last lines; a process that escaped may hold a pipe longer
 
 
@@ -57,7 +56,7 @@ def launch(
       devices_per_process: GPUs per process, numbered through, or on a CPU virtual devices.
       logdir: folder for the output of each process, as `rank_0.log` and so on; None for no logs.
       restarts: number of restarts of all processes after failures.
-      grace: seconds between asking a process to end and killing it.
+      grace: seconds between asking a process to end, or the first end of one that stopped at a signal, and killing it.
       exit_timeout: seconds that processes may run on after the first has ended well; then they are stopped, which
         counts as a failure. None for no limit: `initialize` has its own time-outs.
 
@@ -113,13 +112,13 @@ def _run(
                 children.append(child)
                 readers.append(threading.Thread(target=output.copy, args=(child.stdout, rank), daemon=True))
                 readers[-1].start()
-            endings = wait_for(children, messages, exit_timeout)
+            endings = wait_for(children, messages, exit_timeout, grace)
     finally:
         wrong = output.conclude(endings.failed)
     failure, codes = reason(endings, exit_timeout), list(endings.failed.values())
     if failure is None:
         return None
-    if set(codes) <= _STOPPED and not endings.running and not endings.late:
+    if set(codes) <= STOPPED and not endings.running and not endings.late:
         sys.exit(codes[0])
     if logdir is not None:
         failure += f" (see {logdir}/rank_*.log)"

@@ -159,6 +159,8 @@ def _decoded(pipe: IO[bytes], log: _Log, held: Sequence[str]) -> Iterator[list[s
         yield [rest]
 
 
+STOPPED = {129, 130, 143}  # exit codes after SIGHUP, SIGINT and SIGTERM of a run that saved
+
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 1.0  # after a failure, because others may fail for the same reason
 _NOTICE_SECONDS = 10.0  # after the end of the first script, before a message names the others
@@ -183,13 +185,14 @@ class Endings:
     first_failure: float | None = None
 
 
-def wait_for(children: Sequence[ChildProcess], messages: int, exit_timeout: float | None) -> Endings:
+def wait_for(children: Sequence[ChildProcess], messages: int, exit_timeout: float | None, grace: float) -> Endings:
     """Waits until all have ended, some have failed, or some still run too long after the first has ended.
 
     Args:
       children: the processes, by their number.
       messages: a non-blocking pipe with a line per process whose script has ended.
       exit_timeout: seconds that the others may run on after the first has ended well; None for no limit.
+      grace: seconds that the others may run on after the first has stopped at a signal.
     """
     endings = Endings()
     noticed = False
@@ -208,7 +211,8 @@ def wait_for(children: Sequence[ChildProcess], messages: int, exit_timeout: floa
         if not endings.running:
             return endings
         if endings.first_failure is not None:
-            if now >= endings.first_failure + _SETTLE_SECONDS:
+            settle = max(grace, _SETTLE_SECONDS) if {*endings.failed.values()} <= STOPPED else _SETTLE_SECONDS
+            if now >= endings.first_failure + settle:
                 return endings
         elif endings.ended and _at_work(endings):
             waited = now - min(endings.ended.values())

@@ -394,6 +394,19 @@ def test_processes_that_have_stopped_at_a_signal_are_not_restarted(
     assert told.err == ""
 
 
+def test_a_process_that_stops_later_than_the_others_has_its_grace(
+    script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    last_report = "if os.environ['JAX_PROCESS_ID'] == '0': time.sleep(2); print('reported', flush=True)"
+    script.write_text(f"import os, time\n{last_report}\nraise SystemExit(143)\n")
+    with pytest.raises(SystemExit) as left:
+        launch([str(script)], 2, restarts=1, grace=40)
+    assert left.value.code == 143
+    told = capfd.readouterr()
+    assert told.out == "[0] reported\n"
+    assert told.err == ""
+
+
 @pytest.mark.parametrize("command", ["compare", "diagnose", "tune", "plan"])
 def test_commands_of_one_process_are_refused_by_several(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
