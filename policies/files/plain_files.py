@@ -18,7 +18,7 @@ from jmp_train.policies.documents import escaped
 
 Path = str | os.PathLike[str]
 _LONGEST = 200  # characters of a file's text in an error
-_LONGEST_TOML = 2**20
+_LONGEST_TOML = 2**24  # a rule of one operation takes about 100 bytes
 _NOT_WAITING = getattr(os, "O_NONBLOCK", 0)  # if a pipe took the file's place
 
 
@@ -106,7 +106,7 @@ def parse_json(what: object, content: bytes) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Returns the content of a TOML file, of a mebibyte at most; some editors begin it with a byte order mark.
+    """Returns the content of a TOML file, of 16 MiB at most; some editors begin it with a byte order mark.
 
     Args:
       path: the file.

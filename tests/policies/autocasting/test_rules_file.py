@@ -34,6 +34,11 @@ def test_the_presets_come_back(tmp_path: Path, rules: jt.AutocastRules) -> None:
     assert os.listdir(tmp_path) == ["rules.toml"]
 
 
+def test_a_file_as_long_as_the_rules_of_a_large_model_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text(f"{HEAD}# {'x' * 2**21}\n")
+    assert jt.AutocastRules.load(tmp_path / "rules.toml") == jt.AutocastRules()
+
+
 def test_two_entries_for_one_name_stay_in_their_order(tmp_path: Path) -> None:
     rules = jt.AutocastRules(paths=(("b", "lower"), ("a", "float32"), ("b", "keep")))
     rules.save(tmp_path / "rules.toml")
