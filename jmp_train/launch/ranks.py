@@ -21,7 +21,6 @@ from typing import IO, Self
 from jmp_train.launch.child_processes import ChildProcess
 from jmp_train.launch.last_words import may_be_last, refusal, telling
 from jmp_train.launch.output import Output, warn_of_loss
-from jmp_train.policies.documents import escaped
 
 LONGEST_LINE = 65536  # characters; longer lines are printed in pieces
 
@@ -128,7 +127,9 @@ def log_path(logdir: Path, rank: int) -> Path:
 
 def say(text: str) -> None:
     """Prints a line of the launcher's own on standard error."""
-    print("jmp-train:", escaped(text, "\n"), file=Output(sys.stderr), flush=True)
+    # As by `jmp_train.policies.documents.escaped`, without importing jax.
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    print("jmp-train:", shown, file=Output(sys.stderr), flush=True)
 
 
 def _decoded(pipe: IO[bytes], log: _Log, held: Sequence[str]) -> Iterator[list[str]]:
