@@ -111,6 +111,7 @@ def test_wrong_scale_and_wrong_loss_are_named() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore::jmp_train.policies.InnerGradientWarning")  # of a gradient with its own scale
 def test_gradient_penalty_in_half_precision() -> None:
     """The recipe of docs/recipes/losses.md against float64."""
     rng = np.random.default_rng(1)
