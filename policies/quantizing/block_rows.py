@@ -199,6 +199,6 @@ def _stored(quantized: Sequence[BlockQuantized], columns: _Columns) -> tuple[jax
     ]
     width = -(-max(map(_size, quantized)) // _UNIT) * _UNIT
     within = jnp.minimum(lax.broadcasted_iota(jnp.int32, (len(columns.stored), width), 1), columns.length - 1)
-    bits = lax.concatenate(joined, 0).at[columns.stored + within].get(mode="promise_in_bounds")
+    bits = lax.concatenate(joined, 0).at[columns.stored + within].get(mode="clip")
     scales = [x.scales.reshape(-1) for x in quantized]
     return bits, jnp.pad(lax.concatenate(scales, 0), (0, len(bits) - sum(map(len, scales))))
