@@ -306,7 +306,7 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (jt.torch_loss_scale, "growth_factor", [1, 0.5, np.inf, 10**400, "2"]),
     (jt.torch_loss_scale, "backoff_factor", [0, 1, 2.0, -1, np.nan]),
     (jt.torch_loss_scale, "growth_interval", [0, -3, 2.5, None]),
-    (jt.torch_loss_scale, "enabled", [1, "yes", None]),
+    (jt.torch_loss_scale, "enabled", [2, "yes", None]),
     (jt.apex_loss_scale, "loss_scale", ["static", 0, -2.0, np.inf]),
     (jt.apex_loss_scale, "init_scale", [0, np.nan]),
     (jt.apex_loss_scale, "scale_factor", [1.0, np.inf]),
@@ -326,7 +326,7 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (jt.deepspeed_loss_scale, "initial_scale_power", [127, -127, 16.0]),
     (jt.deepspeed_loss_scale, "loss_scale_window", [0]),
     (jt.deepspeed_loss_scale, "hysteresis", [0]),
-    (jt.deepspeed_loss_scale, "consecutive_hysteresis", [1]),
+    (jt.deepspeed_loss_scale, "consecutive_hysteresis", [2]),
     (jt.deepspeed_loss_scale, "min_loss_scale", [2.0**17, 0]),
 ]
 
