@@ -54,7 +54,9 @@ def test_every_array_gets_what_it_gets_alone(dtypes: tuple[str, ...], stochastic
         return old, each, requantize_rows(new, old, keys)
 
     old, alone, together = run([jnp.asarray(x) for x in xs])
-    assert_bitwise_equal(together, alone)
+    for x, y in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):  # float8 has several NaNs
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x.astype(jnp.float32), y.astype(jnp.float32))
     assert_bitwise_equal(jax.jit(dequantize_rows)(together), [dequantize(x) for x in alone])
     unchanged = [np.asarray(x.scales == y.scales).all() for x, y in zip(old, alone, strict=True)]
     assert not all(unchanged)
