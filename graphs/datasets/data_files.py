@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from jax.typing import DTypeLike
 
-from jmp_train.graphs.file_formats import read_csv_table
 from jmp_train.graphs.structure import LARGEST_COUNT
 from jmp_train.policies import CollapsedValuesWarning
 from jmp_train.policies.files import DamagedError, faults_named
@@ -79,11 +77,6 @@ def describe_files(names: Mapping[str, Sequence[str]], facts: Mapping[str, str])
       facts: by key, further text about it.
     """
     return "".join(f"\n  {' or '.join(choices)} ({facts[key]})" for key, choices in names.items())
-
-
-def read_table(path: Path, dtype: DTypeLike, rows: int | None = None, *, max_bytes: int | None) -> np.ndarray:
-    """Returns the result of `read_csv_table`; errors of the system name the file."""
-    return read_csv_table(path, dtype, rows=rows, max_bytes=max_bytes)
 
 
 def read_ids(

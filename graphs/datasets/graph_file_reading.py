@@ -126,7 +126,7 @@ def _places(path: Path, indices: SupportsIndex | Sequence[SupportsIndex], count:
     places = [as_count("indices", place) for place in several]
     for place in places:
         if place >= count:
-            raise DamagedError(f"{path} has {count} graphs; indices={place} is out of range")
+            raise ValueError(f"{path} has {count} graphs; indices={place} is out of range")
     return places
 
 

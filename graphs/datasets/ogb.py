@@ -15,10 +15,10 @@ from jmp_train.graphs.datasets.data_files import (
     find_files,
     read_features,
     read_ids,
-    read_table,
     whole,
 )
 from jmp_train.graphs.datasets.graph_data import NodeData
+from jmp_train.graphs.file_formats import read_csv_table
 from jmp_train.policies.files import DamagedError
 from jmp_train.policies.pytrees import check_flag, checked_path
 
@@ -177,8 +177,9 @@ def read_ogb(
     Reference: Hu et al., Open Graph Benchmark, https://arxiv.org/abs/2005.00687;
     https://github.com/snap-stanford/ogb (ogb/io/read_graph_raw.py).
     """
+    check_flag("add_inverse_edge", add_inverse_edge)
     raw, paths, split_paths = find_tables(data_dir, split, "nodeprop", ("node-feat", "node-label"))
-    read = functools.partial(read_table, max_bytes=max_bytes)
+    read = functools.partial(read_csv_table, max_bytes=max_bytes)
     num_nodes = read_count(read, paths["num-node-list"])
     num_edges = read_count(read, paths["num-edge-list"])
     ends = read_ids(read, paths["edge"], 2, num_nodes, num_edges)
@@ -193,7 +194,6 @@ def read_ogb(
         nodes["year"] = _read_year(read, year, num_nodes, paths["num-node-list"])
     if feat := find_table(raw, "edge-feat"):
         edges["feat"] = read_features(read, feat, num_edges, paths["num-edge-list"])
-    check_flag("add_inverse_edge", add_inverse_edge)
     if add_inverse_edge:
         ends, edges = with_inverse(ends, edges)
     senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)

@@ -14,7 +14,6 @@ from jmp_train.graphs.datasets.data_files import (
     check_rows,
     read_features,
     read_ids,
-    read_table,
     warn_of_rounding,
 )
 from jmp_train.graphs.datasets.graph_data import GraphData, LinkData, Links
@@ -26,7 +25,7 @@ from jmp_train.graphs.datasets.ogb import (
     read_parts,
     with_inverse,
 )
-from jmp_train.graphs.file_formats import read_torch_arrays
+from jmp_train.graphs.file_formats import read_csv_table, read_torch_arrays
 from jmp_train.policies.files import DamagedError
 from jmp_train.policies.pytrees import check_flag
 
@@ -83,8 +82,9 @@ def read_ogb_graphs(
     Reference: Hu et al., Open Graph Benchmark, https://arxiv.org/abs/2005.00687;
     https://github.com/snap-stanford/ogb (ogb/io/read_graph_raw.py).
     """
+    check_flag("add_inverse_edge", add_inverse_edge)
     raw, paths, split_paths = find_tables(data_dir, split, "graphprop", ("graph-label",))
-    read = functools.partial(read_table, max_bytes=max_bytes)
+    read = functools.partial(read_csv_table, max_bytes=max_bytes)
     n_node, n_edge = (read_counts(read, paths[name]) for name in ("num-node-list", "num-edge-list"))
     if len(n_node) != len(n_edge):
         fault = f"has {len(n_node)} graphs, but num-edge-list has {len(n_edge)}"
@@ -94,7 +94,6 @@ def read_ogb_graphs(
     train, validation, test = read_parts(read, split_paths, len(n_node), "there are {} graphs")
     nodes = _read_features(read, raw, "node-feat", int(n_node.sum()), paths["num-node-list"])
     edges = _read_features(read, raw, "edge-feat", len(ends), paths["num-edge-list"])
-    check_flag("add_inverse_edge", add_inverse_edge)
     if add_inverse_edge:
         (ends, edges), n_edge = with_inverse(ends, edges), n_edge * 2
     senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)
@@ -198,8 +197,9 @@ def read_ogb_links(
     Reference: Hu et al., Open Graph Benchmark, https://arxiv.org/abs/2005.00687;
     https://github.com/snap-stanford/ogb (ogb/linkproppred/dataset.py).
     """
+    check_flag("add_inverse_edge", add_inverse_edge)
     raw, paths, split_paths = find_tables(data_dir, split, "linkprop", (), endings=(".pt",))
-    read = functools.partial(read_table, max_bytes=max_bytes)
+    read = functools.partial(read_csv_table, max_bytes=max_bytes)
     counted_nodes, counted_edges = paths["num-node-list"], paths["num-edge-list"]
     num_nodes, num_edges = read_count(read, counted_nodes), read_count(read, counted_edges)
     ends = read_ids(read, paths["edge"], 2, num_nodes, num_edges)
@@ -207,7 +207,6 @@ def read_ogb_links(
     nodes = _read_known(read, raw, _OF_NODES, num_nodes, counted_nodes)
     edges = _read_known(read, raw, _OF_EDGES, num_edges, counted_edges)
     train, validation, test = (_read_links(path, num_nodes, max_bytes) for path in split_paths.values())
-    check_flag("add_inverse_edge", add_inverse_edge)
     if add_inverse_edge:
         ends, edges = with_inverse(ends, edges)
     senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)

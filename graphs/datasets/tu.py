@@ -15,10 +15,10 @@ from jmp_train.graphs.datasets.data_files import (
     find_files,
     read_features,
     read_ids,
-    read_table,
     warn_of_rounding,
 )
 from jmp_train.graphs.datasets.graph_data import GraphData
+from jmp_train.graphs.file_formats import read_csv_table
 from jmp_train.policies.files import DamagedError
 from jmp_train.policies.pytrees import checked_path
 
@@ -69,7 +69,7 @@ def read_tu(data_dir: Path | str, name: str | None = None, *, max_bytes: int | N
         "graph_labels": (f"{stem}_graph_labels.txt", f"{stem}_graph_attributes.txt"),
     }
     paths = find_files(folder, names, _PUBLIC)
-    read = functools.partial(read_table, max_bytes=max_bytes)
+    read = functools.partial(read_csv_table, max_bytes=max_bytes)
     labels, num_classes = _read_targets(read, paths["graph_labels"])
     owners = read_ids(read, paths["graph_indicator"], 1, len(labels), first=1, known="there are {} graphs")[:, 0]
     ends = read_ids(read, paths["A"], 2, len(owners), first=1)

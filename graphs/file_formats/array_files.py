@@ -57,10 +57,8 @@ def read_npz(path: Path, names: Sequence[str], *, max_bytes: int | None = None) 
                     part = repr(name)
                     taken = sum(array.nbytes for array in arrays.values())
                     arrays[name] = _array(archive, members[name], f"{path}: {name!r}", most - taken)
-        except MemoryError:
+        except (MemoryError, DamagedError):
             raise
-        except _TooLargeError as error:
-            raise ValueError(str(error)) from None
         except Exception as error:  # of any kind, raised by zipfile and NumPy for damaged bytes
             is_of_system = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
             if is_of_system:  # and not a seek to a negative position
@@ -72,10 +70,6 @@ def read_npz(path: Path, names: Sequence[str], *, max_bytes: int | None = None) 
     return arrays
 
 
-class _TooLargeError(ValueError):
-    """An error whose message is complete."""
-
-
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str, most: int) -> np.ndarray:
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError("it uses a compression method that numpy does not write")  # and that has no size limit
@@ -85,10 +79,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str, most: int
         warnings.simplefilter("ignore")  # about files written by Python 2
         shape, dtype = _header(start)
         count = math.prod(shape) * dtype.itemsize
-        try:
-            check_bytes(f"{what} of shape {shape}", count, most)
-        except ValueError as error:
-            raise _TooLargeError(str(error)) from None
+        check_bytes(f"{what} of shape {shape}", count, most)
         if count != info.file_size - start.tell():
             raise ValueError(
                 f"its header gives {dtype} {shape}, {count} bytes, but it has {info.file_size - start.tell()} bytes"

@@ -23,7 +23,7 @@ _ZIPPED = 2**17  # bytes unzipped at once
 
 
 def read_csv_table(
-    path: Path, dtype: DTypeLike, *, rows: int | None = None, max_bytes: int | None = None
+    path: Path, dtype: DTypeLike, rows: int | None = None, *, max_bytes: int | None = None
 ) -> np.ndarray:
     r"""Reads a csv file of numbers, at the speed of `numpy.loadtxt`; empty lines are skipped.
 

@@ -30,7 +30,7 @@ from jmp_train.graphs.file_formats.pickle_notes import (
     is_name,
 )
 from jmp_train.graphs.structure import as_count
-from jmp_train.policies.files import DamagedError, faults_named, open_plain, printable, read_plain
+from jmp_train.policies.files import DamagedError, open_plain, printable
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of an old file
 _VERSION = 1001
@@ -92,18 +92,17 @@ def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
     """
     most = _LARGEST_PYTHON2 if max_bytes is None else as_count("max_bytes", max_bytes, sys.maxsize)
     with open_plain(path) as file:
-        check_bytes(f"{path}: the file", os.fstat(file.fileno()).st_size, most)
-    content = read_plain(path, max_bytes=most)
-    try:
-        with faults_named(path):
-            value = carried_out(content, _PYTHON2_NAMES)
+        size = os.fstat(file.fileno()).st_size
+        check_bytes(f"{path}: the file", size, most)
+        try:
+            value = carried_out(file.read(size), _PYTHON2_NAMES)
             if isinstance(value, Note):
                 value = _matrix(value) if value.name == _MATRIX else array_of(value)
-    except Refused as fault:
-        raise DamagedError(f"{path} {fault}") from None
-    except FAULTS as error:
-        fault = printable(error)
-        raise DamagedError(f"{path} is not a pickle of Python 2, or a damaged one: {fault}") from None
+        except Refused as fault:
+            raise DamagedError(f"{path} {fault}") from None
+        except FAULTS as error:
+            fault = printable(error)
+            raise DamagedError(f"{path} is not a pickle of Python 2, or a damaged one: {fault}") from None
     return value
 
 
