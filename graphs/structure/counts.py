@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.policies.pytrees import has_tracers, shown
+from jmp_train.policies.pytrees import check_choice, has_tracers
 
 Word = TypeVar("Word", bound=str)
 
@@ -132,10 +132,8 @@ def _integers(name: str, values: Any, shown: Callable[[Any], object]) -> np.ndar
 def checked_word(name: str, word: str, words: Iterable[Word]) -> Word:
     """Returns an argument that is one of some words; raises ValueError if it is another."""
     known = list(words)
-    for each in known:
-        if isinstance(word, type(each)) and each == word:
-            return each
-    raise ValueError(f"{name}={shown(word)} must be one of {', '.join(map(repr, known))}")
+    check_choice(name, word, known)
+    return next(each for each in known if each == word)
 
 
 def _shown(number: int) -> str:

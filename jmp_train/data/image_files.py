@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jmp_train.extras import extra_packages
-from jmp_train.policies.files import DamagedError, open_plain
+from jmp_train.policies.files import DamagedError, faults_named, open_plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,17 +55,16 @@ def read_image(path: str, *, max_pixels: int = MAX_PIXELS) -> "Image":
       >>> read_image(str(file)).getpixel((0, 0))
       (10, 20, 30)
     """
-    try:
-        return _decoded(_content(path, max_pixels), max_pixels)
-    except MemoryError:
-        raise OSError(errno.ENOMEM, "does not fit into memory", path) from None
-    except (ModuleNotFoundError, DamagedError):
-        raise
-    except Exception as error:  # of any class, because pillow's decoders detect damage in many places
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+    with faults_named(path):
+        try:
+            return _decoded(_content(path, max_pixels), max_pixels)
+        except (MemoryError, ModuleNotFoundError, DamagedError):
             raise
-        fault = str(error) or repr(error)
-        raise DamagedError(f"{path} cannot be decoded as an image: {fault}") from error
+        except Exception as error:  # of any class, because pillow's decoders detect damage in many places
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise
+            fault = str(error) or repr(error)
+            raise DamagedError(f"{path} cannot be decoded as an image: {fault}") from error
 
 
 def _content(path: str, max_pixels: int) -> bytes:
