@@ -115,18 +115,16 @@ def is_reproduced(key: jax.Array, shape: tuple[int, ...] = ()) -> bool:
 
 def _bits(key: jax.Array | RowKeys, shape: tuple[int, ...]) -> jax.Array:
     """Returns uint32 random bits: the xor of the two halves of threefry of each element's position."""
-    if isinstance(key, RowKeys):
-        keys = _schedule(*key.words)
-        low = lax.broadcasted_iota(jnp.uint32, shape, 1) + (key.first + keys[1])
-        high, low = _threefry(keys, jnp.broadcast_to(keys[0], shape), low)
-        return high ^ low
-    keys = _keys(key)
+    keys = _schedule(*key.words) if isinstance(key, RowKeys) else _keys(key)
     # The key is added first, because a compiler hoists loop invariants out of the loop and stores them.
-    low, stride = jnp.full(shape, keys[1]), 1
-    for axis in reversed(range(len(shape))):
-        low += lax.broadcast_in_dim(lax.iota(jnp.uint32, shape[axis]) * jnp.uint32(stride), shape, (axis,))
-        stride *= shape[axis]
-    high, low = _threefry(keys, jnp.full(shape, keys[0]), low)
+    if isinstance(key, RowKeys):
+        low = lax.broadcasted_iota(jnp.uint32, shape, 1) + (key.first + keys[1])
+    else:
+        low, stride = jnp.full(shape, keys[1]), 1
+        for axis in reversed(range(len(shape))):
+            low += lax.broadcast_in_dim(lax.iota(jnp.uint32, shape[axis]) * jnp.uint32(stride), shape, (axis,))
+            stride *= shape[axis]
+    high, low = _threefry(keys, jnp.broadcast_to(keys[0], shape), low)
     return high ^ low
 
 
