@@ -29,6 +29,8 @@ from jmp_train.policies.autocasting.fp8.recipes import (
 
 Contract = tuple[tuple[int, ...], tuple[int, ...]]  # dimensions of lhs and of rhs, in pairs
 
+_LARGEST_SCALE = 2.0**126  # whose inverse is a normal number; XLA's CPU compiler flushes others to 0
+
 
 def operand_gradients(
     contract: Contract,
@@ -131,6 +133,7 @@ def fp8_dot(
 def _quantized(x: jax.Array, dtype: DTypeLike, scales: jax.Array | None, index: int) -> Quantized:
     amax = amax_of(x)
     scale = scale_of(amax, dtype) if scales is None else scales[index]
+    scale = jnp.minimum(scale, _LARGEST_SCALE)
     return Quantized(quantize(x, dtype, scale), 1.0 / scale, amax)
 
 
@@ -138,7 +141,10 @@ def _multiply(lhs: Quantized, rhs: Quantized, contract: Contract, dtype: DTypeLi
     # Store bfloat16 results in bfloat16: XLA would otherwise keep the float32 sums for the backward pass.
     stored = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     sums = lax.dot_general(lhs.array, rhs.array, (contract, ((), ())), preferred_element_type=stored)
-    return (sums.astype(jnp.float32) * (lhs.inverse_scale * rhs.inverse_scale)).astype(dtype)
+    # One after the other: the product of both may be no normal number. The smaller one first, against overflow.
+    inverses = lhs.inverse_scale, rhs.inverse_scale
+    restored = sums.astype(jnp.float32) * jnp.minimum(*inverses) * jnp.maximum(*inverses)
+    return restored.astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -180,3 +180,20 @@ def test_a_recipe_that_is_none() -> None:
         jt.autocast(jnp.dot, fp8="hybrid")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fp8_format='E5M2' must be one of 'HYBRID', 'E4M3'"):
         jt.policies.Float8CurrentScaling("E5M2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs"),
+    [(1e-34, 1.0), (1e-37, 1.0), (1e-37, 1e37), (1e38, 1e-37), (1e38, 1e-3), (1e-20, 1e-15), (3e-3, 3e-33)],
+)
+def test_the_whole_range_of_float32_is_restored(lhs: float, rhs: float) -> None:
+    """Also where a scale's inverse, or the product of two, is below the normal numbers, which XLA flushes to zero."""
+
+    @jax.jit
+    def run(x: jax.Array, y: jax.Array) -> Any:
+        return jax.value_and_grad(lambda x, y: fp8_dot(x, y, ((1,), (0,)), RECIPES[0]).sum(), (0, 1))(x, y)
+
+    value, grads = run(jnp.full((1, 4), lhs, jnp.float32), jnp.full((4, 1), rhs, jnp.float32))
+    np.testing.assert_allclose(value, 4 * lhs * rhs, rtol=2.0**-3)
+    np.testing.assert_allclose(grads[0], np.full((1, 4), rhs), rtol=2.0**-3)
+    np.testing.assert_allclose(grads[1], np.full((4, 1), lhs), rtol=2.0**-3)
