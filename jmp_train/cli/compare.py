@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import logging
 import os
 import sys
 import threading
@@ -26,7 +25,6 @@ from jmp_train.cli.jobs import (
 from jmp_train.cli.option_values import path
 from jmp_train.cli.options import RunOptions, as_arguments, option
 from jmp_train.cli.outputs import checked_outputs, exit_code, list_written
-from jmp_train.extras import extra_packages
 from jmp_train.launch import ChildProcess, signals_as_exceptions
 from jmp_train.runs import Event, FewBits, Run, check_unused, event_from_json
 
@@ -81,7 +79,10 @@ def compare_command(args: argparse.Namespace) -> int:
         raise WrongCall(f"{'--modes' if args.modes else '--policies'} names {repeated[0]} more than once")
     log = sys.stderr if args.json else sys.stdout
     with checked_outputs(as_json=args.json, folders={"--out": args.out, "--logdir": args.logdir}) as output:
-        _check_outputs(args, names)
+        if args.logdir is not None:
+            with checking_the_call():
+                for name in names:
+                    check_unused(args.logdir / name)
         runs, failures = _train_all(args, names, log)
         problems = [f"{name}: {reason}" for name, reason in failures]
         written: list[Path] = []
@@ -125,19 +126,6 @@ def _train_all(args: argparse.Namespace, names: Sequence[str], log: IO[str]) -> 
                 failures.append((name, reason))
                 display.fail(name, reason)
     return runs, failures
-
-
-def _check_outputs(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises an error if the outputs of a comparison could not be written at its end."""
-    if args.out is not None:
-        # If HOME is read-only, matplotlib warns of its caches, which does not concern the runs.
-        logging.getLogger("matplotlib").setLevel(logging.ERROR)
-        with extra_packages():
-            import matplotlib  # noqa: F401  # needed at the end, where its absence would be noticed too late
-    if args.logdir is not None:
-        with checking_the_call():
-            for name in names:
-                check_unused(args.logdir / name)
 
 
 def _run_in_process(args: argparse.Namespace, name: str, display: "LineDisplay") -> Run:

@@ -1,24 +1,15 @@
-"""Charts of a comparison: losses, loss scales, costs and times, as marks and as PNG. Each run has its own color."""
+"""Charts of a comparison: losses, loss scales, costs and times. Each run has its own color."""
 
-import io
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from jmp_train.extras import extra_packages
 from jmp_train.policies import documents as doc
 from jmp_train.runs import Run
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _DASHES = ("", "10 3", "3 2", "10 3 3 3")  # so that overlapping curves can be told apart
 _POINTS = 60  # maximum per loss curve
 _SIZE, _MARGINS = (440, 240), (48, 12, 10, 42)
-_INCHES, _DPI = (15.0, 7.5), 120
-_FONT = 11  # pixels, as in SVG
 
 
 def run_styles(runs: Sequence[Run]) -> dict[str, doc.Style]:
@@ -129,68 +120,3 @@ def _bars(title: str, runs: Sequence[Run], rows: Sequence[Sequence[tuple[float, 
     sides = min(12 + 6.2 * max((len(run.policy) for run in runs), default=0), 180), 115
     pitch = min(max(_SIZE[1] / max(len(drawn), 1), 18), 40)
     return doc.bar_chart(title, {"": drawn}, axis, width=_SIZE[0], sides=sides, pitch=pitch)
-
-
-def png(charts: Sequence[doc.Chart], title: str, footnote: str) -> bytes:
-    """Returns six charts in a grid as one PNG of 1800 x 900 pixels.
-
-    Args:
-      charts: the panels of a comparison.
-      title: text above the charts.
-      footnote: text below the charts, or an empty string.
-    """
-    with extra_packages():
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_INCHES)
-    figure.suptitle(doc.escaped(title), parse_math=False)
-    text = doc.escaped(footnote)
-    figure.text(0.5, 0.01, text, ha="center", fontsize="small", color=_light("soft"), parse_math=False)
-    figure.subplots_adjust(0.02, 0.05, 0.98, 0.92, 0.04, 0.04)
-    for axes, chart in zip(figure.subplots(2, 3).flat, charts, strict=True):
-        axes.set_axis_off()
-        _draw(axes, chart)
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the font lacks a character of a name
-        figure.savefig(file, format="png", dpi=_DPI)
-    return file.getvalue()
-
-
-def _draw(axes: "Axes", chart: doc.Chart) -> None:
-    marks, height = doc.placed(chart)
-    width = chart.size[0]
-    axes.set(xlim=(0, width), ylim=(height, 0))
-    axes.set_aspect("equal", anchor="N")
-    room = axes.get_position()
-    points = 72 * min(room.width * _INCHES[0] / width, room.height * _INCHES[1] / height)  # per pixel
-    for mark in marks:
-        _draw_mark(axes, mark, points)
-
-
-def _draw_mark(axes: "Axes", mark: doc.Mark, points: float) -> None:
-    match mark:
-        case doc.Label(said, x, y, anchor, _, color, is_heading):
-            align = {"start": "left", "middle": "center", "end": "right"}[anchor]
-            size = _FONT * points * (1.2 if is_heading else 1)
-            axes.text(
-                x, y, doc.escaped(said), ha=align, va="baseline", size=size, color=_light(color), parse_math=False
-            )
-        case doc.Path(style, runs):
-            dash = tuple(float(length) / style.width for length in style.dash.split())
-            look = {
-                "color": _light(style.color),
-                "lw": style.width * points,
-                "ls": (0, dash) if dash else "-",
-            }
-            for run in runs:
-                axes.plot(*zip(*run, strict=True), **look)
-        case doc.Box(style, left, right, bottom, top):
-            corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
-            axes.fill(*zip(*corners, strict=True), color=_light(style.color), lw=0, alpha=style.opacity)
-        case doc.Dot(style, x, y, radius):
-            axes.plot([x], [y], "o", color=_light(style.color), ms=2 * radius * points, alpha=style.opacity)
-
-
-def _light(color: doc.Color) -> str:
-    return doc.light_and_dark(color)[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jmp_train.policies import NumericsReport
-from jmp_train.policies.documents import as_json
+from jmp_train.policies.documents import as_json, svg_file
 from jmp_train.policies.files import write_atomically
 from jmp_train.reports.tables import process_memory
 from jmp_train.runs import Run, event_to_json, metrics_of_0_1
@@ -32,7 +32,7 @@ def json_line(subject: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequence[tuple[str, str]] = ()) -> Written:
-    """Writes report.json, report.png and report.html.
+    """Writes report.json, report.svg and report.html.
 
     Args:
       directory: an existing folder.
@@ -40,15 +40,15 @@ def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequ
       runs: the runs, at least one; the others are compared with the first.
       failures: (policy, reason) of each failed run.
     """
-    from jmp_train.reports.charts import panels, png
+    from jmp_train.reports.charts import panels
     from jmp_train.reports.page import page
 
     title = f"{task} on {' and '.join(dict.fromkeys(run.device for run in runs))}"
     return _write_all(
         {
             directory / "report.json": lambda path: _write(path, json.dumps(report(task, runs), indent=2) + "\n"),
-            directory / "report.png": lambda path: write_atomically(
-                path, png(panels(runs), title, process_memory(runs))
+            directory / "report.svg": lambda path: _write(
+                path, svg_file(panels(runs), columns=3, title=title, footnote=process_memory(runs))
             ),
             directory / "report.html": lambda path: _write(path, page(task, runs, failures)),
         }
@@ -115,7 +115,7 @@ def _write_all(writers: Mapping[Path | None, Callable[[Path], object]]) -> Writt
         try:
             writers[path](path)
             written.append(path)
-        except Exception as error:  # noqa: BLE001 - of any kind, such as a font that matplotlib misses
+        except Exception as error:  # noqa: BLE001 - of any kind: the other files are still written
             problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     return written, problems
 

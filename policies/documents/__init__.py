@@ -14,7 +14,6 @@ from jmp_train.policies.documents.charts import Style as Style
 from jmp_train.policies.documents.charts import bar_chart as bar_chart
 from jmp_train.policies.documents.charts import curve as curve
 from jmp_train.policies.documents.charts import dashes as dashes
-from jmp_train.policies.documents.charts import light_and_dark as light_and_dark
 from jmp_train.policies.documents.charts import series_styles as series_styles
 from jmp_train.policies.documents.elements import Block as Block
 from jmp_train.policies.documents.elements import Cell as Cell

@@ -17,6 +17,7 @@ from jmp_train.policies.documents.elements import Block, escaped, shown
 _LINE_HEIGHT = 18  # of the title and of each row of the legend
 _CHARACTER = 6.2  # mean width
 _SHORTEST = 1.5  # of a dash
+_BAND = 32.0  # of the title and of the footnote of a file
 _GRID = Style("rule", width=1)
 
 _FONT = 'font-family="system-ui, sans-serif" font-size="11"'
@@ -215,19 +216,37 @@ def svg(chart: Chart, *, is_whole: bool = True) -> str:
     return _svg(chart, is_whole, _themed)
 
 
-def svg_file(charts: Sequence[Chart]) -> str:
-    """Returns the content of an SVG file: charts below each other, in light colors."""
-    parts, height = [], 0.0
-    for chart in charts:
-        chart_height = placed(chart)[1]
-        place = f'y="{height:g}" width="{chart.size[0]:g}" height="{chart_height:g}" '
-        parts.append(_svg(chart, True, lambda color: light_and_dark(color)[0], place))
-        height += chart_height
+def svg_file(charts: Sequence[Chart], *, columns: int = 1, title: str = "", footnote: str = "") -> str:
+    """Returns the content of an SVG file: charts in rows, in light colors.
+
+    Args:
+      charts: the charts, at least one.
+      columns: the number of charts in a row.
+      title: text above the charts.
+      footnote: text below the charts.
+    """
     width = max(chart.size[0] for chart in charts)
+    height = _BAND if title else 0.0
+    parts = []
+    for row in (charts[i : i + columns] for i in range(0, len(charts), columns)):
+        heights = [placed(chart)[1] for chart in row]
+        for column, (chart, its_height) in enumerate(zip(row, heights, strict=True)):
+            place = f'x="{column * width:g}" y="{height:g}" width="{chart.size[0]:g}" height="{its_height:g}" '
+            parts.append(_svg(chart, True, _light, place))
+        height += max(heights)
+    whole = width * min(columns, len(charts))
+    texts = [
+        Label(title, whole / 2, 20, "middle", color="ink", is_heading=True),
+        Label(footnote, whole / 2, height + 16, "middle"),
+    ]
+    height += _BAND if footnote else 0
+    said = _escape("; ".join([*filter(None, [title]), *(chart.title for chart in charts)]))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="{_escape("; ".join(chart.title for chart in charts))}">\n'
-        f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole:g} {height:g}" width="{whole:g}" '
+        f'height="{height:g}" {_FONT} role="img" aria-label="{said}">\n'
+        f'<rect width="{whole:g}" height="{height:g}" fill="#fff"/>\n'
+        + "\n".join([*(_mark(text, _light) for text in texts if text.text), *parts])
+        + "\n</svg>\n"
     )
 
 
@@ -249,6 +268,10 @@ def _finalized(value: Any) -> Any:
 
 def _escape(text: str, keep: str = "") -> str:
     return html.escape(escaped(text, keep))
+
+
+def _light(color: Color) -> str:
+    return light_and_dark(color)[0]
 
 
 def _themed(color: Color) -> str:

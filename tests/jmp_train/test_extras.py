@@ -15,7 +15,6 @@ from jmp_train import graphs
 from jmp_train.data.array_loading import array_batches
 from jmp_train.data.graph_loading import neighbor_batches
 from jmp_train.data.image_folder import center_crops
-from jmp_train.reports.charts import png
 from jmp_train.reports.display import LiveDisplay
 from jmp_train.reports.terminal import console_on
 from jmp_train.runs.run_log import RunLog
@@ -36,7 +35,6 @@ def graph_batches(folder: Path) -> Any:
 CALLS: dict[str, list[Callable[[Path], Any]]] = {
     "tensorstore": [jt.CheckpointStore],
     "grain": [lambda folder: array_batches({"x": np.ones(4)}, 2), graph_batches],
-    "matplotlib": [lambda folder: png([], "", "")],
     "rich": [lambda folder: console_on(sys.stdout), lambda folder: LiveDisplay(sys.stdout, ["a"])],
     "sklearn": [lambda folder: load_task("digits")],
     "networkx": [lambda folder: load_task("karate")],

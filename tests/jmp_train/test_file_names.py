@@ -144,5 +144,5 @@ def test_a_report_is_written_under_odd_names(tmp_path: Path, capsys: pytest.Capt
     out = tmp_path / "a\n[b]\\z?#%|" / os.fsdecode(b"a\xffz")
     task = ["digits", "--train-size", "64", "--batch-size", "32", "--epochs", "1", "--policies", "float32"]
     assert main(["compare", *task, "--out", str(out), "--logdir", str(out / "logs")]) == 0
-    assert {*os.listdir(out)} == {"report.json", "report.png", "report.html", "logs"}
+    assert {*os.listdir(out)} == {"report.json", "report.svg", "report.html", "logs"}
     assert "wrote " + str(tmp_path) + "/a\\n[b]" in capsys.readouterr().out

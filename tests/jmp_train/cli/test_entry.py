@@ -69,7 +69,7 @@ def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: 
     assert re.search(r"peak memory of the process.*: float32 \d+ MB,\s+apex-O2 \d+ MB", result.stdout)
     assert re.search(r"apex-O2 +[\d.]+ +[\d.]+ +[\d.]+( \([\d.]+ to [\d.]+\))? +\d+\.\d\dx *\n", result.stdout)
     check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, 2, task="karate")
-    assert sorted(os.listdir(tmp_path / "a/b")) == ["report.html", "report.json", "report.png"]
+    assert sorted(os.listdir(tmp_path / "a/b")) == ["report.html", "report.json", "report.svg"]
 
 
 @pytest.mark.full

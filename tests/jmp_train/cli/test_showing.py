@@ -95,7 +95,7 @@ def test_findings_are_written_before_they_are_shown(tmp_path: Path, capsys: pyte
     ("command", "files"),
     [
         ("train JOB --logdir out", ["autocast_float16/metrics.jsonl"]),
-        ("compare JOB --policies float32 autocast_float16 --out out", ["report.json", "report.html", "report.png"]),
+        ("compare JOB --policies float32 autocast_float16 --out out", ["report.json", "report.html", "report.svg"]),
         ("diagnose JOB --out out", ["diagnosis.json", "diagnosis.html"]),
         ("tune JOB --out out/rules.toml --page out/tuned.html", ["rules.toml", "tuned.html"]),
         ("launch -n 2 --logdir out -- script.py", ["rank_0.log", "rank_1.log"]),

@@ -1,14 +1,13 @@
-"""The charts of a comparison: their curves, bars and legends, and the PNG of them."""
+"""The charts of a comparison: their curves, bars and legends."""
 
 import dataclasses
 import math
-import struct
 
 import pytest
 from made_runs import COSTS, make_run
 
 from jmp_train.policies.documents import Box, Chart, Dot, Label, Path, svg
-from jmp_train.reports.charts import loss_scales, losses, panels, png
+from jmp_train.reports.charts import loss_scales, losses, panels
 
 pytestmark = pytest.mark.quick
 
@@ -84,15 +83,8 @@ def test_the_peak_of_a_device_is_a_bar_and_that_of_a_process_a_footnote() -> Non
     assert len(bars(panels([device])[5])) == len(bars(panels([HALF])[5])) + 1
 
 
-def test_png_has_all_six_panels_at_a_readable_size() -> None:
-    content = png(panels(RUNS), "digits", "a footnote")
-    assert content.startswith(b"\x89PNG")
-    assert struct.unpack(">II", content[16:24]) == (1800, 900)
-
-
 def test_a_run_whose_losses_are_all_lost_can_be_drawn() -> None:
     run = make_run(skips=tuple(range(1, 101)))
     assert all(math.isnan(step.loss) for step in run.steps)
     charts = panels([dataclasses.replace(run, memory_of="device")])
     assert all("NaN" not in svg(chart) and "nan" not in svg(chart) for chart in charts)
-    assert png(charts, "digits", "")

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browsing import open_browser, show
 from made_runs import COSTS, make_run
@@ -128,13 +129,13 @@ def test_light_and_dark(browser: webdriver.Chrome, report: Path) -> None:
 
 @pytest.mark.full
 def test_a_screenshot_has_the_runs_colors(browser: webdriver.Chrome, report: Path, tmp_path: Path) -> None:
-    from matplotlib.image import imread
+    from PIL import Image
 
     show(browser, report, 1200, "light")
     panel = browser.find_elements(By.CSS_SELECTOR, ".panels svg")[4]
     file = tmp_path / "saved.png"
     assert panel.screenshot(str(file))
-    pixels = (imread(file)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    pixels = np.asarray(Image.open(file).convert("RGB")).astype(int).reshape(-1, 3)
     for color in ((0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77), (0x22, 0x88, 0x33)):
         share = (abs(pixels - color).max(axis=1) < 3).mean()
         assert share > 0.03, color

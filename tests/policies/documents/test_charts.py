@@ -123,6 +123,18 @@ def test_a_file_has_charts_below_each_other_in_light_colors() -> None:
     assert "light-dark" not in made
 
 
+def test_a_file_has_charts_in_rows_between_its_title_and_its_footnote() -> None:
+    made = svg_file([chart()] * 5, columns=2, title="a <title>", footnote="& more")
+    root = ElementTree.fromstring(made)
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [part.text for part in root.findall(f"{space}text")]
+    assert texts == ["a <title>", "& more"]
+    width, height = chart().size[0], placed(chart())[1]
+    assert (float(root.get("width", 0)), float(root.get("height", 0))) == (2 * width, 3 * height + 64)
+    places = [(float(part.get("x", 0)), float(part.get("y", 0))) for part in root.findall(f"{space}svg")]
+    assert places == [(column * width, 32 + row * height) for row, column in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]]
+
+
 def test_bars_begin_where_the_last_one_ends_and_texts_are_next_to_them() -> None:
     rows = [
         Row("first", [Piece(FIRST, 2), Piece(OTHER, 3)], "5"),
