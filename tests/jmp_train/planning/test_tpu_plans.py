@@ -55,6 +55,7 @@ def fixture_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("JMP_TRAIN_CACHE", str(tmp_path))
 
 
+@pytest.mark.full
 def test_a_missing_compiler_is_said_with_its_command(no_compiler: None, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(PluginError, match=r"install it with jmp_train\.aot\.install_tpu_compiler\(\)"):
         rows_of(tpus="v5e:1x1")

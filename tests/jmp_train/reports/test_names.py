@@ -103,7 +103,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("columns", ["300", "2", "-5"])
 def test_a_live_display_has_all_names(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 HEAD = 'format = "jmp_train autocast rules"\nversion = 1\n'
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(any_rules())
 def test_any_rules_come_back(tmp_path_factory: pytest.TempPathFactory, rules: jt.AutocastRules) -> None:
     file = tmp_path_factory.getbasetemp() / "any.toml"

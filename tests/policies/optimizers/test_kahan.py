@@ -73,7 +73,7 @@ def test_tiny_updates_add_up_as_in_float64(dtype: str, form: str) -> None:
     assert (np.abs(start - exact) > 10 * eps / 4).all()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_in_int8_the_least_updates_are_right_on_average(dtype: str, sign: float) -> None:

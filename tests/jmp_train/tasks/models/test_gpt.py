@@ -155,7 +155,7 @@ def test_cached_logits_are_those_of_the_full_forward_pass(params: Any, prompt: i
     np.testing.assert_allclose(cached, full, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_cached_logits_in_half_differ_by_less_than_rounding_does(params: Any, dtype: Any) -> None:
     half = jax.tree.map(lambda x: x.astype(dtype), params)
@@ -201,7 +201,7 @@ def test_tokens_are_drawn_by_their_probabilities(params: Any) -> None:
     assert (run(params, jax.random.key(1)) != run(params, jax.random.key(0))).any()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16", "autocast_float16", "autocast_bfloat16"])
 def test_generation_under_a_policy_is_near_float32s(params: Any, name: str) -> None:
     policy = jt.get_policy(name)
