@@ -48,7 +48,7 @@ test-all: .venv/.dev .venv-plan/.plan
 	$(BIN)/coverage report
 	$(BIN)/coverage report --include='policies/*' --fail-under=95 --format=total
 
-# Every thirtieth test of those that `make test` leaves out: `make test-share SHARE=3/30`.
+# Every sixtieth test of those that `make test` leaves out: `make test-share SHARE=3/60`.
 test-share: .venv/.dev .venv-plan/.plan
 	$(BIN)/python -m pytest $(PARALLEL) $(REST) $(ALLOWED) --share $(SHARE)
 
