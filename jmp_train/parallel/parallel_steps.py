@@ -31,7 +31,7 @@ from jmp_train.parallel.param_specs import with_inert_boxes
 from jmp_train.parallel.sharded_gradients import dimensions_of_gradients, gradients_over_devices, with_whole_params
 from jmp_train.parallel.shardings import full_shardings
 from jmp_train.policies import PyTree
-from jmp_train.policies.pytrees import has_tracers
+from jmp_train.policies.pytrees import has_tracers, is_integer
 from jmp_train.steps import (
     TrainState,
     TrainStep,
@@ -75,8 +75,9 @@ def data_parallel(
 
     Raises:
       TypeError: `step` is not a `TrainStep`; when called, the batch has a graph outside a stack.
-      ValueError: the mesh has no such axis; when called, the number of its devices does not divide the batch, or
-        integers or flags of the model state depend on a device's own examples.
+      ValueError: the mesh has no such axis, or `donate_argnums` is no number of an argument; when called, the number of
+        the mesh's devices does not divide the batch, or integers or flags of the model state depend on a device's own
+        examples.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -91,6 +92,7 @@ def data_parallel(
     Reference: torch's DistributedDataParallel; https://docs.jax.dev/en/latest/notebooks/shard_map.html.
     """
     parallel = _checked_step(step).with_axes(axis)
+    donated = _checked_donation(donate_argnums)
     everywhere, apart = _replicated_and_split(mesh, axis)
 
     def on_traced(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -109,7 +111,7 @@ def data_parallel(
     def put(state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         return placed((state, batch), (everywhere, apart), on_same_devices)
 
-    return _on_mesh(step, mesh, axis, put, jax.jit(on_traced, inline=True, donate_argnums=donate_argnums))
+    return _on_mesh(step, mesh, axis, put, jax.jit(on_traced, inline=True, donate_argnums=donated))
 
 
 def pmap_step(
@@ -133,7 +135,7 @@ def pmap_step(
 
     Raises:
       TypeError: see `data_parallel`.
-      ValueError: when called, as in `data_parallel`.
+      ValueError: as in `data_parallel`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -146,6 +148,7 @@ def pmap_step(
     """
     check_axis(axis)
     parallel = _checked_step(step).with_axes(axis)
+    donated = _checked_donation(donate_argnums)
     mesh = Mesh(np.array(jax.local_devices() if devices is None else devices), (axis,))
     everywhere, apart = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
 
@@ -159,7 +162,7 @@ def pmap_step(
         in_axes=(None, 0),
         out_axes=None,
         devices=devices,
-        donate_argnums=donate_argnums,
+        donate_argnums=donated,
     )
 
     def on_all(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -226,6 +229,7 @@ def sharded_step(
       -2.0
     """
     parallel = _checked_step(step).with_axes(axis)
+    donated = _checked_donation(donate_argnums)
     everywhere, apart = _replicated_and_split(mesh, axis)
 
     @functools.lru_cache(maxsize=4)
@@ -263,7 +267,7 @@ def sharded_step(
             return placed(state, everywhere, on_same_devices), batch
         return placed(state, shardings_of(state)), batch
 
-    return _on_mesh(step, mesh, axis, put, jax.jit(on_traced, inline=True, donate_argnums=donate_argnums))
+    return _on_mesh(step, mesh, axis, put, jax.jit(on_traced, inline=True, donate_argnums=donated))
 
 
 def _replicated_and_split(mesh: Mesh, axis: str) -> tuple[NamedSharding, NamedSharding]:
@@ -300,3 +304,11 @@ def _checked_step(step: object) -> TrainStep:
         kind = type(step).__name__
         raise TypeError(f"step must be a result of train_step, not jitted, got {kind}")
     return step
+
+
+def _checked_donation(numbers: Any) -> tuple[int, ...]:
+    """Returns the numbers of the arguments, state and batch, whose memory the results may reuse."""
+    several = (numbers,) if is_integer(numbers) else numbers
+    if isinstance(several, Sequence) and all(is_integer(number) and -2 <= number < 2 for number in several):
+        return tuple(several)
+    raise ValueError(f"donate_argnums={numbers!r} must be 0 for the state, 1 for the batch, or a sequence of these")

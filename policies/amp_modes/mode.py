@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -337,7 +338,7 @@ class Amp:
             try:
                 return (run if precision.model_dtype is None else with_float32_sums(run))(params, batch)
             except (TypeError, ValueError, NotImplementedError) as error:
-                if self.dtype.name in str(error):
+                if re.search(rf"\b{self.dtype.name}\b", str(error)):  # "float16" is in "bfloat16"
                     error.add_note(
                         f"AMP mode {self} runs the model in {self.dtype}. For operations without a half-precision "
                         "version, such as an fft or a decomposition, cast the operand with x.astype(jnp.float32), or "

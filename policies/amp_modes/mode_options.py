@@ -27,7 +27,7 @@ from jmp_train.policies.loss_scaling import (
     megatron_loss_scale,
     torch_loss_scale,
 )
-from jmp_train.policies.pytrees import check_choice, check_count, check_flag, is_integer
+from jmp_train.policies.pytrees import check_choice, check_count, check_flag, dtype_name, is_integer
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -377,14 +377,10 @@ def _dtype_option(name: str, value: object) -> Any:
     """Returns the dtype of an option, also for torch's names; None and False are unchanged."""
     if value is None or (value is False and name == "cast_model_type"):
         return value
-    named: Any = value.removeprefix("torch.") if isinstance(value, str) else value
-    try:
-        dtype = jnp.dtype(named)
-    except TypeError:
-        dtype = None
-    if dtype is None or dtype.name not in _DTYPES:
+    found = dtype_name(value.removeprefix("torch.") if isinstance(value, str) else value)
+    if found not in _DTYPES:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, _DTYPES))}, or None")
-    return dtype
+    return jnp.dtype(found)
 
 
 def _scale_option(value: float | str | None) -> float | str | None:

@@ -25,6 +25,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     storing_optimizer,
 )
 from jmp_train.policies.pytrees import (
+    dtype_name,
     named_leaves,
     only_state,
     refuse_overwritten,
@@ -206,11 +207,8 @@ def set_compensated_params(params: Params, opt_state: PyTree, weights: Params) -
 
 
 def _name_of(dtype: DTypeLike | None) -> str | None:
-    try:
-        name = None if dtype is None else jnp.dtype(dtype).name
-    except TypeError:
-        name = ""
-    if name not in (None, "int8", "bfloat16", "float16"):
+    name = dtype_name(dtype)
+    if dtype is not None and name not in ("int8", "bfloat16", "float16"):
         raise ValueError(
             f"compensation_dtype={dtype!r} must be 'int8', 'bfloat16' or 'float16', or None for the whole float32 value"
         )

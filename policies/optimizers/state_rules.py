@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, KeyPath
 from jax.typing import DTypeLike
 
-from jmp_train.policies.pytrees import check_regexes, is_float_array, path_name
+from jmp_train.policies.pytrees import check_regexes, dtype_name, is_float_array, path_name
 from jmp_train.policies.quantizing import BLOCK_DTYPES, BlockQuantized
 from jmp_train.policies.types import Params, PyTree
 
@@ -161,10 +161,7 @@ def _is_integer(x: object) -> bool:
 
 
 def _dtype_name(name: str, dtype: DTypeLike) -> str:
-    try:
-        found = jnp.dtype(dtype).name
-    except TypeError:
-        found = None
-    if found not in _DTYPES:
+    found = dtype_name(dtype)
+    if found is None or found not in _DTYPES:
         raise ValueError(f"dtypes[{name!r}]={dtype!r} must be one of {', '.join(_DTYPES)}")
     return found

@@ -14,6 +14,7 @@ from jmp_train.policies.pytrees.casting import cast_leaf as cast_leaf
 from jmp_train.policies.pytrees.casting import cast_like as cast_like
 from jmp_train.policies.pytrees.casting import check_half as check_half
 from jmp_train.policies.pytrees.casting import copy_like as copy_like
+from jmp_train.policies.pytrees.casting import dtype_name as dtype_name
 from jmp_train.policies.pytrees.casting import float_dtype as float_dtype
 from jmp_train.policies.pytrees.casting import is_float_array as is_float_array
 from jmp_train.policies.pytrees.casting import is_half as is_half

@@ -36,13 +36,22 @@ def half_dtype() -> DTypeLike:
 
 def float_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
     """Returns `dtype` as a NumPy dtype; raises ValueError naming `argument` if it is not a floating dtype."""
-    try:
-        result = jnp.dtype(dtype)
-    except TypeError:
-        raise ValueError(f"{argument}={dtype!r} is not a dtype; pass a floating dtype") from None
-    if dtype is None or not _is_float_of_jax(result.name):
+    name = dtype_name(dtype)
+    if name is None:
+        raise ValueError(f"{argument}={dtype!r} is not a dtype; pass a floating dtype")
+    if not _is_float_of_jax(name):
         raise ValueError(f"{argument}={dtype!r} must be a floating dtype of jax, such as float16")
-    return result
+    return jnp.dtype(name)
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """Returns the name of a dtype, scalar type or name; None for all else, such as arrays, which NumPy takes too."""
+    if dtype is None or isinstance(dtype, jax.Array | np.ndarray | np.generic):
+        return None
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return None
 
 
 def check_half(dtype: DTypeLike, argument: str) -> np.dtype:

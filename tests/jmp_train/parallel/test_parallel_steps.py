@@ -503,6 +503,11 @@ def test_wrong_calls_are_refused() -> None:
         for transform in (jt.sharded_step, jt.data_parallel, by_pmap):
             with pytest.raises(TypeError, match=r"axis must be the name of a mesh axis, got a \w+; pass shardings by"):
                 transform(step, MESH, shardings)
+    donations: list[Any] = ["0", 0.5, 2, True, [0, "1"], [[0]], None]
+    for donated in donations:
+        for transform in (jt.sharded_step, jt.data_parallel, lambda step, _, **given: jt.pmap_step(step, **given)):
+            with pytest.raises(ValueError, match=re.escape(f"donate_argnums={donated!r} must be 0 for the state, 1 ")):
+                transform(step, MESH, donate_argnums=donated)
     state = zero_state()
     for transform in ROUTES.values():
         text = r"the 8 devices.* must divide the first axis of every leaf of the batch; 'x' has shape \(9,\)"

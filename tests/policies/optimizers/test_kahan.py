@@ -253,6 +253,8 @@ def test_wrong_calls_are_named() -> None:
         optimizer.init({"w": jnp.ones(2)})
     with pytest.raises(ValueError, match="compensation_dtype='int4' must be 'int8', 'bfloat16' or 'float16', or None"):
         jt.with_kahan(optax.sgd(0.1), compensation_dtype="int4")
+    with pytest.raises(ValueError, match=r"compensation_dtype=array.* must be 'int8'"):
+        jt.with_kahan(optax.sgd(0.1), compensation_dtype=np.ones(1, np.int8))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="key is only for compensation_dtype='int8'"):
         jt.with_kahan(optax.sgd(0.1), key=jax.random.key(0))
     with pytest.raises(ValueError, match="'w' is bfloat16, its compensation float16"):

@@ -358,6 +358,7 @@ def test_a_key_makes_a_run() -> None:
 WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {  # optimizer, dtypes, options
     "dtype": (ADAM, {"nu": "int4"}, {}, r"dtypes\['nu'\]='int4' must be one of bfloat16, float16, int8, uint8"),
     "dtype of Python": (ADAM, {"nu": "float"}, {}, r"dtypes\['nu'\]='float' must be one of"),
+    "array": (ADAM, {"nu": np.ones(1, np.int8)}, {}, r"dtypes\['nu'\]=array\(\[1\], dtype=int8\) must be one of"),
     "no dtype": (ADAM, {"nu": None}, {}, r"dtypes\['nu'\]=None must be one of"),
     "expression": (ADAM, {"nu(": "int8"}, {}, r"rule 'nu\(' is not a regular expression"),
     "rules": (ADAM, "nu", {}, "rules must be a dict"),
