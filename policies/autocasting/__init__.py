@@ -1,7 +1,6 @@
 """Per-operation precision as a function transformation."""
 
 from jmp_train.policies.autocasting.bound_operations import as_traced as as_traced
-from jmp_train.policies.autocasting.bound_operations import at_line_of as at_line_of
 from jmp_train.policies.autocasting.custom_derivatives import multiplies as multiplies
 from jmp_train.policies.autocasting.explain import AutocastReport as AutocastReport
 from jmp_train.policies.autocasting.explain import decided as decided
@@ -16,7 +15,6 @@ from jmp_train.policies.autocasting.fp8 import Fp8State as Fp8State
 from jmp_train.policies.autocasting.fp8 import MXFP8BlockScaling as MXFP8BlockScaling
 from jmp_train.policies.autocasting.fp8 import Recipe as Recipe
 from jmp_train.policies.autocasting.fp8 import after_step as after_step
-from jmp_train.policies.autocasting.fp8 import fp8_scales as fp8_scales
 from jmp_train.policies.autocasting.fp8 import fp8_state as fp8_state
 from jmp_train.policies.autocasting.fp8 import scales_of as scales_of
 from jmp_train.policies.autocasting.fp8 import with_magnitudes as with_magnitudes
@@ -61,6 +59,7 @@ from jmp_train.policies.autocasting.rules import AutocastRules as AutocastRules
 from jmp_train.policies.autocasting.rules import Rule as Rule
 from jmp_train.policies.autocasting.rules_as_code import replace_arguments as replace_arguments
 from jmp_train.policies.autocasting.rules_as_code import rules_code as rules_code
+from jmp_train.policies.autocasting.source_lines import at_line_of as at_line_of
 from jmp_train.policies.autocasting.source_lines import lines_of as lines_of
 from jmp_train.policies.autocasting.source_lines import source_of as source_of
 from jmp_train.policies.autocasting.source_lines import user_line_of as user_line_of
@@ -72,6 +71,7 @@ from jmp_train.policies.autocasting.traced_calls import none_key_explained as no
 from jmp_train.policies.autocasting.traced_calls import run_traced as run_traced
 from jmp_train.policies.autocasting.transform import autocast as autocast
 from jmp_train.policies.autocasting.transform import autocast_as as autocast_as
+from jmp_train.policies.autocasting.transform import fp8_scales as fp8_scales
 from jmp_train.policies.autocasting.transform import is_trying as is_trying
 from jmp_train.policies.autocasting.transform import mark_of as mark_of
 from jmp_train.policies.autocasting.transform import run_region as run_region

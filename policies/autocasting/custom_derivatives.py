@@ -12,25 +12,24 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.bound_operations import as_traced
-from jmp_train.policies.autocasting.interpreter import inlined, interpret, on_arrays
 from jmp_train.policies.autocasting.literal_bounds import fits
 from jmp_train.policies.autocasting.primitives import PRODUCTS, multiplies
 from jmp_train.policies.autocasting.reasons import Cause
-from jmp_train.policies.autocasting.region import Decision, Region
+from jmp_train.policies.autocasting.region import Decision
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, AutocastRules, kind_of
 from jmp_train.policies.autocasting.values import Value, chosen, eligible, replaced, traced_dtype, values_of
-from jmp_train.policies.programs import on_device, opened
+from jmp_train.policies.programs import on_arrays, on_device, opened
 
 
-def custom_jvp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
+def custom_jvp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
     """Returns the results of a new `custom_jvp`: the rules of the region apply to body and tangents."""
     into = [eligible(traced_dtype(atom)) for atom in equation.invars]
     out = [eligible(traced_dtype(variable)) for variable in equation.outvars]
     if equation.params.get("symbolic_zeros") or _has_other_floats(equation):
         return None
     # The rule runs when their casts are gone, and must not close over scales that have gradients.
-    region = dataclasses.replace(region, constants={}, delayed=None)
-    function = jax.custom_jvp(on_arrays(region, equation.params["call_jaxpr"], inputs))
+    reading = reading.changed(constants={}, delayed=None)
+    function = jax.custom_jvp(on_arrays(reading, equation.params["call_jaxpr"], inputs))
 
     def of_floats(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         def bound(*floats: object) -> list[Any]:
@@ -44,23 +43,20 @@ def custom_jvp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[
         avals = _avals(equation)
         jaxpr = jax.make_jaxpr(of_floats)(avals, chosen(avals, into))
         values = values_of([*primals, *chosen(tangents, into)])
-        results = interpret(region.body(), jaxpr, values)
+        results = reading.body().evaluate(jaxpr, values)
         floats = [v.to(x.dtype) for v, x in zip(results, chosen(outputs, out), strict=True)]
         zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
         return outputs, replaced(zeros, out, floats)
 
-    return values_of(function(*_followed(region, inputs)))
+    return values_of(function(*_followed(reading.region.half, inputs)))
 
 
-def _followed(region: Region, inputs: list[Value]) -> list[Any]:
+def _followed(half: Any, inputs: list[Value]) -> list[Any]:
     """Returns the arrays; literals next to half values become half, if half can hold them."""
     strong = {value.dtype for value in inputs if not value.weak}
     return [
-        value.to(region.half)
-        if strong == {region.half}
-        and value.weak
-        and eligible(value.dtype)
-        and fits(value.bounds, region.half, scales=True)
+        value.to(half)
+        if strong == {half} and value.weak and eligible(value.dtype) and fits(value.bounds, half, scales=True)
         else value.array
         for value in inputs
     ]
@@ -72,46 +68,46 @@ def _has_other_floats(equation: JaxprEqn) -> bool:
     return any(jnp.issubdtype(dtype, jnp.inexact) and not eligible(dtype) for dtype in dtypes)
 
 
-def custom_vjp(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
+def custom_vjp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
     """Returns the results of a new `custom_vjp`: the rules of the region apply to both halves of the old one.
 
     The backward half gets residuals and cotangents in their traced dtypes. If no dtype is forced, a function stays
     unchanged in three cases: it has no matrix product; the rules run none of its products in half precision; or a rule
     for single operations matches it, because the source lines of the forward half are unknown.
     """
-    jaxpr, n_consts = equation.params["call_jaxpr"], equation.params.get("num_consts", 0)
+    jaxpr, n_consts, region = equation.params["call_jaxpr"], equation.params.get("num_consts", 0), reading.region
+    if region.differentiates:
+        return reading.evaluate(jaxpr, inputs)
     forced = kind_of(region.forced) in ("lower", "float32")
     if region.forced == "fp8" or _has_other_floats(equation) or not (forced or multiplies(jaxpr)):
         return None
     # The rule runs when their casts are gone, and must not close over scales that have gradients.
-    log, region = region.log, dataclasses.replace(region, constants={}, delayed=None)
+    reading = reading.changed(constants={}, delayed=None)
     consts = [value.array for value in inputs[:n_consts]]
     given = inputs[n_consts:]
     dtype = region.half if region.forced == "lower" else jnp.dtype(jnp.float32)
     floats = [eligible(traced_dtype(atom)) for atom in equation.invars[n_consts:]]
     arrays = [x.to(dtype) if forced and is_float else x.array for x, is_float in zip(given, floats, strict=True)]
     arrays = list(map(on_device, arrays))
+    plain = values_of([*consts, *arrays])
 
     def tried() -> tuple[list[Any], Decision | None]:
         decisions: list[Decision] = []
-        run = on_arrays(dataclasses.replace(region, log=decisions), jaxpr)
+        run = on_arrays(reading.changed(log=decisions), jaxpr, plain)
         return jax.eval_shape(run, *consts, *arrays), _for_float32(decisions, str(region.half))
 
     kinds = tuple(np.dtype(x.dtype) if eligible(x.dtype) else None for x in (*consts, *arrays))
     shapes, decision = region.remembered(("custom_vjp", region.settings, kinds), jaxpr, tried)
     if not forced and decision is not None:
-        return _in_float32(region, equation, inputs, decision, log)
-    function = jax.custom_vjp(functools.partial(on_arrays(region, jaxpr), *consts))
-
-    # A forward half that calls the function itself needs its value only: the derivative is the one defined here.
-    handlers = {**region.handlers, "custom_vjp_call": inlined}
-    within = dataclasses.replace(region, handlers=handlers, memory={}, log=None)
+        return _in_float32(reading, equation, inputs, decision)
+    function = jax.custom_vjp(functools.partial(on_arrays(reading, jaxpr, plain), *consts))
+    within = reading.changed(differentiates=True, memory={}, log=None)
 
     def forward(*primals: Any) -> tuple[list[Any], jax.tree_util.Partial]:
         perturbed = [primal.perturbed and is_float for primal, is_float in zip(primals, floats, strict=True)]
         primals = tuple(primal.value for primal in primals)
         forward_jaxpr, backward_jaxpr = _halves(equation, perturbed)
-        results = on_arrays(within, forward_jaxpr)(*consts, *primals)
+        results = on_arrays(within, forward_jaxpr, plain)(*consts, *primals)
         outputs = [x.astype(out.dtype) if eligible(out.dtype) else x for x, out in zip(results, shapes, strict=False)]
         dtypes = tuple(x.dtype if one else None for x, one in zip(primals, perturbed, strict=True))
         pullback = functools.partial(_pulled_back, within.body(), backward_jaxpr, dtypes)
@@ -133,26 +129,24 @@ def _for_float32(decisions: Sequence[Decision], half: str) -> Decision | None:
     return next(iter(products), None)
 
 
-def _in_float32(
-    region: Region, equation: JaxprEqn, inputs: list[Value], decision: Decision, log: list[Decision] | None
-) -> list[Value]:
+def _in_float32(reading: Any, equation: JaxprEqn, inputs: list[Value], decision: Decision) -> list[Value]:
     """Runs a whole function in float32, with products by the rule of the decision, and records the reason."""
     atoms = zip(inputs, equation.invars, strict=True)
     outputs = None
     if decision.rule in FLOAT32_RULES and decision.equation.params.get("precision") is None:
-        by_rule = dataclasses.replace(region.unlogged(), rules=AutocastRules(), forced=decision.rule, memory={})
+        by_rule = reading.changed(log=None, rules=AutocastRules(), forced=decision.rule, memory={})
         outputs = custom_vjp(by_rule, equation, inputs)
     results = (
         [x.array for x in outputs]
         if outputs is not None
         else as_traced(equation, *(x.to(traced_dtype(a)) if eligible(traced_dtype(a)) else x.array for x, a in atoms))
     )
-    if log is not None:
+    if reading.region.log is not None:
         dtypes_in = tuple(str(traced_dtype(atom)) for atom in equation.invars)
         dtypes_out = tuple(str(traced_dtype(variable)) for variable in equation.outvars)
         callers = decision.callers[: decision.callers.index(equation)]
         whole = {"equation": equation, "callers": callers}
-        log.append(dataclasses.replace(decision, **whole, dtypes_in=dtypes_in, dtypes_out=dtypes_out))
+        reading.region.log.append(dataclasses.replace(decision, **whole, dtypes_in=dtypes_in, dtypes_out=dtypes_out))
     return values_of(results)
 
 
@@ -191,14 +185,14 @@ def _halves(equation: JaxprEqn, perturbed: Sequence[bool]) -> tuple[Any, Any]:
 
 
 def _pulled_back(
-    region: Region, jaxpr: Any, dtypes: Sequence[Any], *residuals: Any, cotangents: Sequence[Any]
+    reading: Any, jaxpr: Any, dtypes: Sequence[Any], *residuals: Any, cotangents: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Returns the gradients of operands in the operands' dtypes, None for operands without gradient."""
     avals: list[Any] = [x.aval if isinstance(x, SymbolicZero) else None for x in cotangents]
     full = [x if a is None else np.zeros(a.shape, a.dtype) for x, a in zip(cotangents, avals, strict=True)]
     pairs = zip((*residuals, *(x for x in full if eligible(x.dtype))), opened(jaxpr).invars, strict=True)
     arrays = [x.astype(traced_dtype(variable)) if eligible(x.dtype) else x for x, variable in pairs]
-    results = iter(interpret(region, jaxpr, values_of(arrays)))
+    results = iter(reading.evaluate(jaxpr, values_of(arrays)))
     return tuple(None if dtype is None else next(results).to(dtype) for dtype in dtypes)
 
 

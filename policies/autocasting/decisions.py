@@ -22,6 +22,7 @@ from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
     CALLS,
     EACH,
+    ENTERED,
     EXCHANGES,
     PRODUCTS,
     PROMOTE,
@@ -91,7 +92,7 @@ def steps_of(region: Region, jaxpr: Jaxpr) -> list[Step]:
 def _places(region: Region, jaxpr: Jaxpr) -> list[str]:
     """Returns one place per equation: "" unless it may be or hold a product in 8 bits with scales from outside."""
     counts: Counter[str] = Counter()
-    may_multiply = {"dot_general", *region.handlers} if region.delayed else ()
+    may_multiply = {"dot_general", *ENTERED} if region.delayed else ()
     return [
         place_of(equation, join("", str(equation.source_info.name_stack)), region.place, counts)
         if equation.primitive.name in may_multiply
@@ -170,7 +171,7 @@ def _dtypes(case: _Case, rule: Rule | None, cause: Cause | None = None) -> list[
 def is_entered(region: Region, step: Step, inputs: list[Value]) -> bool:
     """Returns whether an equation holds a program that must run by rules instead of as it was traced."""
     name = step.equation.primitive.name
-    if name not in region.handlers or step.rule == "keep":
+    if name not in ENTERED or step.rule == "keep":
         return False
     if step.rule != "float32" or name == "remat2":
         return True

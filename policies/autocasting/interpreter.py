@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jmp_train.policies.autocasting.bound_operations import at_line_of, computed
+from jmp_train.policies.autocasting.bound_operations import computed
 from jmp_train.policies.autocasting.decisions import Step, is_entered, steps_of
+from jmp_train.policies.autocasting.higher_order import HANDLERS
 from jmp_train.policies.autocasting.primitives import CALLS, body_of, results_inside
-from jmp_train.policies.autocasting.readers import readers_of
+from jmp_train.policies.autocasting.readers import noting_complements, readers_of
 from jmp_train.policies.autocasting.region import Region
+from jmp_train.policies.autocasting.source_lines import at_line_of
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, argument, eligible, literal, traced_dtype
 from jmp_train.policies.programs import Reading, on_device
 
@@ -35,13 +36,14 @@ class Autocast(Reading[Value]):
       read_again: its variables that are read more than once.
     """
 
+    table = HANDLERS
     region: Region
     steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)
     read_again: frozenset[Any] = frozenset()
 
     def prepared(self, jaxpr: Any) -> "Autocast":
         """Returns the reading with the decisions that do not depend on values."""
-        region = self.region.noting_complements(jaxpr)
+        region = noting_complements(self.region, jaxpr)
         steps = {id(step.equation): step for step in steps_of(region, jaxpr)}
         return Autocast(region, steps, readers_of(region, jaxpr).read_again)
 
@@ -61,24 +63,32 @@ class Autocast(Reading[Value]):
 
     def enter(self, equation: Any, inputs: list[Value]) -> Sequence[Value] | None:
         """Runs the programs of an equation by the rules; returns None if it is bound as it was traced."""
+        return super().enter(equation, inputs) if is_entered(self.region, self.steps[id(equation)], inputs) else None
+
+    def within(self, equation: Any) -> "Autocast":
+        """Returns the reading for the bodies of an equation."""
         region, step, name = self.region, self.steps[id(equation)], equation.primitive.name
-        if not is_entered(region, step, inputs):
-            return None
         inner = region.within(equation, step.scope, step.place)
         if step.rule in ("lower", "float32", "fp8"):
             inner = dataclasses.replace(inner, forced=region.word_of(equation)[0])
         if step.in_float32 and name in CALLS and len(equation.outvars) == 1:
             results = results_inside(body_of(equation), equation, equation.outvars)
             inner = dataclasses.replace(inner, read_in_float32=results)
-        return region.handlers[name](inner, equation, inputs)
+        if name == "while":  # it has no gradient, so its scales have none
+            inner = dataclasses.replace(inner, delayed=None)
+        return Autocast(inner)
 
     def bind(self, equation: Any, inputs: list[Value]) -> Sequence[Value]:
         """Runs an operation by its rule."""
         return computed(self.region, self.steps[id(equation)], inputs)
 
     def trial(self) -> "Autocast":
-        """Returns the reading without a log."""
-        return Autocast(self.region.unlogged())
+        """Returns the reading without a log and without scales."""
+        return self.changed(log=None, delayed=None)
+
+    def changed(self, **settings: Any) -> "Autocast":
+        """Returns the reading of a program with other settings of the region."""
+        return Autocast(dataclasses.replace(self.region, **settings))
 
     def constant(self, array: Any) -> Value:
         """Returns a constant of any body."""
@@ -139,7 +149,7 @@ class Autocast(Reading[Value]):
             for value, atom in zip(init, atoms, strict=True)
         ]
         while operands is not None and any(map(_is_half, arrays)):
-            found = _result_dtypes(self.region, program, operands(list(map(Value, arrays))))
+            found = self._result_dtypes(program, operands(list(map(Value, arrays))))
             changed = [_is_half(x) and dtype != x.dtype for x, dtype in zip(arrays, found, strict=False)]
             if not any(changed):
                 break
@@ -153,11 +163,11 @@ class Autocast(Reading[Value]):
 
     def branch(self, number: int) -> "Autocast":
         """Returns the reading for a branch, which is a place of its own."""
-        return Autocast(dataclasses.replace(self.region, place=f"{self.region.place}:{number}"))
+        return self.changed(place=f"{self.region.place}:{number}")
 
     def agreed(self, branches: Sequence[Any], operands: list[Value]) -> Callable[[list[Value]], list[Value]]:
         """Returns what casts the results of branches to common dtypes."""
-        found = [_result_dtypes(self.region, branch, operands) for branch in branches]
+        found = [self._result_dtypes(branch, operands) for branch in branches]
         dtypes = [outs[0] if len(set(outs)) == 1 else FLOAT32 for outs in zip(*found, strict=True)]
 
         def agree(results: list[Value]) -> list[Value]:
@@ -166,10 +176,21 @@ class Autocast(Reading[Value]):
 
         return agree
 
+    def _result_dtypes(self, program: Any, values: Sequence[Value]) -> Sequence[Any]:
+        """Returns the dtypes of a program's results; traces it once for values of the same kind."""
 
-def interpret(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
-    """Runs a jaxpr, closed or open, by the rules of a region."""
-    return Autocast(region).evaluate(jaxpr, values)
+        def find() -> list[Any]:
+            found: list[Any] = []
+
+            def note() -> None:
+                results = self.trial().body().evaluate(program, [v.inside() for v in values])
+                found[:] = [value.dtype for value in results]
+
+            jax.eval_shape(note)
+            return found
+
+        key = ("dtypes", self.region.settings, *(value.kind for value in values))
+        return self.region.remembered(key, program, find)
 
 
 def _is_half(array: Any) -> bool:
@@ -181,41 +202,3 @@ def _cast_inside(value: Value, array: jax.Array) -> Value:
     """Returns a half constant of a loop, cast in each iteration from an array in float32."""
     source = None if value.source is None else array
     return dataclasses.replace(value, array=array.astype(value.dtype), casts={}, source=source, made=None)
-
-
-def _result_dtypes(region: Region, jaxpr: ClosedJaxpr, values: Sequence[Value]) -> Sequence[Any]:
-    """Returns the dtypes of a program's results; traces it once for values of the same kind."""
-
-    def find() -> list[Any]:
-        found: list[Any] = []
-
-        def note() -> None:
-            results = interpret(region.unlogged().body(), jaxpr, [v.inside() for v in values])
-            found[:] = [value.dtype for value in results]
-
-        jax.eval_shape(note)
-        return found
-
-    key = ("dtypes", region.settings, *(value.kind for value in values))
-    return region.remembered(key, jaxpr, find)
-
-
-def inlined(region: Region, equation: JaxprEqn, inputs: list[Value]) -> list[Value]:
-    """Runs the body of a call by the rules of a region."""
-    return interpret(region, equation.params["call_jaxpr"], inputs)
-
-
-def on_arrays(region: Region, jaxpr: ClosedJaxpr, inputs: Sequence[Value] | None = None) -> Callable[..., list[Any]]:
-    """Returns a function of arrays that runs a jaxpr by the rules of a region; `inputs` may describe the arrays."""
-    integers = None if inputs is None else [value.integers for value in inputs]
-
-    def run(*arrays: jax.Array, sources: Sequence[Any] = ()) -> list[Any]:
-        values = [argument(array) for array in arrays]
-        for value, source in zip(values, sources, strict=False):
-            value.source = source
-        for value, known in zip(values, integers or (), strict=bool(integers)):
-            value.integers = known
-        outputs = interpret(region.body(), jaxpr, values)
-        return [on_device(value.array) for value in outputs]
-
-    return run

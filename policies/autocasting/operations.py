@@ -9,12 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from jmp_train.policies.autocasting.higher_order import ENTERED
-from jmp_train.policies.autocasting.primitives import PRODUCTS, is_complex
+from jmp_train.policies.autocasting.primitives import ENTERED, PRODUCTS, is_complex
 from jmp_train.policies.documents import aligned
 from jmp_train.policies.programs import programs_in, repeats_of
 
-_HOLD_PROGRAMS = frozenset(ENTERED) | {"core_call", "custom_vmap_call", "xla_pmap"}
+_HOLD_PROGRAMS = ENTERED | {"core_call", "custom_vmap_call", "xla_pmap"}
 _HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # and narrower types
 _FLOATS = re.compile("float|complex")
 

@@ -77,7 +77,10 @@ TRANSCENDENTAL, PRODUCTS = names(_TRANSCENDENTAL), names(_PRODUCTS)
 DERIVED_IN_FLOAT32 = names(
     "acos acosh asin asinh atan atan2 atanh cosh div erf erfc erf_inv exp2 expm1 integer_pow pow rem rsqrt sinh tan"
 )
+NEAR_A_CONSTANT = names("logistic tanh erf erfc cos sin exp exp2")  # functions whose values crowd there
 PICKS = names("gather dynamic_slice")
+# Autocast runs the programs of these by its rules.
+ENTERED = names("jit pjit closed_call scan while cond shard_map remat2 custom_jvp_call custom_vjp_call")
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}  # to the parameter that holds the body
 
 # Elementwise and data-moving operations, whose floating operands must have one dtype.

@@ -6,16 +6,21 @@ runs in float32. In a program traced in float32, this request looks the same as 
 `jnp.matmul`, so attention written with those is treated alike. A softmax stores its probabilities for the gradient and
 not its logits, so float32 logits cost no memory. The logits of a classifier have no batch dimensions and stay half,
 because a loss stores them.
+
+`1 - a` keeps few digits of an `a` that half precision rounded near 1, as gates are: that of a GRU, a highway, a
+hand-written cross-entropy. The function that makes `a` then runs in float32.
 """
 
+import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
-from jax.extend.core import Jaxpr, JaxprEqn
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_train.policies.autocasting.primitives import (
     ADDITIONS,
@@ -31,11 +36,16 @@ from jmp_train.policies.autocasting.primitives import (
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import Rule
 from jmp_train.policies.autocasting.values import FLOAT32, chosen, variables_read
+from jmp_train.policies.programs import bodies_of, opened
 
 _SHAPES = names("reshape squeeze")
 _INTO_FLOAT32 = ARITHMETIC | PICKS | {"stop_gradient", "logistic"}
 _INTO_HALF = LAYOUT | ARITHMETIC | {"max", "tanh", "logistic"}
 _ONTO = ARITHMETIC | LAYOUT | {"select_n", "max"}  # operations that scale, mask and shift logits
+_INTO_DIFFERENCES = (
+    ARITHMETIC | LAYOUT | PICKS | names("square integer_pow abs max min clamp select_n concatenate pad split")
+)
+_LOOKED_INTO = {*CALLS, "scan", "remat2", "cond"}
 
 
 class Readers(NamedTuple):
@@ -103,7 +113,7 @@ def wanted(
       through: the primitives whose inputs are wanted if their results are.
       results: the wanted results of the program.
     """
-    region = region.noting_complements(jaxpr)
+    region = noting_complements(region, jaxpr)
 
     def find() -> frozenset[Any]:
         found, read = set(results), set()
@@ -206,7 +216,7 @@ def logits_of(region: Region, jaxpr: Jaxpr) -> frozenset[Any]:
 
     def find() -> frozenset[Any]:
         asked = {e.outvars[0] for e in jaxpr.eqns if _asks_for_float32(e)}
-        asked &= asked and _read_by_maximum(region, jaxpr, frozenset())
+        asked &= asked and _read_by(region, jaxpr, _maxima, _ONTO)
         through = _ONTO | {"reduce_max", "stop_gradient"}
         return frozenset(asked and asked & wanted(region, jaxpr, "float32", through))
 
@@ -221,20 +231,60 @@ def _asks_for_float32(equation: JaxprEqn) -> bool:
     return bool(batch) and equation.params["preferred_element_type"] == FLOAT32
 
 
-def _read_by_maximum(region: Region, jaxpr: Jaxpr, results: frozenset[Any]) -> frozenset[Any]:
-    """Returns the variables that a maximum reads, the first operation of every softmax; `results` are read by one."""
+def _maxima(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Returns the operations with which every softmax begins."""
+    return [e for e in jaxpr.eqns if e.primitive.name == "reduce_max"]
+
+
+def noting_complements(region: Region, jaxpr: Jaxpr) -> Region:
+    """Returns the region for a program, some of whose results may be subtracted from a constant elsewhere."""
+    results = frozenset(out for out in jaxpr.outvars if isinstance(out, Var) and out in region.complemented)
+    found = _read_by(region, jaxpr, _differences, _INTO_DIFFERENCES, results)
+    return dataclasses.replace(region, complemented=found) if found != region.complemented else region
+
+
+def _differences(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Returns the equations that subtract a constant from a value, or the value from it."""
+    constants = {e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "broadcast_in_dim" and not variables_read(e)}
+    return [e for e in jaxpr.eqns if e.primitive.name in ("add", "sub") and _subtracts_constant(e, constants)]
+
+
+def _subtracts_constant(equation: JaxprEqn, constants: set[Any]) -> bool:
+    read = variables_read(equation)
+    if equation.primitive.name == "sub":
+        return len(read) == 1 or not constants.isdisjoint(read)
+    numbers = [atom.val for atom in equation.invars if isinstance(atom, jex.Literal)]
+    return len(read) == 1 and any(bool(np.all(np.real(number) < 0)) for number in numbers)
+
+
+def _read_by(
+    region: Region,
+    jaxpr: Jaxpr,
+    ends: Callable[[Jaxpr], list[JaxprEqn]],
+    through: frozenset[str],
+    results: frozenset[Any] = frozenset(),
+) -> frozenset[Any]:
+    """Returns the variables that some equations of a program read, directly or through other operations.
+
+    Args:
+      region: the region, which caches the result.
+      jaxpr: the program.
+      ends: returns these equations of a program.
+      through: the primitives of the other operations.
+      results: the results of the program that such equations read elsewhere.
+    """
 
     def find() -> frozenset[Any]:
-        found = set(results)
+        found, last = set(results), set(map(id, ends(jaxpr)))
         for equation in reversed(jaxpr.eqns):
             name = equation.primitive.name
-            if name in CALLS:
-                body = body_of(equation)
-                inside = _read_by_maximum(region, body, results_inside(body, equation, found))
-                pairs = zip(equation.invars, body.invars, strict=True)
+            operands = equation.invars[1:] if name == "cond" else equation.invars
+            for body in map(opened, bodies_of(equation) if name in _LOOKED_INTO else ()):
+                inside = _read_by(region, body, ends, through, results_inside(body, equation, found))
+                pairs = zip(operands, body.invars, strict=True)
                 found.update(x for x, inner in pairs if inner in inside and not isinstance(x, jex.Literal))
-            elif name == "reduce_max" or (name in _ONTO and any(out in found for out in equation.outvars)):
+            if id(equation) in last or (name in through and not found.isdisjoint(equation.outvars)):
                 found.update(variables_read(equation))
         return frozenset(found)
 
-    return region.remembered(("read by a maximum", results), jaxpr, find)
+    return region.remembered((ends, results), jaxpr, find)

@@ -5,16 +5,23 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
-from jmp_train.policies.autocasting.complements import NEAR_A_CONSTANT, complemented
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, Recipe
-from jmp_train.policies.autocasting.primitives import CALLS, PRODUCTS, body_of, precisions_of, results_inside
+from jmp_train.policies.autocasting.primitives import (
+    CALLS,
+    ENTERED,
+    NEAR_A_CONSTANT,
+    PRODUCTS,
+    body_of,
+    precisions_of,
+    results_inside,
+)
 from jmp_train.policies.autocasting.reasons import Cause, Reason
 from jmp_train.policies.autocasting.rules import AutocastRules, Rule, kind_of
 from jmp_train.policies.autocasting.source_lines import address_of
@@ -62,7 +69,6 @@ class Region:
     Attributes:
       half: the half type.
       rules: the table of rules.
-      handlers: by primitive, the functions that enter equations with programs; see `Handler`.
       path: the path of modules and scopes around the current program.
       forced: "lower", "fp8" or one of `FLOAT32_RULES` if a rule applies to the whole current function; otherwise None.
       callers: the equations around the current program, the outermost first.
@@ -76,11 +82,11 @@ class Region:
       place: the place of the current body; see `place_of`.
       complemented: variables of the current program that are subtracted from a constant.
       read_in_float32: the current program's results that are read only in float32.
+      differentiates: True within a custom derivative; the function that it is of runs for its value only.
     """
 
     half: Any
     rules: AutocastRules
-    handlers: Mapping[str, "Handler"]
     path: str = ""
     forced: Rule | None = None
     callers: tuple[Any, ...] = ()
@@ -94,6 +100,7 @@ class Region:
     place: str = ""
     complemented: frozenset[Any] = frozenset()
     read_in_float32: frozenset[Any] = frozenset()
+    differentiates: bool = False
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -132,12 +139,6 @@ class Region:
             complemented=results,
         )
 
-    def noting_complements(self, program: Jaxpr) -> "Region":
-        """Returns the region for a program, some of whose results may be subtracted from a constant elsewhere."""
-        results = frozenset(out for out in program.outvars if isinstance(out, Var) and out in self.complemented)
-        found = complemented(self.remembered, program, results)
-        return dataclasses.replace(self, complemented=found) if found != self.complemented else self
-
     def note(
         self,
         equation: JaxprEqn,
@@ -152,10 +153,6 @@ class Region:
             dtypes = tuple(map(str, dtypes_in)), tuple(str(x.dtype) for x in outputs)
             path = join(self.path, scope)
             self.log.append(Decision(path, rule, reason, equation, self.callers, self.repeats, *dtypes))
-
-    def unlogged(self) -> "Region":
-        """Returns the region for a trial run."""
-        return dataclasses.replace(self, log=None, delayed=None)
 
     def rule_of(self, equation: JaxprEqn) -> tuple[Rule | None, Reason]:
         """Returns the rule of an equation of the current program and its reason; see `kind_of`."""
@@ -177,7 +174,7 @@ class Region:
         for banned in (name, function):
             if banned in tables.banned:
                 raise BannedOperationError(f"autocast bans {banned}: {tables.banned[banned]}")
-        takes_8_bits = name in self.handlers or in_8_bits(equation)
+        takes_8_bits = name in ENTERED or in_8_bits(equation)
         entries = (entry for entry in self._entries(tables, equation, scope) if takes_8_bits or entry[0] != "fp8")
         decided = next(entries, (None, Reason(Cause.NO_RULE)))
         if decided[0] is None and name in NEAR_A_CONSTANT and equation.outvars[0] in self.complemented:
@@ -189,7 +186,7 @@ class Region:
         name = equation.primitive.name
         function = equation.params.get("name") if name in ("jit", "pjit") else None
         path = join(self.path, scope)
-        if tables.operations and name not in self.handlers:
+        if tables.operations and name not in ENTERED:
             yield from _matching(tables.operations, address_of((*self.callers, equation), path), Cause.OPERATION)
         yield from _matching(tables.paths, path, Cause.PATH)
         if DECIDED in scope and (fixed := _FIXED.findall(scope)):
@@ -211,10 +208,6 @@ def _matching(
     entries: tuple[tuple[re.Pattern[str], Rule], ...], text: str, cause: Cause
 ) -> Iterator[tuple[Rule, Reason]]:
     return ((rule, Reason(cause, regex.pattern)) for regex, rule in entries if regex.search(text))
-
-
-# Returns an equation's results, or None if it must be bound as it was traced.
-Handler = Callable[[Region, Any, list[Value]], list[Value] | None]
 
 
 @dataclasses.dataclass(frozen=True)

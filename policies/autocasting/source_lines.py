@@ -1,5 +1,6 @@
 """Finds the user's source line: of an equation, with the address by which rules match it, and for warnings."""
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.extend.source_info_util import user_context
 
 _OURS = os.path.dirname(os.path.dirname(__file__))  # the folder of this floor, within that of jmp_train
 _JAX = os.path.dirname(jax.__file__)
@@ -22,6 +24,13 @@ def source_of(equations: Sequence[Any]) -> str:
       equations: nested equations, the outermost first.
     """
     return next(_frames(equations), "")
+
+
+def at_line_of(equation: Any) -> contextlib.AbstractContextManager[Any]:
+    """Makes compilers and profilers name the user's line: the equation's, or else the call of the region."""
+    if not source_of([equation]):
+        return contextlib.nullcontext()
+    return user_context(equation.source_info.traceback)
 
 
 def user_line_of(equations: Sequence[Any]) -> str:

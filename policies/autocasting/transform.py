@@ -1,6 +1,7 @@
 """Per-operation precision as a function transformation, like PyTorch's `torch.autocast`, and rules on trial."""
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -11,10 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScaling, Recipe, fp8_scales, given_scales
-from jmp_train.policies.autocasting.higher_order import ENTERED
+from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, DelayedScaling, Recipe
 from jmp_train.policies.autocasting.inner_gradients import warn_of_inner_gradients
-from jmp_train.policies.autocasting.interpreter import interpret
+from jmp_train.policies.autocasting.interpreter import Autocast
 from jmp_train.policies.autocasting.operations import held_jaxprs
 from jmp_train.policies.autocasting.primitives import PRODUCTS
 from jmp_train.policies.autocasting.product_warnings import warn_of_convolutions, warn_of_unreached
@@ -31,6 +31,7 @@ Result = TypeVar("Result")
 
 # A part of jit's cache keys, so that functions traced without the rules on trial are traced again.
 _trial = jax.make_user_context(None)
+_SCALES: contextvars.ContextVar[DelayedScales | None] = contextvars.ContextVar("fp8 scales", default=None)
 
 
 def autocast(
@@ -93,7 +94,7 @@ def autocast(
     if mark_of(fn) is not None:
         return fn  # the innermost region decides
 
-    region = Region(half, rules, ENTERED, recipe=fp8)
+    region = Region(half, rules, recipe=fp8)
     run = _Run()
 
     @functools.wraps(fn)
@@ -185,17 +186,31 @@ def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args,
 
 def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns `fn(*args, **kwargs)`, computed by the rules of a region."""
-    delayed = given_scales() if isinstance(region.recipe, DelayedScaling) else None
+    delayed = _SCALES.get() if isinstance(region.recipe, DelayedScaling) else None
 
     def run(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
         warn_of_convolutions((place.equation for place in walk(jaxpr, held_jaxprs)), region.half)
         if region.programs is not None:
             region.programs.append(jaxpr)
         fresh = dataclasses.replace(region, constants={}, memory={}, delayed=delayed)
-        return [value.array for value in interpret(fresh, jaxpr, [argument(array) for array in arrays])]
+        return [value.array for value in Autocast(fresh).evaluate(jaxpr, list(map(argument, arrays)))]
 
     with fp8_scales(None):  # regions within get no scales
         return run_traced(run, fn, args, kwargs)
+
+
+@contextlib.contextmanager
+def fp8_scales(scales: DelayedScales | None) -> Iterator[None]:
+    """Gives scales to the outermost autocast region that runs within this context.
+
+    Args:
+      scales: the scales of its products; None for no scales, as in a region within another.
+    """
+    token = _SCALES.set(scales)
+    try:
+        yield
+    finally:
+        _SCALES.reset(token)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from jmp_train.policies.autocasting.decisions import can_take
-from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.known_names import is_function_of_jax, nearest
 from jmp_train.policies.autocasting.operations import held_jaxprs
+from jmp_train.policies.autocasting.primitives import ENTERED
 from jmp_train.policies.autocasting.region import tables_of
 from jmp_train.policies.autocasting.rules import (
     APEX_O1,

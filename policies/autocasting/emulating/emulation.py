@@ -19,11 +19,11 @@ from jax.typing import DTypeLike
 from jmp_train.policies.autocasting.bound_operations import as_traced
 from jmp_train.policies.autocasting.decisions import Step, integers_fit, literals_fit, settle, steps_of
 from jmp_train.policies.autocasting.emulating.rounded_operations import Bit, both, either, rounded, rounded_operation
-from jmp_train.policies.autocasting.higher_order import ENTERED
 from jmp_train.policies.autocasting.literal_bounds import result_bounds
 from jmp_train.policies.autocasting.opaque import OpaqueCall
 from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
+    ENTERED,
     PLACEMENT,
     PRODUCTS,
     TRANSCENDENTAL,
@@ -387,7 +387,7 @@ def emulated_autocast(
     @functools.wraps(fn)
     def with_emulation(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         def by_flags(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
-            emulation = Emulation(Region(half, rules, ENTERED), flags, run or rounding)
+            emulation = Emulation(Region(half, rules), flags, run or rounding)
             return [on_device(x.array) for x in emulation.evaluate(jaxpr, list(map(_argument, arrays)))]
 
         return run_traced(by_flags, fn, args, kwargs)

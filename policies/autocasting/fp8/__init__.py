@@ -4,9 +4,7 @@ from jmp_train.policies.autocasting.fp8.delayed import DelayedScales as DelayedS
 from jmp_train.policies.autocasting.fp8.delayed import Fp8Scales as Fp8Scales
 from jmp_train.policies.autocasting.fp8.delayed import Fp8State as Fp8State
 from jmp_train.policies.autocasting.fp8.delayed import after_step as after_step
-from jmp_train.policies.autocasting.fp8.delayed import fp8_scales as fp8_scales
 from jmp_train.policies.autocasting.fp8.delayed import fp8_state as fp8_state
-from jmp_train.policies.autocasting.fp8.delayed import given_scales as given_scales
 from jmp_train.policies.autocasting.fp8.delayed import place_of as place_of
 from jmp_train.policies.autocasting.fp8.delayed import scales_of as scales_of
 from jmp_train.policies.autocasting.fp8.delayed import with_magnitudes as with_magnitudes

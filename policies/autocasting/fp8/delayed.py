@@ -7,12 +7,10 @@ magnitudes, next to the model's own state; all functions of it are pure. Magnitu
 without the loss scale, so they stay valid when it changes.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -55,28 +53,6 @@ class DelayedScales:
     def rows(self, scales: Mapping[str, jax.Array], extent: int) -> "DelayedScales":
         """Returns the scales for one run of a body, given its rows."""
         return dataclasses.replace(self, scales=scales, extents=(*self.extents, extent))
-
-
-_SCALES: contextvars.ContextVar[DelayedScales | None] = contextvars.ContextVar("fp8 scales", default=None)
-
-
-@contextlib.contextmanager
-def fp8_scales(scales: DelayedScales | None) -> Iterator[None]:
-    """Gives scales to the outermost autocast region that runs within this context.
-
-    Args:
-      scales: the scales of its products; None for no scales, as in a region within another.
-    """
-    token = _SCALES.set(scales)
-    try:
-        yield
-    finally:
-        _SCALES.reset(token)
-
-
-def given_scales() -> DelayedScales | None:
-    """Returns the scales that a region gets in the current context."""
-    return _SCALES.get()
 
 
 def place_of(equation: Any, scope: str, outer: str, counts: Counter[str]) -> str:
