@@ -19,7 +19,6 @@ from jmp_train.policies.autocasting.fp8 import fp8_state as fp8_state
 from jmp_train.policies.autocasting.fp8 import scales_of as scales_of
 from jmp_train.policies.autocasting.fp8 import with_magnitudes as with_magnitudes
 from jmp_train.policies.autocasting.inner_gradients import InnerGradientWarning as InnerGradientWarning
-from jmp_train.policies.autocasting.inner_gradients import warn_of_inner_gradients as warn_of_inner_gradients
 from jmp_train.policies.autocasting.opaque import OpaqueCall as OpaqueCall
 from jmp_train.policies.autocasting.opaque import float32_dot_general as float32_dot_general
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
@@ -38,16 +37,14 @@ from jmp_train.policies.autocasting.primitives import bind as bind
 from jmp_train.policies.autocasting.primitives import cast as cast
 from jmp_train.policies.autocasting.primitives import is_complex as is_complex
 from jmp_train.policies.autocasting.primitives import precisions_of as precisions_of
-from jmp_train.policies.autocasting.product_warnings import COMPLEX_WAY as COMPLEX_WAY
 from jmp_train.policies.autocasting.product_warnings import FUSION_FLAG as FUSION_FLAG
-from jmp_train.policies.autocasting.product_warnings import TOLERATED_SHARE as TOLERATED_SHARE
 from jmp_train.policies.autocasting.product_warnings import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies.autocasting.product_warnings import Float32ProductsWarning as Float32ProductsWarning
+from jmp_train.policies.autocasting.product_warnings import Product as Product
 from jmp_train.policies.autocasting.product_warnings import is_at_risk as is_at_risk
 from jmp_train.policies.autocasting.product_warnings import is_exact as is_exact
-from jmp_train.policies.autocasting.product_warnings import product_text as product_text
-from jmp_train.policies.autocasting.product_warnings import share_text as share_text
 from jmp_train.policies.autocasting.product_warnings import warn_of_convolutions as warn_of_convolutions
+from jmp_train.policies.autocasting.product_warnings import warn_of_products as warn_of_products
 from jmp_train.policies.autocasting.reasons import Cause as Cause
 from jmp_train.policies.autocasting.region import DECIDED as DECIDED
 from jmp_train.policies.autocasting.region import BannedOperationError as BannedOperationError

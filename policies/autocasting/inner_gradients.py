@@ -9,9 +9,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-
 from jmp_train.policies.autocasting.source_lines import is_of_jax, is_of_package
 
 _GRADIENTS = frozenset(("value_and_grad_f", "vjp", "linearize"))  # functions of jax around the differentiated one
@@ -32,15 +29,15 @@ class InnerGradientWarning(UserWarning):
     """
 
 
-def warn_of_inner_gradients(products: Iterable[Sequence[Any]], half: DTypeLike, under: str) -> None:
+def warn_of_inner_gradients(products: Iterable[Sequence[Any]], half: str, under: str) -> None:
     """Warns at the line of the first gradient that runs in float16, unless a function of this package takes it.
 
     Args:
       products: products in half precision, each as the equations around it, the outermost first, and its own.
-      half: the half type.
+      half: the name of the half type.
       under: the name of the policy or transformation that lowers them.
     """
-    if jnp.dtype(half) != jnp.float16:
+    if half != "float16":
         return
     for equations in products:
         if not any("transpose(" in str(equation.source_info.name_stack) for equation in equations):

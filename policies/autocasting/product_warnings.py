@@ -8,18 +8,16 @@ code reads uninitialized memory; a flag avoids the fault.
 import functools
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
-from jax.typing import DTypeLike
 
+from jmp_train.policies.autocasting.inner_gradients import warn_of_inner_gradients
 from jmp_train.policies.autocasting.operations import flops_of, is_float32
-from jmp_train.policies.autocasting.primitives import PRODUCTS, precisions_of
+from jmp_train.policies.autocasting.primitives import PRODUCTS, is_complex, precisions_of
 from jmp_train.policies.autocasting.reasons import Cause
 from jmp_train.policies.autocasting.region import DECIDED, Decision
 from jmp_train.policies.autocasting.source_lines import user_line_of, warn_user
@@ -28,9 +26,9 @@ from jmp_train.policies.programs import programs_in, repeats_of, walk
 
 FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 _FIRST, _FIRST_UNKNOWN = (0, 11), (0, 13)
-TOLERATED_SHARE = 0.1
+_TOLERATED_SHARE = 0.1
 _LINES = 3
-COMPLEX_WAY = "Products of their real and imaginary parts can run in half precision."
+_COMPLEX_WAY = "Products of their real and imaginary parts can run in half precision."
 _NOT_ENTERED = (Cause.NOT_ENTERED, Cause.NOT_KNOWN, Cause.TYPED_BODY)
 _EXACT = frozenset(("custom_linear_solve",))  # every table runs solvers in float32
 _WHY = {
@@ -39,6 +37,30 @@ _WHY = {
     "custom_vmap_call": "a custom_vmap, which autocast does not enter",
     "cond": "a platform_dependent, which autocast does not enter",
 }
+
+
+class Product(NamedTuple):
+    """A matrix product or a convolution of a traced function.
+
+    Attributes:
+      equations: the equations around it, the outermost first, and its own.
+      path: the path of modules and scopes.
+      flops: the floating-point operations in all iterations of the loops around it.
+      dtypes: the dtypes of its operands.
+      why: if it is in float32 and nothing asks for that, what returns the reason, given the user's line; or None.
+    """
+
+    equations: tuple[Any, ...]
+    path: str
+    flops: int
+    dtypes: tuple[str, ...]
+    why: Callable[[str], str] | None = None
+
+    def __str__(self) -> str:
+        line, equation, why = user_line_of(self.equations), self.equations[-1], self.why
+        shapes = " and ".join(atom.aval.str_short() for atom in equation.invars[:2])
+        text = f"{line}: {equation.primitive.name} of {shapes}" + (f" in {self.path}" if self.path else "")
+        return text + (why(line) if why else "")
 
 
 class CpuConvolutionWarning(UserWarning):
@@ -75,22 +97,10 @@ def is_at_risk() -> bool:
     return faulty and jax.default_backend() == "cpu"  # starts the devices if tracing has not
 
 
-def warn_of_convolutions(equations: Iterable[Any], dtype: DTypeLike | None = None) -> None:
-    """Warns of bfloat16 convolutions on CPUs if this jaxlib has the fault.
-
-    Args:
-      equations: the equations of a program, nested ones included.
-      dtype: the dtype of the convolutions; None for the traced one.
-    """
-    if dtype not in (None, jnp.bfloat16) or not is_at_risk():
-        return
-    dtypes = (
-        dtype or traced_dtype(atom)
-        for equation in equations
-        if equation.primitive.name == "conv_general_dilated"
-        for atom in equation.invars
-    )
-    if jnp.bfloat16 in dtypes:
+def warn_of_convolutions(products: Iterable[Product]) -> None:
+    """Warns of bfloat16 convolutions on CPUs if this jaxlib has the fault."""
+    found = (x.equations[-1].primitive.name == "conv_general_dilated" and "bfloat16" in x.dtypes for x in products)
+    if is_at_risk() and any(found):
         warn_user(
             f"jaxlib {version('jaxlib')} leaves results of some bfloat16 convolutions unwritten on CPUs: "
             f"set XLA_FLAGS={FUSION_FLAG} in the environment before jax starts",
@@ -119,70 +129,29 @@ class Float32ProductsWarning(UserWarning):
     """
 
 
-class Unreached(NamedTuple):
-    """A complex product, or a float32 product within a program that autocast does not enter.
-
-    Attributes:
-      equations: the equations around it, the outermost first, and its own.
-      path: the path of modules and scopes.
-      flops: the floating-point operations in all iterations of the loops around it.
-      holder: the primitive that holds the program; "" for a complex product.
-    """
-
-    equations: tuple[Any, ...]
-    path: str
-    flops: int
-    holder: str = ""
-
-    def __str__(self) -> str:
-        text = product_text(self.equations[-1], self.path, user_line_of(self.equations))
-        not_entered = f"in {_WHY.get(self.holder, f'{self.holder}, which autocast does not enter')}"
-        return f"{text}, {not_entered if self.holder else Cause.COMPLEX.value}"
-
-
-def warn_of_unreached(decisions: Sequence[Decision], half: DTypeLike) -> None:
-    """Warns if more than a tenth of the flops of products are complex, or in programs that autocast does not enter.
+def warn_of_products(products: Sequence[Product], half: str, under: str, *, way: str, report: str) -> None:
+    """Warns of what the first trace of a function shows: products left in float32, and gradients taken in float16.
 
     Args:
-      decisions: the decisions on all equations of a function.
-      half: the half type.
+      products: its products and convolutions.
+      half: the name of the half type.
+      under: the policy or transformation that lowers them.
+      way: how to run those left in float32 in half precision, unless all are complex.
+      report: the function that shows all operations.
     """
-    found = [product for decision in decisions for product in _unreached(decision)]
-    within = [product for product in found if product.holder]
-    left = sum(product.flops for product in found)
-    seen = (d.repeats * flops_of(d.equation) for d in decisions if d.equation.primitive.name in PRODUCTS)
-    if left and (share := left / (sum(product.flops for product in within) + sum(seen))) > TOLERATED_SHARE:
-        text = share_text(share, f"autocast to {half}", list(map(str, found)))
-        way = f'jt.apply_policy(fn, "mixed_{half}") around the function that is not entered casts its arguments.'
+    left = [product for product in products if product.why is not None]
+    share = sum(x.flops for x in left) / max(1, sum(x.flops for x in products))
+    if share > _TOLERATED_SHARE:
+        lines = list(dict.fromkeys(map(str, left)))
+        more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+        shown = "\n  ".join([*lines[:_LINES], *more])
+        are_complex = all(any(map(is_complex, x.equations[-1].invars)) for x in left)
         warn_user(
-            f"{text}\n{way if within else COMPLEX_WAY} explain_autocast shows all operations.", Float32ProductsWarning
+            f"{share:.0%} of the flops of products stay in float32 under {under}:\n  {shown}\n"
+            f"{_COMPLEX_WAY if are_complex else way} {report} shows all operations.",
+            Float32ProductsWarning,
         )
-
-
-def share_text(share: float, under: str, lines: Sequence[str]) -> str:
-    """Returns the text of a warning of float32 products: their fraction of the flops and the first lines.
-
-    Args:
-      share: the fraction, from 0 to 1.
-      under: the name of the policy or transformation that leaves them in float32.
-      lines: one line per product.
-    """
-    lines = list(dict.fromkeys(lines))
-    more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
-    shown = "\n  ".join([*lines[:_LINES], *more])
-    return f"{share:.0%} of the flops of products stay in float32 under {under}:\n  {shown}"
-
-
-def product_text(equation: JaxprEqn, path: str, line: str) -> str:
-    """Returns a description of a product: its line, primitive, operands and path.
-
-    Args:
-      equation: the equation of the product.
-      path: the path of modules and scopes.
-      line: the user's source line.
-    """
-    shapes = " and ".join(atom.aval.str_short() for atom in equation.invars[:2])
-    return f"{line}: {equation.primitive.name} of {shapes}" + (f" in {path}" if path else "")
+    warn_of_inner_gradients((x.equations for x in products if half in x.dtypes), half, under)
 
 
 def is_exact(equation: Any) -> bool:
@@ -192,21 +161,28 @@ def is_exact(equation: Any) -> bool:
     return lax.Precision.HIGHEST in precisions_of(equation)
 
 
-def _unreached(decision: Decision) -> Iterator[Unreached]:
-    name, cause = decision.equation.primitive.name, decision.reason.cause
-    equations = (*decision.callers, decision.equation)
-    if cause is Cause.COMPLEX and name in PRODUCTS:
-        yield Unreached(equations, decision.path, decision.repeats * flops_of(decision.equation))
+def products_of(decision: Decision) -> Iterator[Product]:
+    """Yields the product that a decision is on, or those of a program that autocast does not enter."""
+    equation, cause = decision.equation, decision.reason.cause
+    name, equations = equation.primitive.name, (*decision.callers, equation)
+    if name in PRODUCTS:
+        why = (lambda _: f", {Cause.COMPLEX.value}") if cause is Cause.COMPLEX else None
+        yield Product(equations, decision.path, decision.repeats * flops_of(equation), decision.dtypes_in, why)
     if decision.rule == "keep" and cause in _NOT_ENTERED and name not in _EXACT:
-        repeats = decision.repeats * repeats_of(decision.equation)
-        held = (walk(body, callers=equations, repeats=repeats) for body in programs_in(decision.equation))
+        text, repeats = (
+            _WHY.get(name, f"{name}, which autocast does not enter"),
+            decision.repeats * repeats_of(equation),
+        )
+        held = (walk(body, callers=equations, repeats=repeats) for body in programs_in(equation))
         for place in itertools.chain.from_iterable(held):
-            if _is_left_in_float32(place.equation):
-                yield Unreached(place.equations, decision.path, place.repeats * flops_of(place.equation), name)
+            inner = place.equation
+            if inner.primitive.name in PRODUCTS:
+                why = (lambda _: f", in {text}") if _is_left(inner) else None
+                flops, dtypes = place.repeats * flops_of(inner), tuple(str(traced_dtype(x)) for x in inner.invars)
+                yield Product(place.equations, decision.path, flops, dtypes, why)
 
 
-def _is_left_in_float32(equation: Any) -> bool:
-    """Returns whether an equation is a float32 product that nothing asks for."""
-    is_asked_for = is_exact(equation) or DECIDED in str(equation.source_info.name_stack)
-    is_product = equation.primitive.name in PRODUCTS
-    return is_product and not is_asked_for and any(map(is_float32, equation.invars))
+def _is_left(product: Any) -> bool:
+    """Returns whether a product is in float32 and nothing asks for that."""
+    is_asked_for = is_exact(product) or DECIDED in str(product.source_info.name_stack)
+    return not is_asked_for and any(map(is_float32, product.invars))

@@ -13,17 +13,13 @@ from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, DelayedScaling, Recipe
-from jmp_train.policies.autocasting.inner_gradients import warn_of_inner_gradients
 from jmp_train.policies.autocasting.interpreter import Autocast
-from jmp_train.policies.autocasting.operations import held_jaxprs
-from jmp_train.policies.autocasting.primitives import PRODUCTS
-from jmp_train.policies.autocasting.product_warnings import warn_of_convolutions, warn_of_unreached
+from jmp_train.policies.autocasting.product_warnings import products_of, warn_of_convolutions, warn_of_products
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, TORCH_CUDA, AutocastRules, Rule
 from jmp_train.policies.autocasting.traced_calls import none_key_explained, run_traced
 from jmp_train.policies.autocasting.unmet_rules import warn_of_unmet
 from jmp_train.policies.autocasting.values import argument
-from jmp_train.policies.programs import walk
 from jmp_train.policies.pytrees import check_flag, check_half, shown
 
 Args = ParamSpec("Args")
@@ -124,9 +120,10 @@ class _Run:
         result = run_region(dataclasses.replace(region, log=log, programs=programs), fn, args, kwargs)
         self.seen = True
         warn_of_unmet(region.rules, programs)
-        warn_of_unreached(log, region.half)
-        lowered = (d for d in log if d.equation.primitive.name in PRODUCTS and str(region.half) in d.dtypes_in)
-        warn_of_inner_gradients(((*d.callers, d.equation) for d in lowered), region.half, "autocast")
+        half, products = str(region.half), [product for decision in log for product in products_of(decision)]
+        warn_of_convolutions(products)
+        way = f'jt.apply_policy(fn, "mixed_{half}") around the function that is not entered casts its arguments.'
+        warn_of_products(products, half, f"autocast to {half}", way=way, report="explain_autocast")
         return result
 
 
@@ -189,7 +186,6 @@ def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kw
     delayed = _SCALES.get() if isinstance(region.recipe, DelayedScaling) else None
 
     def run(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
-        warn_of_convolutions((place.equation for place in walk(jaxpr, held_jaxprs)), region.half)
         if region.programs is not None:
             region.programs.append(jaxpr)
         fresh = dataclasses.replace(region, constants={}, memory={}, delayed=delayed)

@@ -2,23 +2,20 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jmp_train.policies.autocasting import (
-    COMPLEX_WAY,
-    TOLERATED_SHARE,
     Cause,
-    Float32ProductsWarning,
+    Product,
     argument_names,
     is_at_risk,
     is_complex,
-    product_text,
-    share_text,
-    user_line_of,
+    traced_dtype,
     warn_of_convolutions,
-    warn_of_inner_gradients,
+    warn_of_products,
     warn_user,
 )
 from jmp_train.policies.dtype_policies.collapsed_values import check_narrowed, warn_of_collapse
@@ -141,11 +138,14 @@ class FirstTrace:
             operations = operations_under(fn, policy, args, kwargs, uncast=uncast, names=names)
         except Exception:  # noqa: BLE001  # the call itself comes after this, and raises any error
             return
-        warn_of_convolutions(operation.equation for operation in operations)
+        products = [_product(operation) for operation in operations if operation.is_product]
+        warn_of_convolutions(products)
         if policy is not None and computes_in_half(policy):
-            warn_of_float32(operations, policy, mode)
-            half = [operation.equations for operation in operations if operation.is_product and operation.in_half]
-            warn_of_inner_gradients(half, _half_name(policy), f"the policy {_text(policy)}")
+            half, under = _half_name(policy), f"the policy {_text(policy)}" if mode is None else f"AMP mode {mode}"
+            way = f'policy="autocast_{half}"' if mode is None else 'Mode "torch"'
+            way += f" runs them in half precision without changes to the code. Or give the layers dtype={half}, and "
+            way += "create arrays in the dtype of the inputs."
+            warn_of_products(products, half, under, way=way, report="explain_policy")
 
 
 def _convolves(policy: Policy | PathPolicy | None) -> bool:
@@ -153,38 +153,12 @@ def _convolves(policy: Policy | PathPolicy | None) -> bool:
     return not (policy and isinstance(policy.default, AutocastPolicy)) and is_at_risk()
 
 
-def warn_of_float32(
-    operations: Sequence[TracedOperation], policy: Policy | PathPolicy, mode: str | None = None
-) -> None:
-    """Warns if too large a fraction of the flops of products is in float32.
-
-    Args:
-      operations: the operations of a function under the policy.
-      policy: the policy.
-      mode: the AMP mode of the policy, if there is one.
-    """
-    products = [operation for operation in operations if operation.is_product]
-    in_float32 = [product for product in products if product.is_float32 and not product.as_asked]
-    total = sum(product.flops for product in products)
-    share = sum(product.flops for product in in_float32) / total if total else 0.0
-    if share <= TOLERATED_SHARE:
-        return
-    half = _half_name(policy)
-    under = f"the policy {_text(policy)}" if mode is None else f"AMP mode {mode}"
-    way = f'policy="autocast_{half}"' if mode is None else 'Mode "torch"'
-    ways = f"{way} runs them in half precision without changes to the code. Or give the layers dtype={half}, and "
-    ways += "create arrays in the dtype of the inputs."
-    are_complex = all(any(map(is_complex, product.equation.invars)) for product in in_float32)
-    text = share_text(share, under, list(map(_line, in_float32)))
-    warn_user(
-        f"{text}\n{COMPLEX_WAY if are_complex else ways} explain_policy shows all operations.", Float32ProductsWarning
-    )
-
-
-def _line(product: TracedOperation) -> str:
-    """Returns a line with a product's place, description and reason."""
-    line = user_line_of(product.equations)
-    return f"{product_text(product.equation, product.path, line)}{_reason(product, line)}"
+def _product(operation: TracedOperation) -> Product:
+    """Returns a product, for the warnings."""
+    is_left = operation.is_float32 and not operation.as_asked
+    dtypes = tuple(str(traced_dtype(atom)) for atom in operation.equation.invars)
+    why = functools.partial(_reason, operation) if is_left else None
+    return Product(operation.equations, operation.path, operation.flops, dtypes, why)
 
 
 def _reason(product: TracedOperation, line: str) -> str:
