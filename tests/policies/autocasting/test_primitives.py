@@ -16,8 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from primitive_lists import HOW
 
-from jmp_train.policies.autocasting.higher_order import ENTERED
-from jmp_train.policies.autocasting.primitives import COMPUTED, EXCHANGES, LAYOUT, PLACEMENT
+from jmp_train.policies.autocasting.primitives import COMPUTED, ENTERED, EXCHANGES, LAYOUT, PLACEMENT
 from jmp_train.policies.autocasting.rules import TORCH_CUDA
 from jmp_train.policies.autocasting.transform import autocast
 
