@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies import get_loss_scale, set_loss_scale
-from jmp_train.policies.autocasting import AutocastRules
 from jmp_train.policies.autocasting.emulating import Bit, rounded
 from jmp_train.policies.loss_scaling import DynamicLossScale, NoOpLossScale, StaticLossScale
 from jmp_train.policies.optimizers import scaled_states
@@ -29,16 +28,13 @@ _OVERFLOW = 1e3
 _COLUMNS, OVERFLOWING = 7, 3
 
 
-def scores_of(
-    subject: Subject, numbers: dict[str, int], dtype: Any, rules: AutocastRules
-) -> Callable[[jax.Array, Any, Example], jax.Array]:
+def scores_of(subject: Subject, numbers: dict[str, int], dtype: Any) -> Callable[[jax.Array, Any, Example], jax.Array]:
     """Returns the function `(slots, loss scale, example)` -> scores [units, columns], where slots are zeros.
 
     Args:
       subject: the tuned function or step.
       numbers: numbers of the units by address.
       dtype: the half type.
-      rules: rules that put every possible operation in half precision.
 
     Reference: |adjoint x local error| ranks variables in CHEF-FP (Vassiliadis and others, SC 2021) and ADAPT (Menon and
     others, SC 2018), forward.
@@ -56,7 +52,7 @@ def scores_of(
                 results = list(results) if isinstance(results, list | tuple) else [results]
                 return [noted(x, slot) if _is_float32(x) else x for x in results]
 
-            everything = flagged(lambda *_: True, dtype, rules, run)
+            everything = flagged(lambda *_: True, dtype, run)
             return subject.objective(everything, *example) * scale
 
         found = jax.grad(of_slots)(slots)

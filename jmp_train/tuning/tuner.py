@@ -105,10 +105,10 @@ def tune(
     seen = len(given) - (len(held_out) if held_out is not None else len(examples) > 1)
     with none_key_explained(fn, given[0]):
         subject, given = subject_of(fn, given)
-        units = find_units(subject, given[0], half, MOSTLY_HALF)
+        units = find_units(subject, given[0], half)
     if not units:
         raise ValueError(why_no_choice(_report(subject, given[0], half, MOSTLY_HALF).operations, half.name))
-    programs = Programs(subject, given, units, half, MOSTLY_HALF, tolerance, criterion)
+    programs = Programs(subject, given, units, half, tolerance, criterion)
     tolerance = programs.tolerance
     check_finite(programs.references)
     scales = scales_of(given, programs.references, half) if loss_scale is None else (float(loss_scale),)

@@ -27,7 +27,6 @@ class Programs:
       examples: its arguments, of the same structure, shapes and dtypes.
       units: operations whose precision is chosen.
       dtype: the half type.
-      rules: rules that put every possible operation in half precision.
       tolerance: tolerance of the errors.
       criterion: the user's own criterion, or None.
 
@@ -43,12 +42,11 @@ class Programs:
         examples: Sequence[Example],
         units: Sequence[Unit],
         dtype: Any,
-        rules: AutocastRules,
         tolerance: Tolerance,
         criterion: Criterion | None,
     ) -> None:
         self._subject = subject
-        self._dtype, self._rules, self._criterion = dtype, rules, criterion
+        self._dtype, self._criterion = dtype, criterion
         self._numbers = index_of(units)
         self._count = len(units)
         leaves, self._tree = jax.tree.flatten(examples[0])
@@ -95,7 +93,7 @@ class Programs:
         """Returns the function `(flags, loss scale, example number)` -> errors of an emulation."""
 
         def run(flags: jax.Array, scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
-            emulate = flagged(flags_from(flags, self._numbers), self._dtype, self._rules)
+            emulate = flagged(flags_from(flags, self._numbers), self._dtype)
             return self._errors(emulate, scale, reference, arrays)
 
         flags = np.ones(self._count, bool)
@@ -130,7 +128,7 @@ class Programs:
 
     def scores(self) -> Callable[[float, int], np.ndarray]:
         """Returns the function `(loss scale, example number)` -> scores [units, columns]; see `scores_of`."""
-        found = scores_of(self._subject, self._numbers, self._dtype, self._rules)
+        found = scores_of(self._subject, self._numbers, self._dtype)
         slots = jnp.asarray(no_scores(self._count))
 
         def run(scale: jax.Array, arrays: list[Any]) -> jax.Array:

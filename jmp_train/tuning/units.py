@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jmp_train.policies.autocasting import PRODUCTS, AutocastRules, elements_of, flops_of
+from jmp_train.policies.autocasting import PRODUCTS, elements_of, flops_of
 from jmp_train.policies.autocasting.emulating import Bit, both, emulated_autocast
 from jmp_train.policies.programs import repeats_of
 from jmp_train.tuning.tuned_functions import Example, Subject, Transform
@@ -59,14 +59,13 @@ def primitive_of(address: str) -> str:
     return address.partition("@")[0].rpartition(":")[2]
 
 
-def find_units(subject: Subject, example: Example, dtype: Any, rules: AutocastRules) -> list[Unit]:
-    """Returns the operations that the rules allow in half precision, in the order in which they run.
+def find_units(subject: Subject, example: Example, dtype: Any) -> list[Unit]:
+    """Returns the operations that may run in half precision, in the order in which they run.
 
     Args:
       subject: the tuned function or step.
       example: its arguments.
       dtype: the half type.
-      rules: rules that put every possible operation in half precision.
     """
     together: dict[str, set[str]] = {}
     counted: dict[str, list[int]] = {}
@@ -80,7 +79,7 @@ def find_units(subject: Subject, example: Example, dtype: Any, rules: AutocastRu
             counts[i] += count
         return True
 
-    transform = flagged(note, dtype, rules)
+    transform = flagged(note, dtype)
     jax.eval_shape(lambda: subject.objective(transform, *example))
     units: dict[frozenset[str], list[int]] = {}
     for address, counts in counted.items():
@@ -89,9 +88,9 @@ def find_units(subject: Subject, example: Example, dtype: Any, rules: AutocastRu
     return [Unit(tuple(sorted(addresses)), *counts) for addresses, counts in units.items()]
 
 
-def flagged(flags: Callable[..., Bit], dtype: Any, rules: AutocastRules, run: Any = None) -> Transform:
+def flagged(flags: Callable[..., Bit], dtype: Any, run: Any = None) -> Transform:
     """Returns a transform that emulates a function under autocast; see `emulated_autocast`."""
-    return lambda fn: emulated_autocast(fn, dtype, flags, rules=rules, run=run)
+    return lambda fn: emulated_autocast(fn, dtype, flags, run=run)
 
 
 def index_of(units: Sequence[Unit]) -> dict[str, int]:

@@ -18,7 +18,6 @@ from jmp_train.policies.autocasting.fp8 import after_step as after_step
 from jmp_train.policies.autocasting.fp8 import fp8_state as fp8_state
 from jmp_train.policies.autocasting.fp8 import scales_of as scales_of
 from jmp_train.policies.autocasting.fp8 import with_magnitudes as with_magnitudes
-from jmp_train.policies.autocasting.inner_gradients import InnerGradientWarning as InnerGradientWarning
 from jmp_train.policies.autocasting.opaque import OpaqueCall as OpaqueCall
 from jmp_train.policies.autocasting.opaque import float32_dot_general as float32_dot_general
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
@@ -29,6 +28,7 @@ from jmp_train.policies.autocasting.operations import flops_of as flops_of
 from jmp_train.policies.autocasting.operations import half_share as half_share
 from jmp_train.policies.autocasting.operations import held_jaxprs as held_jaxprs
 from jmp_train.policies.autocasting.operations import is_float32 as is_float32
+from jmp_train.policies.autocasting.operations import report_of as report_of
 from jmp_train.policies.autocasting.operations import table as table
 from jmp_train.policies.autocasting.primitives import COMPUTED as COMPUTED
 from jmp_train.policies.autocasting.primitives import LAYOUT as LAYOUT
@@ -40,6 +40,7 @@ from jmp_train.policies.autocasting.primitives import precisions_of as precision
 from jmp_train.policies.autocasting.product_warnings import FUSION_FLAG as FUSION_FLAG
 from jmp_train.policies.autocasting.product_warnings import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies.autocasting.product_warnings import Float32ProductsWarning as Float32ProductsWarning
+from jmp_train.policies.autocasting.product_warnings import InnerGradientWarning as InnerGradientWarning
 from jmp_train.policies.autocasting.product_warnings import Product as Product
 from jmp_train.policies.autocasting.product_warnings import is_at_risk as is_at_risk
 from jmp_train.policies.autocasting.product_warnings import is_exact as is_exact

@@ -17,7 +17,15 @@ from jmp_train.policies.autocasting.primitives import PRODUCTS, multiplies
 from jmp_train.policies.autocasting.reasons import Cause
 from jmp_train.policies.autocasting.region import Decision
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, AutocastRules, kind_of
-from jmp_train.policies.autocasting.values import Value, chosen, eligible, replaced, traced_dtype, values_of
+from jmp_train.policies.autocasting.values import (
+    Value,
+    chosen,
+    eligible,
+    replaced,
+    traced_arrays,
+    traced_dtype,
+    values_of,
+)
 from jmp_train.policies.programs import on_arrays, on_device, opened
 
 
@@ -131,15 +139,12 @@ def _for_float32(decisions: Sequence[Decision], half: str) -> Decision | None:
 
 def _in_float32(reading: Any, equation: JaxprEqn, inputs: list[Value], decision: Decision) -> list[Value]:
     """Runs a whole function in float32, with products by the rule of the decision, and records the reason."""
-    atoms = zip(inputs, equation.invars, strict=True)
     outputs = None
     if decision.rule in FLOAT32_RULES and decision.equation.params.get("precision") is None:
         by_rule = reading.changed(log=None, rules=AutocastRules(), forced=decision.rule, memory={})
         outputs = custom_vjp(by_rule, equation, inputs)
     results = (
-        [x.array for x in outputs]
-        if outputs is not None
-        else as_traced(equation, *(x.to(traced_dtype(a)) if eligible(traced_dtype(a)) else x.array for x, a in atoms))
+        [x.array for x in outputs] if outputs is not None else as_traced(equation, *traced_arrays(equation, inputs))
     )
     if reading.region.log is not None:
         dtypes_in = tuple(str(traced_dtype(atom)) for atom in equation.invars)

@@ -70,11 +70,11 @@ class Step:
     dtypes: Sequence[Any] = ()
 
 
-def steps_of(region: Region, jaxpr: Jaxpr) -> list[Step]:
-    """Returns the steps of a program in order, with all decisions that do not depend on values."""
+def steps_of(region: Region, jaxpr: Jaxpr) -> dict[int, Step]:
+    """Returns the steps of a program by the identity of the equation, with decisions that do not depend on values."""
     readers, logits = readers_of(region, jaxpr), logits_of(region, jaxpr)
-    return [
-        Step(
+    return {
+        id(equation): Step(
             equation,
             str(equation.source_info.name_stack),
             *region.rule_of(equation),
@@ -86,7 +86,7 @@ def steps_of(region: Region, jaxpr: Jaxpr) -> list[Step]:
             is_added=not readers.only_add.isdisjoint(equation.outvars),
         )
         for equation, place in zip(jaxpr.eqns, _places(region, jaxpr), strict=True)
-    ]
+    }
 
 
 def _places(region: Region, jaxpr: Jaxpr) -> list[str]:

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting.operations import OperationReport, OperationsReport, elements_of, flops_of, table
+from jmp_train.policies.autocasting.operations import OperationReport, OperationsReport, report_of, table
 from jmp_train.policies.autocasting.region import Decision, Region
-from jmp_train.policies.autocasting.source_lines import source_of
 from jmp_train.policies.autocasting.traced_calls import FlatCall, float32_aval, none_key_explained
 from jmp_train.policies.autocasting.transform import Mark, autocast, mark_of, run_region
 from jmp_train.policies.autocasting.unmet_rules import unmet_entries, unmet_lines
@@ -130,15 +129,5 @@ def _residual_bytes(fn: Callable[..., Any], avals: list[Any]) -> int | None:
 
 
 def _operation(decision: Decision) -> OperationReport:
-    equation = decision.equation
-    return OperationReport(
-        operation=equation.primitive.name,
-        path=decision.path,
-        source=source_of((*decision.callers, equation)),
-        dtypes_in=decision.dtypes_in,
-        dtypes_out=decision.dtypes_out,
-        rule=decision.rule,
-        reason=str(decision.reason),
-        flops=decision.repeats * flops_of(equation),
-        elements=decision.repeats * elements_of(equation),
-    )
+    decided, dtypes = (decision.rule, str(decision.reason)), (decision.dtypes_in, decision.dtypes_out)
+    return report_of((*decision.callers, decision.equation), decision.path, decision.repeats, decided, dtypes)

@@ -27,25 +27,49 @@ from jmp_train.policies.programs import Reading, on_device
 
 
 @dataclasses.dataclass(frozen=True)
-class Autocast(Reading[Value]):
-    """A program under autocast.
+class ByRules(Reading[Value]):
+    """A program and the decisions of autocast on it.
 
     Attributes:
       region: the region.
       steps: the equations of the current program with the decisions on them, by identity.
-      read_again: its variables that are read more than once.
+    """
+
+    region: Region
+    steps: Mapping[int, Step] = dataclasses.field(default_factory=dict, kw_only=True)
+
+    def constant(self, array: Any) -> Value:
+        """Returns a constant of any body."""
+        return self.region.constant(array)
+
+    def literal(self, atom: Any) -> Value:
+        """Returns a literal, which is weak."""
+        return literal(atom)
+
+    def array(self, value: Value) -> Any:
+        """Returns the array."""
+        return value.array
+
+    def inside(self, value: Value) -> Value:
+        """Returns a value for a body, which makes its own casts."""
+        return value.inside()
+
+
+@dataclasses.dataclass(frozen=True)
+class Autocast(ByRules):
+    """A program under autocast.
+
+    Attributes:
+      read_again: the variables of the current program that are read more than once.
     """
 
     table = HANDLERS
-    region: Region
-    steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)
     read_again: frozenset[Any] = frozenset()
 
     def prepared(self, jaxpr: Any) -> "Autocast":
         """Returns the reading with the decisions that do not depend on values."""
         region = noting_complements(self.region, jaxpr)
-        steps = {id(step.equation): step for step in steps_of(region, jaxpr)}
-        return Autocast(region, steps, readers_of(region, jaxpr).read_again)
+        return Autocast(region, readers_of(region, jaxpr).read_again, steps=steps_of(region, jaxpr))
 
     def written(self, variable: Any, value: Value) -> Value:
         """Marks the value of a variable that is read more than once."""
@@ -90,18 +114,6 @@ class Autocast(Reading[Value]):
         """Returns the reading of a program with other settings of the region."""
         return Autocast(dataclasses.replace(self.region, **settings))
 
-    def constant(self, array: Any) -> Value:
-        """Returns a constant of any body."""
-        return self.region.constant(array)
-
-    def literal(self, atom: Any) -> Value:
-        """Returns a literal, which is weak."""
-        return literal(atom)
-
-    def array(self, value: Value) -> Any:
-        """Returns the array."""
-        return value.array
-
     def unpacked(self, arrays: Any) -> Value:
         """Returns an array that is a result of a body."""
         return Value(arrays)
@@ -126,10 +138,6 @@ class Autocast(Reading[Value]):
     def row(self, array: Any, outer: Value) -> Value:
         """Returns a row."""
         return Value(array, integers=outer.integers)
-
-    def inside(self, value: Value) -> Value:
-        """Returns a value for a body, which makes its own casts."""
-        return value.inside()
 
     def constants(self, values: Sequence[Value]) -> Callable[[], list[Value]]:
         """Returns what casts half constants of a scan in each iteration.

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.primitives import ENTERED, PRODUCTS, is_complex
+from jmp_train.policies.autocasting.source_lines import source_of
 from jmp_train.policies.documents import aligned
 from jmp_train.policies.programs import programs_in, repeats_of
 
 _HOLD_PROGRAMS = ENTERED | {"core_call", "custom_vmap_call", "xla_pmap"}
 _HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # and narrower types
 _FLOATS = re.compile("float|complex")
+
+Dtypes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,26 @@ class OperationsReport:
     def rows(self) -> list[dict[str, Any]]:
         """Returns the operations as a list of dictionaries."""
         return [dataclasses.asdict(operation) for operation in self.operations]
+
+
+def report_of(
+    equations: Sequence[Any],
+    path: str,
+    repeats: int,
+    decided: tuple[str, str],
+    dtypes: tuple[tuple[str, ...], tuple[str, ...]],
+) -> OperationReport:
+    """Returns the report of an operation.
+
+    Args:
+      equations: the equations around it, the outermost first, and its own.
+      path: the path of its modules and scopes.
+      repeats: the number of times that the loops around it run.
+      decided: its rule and the reason for it.
+      dtypes: the dtypes of its operands and of its results.
+    """
+    cost = repeats * flops_of(equations[-1]), repeats * elements_of(equations[-1])
+    return OperationReport(equations[-1].primitive.name, path, source_of(equations), *dtypes, *decided, *cost)
 
 
 def half_share(operations: Sequence[Any]) -> float:

@@ -8,6 +8,8 @@ code reads uninitialized memory; a flag avoids the fault.
 import functools
 import itertools
 import os
+import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -15,12 +17,11 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from jmp_train.policies.autocasting.inner_gradients import warn_of_inner_gradients
 from jmp_train.policies.autocasting.operations import flops_of, is_float32
 from jmp_train.policies.autocasting.primitives import PRODUCTS, is_complex, precisions_of
 from jmp_train.policies.autocasting.reasons import Cause
 from jmp_train.policies.autocasting.region import DECIDED, Decision
-from jmp_train.policies.autocasting.source_lines import user_line_of, warn_user
+from jmp_train.policies.autocasting.source_lines import is_of_jax, is_of_package, user_line_of, warn_user
 from jmp_train.policies.autocasting.values import traced_dtype
 from jmp_train.policies.programs import programs_in, repeats_of, walk
 
@@ -30,6 +31,8 @@ _TOLERATED_SHARE = 0.1
 _LINES = 3
 _COMPLEX_WAY = "Products of their real and imaginary parts can run in half precision."
 _NOT_ENTERED = (Cause.NOT_ENTERED, Cause.NOT_KNOWN, Cause.TYPED_BODY)
+_GRADIENTS = frozenset(("value_and_grad_f", "vjp", "linearize"))  # functions of jax around the differentiated one
+_STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", sysconfig.get_path("purelib"))
 _EXACT = frozenset(("custom_linear_solve",))  # every table runs solvers in float32
 _WHY = {
     "pallas_call": "a Pallas kernel, which computes in the dtypes that it was written for",
@@ -129,6 +132,20 @@ class Float32ProductsWarning(UserWarning):
     """
 
 
+class InnerGradientWarning(UserWarning):
+    """A gradient is taken inside of `autocast` or a half policy, and runs in float16 without a scale.
+
+    The loss scale of the step multiplies the outer loss only. Elements of the inner gradient below 6e-8 become 0, and
+    those below 6e-5 lose digits. `autocast`, `apply_policy` and steps warn when they are first traced. Use
+    `jt.scaled_grad(fn)` in place of `jax.grad(fn)`, or bfloat16. Filter the warning if you scale the gradient yourself.
+
+    Example:
+      >>> import warnings
+      >>> import jmp_train as jt
+      >>> warnings.filterwarnings("ignore", category=jt.policies.InnerGradientWarning)
+    """
+
+
 def warn_of_products(products: Sequence[Product], half: str, under: str, *, way: str, report: str) -> None:
     """Warns of what the first trace of a function shows: products left in float32, and gradients taken in float16.
 
@@ -151,7 +168,7 @@ def warn_of_products(products: Sequence[Product], half: str, under: str, *, way:
             f"{_COMPLEX_WAY if are_complex else way} {report} shows all operations.",
             Float32ProductsWarning,
         )
-    warn_of_inner_gradients((x.equations for x in products if half in x.dtypes), half, under)
+    _warn_of_inner_gradients((x.equations for x in products if half in x.dtypes), half, under)
 
 
 def is_exact(equation: Any) -> bool:
@@ -186,3 +203,42 @@ def _is_left(product: Any) -> bool:
     """Returns whether a product is in float32 and nothing asks for that."""
     is_asked_for = is_exact(product) or DECIDED in str(product.source_info.name_stack)
     return not is_asked_for and any(map(is_float32, product.invars))
+
+
+def _warn_of_inner_gradients(products: Iterable[Sequence[Any]], half: str, under: str) -> None:
+    """Warns at the line of the first gradient that runs in float16, unless a function of this package takes it.
+
+    Args:
+      products: products in half precision, each as the equations around it, the outermost first, and its own.
+      half: the name of the half type.
+      under: the name of the policy or transformation that lowers them.
+    """
+    if half != "float16":
+        return
+    for equations in products:
+        if not any("transpose(" in str(equation.source_info.name_stack) for equation in equations):
+            continue
+        if place := _line_of_gradient(equations):
+            warnings.warn_explicit(
+                f"the gradient taken at {place[0]}:{place[1]} runs in float16 under {under}, and the loss scale does "
+                "not reach it: elements below 6e-8 become 0. Use jt.scaled_grad(fn) for jax.grad(fn), or bfloat16",
+                InnerGradientWarning,
+                *place,
+            )
+            return
+
+
+def _line_of_gradient(equations: Sequence[Any]) -> tuple[str, int] | None:
+    """Returns file and line of the user's call of `jax.grad` or its kin; None if there is none, or it is of ours."""
+    tracebacks = (equation.source_info.traceback for equation in reversed(equations))
+    frames = [frame for traceback in tracebacks if traceback is not None for frame in traceback.frames]
+    found = False
+    for frame in frames:
+        file = frame.file_name
+        if is_of_jax(file):
+            found = found or frame.function_name.rsplit(".", 1)[-1] in _GRADIENTS
+        elif found and is_of_package(file):
+            return None
+        elif found and not file.startswith(_STANDARD_LIBRARY):
+            return file, frame.line_num
+    return None

@@ -170,71 +170,41 @@ class Region:
         """Returns the rule of an equation, None if no table names it, and the reason for it."""
         name = equation.primitive.name
         function = equation.params.get("name") if name in ("jit", "pjit") else None
-        tables = tables_of(self.rules)
-        for banned in (name, function):
-            if banned in tables.banned:
-                raise BannedOperationError(f"autocast bans {banned}: {tables.banned[banned]}")
+        for banned, advice in self.rules.banned:
+            if banned in (name, function):
+                raise BannedOperationError(f"autocast bans {banned}: {advice}")
         takes_8_bits = name in ENTERED or in_8_bits(equation)
-        entries = (entry for entry in self._entries(tables, equation, scope) if takes_8_bits or entry[0] != "fp8")
+        entries = (entry for entry in self._entries(equation, scope) if takes_8_bits or entry[0] != "fp8")
         decided = next(entries, (None, Reason(Cause.NO_RULE)))
         if decided[0] is None and name in NEAR_A_CONSTANT and equation.outvars[0] in self.complemented:
             return "float32", Reason(Cause.NEAR_A_CONSTANT)
         return decided
 
-    def _entries(self, tables: "Tables", equation: JaxprEqn, scope: str) -> Iterator[tuple[Rule, Reason]]:
-        """Yields the rules that tables have for an equation, the deciding one first, and their reasons."""
+    def _entries(self, equation: JaxprEqn, scope: str) -> Iterator[tuple[Rule, Reason]]:
+        """Yields the rules that the tables have for an equation, the deciding one first, and their reasons."""
         name = equation.primitive.name
         function = equation.params.get("name") if name in ("jit", "pjit") else None
-        path = join(self.path, scope)
-        if tables.operations and name not in ENTERED:
-            yield from _matching(tables.operations, address_of((*self.callers, equation), path), Cause.OPERATION)
-        yield from _matching(tables.paths, path, Cause.PATH)
+        path, rules, functions = join(self.path, scope), self.rules, dict(self.rules.functions)
+        if rules.operations and name not in ENTERED:
+            yield from _matching(rules.operations, address_of((*self.callers, equation), path), Cause.OPERATION)
+        yield from _matching(rules.paths, path, Cause.PATH)
         if DECIDED in scope and (fixed := _FIXED.findall(scope)):
             yield fixed[-1], Reason(Cause.AUTOCAST_AS)
-        if function is not None and function in tables.functions:
-            yield tables.functions[function], Reason(Cause.FUNCTION, function)
+        if function is not None and function in functions:
+            yield functions[function], Reason(Cause.FUNCTION, function)
         for module in jax_modules(equation):
-            if module in tables.functions:
-                yield tables.functions[module], Reason(Cause.MODULE, module)
+            if module in functions:
+                yield functions[module], Reason(Cause.MODULE, module)
         if self.forced is not None:
             yield self.forced, Reason(Cause.WITHIN, self.forced)
-        if (rule := tables.primitives.get(name)) is not None:
+        if (rule := dict(rules.primitives).get(name)) is not None:
             in_half = rule in ("lower", "fp8") and name in PRODUCTS
             rule = "lower" if in_half and not in_8_bits(equation) else rule
             yield (_no_matrix_product(equation) if in_half else None) or (rule, Reason(Cause.PRIMITIVE, name))
 
 
-def _matching(
-    entries: tuple[tuple[re.Pattern[str], Rule], ...], text: str, cause: Cause
-) -> Iterator[tuple[Rule, Reason]]:
-    return ((rule, Reason(cause, regex.pattern)) for regex, rule in entries if regex.search(text))
-
-
-@dataclasses.dataclass(frozen=True)
-class Tables:
-    """Rules, prepared for lookup."""
-
-    primitives: dict[str, Rule]
-    functions: dict[Any, Rule]
-    paths: tuple[tuple[re.Pattern[str], Rule], ...]
-    banned: dict[Any, str]
-    operations: tuple[tuple[re.Pattern[str], Rule], ...]
-
-
-@functools.lru_cache(maxsize=64)
-def tables_of(rules: AutocastRules) -> Tables:
-    """Returns rules as tables."""
-    return Tables(
-        dict(rules.primitives),
-        dict(rules.functions),
-        _compiled(rules.paths),
-        dict(rules.banned),
-        _compiled(rules.operations),
-    )
-
-
-def _compiled(pairs: tuple[tuple[str, Rule], ...]) -> tuple[tuple[re.Pattern[str], Rule], ...]:
-    return tuple((re.compile(expression), rule) for expression, rule in pairs)
+def _matching(entries: Sequence[tuple[str, Rule]], text: str, cause: Cause) -> Iterator[tuple[Rule, Reason]]:
+    return ((rule, Reason(cause, expression)) for expression, rule in entries if re.search(expression, text))
 
 
 def jax_modules(equation: Any) -> tuple[str, ...]:

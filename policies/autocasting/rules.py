@@ -20,9 +20,9 @@ Operations that no table names are promoted if they are elementwise or move data
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, get_args
 
 from jax import lax
 
@@ -140,15 +140,15 @@ class AutocastRules:
           ValueError: there is no such rule, or a regular expression is not valid.
         """
         given = {"primitives": primitives, "functions": functions, "paths": paths}
-        for name, rules in {**given, "banned": banned, "operations": operations}.items():
+        given |= {"banned": banned, "operations": operations}
+        for name, rules in given.items():
             if not isinstance(rules, Mapping | None):
                 raise TypeError(f"{name} must be a dict from names or expressions to rules, got {rules!r}")
         return AutocastRules(
-            primitives=_merged(self.primitives, primitives),
-            functions=_merged(self.functions, functions),
-            paths=_before(self.paths, paths),
-            banned=_merged(self.banned, banned),
-            operations=_before(self.operations, operations),
+            **{
+                name: (_before if name in ("paths", "operations") else _merged)(getattr(self, name), new or {})
+                for name, new in given.items()
+            }
         )
 
     def save(self, path: str | Path, *, comment: str = "") -> None:
@@ -200,18 +200,12 @@ class AutocastRules:
             raise ValueError(f"{path}: {error}") from None
 
 
-Word = TypeVar("Word", bound=str)
+def _merged(old: Sequence[tuple[str, Any]], new: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((dict(old) | dict(new)).items())
 
 
-def _merged(old: tuple[tuple[str, Word], ...], new: Mapping[str, Word] | None) -> tuple[tuple[str, Word], ...]:
-    merged = dict(old)
-    merged.update(new or {})
-    return tuple(merged.items())
-
-
-def _before(old: tuple[tuple[str, Rule], ...], new: Mapping[str, Rule] | None) -> tuple[tuple[str, Rule], ...]:
+def _before(old: Sequence[tuple[str, Any]], new: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Returns pairs with the new ones first; the first pair that matches applies."""
-    new = new or {}
     return (*new.items(), *(pair for pair in old if pair[0] not in new))
 
 

@@ -1,8 +1,7 @@
 """Finds entries of rules that apply to no operation of a program, such as those of an outdated file."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from jax.extend.core import ClosedJaxpr
 
@@ -10,17 +9,15 @@ from jmp_train.policies.autocasting.decisions import can_take
 from jmp_train.policies.autocasting.known_names import is_function_of_jax, nearest
 from jmp_train.policies.autocasting.operations import held_jaxprs
 from jmp_train.policies.autocasting.primitives import ENTERED
-from jmp_train.policies.autocasting.region import tables_of
 from jmp_train.policies.autocasting.rules import (
     APEX_O1,
     MOSTLY_HALF,
     TORCH_CPU,
     TORCH_CUDA,
     AutocastRules,
-    Rule,
 )
 from jmp_train.policies.autocasting.source_lines import address_of, warn_user
-from jmp_train.policies.programs import walk
+from jmp_train.policies.programs import Place, walk
 
 _SHOWN = 3
 _TABLES = (TORCH_CUDA, TORCH_CPU, APEX_O1, MOSTLY_HALF)
@@ -47,47 +44,43 @@ class UnmetRulesWarning(UserWarning):
 def unmet_entries(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> tuple[str, ...]:
     """Returns the entries that apply to no operation, as text: the table, the name and the nearest name.
 
+    Those follow that match operations of which none can run by their rule.
+
     Args:
       rules: the rules to check.
       programs: the traced functions.
     """
-    own = {name for name, _ in rules.functions if name not in _SHIPPED and not is_function_of_jax(name)}
-    tables, primitives = tables_of(rules), [entry for entry in rules.primitives if entry not in _SHIPPED_PRIMITIVES]
-    if not (tables.paths or tables.operations or own or primitives):
-        return ()
-    places = (place for program in programs for place in walk(program, held_jaxprs))
-    calls = [(place.equations, place.path) for place in places]
-    paths = dict.fromkeys(path for _, path in calls)
-    addresses = dict.fromkeys(address_of(e, path) for e, path in calls if e[-1].primitive.name not in ENTERED)
-    functions = dict.fromkeys(str(e[-1].params["name"]) for e, _ in calls if e[-1].primitive.name in ("jit", "pjit"))
-    regexes = (("paths", tables.paths, paths), ("operations", tables.operations, addresses))
-    unmet = [
-        _text(table, expression.pattern, found)
-        for table, entries, found in regexes
-        for expression, _ in entries
-        if not any(map(expression.search, found))
-    ]
-    unmet += [_text("functions", name, functions) for name, _ in rules.functions if name in own - {*functions}]
-    return *unmet, *_refused(rules, primitives, [call for call in calls if call[0][-1].primitive.name not in ENTERED])
-
-
-def _refused(
-    rules: AutocastRules, primitives: Sequence[tuple[str, Rule]], calls: Sequence[tuple[tuple[Any, ...], str]]
-) -> Iterator[str]:
-    """Yields the entries that match operations of which none can run by their rule, as text."""
-    tables = tables_of(rules)
-    functions = [entry for entry in rules.functions if entry[0] not in _SHIPPED]
-    matches: tuple[tuple[str, Sequence[tuple[Any, Rule]], Callable[..., Any]], ...] = (
-        ("primitives", primitives, lambda name, e, _: name == e[-1].primitive.name),
-        ("functions", functions, lambda name, e, _: any(name == x.params.get("name") for x in e[:-1])),
-        ("paths", tables.paths, lambda expression, _, path: expression.search(path)),
-        ("operations", tables.operations, lambda expression, e, path: expression.search(address_of(e, path))),
-    )
-    for table, entries, match in matches:
+    tables = {
+        "paths": rules.paths,
+        "operations": rules.operations,
+        "functions": [entry for entry in rules.functions if entry[0] not in _SHIPPED],
+        "primitives": [entry for entry in rules.primitives if entry not in _SHIPPED_PRIMITIVES],
+    }
+    places = [place for program in programs for place in walk(program, held_jaxprs)] if any(tables.values()) else []
+    unmet, refused = [], []
+    for table, entries in tables.items():
+        found = [(place.equation, _names(table, place)) for place in places] if entries else []
         for name, rule in entries:
-            met = [e[-1] for e, path in calls if match(name, e, path)] if rule in ("lower", "fp8") else []
-            if met and not any(can_take(rule, equation) for equation in met):
-                yield f"{table}: {getattr(name, 'pattern', name)!r}: what it matches cannot be {rule!r}"
+            matches = re.compile(name).search if table in ("paths", "operations") else name.__eq__
+            met = [equation for equation, names in found if any(map(matches, names))]
+            operations = [equation for equation in met if equation.primitive.name not in ENTERED]
+            if not met and table != "primitives" and not is_function_of_jax(name):
+                unmet.append(_text(table, name, {known for _, names in found for known in names}))
+            elif operations and rule in ("lower", "fp8") and not any(can_take(rule, x) for x in operations):
+                refused.append(f"{table}: {name!r}: what it matches cannot be {rule!r}")
+    return *unmet, *refused
+
+
+def _names(table: str, place: Place) -> list[str]:
+    """Returns the names of an equation by which the entries of a table match it."""
+    match table:
+        case "paths":
+            return [place.path]
+        case "functions":
+            return [str(x.params["name"]) for x in place.equations if x.primitive.name in ("jit", "pjit")]
+    if place.equation.primitive.name in ENTERED:
+        return []
+    return [place.equation.primitive.name if table == "primitives" else address_of(place.equations, place.path)]
 
 
 def unmet_lines(unmet: Sequence[str]) -> list[str]:
@@ -116,7 +109,7 @@ def warn_of_unmet(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> None
     )
 
 
-def _text(table: str, name: str, known: dict[str, None]) -> str:
+def _text(table: str, name: str, known: Iterable[str]) -> str:
     """Returns an entry and the most similar name, shortened as rules usually write it."""
     like = nearest(_as_written(name), filter(None, map(_as_written, known)))
     return f"{table}: {name!r}" + (f"; the nearest is {like[0]!r}" if like else "")

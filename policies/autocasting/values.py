@@ -66,6 +66,7 @@ class Value:
       shared: True if the value is read more than once.
       source: the float32 array that a stored half array was cast from, which gets the gradients of reads in float32.
       made: the operation that made it, if half precision may have overflowed on the way.
+      half: in an emulation, whose arrays are float32: a bit that is set if it would be half.
     """
 
     array: Any
@@ -80,6 +81,7 @@ class Value:
     shared: bool = False
     source: Any = None
     made: Made | None = None
+    half: bool | jax.Array = False
 
     @property
     def dtype(self) -> Any:
@@ -248,6 +250,12 @@ def upcast_operands(equation: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
         lax.convert_element_type(array, FLOAT32) if eligible(traced_dtype(atom)) else array
         for array, atom in zip(arrays, equation.invars, strict=True)
     ]
+
+
+def traced_arrays(equation: JaxprEqn, values: Sequence[Value]) -> list[Any]:
+    """Returns the operands of an equation in the dtypes that they have in the traced program."""
+    dtypes = map(traced_dtype, equation.invars)
+    return [x.to(dtype) if eligible(dtype) else x.array for x, dtype in zip(values, dtypes, strict=True)]
 
 
 def chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import source_of
-from jmp_train.policies.comparing.counterparts import FILL, Counterpart, Values, counterparts, is_uniform
+from jmp_train.policies.comparing.counterparts import FILL, Counterpart, Values, arranged, counterparts, is_uniform
 from jmp_train.policies.comparing.rerunning import Rerun, Swap
 from jmp_train.policies.diagnosing import Key, Recorded, key_of
 
@@ -229,7 +229,7 @@ def _code_of(op: Recorded) -> tuple[str, str]:
 def _swaps(own: Program, other: Program, choice: dict[int, Counterpart]) -> Iterator[tuple[Key, Swap]]:
     for number, found in choice.items():
         op = own.recorded[number]
-        theirs = found.arranged(other.values[found.number].array, own.values[number].array.ndim)
+        theirs = arranged(other.values[found.number].array, found.axes, own.values[number].array.ndim)
         yield key_of(op.callers, op.equation), _swap(theirs)
 
 

@@ -56,15 +56,6 @@ class Counterpart:
         """True if the values differ only by rounding."""
         return self.apart <= EQUAL
 
-    def arranged(self, theirs: np.ndarray, rank: int) -> np.ndarray:
-        """Returns the other's values with the own axes, which have length 1 if the other lacks them.
-
-        Args:
-          theirs: the other's values.
-          rank: the number of own axes.
-        """
-        return _arranged(theirs, self.axes, rank)
-
 
 def counterparts(own: Values, others: Sequence[Values]) -> list[Counterpart]:
     """Returns the operations that may compute the same values, the most likely first.
@@ -126,7 +117,14 @@ def _ways(own: tuple[int, ...], other: tuple[int, ...], *, drops: bool) -> Itera
                     yield tuple(places.get(axis) for axis in range(len(other)))
 
 
-def _arranged(theirs: np.ndarray, axes: tuple[int | None, ...], rank: int) -> np.ndarray:
+def arranged(theirs: np.ndarray, axes: tuple[int | None, ...], rank: int) -> np.ndarray:
+    """Returns another operation's values with the own axes, which have length 1 if the other lacks them.
+
+    Args:
+      theirs: the other's values.
+      axes: see `Counterpart`.
+      rank: the number of own axes.
+    """
     kept = theirs[tuple(slice(None) if a is not None else 0 for a in axes)]
     order = [a for a in axes if a is not None]
     kept = kept.transpose(np.argsort(order))
@@ -136,7 +134,7 @@ def _arranged(theirs: np.ndarray, axes: tuple[int | None, ...], rank: int) -> np
 def _compared(
     own: Values, other: Values, number: int, axes: tuple[int | None, ...], places: tuple[np.ndarray, ...]
 ) -> Counterpart:
-    theirs = _arranged(other.array, axes, own.array.ndim)
+    theirs = arranged(other.array, axes, own.array.ndim)
     inside = np.ones(len(places[0]) if places else 1, bool)
     there = []
     for place, size in zip(places, theirs.shape, strict=True):

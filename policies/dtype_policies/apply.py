@@ -11,13 +11,12 @@ from jmp_train.policies.autocasting import (
     OperationReport,
     OperationsReport,
     decided,
-    elements_of,
     explained_region,
     half_share,
     mark_of,
     none_key_explained,
+    report_of,
     run_region,
-    source_of,
     table,
     unmet_entries,
     unmet_lines,
@@ -163,18 +162,12 @@ def _under_autocast(
 
 
 def _row(operation: TracedOperation) -> OperationReport:
-    equation, origin = operation.equation, operation.origin
-    return OperationReport(
-        operation=equation.primitive.name,
-        path=operation.path,
-        source=source_of(operation.equations),
-        dtypes_in=_dtypes(equation.invars),
-        dtypes_out=_dtypes(equation.outvars),
-        rule="keep",
-        reason="" if origin is None else str(origin),
-        flops=operation.flops,
-        elements=operation.repeats * elements_of(equation),
+    origin, equation = operation.origin, operation.equation
+    decided, dtypes = (
+        ("keep", "" if origin is None else str(origin)),
+        (_dtypes(equation.invars), _dtypes(equation.outvars)),
     )
+    return report_of(operation.equations, operation.path, operation.repeats, decided, dtypes)
 
 
 def _dtypes(atoms: Iterable[Any]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jmp_train.policies.autocasting.bound_operations import as_traced
 from jmp_train.policies.autocasting.decisions import Step, integers_fit, literals_fit, settle, steps_of
 from jmp_train.policies.autocasting.emulating.rounded_operations import Bit, both, either, rounded, rounded_operation
+from jmp_train.policies.autocasting.interpreter import ByRules
 from jmp_train.policies.autocasting.literal_bounds import result_bounds
 from jmp_train.policies.autocasting.opaque import OpaqueCall
 from jmp_train.policies.autocasting.primitives import (
@@ -41,11 +42,11 @@ from jmp_train.policies.autocasting.values import (
     argument,
     eligible,
     facts_of,
-    literal,
     note_integers,
+    traced_arrays,
     traced_dtype,
 )
-from jmp_train.policies.programs import IN_JAX, Enter, Reading, bodies_of, join, on_device, opened
+from jmp_train.policies.programs import IN_JAX, Enter, bodies_of, join, on_device, opened
 from jmp_train.policies.pytrees import check_half
 
 Args = ParamSpec("Args")
@@ -69,91 +70,64 @@ class Run(Protocol):
         ...
 
 
-@dataclasses.dataclass(slots=True)
-class Emulated:
-    """A value of the emulated program.
-
-    Attributes:
-      value: the value; its array is float32 if autocast could make it half.
-      half: True if it would be half.
-    """
-
-    value: Value
-    half: Bit = False
-
-    @property
-    def array(self) -> Any:
-        """The array."""
-        return self.value.array
-
-
-def emulated(array: Any, half: Bit = False, **about: Any) -> Emulated:
-    """Returns an array that a program computed as an emulated value, in float32.
+def emulated(array: Any, half: Bit = False, **about: Any) -> Value:
+    """Returns an array that a program computed as a value of an emulation, in float32.
 
     Args:
       array: an array of any dtype; a half array is known to be half.
       half: True if it would be half.
-      **about: fields of `Value`.
+      **about: other fields of `Value`.
     """
     if getattr(array, "dtype", None) in HALVES and not isinstance(array, jax.Ref):
-        return Emulated(Value(lax.convert_element_type(array, FLOAT32), **about), True)
-    return Emulated(Value(array, **about), half)
+        return Value(lax.convert_element_type(array, FLOAT32), half=True, **about)
+    return Value(array, half=half, **about)
 
 
-def _argument(array: Any) -> Emulated:
-    return emulated(array, origin=argument(array).origin)
-
-
-def _active(emulation: "Emulation", step: Step, inputs: list[Emulated]) -> Bit:
+def _active(emulation: "Emulation", step: Step, inputs: list[Value]) -> Bit:
     """Returns the flag of an operation: whether it may run in half precision."""
     equation: Any = step.equation
     region, name, rule = emulation.region, equation.primitive.name, step.rule
     floats = [x for x, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
-    strong = [x for x in floats if not x.value.weak]
-    if rule not in ("lower", "demote", "promote") or not strong:
+    halves = [x.half for x in floats if not x.weak]
+    if rule not in ("lower", "demote", "promote") or not halves:
         return False
-    values = [x.value for x in floats]
-    if rule != "lower" and not literals_fit(region, equation, values):
+    if rule != "lower" and not literals_fit(region, equation, floats):
         return False
-    is_scalar, halves = equation.outvars[0].aval.shape == (), [x.half for x in strong]
-    if rule == "promote" or (rule == "demote" and is_scalar):
+    if rule == "promote" or (rule == "demote" and equation.outvars[0].aval.shape == ()):
         met = functools.reduce(both, halves, True)
     else:
         met = functools.reduce(either, halves, rule == "lower")
     if rule == "promote":
         return met
-    if rule == "demote" and (
-        (name in TRANSCENDENTAL | ARITHMETIC and step.in_float32) or not integers_fit(region, values)
-    ):
+    in_float32 = (name in TRANSCENDENTAL | ARITHMETIC and step.in_float32) or not integers_fit(region, floats)
+    if met is False or (rule == "demote" and in_float32):
         return False
-    if met is False:
-        return False
-    callers = (*region.callers, equation)
-    return both(emulation.flags((address_of(callers, join(region.path, step.scope)),), callers), met)
+    return both(emulation.flags(_address(emulation, step), (*region.callers, equation)), met)
 
 
-def _computed(emulation: "Emulation", step: Step, inputs: list[Emulated]) -> list[Emulated]:
+def _address(emulation: "Emulation", step: Step) -> tuple[str]:
+    region = emulation.region
+    return (address_of((*region.callers, step.equation), join(region.path, step.scope)),)
+
+
+def _computed(emulation: "Emulation", step: Step, inputs: list[Value]) -> list[Value]:
     """Runs an operation on float32 operands, with rounding if its precision is variable and its flag is set."""
     equation, primitive = step.equation, step.equation.primitive
     active = _active(emulation, step, inputs)
     wide = step.rule == "lower" and step.is_logits
     pairs = zip(step.dtypes, equation.invars, strict=True)
     touched = [dtype is not None or eligible(traced_dtype(atom)) for dtype, atom in pairs]
-    arrays = [x.value.to(FLOAT32) if touch else x.array for x, touch in zip(inputs, touched, strict=True)]
+    arrays = [x.to(FLOAT32) if touch else x.array for x, touch in zip(inputs, touched, strict=True)]
     params = _in_float32(equation)
     if step.rule not in _COMPUTE or active is False:  # promoted operations move or pick rounded numbers
         results = primitive.bind(*arrays, **params)
         results = list(results) if primitive.multiple_results else [results]
     else:
-        region = emulation.region
-        address = (address_of((*region.callers, equation), join(region.path, step.scope)),)
-        arrays = [on_device(x) for x in arrays]
+        arrays, address = [on_device(x) for x in arrays], _address(emulation, step)
         results = emulation.operation(lambda *x: primitive.bind(*x, **params), arrays, active, address, wide=wide)
     if primitive.name in PLACEMENT:
-        pairs = zip(inputs, results, strict=True)
-        return [Emulated(dataclasses.replace(x.value, array=array, casts={}), x.half) for x, array in pairs]
-    about = facts_of(equation, [x.value for x in inputs])
-    return [emulated(x, False if wide else active, **about) for x in results]
+        return [dataclasses.replace(x, array=array, casts={}) for x, array in zip(inputs, results, strict=True)]
+    return [emulated(x, False if wide else active, **facts_of(equation, inputs)) for x in results]
 
 
 def _in_float32(equation: Any) -> dict[str, Any]:
@@ -166,50 +140,40 @@ def _in_float32(equation: Any) -> dict[str, Any]:
     return in_float32(name, params, "float32") if name in PRODUCTS else params
 
 
-def _kept(equation: Any, inputs: list[Emulated]) -> list[Emulated]:
+def _kept(equation: Any, inputs: list[Value]) -> list[Value]:
     """Runs an equation as it was traced."""
     name, primitive = equation.primitive.name, equation.primitive
     if name == "convert_element_type":
         return [_converted(equation, inputs[0])]
-    arrays = [
-        x.value.to(traced_dtype(a)) if eligible(traced_dtype(a)) and traced_dtype(a) is not None else x.array
-        for x, a in zip(inputs, equation.invars, strict=True)
-    ]
-    results = as_traced(equation, *arrays)
-    about = {} if name in ENTERED else facts_of(equation, [x.value for x in inputs])
-    results = list(results) if primitive.multiple_results else [results]
-    return [emulated(x, **about) for x in results]
+    results = as_traced(equation, *traced_arrays(equation, inputs))
+    about = {} if name in ENTERED else facts_of(equation, inputs)
+    return [emulated(x, **about) for x in (results if primitive.multiple_results else [results])]
 
 
-def _converted(equation: Any, x: Emulated) -> Emulated:
+def _converted(equation: Any, x: Value) -> Value:
     source, dtype = traced_dtype(equation.invars[0]), equation.params["new_dtype"]
     if eligible(source) and eligible(dtype):
         if dtype == FLOAT32:
-            return Emulated(dataclasses.replace(x.value, casts={}), False if source in HALVES else x.half)
-        return Emulated(dataclasses.replace(x.value, array=rounded(x.value.to(FLOAT32), dtype), casts={}), True)
+            return dataclasses.replace(x, casts={}, half=False if source in HALVES else x.half)
+        return dataclasses.replace(x, array=rounded(x.to(FLOAT32), dtype), casts={}, half=True)
     (result,) = [lax.convert_element_type_p.bind(on_device(x.array), **equation.params)]
     if source == jnp.bool_:
         return emulated(result, weak=True, bounds=(0.0, 1.0))
-    return emulated(result, weak=x.value.weak, bounds=result_bounds(equation, [x.value.bounds]))
+    return emulated(result, weak=x.weak, bounds=result_bounds(equation, [x.bounds]))
 
 
-def _with_custom_derivative(emulation: "Emulation", equation: Any, inputs: list[Emulated]) -> list[Emulated] | None:
+def _with_custom_derivative(emulation: "Emulation", equation: Any, inputs: list[Value]) -> list[Value] | None:
     """Runs a function with a custom derivative as one operation, which is half if all its operations are."""
     floats = [x for x, a in zip(inputs, equation.invars, strict=True) if eligible(traced_dtype(a))]
-    strong = [x for x in floats if not x.value.weak]
-    met: Bit = equation.primitive.name == "custom_vjp_call"  # it has a product, whose operands become half
-    if met and not multiplies(equation.params["call_jaxpr"]):
+    has_product = equation.primitive.name == "custom_vjp_call"  # whose operands become half
+    if has_product and not multiplies(equation.params["call_jaxpr"]):
         return None
-    for x in strong:
-        met = either(met, x.half)
+    met = functools.reduce(either, (x.half for x in floats if not x.weak), has_product)
     addresses = tuple(dict.fromkeys(_addresses(emulation.region, equation.params["call_jaxpr"])))
     if met is False or not addresses or emulation.region.forced == "float32":
         return None
     active = both(emulation.flags(addresses, emulation.region.callers), met)
-    arrays = [
-        on_device(x.value.to(traced_dtype(a)) if eligible(traced_dtype(a)) else x.array)
-        for x, a in zip(inputs, equation.invars, strict=True)
-    ]
+    arrays = list(map(on_device, traced_arrays(equation, inputs)))
     results = emulation.operation(lambda *x: as_traced(equation, *x), arrays, active, addresses, wide=False)
     return [emulated(x, active) for x in results]
 
@@ -226,37 +190,27 @@ def _addresses(region: Region, jaxpr: Any) -> list[str]:
     return found
 
 
-def _remat(emulation: "Emulation", equation: Any, inputs: list[Emulated]) -> Sequence[Emulated] | None:
+def _remat(emulation: "Emulation", equation: Any, inputs: list[Value]) -> Sequence[Value] | None:
     policy = equation.params["policy"]
-    if isinstance(policy, OpaqueCall):
-        return _opaque(emulation, policy, inputs, [on_device(x.array) for x in inputs])
-    return IN_JAX["remat2"](emulation, equation, inputs)
-
-
-def _opaque(
-    emulation: "Emulation", policy: OpaqueCall, inputs: Sequence[Emulated], arrays: Sequence[Any]
-) -> list[Emulated]:
-    """Runs a function that stores in the dtypes of its arguments and accumulates in float32."""
+    if not isinstance(policy, OpaqueCall):
+        return IN_JAX["remat2"](emulation, equation, inputs)
+    # A function that stores in the dtypes of its arguments and accumulates in float32.
     met = functools.reduce(either, [x.half for x in inputs], False)
-    results = jax.tree.leaves(policy.run(*arrays))
+    results = jax.tree.leaves(policy.run(*(on_device(x.array) for x in inputs)))
     return [emulated(rounded(x, emulation.region.half, met), met) for x in results]
 
 
 @dataclasses.dataclass(frozen=True)
-class Emulation(Reading[Emulated]):
+class Emulation(ByRules):
     """A program as autocast would run it, in float32.
 
     Attributes:
-      region: the autocast region, whose rules decide which operations may be half.
       flags: returns whether an operation is half.
       operation: runs an operation.
-      steps: the equations of the current program with the decisions on them, by identity.
     """
 
-    region: Region
     flags: Flags
     operation: Run
-    steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)
 
     table: ClassVar[Mapping[str, Enter]] = {
         **IN_JAX,
@@ -267,8 +221,7 @@ class Emulation(Reading[Emulated]):
 
     def prepared(self, jaxpr: Any) -> "Emulation":
         """Returns the emulation with the decisions that do not depend on values."""
-        steps = {id(step.equation): step for step in steps_of(self.region, jaxpr)}
-        return dataclasses.replace(self, steps=steps)
+        return dataclasses.replace(self, steps=steps_of(self.region, jaxpr))
 
     def within(self, equation: Any) -> "Emulation":
         """Returns the emulation for the bodies of an equation."""
@@ -277,45 +230,31 @@ class Emulation(Reading[Emulated]):
         region = self.region.within(equation, step.scope)
         return dataclasses.replace(self, region=dataclasses.replace(region, forced=forced, constants={}))
 
-    def enter(self, equation: Any, inputs: list[Emulated]) -> Sequence[Emulated] | None:
+    def enter(self, equation: Any, inputs: list[Value]) -> Sequence[Value] | None:
         """Runs bodies, but for those that autocast keeps as they were traced."""
         return None if self.steps[id(equation)].rule == "keep" else super().enter(equation, inputs)
 
-    def bind(self, equation: Any, inputs: list[Emulated]) -> Sequence[Emulated]:
+    def bind(self, equation: Any, inputs: list[Value]) -> Sequence[Value]:
         """Runs an operation, with rounding if its flag is set."""
         if equation.primitive.name in ENTERED:
             return _kept(equation, inputs)
-        values = [x.value for x in inputs]
-        step = settle(self.region, self.steps[id(equation)], values)
+        step = settle(self.region, self.steps[id(equation)], inputs)
         if step.rule == "keep" or equation.primitive.name == "convert_element_type":
             outputs = _kept(equation, inputs)
         else:
             outputs = _computed(self, step, inputs)
-        note_integers(equation, values, [x.value for x in outputs])
+        note_integers(equation, inputs, outputs)
         return outputs
 
-    def constant(self, array: Any) -> Emulated:
-        """Returns a constant."""
-        return Emulated(self.region.constant(array))
-
-    def literal(self, atom: Any) -> Emulated:
-        """Returns a literal."""
-        return Emulated(literal(atom))
-
-    def array(self, value: Emulated) -> Any:
-        """Returns the array."""
-        return value.array
-
-    def mapped(self, function: Callable[..., Any], *values: Emulated) -> Emulated:
+    def mapped(self, function: Callable[..., Any], *values: Value) -> Value:
         """Returns a value with another array."""
-        arrays = (on_device(x.array) for x in values)
-        return Emulated(dataclasses.replace(values[0].value, array=function(*arrays), casts={}), values[0].half)
+        return dataclasses.replace(values[0], array=function(*(on_device(x.array) for x in values)), casts={})
 
-    def packed(self, value: Emulated) -> Any:
+    def packed(self, value: Value) -> Any:
         """Returns array and bit."""
         return value.array, jnp.asarray(value.half)
 
-    def unpacked(self, arrays: Any) -> Emulated:
+    def unpacked(self, arrays: Any) -> Value:
         """Returns the value of array and bit."""
         return emulated(*arrays)
 
@@ -323,37 +262,29 @@ class Emulation(Reading[Emulated]):
         """Returns how array and bit are sharded."""
         return spec, P()
 
-    def operand(self, array: Any, outer: Emulated) -> Emulated:
+    def operand(self, array: Any, outer: Value) -> Value:
         """Returns an operand, half if it is outside."""
-        return emulated(array, outer.half, origin=argument(array).origin, integers=outer.value.integers)
+        return emulated(array, outer.half, origin=argument(array).origin, integers=outer.integers)
 
-    def row(self, array: Any, outer: Emulated) -> Emulated:
+    def row(self, array: Any, outer: Value) -> Value:
         """Returns a row, half if the array is."""
-        return Emulated(Value(array, integers=outer.value.integers), outer.half)
+        return Value(array, integers=outer.integers, half=outer.half)
 
-    def stacked(self, arrays: Any) -> Emulated:
+    def stacked(self, arrays: Any) -> Value:
         """Returns stacked outputs, half if all are."""
         array, bits = arrays
         return emulated(array, jnp.all(bits))
 
-    def inside(self, value: Emulated) -> Emulated:
-        """Returns a value for the body of a loop."""
-        return Emulated(value.value.inside(), value.half)
-
-    def start(self, program: Any, init: list[Emulated], atoms: Sequence[Any], operands: Any) -> list[Emulated]:
+    def start(self, program: Any, init: list[Value], atoms: Sequence[Any], operands: Any) -> list[Value]:
         """Returns carried values in float32."""
-        return [
-            Emulated(
-                Value(jnp.asarray(x.value.to(FLOAT32)) if eligible(traced_dtype(a)) else on_device(x.array)),
-                False if x.value.weak else x.half,
-            )
-            for x, a in zip(init, atoms, strict=True)
-        ]
+        pairs = [(x, eligible(traced_dtype(a))) for x, a in zip(init, atoms, strict=True)]
+        arrays = [jnp.asarray(x.to(FLOAT32)) if is_float else on_device(x.array) for x, is_float in pairs]
+        return [Value(array, half=False if x.weak else x.half) for x, array in zip(init, arrays, strict=True)]
 
-    def following(self, new: Emulated, old: Emulated) -> Emulated:
+    def following(self, new: Value, old: Value) -> Value:
         """Returns the next carried value: it is half only if it stays half."""
-        array = new.value.to(old.array.dtype) if eligible(old.array.dtype) else new.array
-        return Emulated(Value(array), both(old.half, new.half))
+        array = new.to(old.dtype) if eligible(old.dtype) else new.array
+        return Value(array, half=both(old.half, new.half))
 
 
 def emulated_autocast(
@@ -387,8 +318,11 @@ def emulated_autocast(
     @functools.wraps(fn)
     def with_emulation(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         def by_flags(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
-            emulation = Emulation(Region(half, rules), flags, run or rounding)
-            return [on_device(x.array) for x in emulation.evaluate(jaxpr, list(map(_argument, arrays)))]
+            emulation = Emulation(Region(half, rules), flags=flags, operation=run or rounding)
+            return [
+                on_device(x.array)
+                for x in emulation.evaluate(jaxpr, [emulated(x, origin=argument(x).origin) for x in arrays])
+            ]
 
         return run_traced(by_flags, fn, args, kwargs)
 
