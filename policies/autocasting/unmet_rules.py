@@ -64,7 +64,7 @@ def unmet_entries(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> tupl
             matches = re.compile(name).search if table in ("paths", "operations") else name.__eq__
             met = [equation for equation, names in found if any(map(matches, names))]
             operations = [equation for equation in met if equation.primitive.name not in ENTERED]
-            if not met and table != "primitives" and not is_function_of_jax(name):
+            if not met and table != "primitives" and not (table == "functions" and is_function_of_jax(name)):
                 unmet.append(_text(table, name, {known for _, names in found for known in names}))
             elif operations and rule in ("lower", "fp8") and not any(can_take(rule, x) for x in operations):
                 refused.append(f"{table}: {name!r}: what it matches cannot be {rule!r}")

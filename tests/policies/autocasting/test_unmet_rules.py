@@ -37,6 +37,8 @@ def test_rules_that_match_and_names_of_jax_are_no_reason_to_warn() -> None:
     rules = jt.TORCH_CUDA.replace(**MET)
     assert jnp.isfinite(jt.autocast(loss_fn, rules=rules)(X, X))
     assert jt.explain_autocast(jt.autocast(loss_fn, rules=rules), X, X).unmet == ()
+    by_path = jt.autocast(loss_fn, rules=rules.replace(paths={"tanh": "float32"}))
+    assert jt.explain_autocast(by_path, X, X).unmet == ("paths: 'tanh'",)
 
 
 @pytest.mark.parametrize(
