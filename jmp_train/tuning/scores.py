@@ -7,6 +7,7 @@ reach.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies import get_loss_scale, set_loss_scale
-from jmp_train.policies.autocasting.emulating import Bit, rounded
+from jmp_train.policies.autocasting.emulating import Bit, emulated_autocast, rounded
 from jmp_train.policies.loss_scaling import DynamicLossScale, NoOpLossScale, StaticLossScale
 from jmp_train.policies.optimizers import scaled_states
 from jmp_train.steps import TrainState
 from jmp_train.tuning.tolerance import Reference
 from jmp_train.tuning.tuned_functions import Example, Subject
-from jmp_train.tuning.units import flagged
 
 _OVERFLOW = 1e3
 # Score, score if everything were lost, elements, values that overflow or become 0, gradients that do.
@@ -52,7 +52,7 @@ def scores_of(subject: Subject, numbers: dict[str, int], dtype: Any) -> Callable
                 results = list(results) if isinstance(results, list | tuple) else [results]
                 return [noted(x, slot) if _is_float32(x) else x for x in results]
 
-            everything = flagged(lambda *_: True, dtype, run)
+            everything = functools.partial(emulated_autocast, dtype=dtype, flags=lambda *_: True, run=run)
             return subject.objective(everything, *example) * scale
 
         found = jax.grad(of_slots)(slots)

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocasting import AutocastRules, InnerGradientWarning, autocast
-from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
+from jmp_train.policies.autocasting import AutocastRules, FlatCall, InnerGradientWarning, autocast
+from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS, emulated_autocast
 from jmp_train.policies.pytrees import Carried, is_array, path_name
 from jmp_train.tuning.scores import no_scores, scores_of
 from jmp_train.tuning.tolerance import Criterion, Errors, Outcome, Reference, Tolerance, errors_of
 from jmp_train.tuning.tuned_functions import Example, Subject, as_it_is
-from jmp_train.tuning.units import Unit, flagged, flags_from, index_of
+from jmp_train.tuning.units import Unit, flags_from, index_of
 
 
 class Programs:
@@ -49,9 +49,7 @@ class Programs:
         self._dtype, self._criterion = dtype, criterion
         self._numbers = index_of(units)
         self._count = len(units)
-        leaves, self._tree = jax.tree.flatten(examples[0])
-        self._are_arrays = [is_array(leaf) for leaf in leaves]
-        self._rest = [None if keep else leaf for leaf, keep in zip(leaves, self._are_arrays, strict=True)]
+        self._call = FlatCall(examples[0], {})
         self._arrays = [self._arrays_of(example) for example in examples]
         self.compile_seconds = 0.0
         outcome = self._compiled(lambda arrays: subject.outcome(as_it_is, 1.0, *self._example(arrays)))(self._arrays[0])
@@ -65,9 +63,7 @@ class Programs:
         return jax.device_put([x for x in jax.tree.leaves(example) if is_array(x)])
 
     def _example(self, arrays: Sequence[Any]) -> Example:
-        rest = iter(arrays)
-        leaves = [next(rest) if keep else x for x, keep in zip(self._rest, self._are_arrays, strict=True)]
-        return jax.tree.unflatten(self._tree, leaves)
+        return self._call.arguments(arrays)[0]
 
     def _compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that compiles `run` for its arguments."""
@@ -93,7 +89,8 @@ class Programs:
         """Returns the function `(flags, loss scale, example number)` -> errors of an emulation."""
 
         def run(flags: jax.Array, scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
-            emulate = flagged(flags_from(flags, self._numbers), self._dtype)
+            by_flags = flags_from(flags, self._numbers)
+            emulate = functools.partial(emulated_autocast, dtype=self._dtype, flags=by_flags)
             return self._errors(emulate, scale, reference, arrays)
 
         flags = np.ones(self._count, bool)

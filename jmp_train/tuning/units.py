@@ -4,6 +4,7 @@ An entry has the shortest expressions that match only its operations.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -14,7 +15,7 @@ import jax
 from jmp_train.policies.autocasting import PRODUCTS, elements_of, flops_of
 from jmp_train.policies.autocasting.emulating import Bit, both, emulated_autocast
 from jmp_train.policies.programs import repeats_of
-from jmp_train.tuning.tuned_functions import Example, Subject, Transform
+from jmp_train.tuning.tuned_functions import Example, Subject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +80,13 @@ def find_units(subject: Subject, example: Example, dtype: Any) -> list[Unit]:
             counts[i] += count
         return True
 
-    transform = flagged(note, dtype)
+    transform = functools.partial(emulated_autocast, dtype=dtype, flags=note)
     jax.eval_shape(lambda: subject.objective(transform, *example))
     units: dict[frozenset[str], list[int]] = {}
     for address, counts in counted.items():
         total = units.setdefault(frozenset(together[address]), [0, 0, 0])
         total[:] = [a + b for a, b in zip(total, counts, strict=True)]
     return [Unit(tuple(sorted(addresses)), *counts) for addresses, counts in units.items()]
-
-
-def flagged(flags: Callable[..., Bit], dtype: Any, run: Any = None) -> Transform:
-    """Returns a transform that emulates a function under autocast; see `emulated_autocast`."""
-    return lambda fn: emulated_autocast(fn, dtype, flags, run=run)
 
 
 def index_of(units: Sequence[Unit]) -> dict[str, int]:

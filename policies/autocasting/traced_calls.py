@@ -47,6 +47,10 @@ class FlatCall:
             x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in chosen(self._leaves, self.are_arrays)
         ]
 
+    def arguments(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments, with the given arrays in place of its own."""
+        return jax.tree.unflatten(self._tree, replaced(self._leaves, self.are_arrays, arrays))
+
     def of_arrays(self, run: Callable[..., Any]) -> Callable[..., list[Any]]:
         """Returns a function that calls `run` with the given arrays and returns a list of arrays.
 
@@ -55,8 +59,7 @@ class FlatCall:
         reachable = Carried((), run)
 
         def call(*arrays: object) -> list[Any]:
-            leaves = replaced(self._leaves, self.are_arrays, arrays)
-            args, kwargs = jax.tree.unflatten(self._tree, leaves)
+            args, kwargs = self.arguments(arrays)
             with reachable.at_home(), python_values_explained():
                 results = jax.tree.leaves(run(*args, **kwargs))
             return [x for x in results if isinstance(x, jax.Array)]

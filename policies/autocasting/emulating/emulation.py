@@ -7,7 +7,7 @@ operation rounds as the half type does. One compiled program can thus try all ch
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -60,14 +60,9 @@ _COMPUTE = ("lower", "demote")
 Flags = Callable[[tuple[str, ...], tuple[Any, ...]], Bit]
 
 
-class Run(Protocol):
-    """Runs an operation, in half precision if a bit is set."""
-
-    def __call__(
-        self, run: Callable[..., Any], arrays: Sequence[Any], active: Bit, addresses: tuple[str, ...], *, wide: bool
-    ) -> list[Any]:
-        """Returns the results of the operation; see `rounded_operation`."""
-        ...
+# Runs an operation, in half precision if a bit is set. Takes the operation, its operands, the bit, its addresses, and
+# `wide`; see `rounded_operation`.
+Run = Callable[..., list[Any]]
 
 
 def emulated(array: Any, half: Bit = False, **about: Any) -> Value:
@@ -309,10 +304,7 @@ def emulated_autocast(
     """
     half = check_half(dtype, "dtype")
 
-    def rounding(
-        run: Callable[..., Any], arrays: Sequence[Any], active: Bit, addresses: tuple[str, ...], *, wide: bool
-    ) -> list[Any]:
-        del addresses
+    def rounding(run: Callable[..., Any], arrays: Sequence[Any], active: Bit, _: Any, *, wide: bool) -> list[Any]:
         return rounded_operation(run, arrays, half, active, wide=wide)
 
     @functools.wraps(fn)

@@ -18,7 +18,7 @@ from promotion import promoting
 
 from jmp_train.policies.autocasting.rules import MOSTLY_HALF, TORCH_CPU, TORCH_CUDA, AutocastRules
 from jmp_train.policies.autocasting.transform import autocast
-from jmp_train.policies.programs import opened, programs_in
+from jmp_train.policies.programs import walk
 
 pytestmark = pytest.mark.quick
 
@@ -352,17 +352,11 @@ def test_gradients_of_confident_predictions_keep_their_digits(half: Any) -> None
         np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.01 * np.abs(expected).min(), err_msg=name)
 
 
-def primitives_of(program: Any) -> set[str]:
-    """Returns the names of all primitives in a program."""
-    inner = (primitives_of(held) for equation in program.eqns for held in programs_in(equation))
-    return {equation.primitive.name for equation in program.eqns}.union(*inner)
-
-
 def test_every_primitive_with_a_derivative_has_a_case() -> None:
     cases = {**PRIMITIVES, **VARIANTS, **REDUCTIONS}
     arrays = [jax.ShapeDtypeStruct((64,), jnp.float32)] * 2
     programs = [jax.make_jaxpr(promoting(case.fn))(*arrays[: len(case.sets)]) for case in cases.values()]
-    found = set[str]().union(*(primitives_of(opened(program)) for program in programs))
+    found = {place.equation.primitive.name for program in programs for place in walk(program)}
     groups = [words for words in HOW if not words.startswith(("as traced", "without", "entered", "exchanged"))]
     left = {name for words in groups for name in HOW[words].split()} - found
     assert left == set(" ".join(WITHOUT_A_RULE.values()).split()) - found

@@ -32,29 +32,20 @@ def bits(x: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_rounding_leaves_each_number_of_the_type_as_it_is(half: Any) -> None:
-    values = values_of(half)
-    found = np.asarray(jax.jit(lambda x: rounded(x, half, True), compiler_options=COMPILER_OPTIONS)(values))
-    is_nan = np.isnan(values)
-    assert is_nan.sum() > 100
-    assert np.isnan(found[is_nan]).all()
-    np.testing.assert_array_equal(bits(found[~is_nan]), bits(values[~is_nan]))
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_rounding_is_the_cast_around_every_boundary(half: Any) -> None:
-    values = values_of(half)
-    values = np.unique(values[np.isfinite(values)].astype(np.float64))
+def test_rounding_is_the_cast_of_each_number_and_around_every_boundary(half: Any) -> None:
+    every = values_of(half)
+    values = np.unique(every[np.isfinite(every)].astype(np.float64))
     middle = ((values[1:] + values[:-1]) / 2).astype(np.float32)
     largest = float(jnp.finfo(half).max)
     ends = np.array([largest, largest * (1 + 2.0**-12), largest * (1 + 2.0**-8), 3e38, np.inf], np.float32)
     around = [middle, *(np.nextafter(middle, np.float32(side * np.inf)) for side in (1, -1)), ends, -ends]
-    x = np.concatenate(around)
+    x = np.concatenate([every[~np.isnan(every)], *around])
     with np.errstate(over="ignore"):
         wanted = x.astype(jnp.dtype(half)).astype(np.float32)
     run = jax.jit(lambda x, active: rounded(x, half, active), compiler_options=COMPILER_OPTIONS)
     np.testing.assert_array_equal(bits(run(x, True)), bits(wanted))
     np.testing.assert_array_equal(bits(run(x, False)), bits(x))
+    assert np.isnan(run(every[np.isnan(every)], True)).all()
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -206,13 +197,6 @@ def test_gradients_are_off_as_those_of_autocast(program: str) -> None:
     errors = [np.linalg.norm(x - y) for x, y in ((found, exact), (wanted, exact), (found, wanted))]
     assert 0.5 < errors[0] / errors[1] < 2
     assert errors[2] < 1.5 * errors[1]
-
-
-def test_no_flag_rounds_nothing() -> None:
-    fn, args = convolution()
-    exact = gradients_of(fn, args)
-    found = gradients_of(emulated_autocast(fn, F16, lambda *_: jnp.asarray(False)), args)
-    np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-4)
 
 
 def test_a_flag_is_an_operation() -> None:

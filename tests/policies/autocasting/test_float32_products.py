@@ -1,13 +1,11 @@
 """float32 said by a rule is float32 on every device: such products and their gradients have precision=HIGHEST."""
 
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
@@ -229,22 +227,3 @@ def test_a_report_says_which_one_runs() -> None:
         assert rules(WAYS["autocast_as"](product, "float32")) == ["tf32"]
     with jax.default_matmul_precision("highest"):
         assert rules(jt.autocast(product)) == ["float32"]
-
-
-@pytest.mark.parametrize(
-    ("bits", "parts", "products", "error"),
-    [(7, 3, 6, -24), (10, 2, 3, -21), (7, 2, 3, -15), (10, 1, 1, -10), (7, 1, 1, -7)],
-)
-def test_the_errors_that_the_docs_name(bits: int, parts: int, products: int, error: int) -> None:
-    def split(x: np.ndarray) -> list[np.ndarray]:
-        found = []
-        for _ in range(parts):
-            mantissa, exponent = np.frexp(x)
-            found.append(np.ldexp(np.round(np.ldexp(mantissa, bits + 1)), exponent - bits - 1))
-            x = x - found[-1]
-        return found
-
-    x, y = np.random.default_rng(0).normal(size=(2, 4096)).astype(np.float32).astype(np.float64)
-    pairs = sorted(itertools.product(range(parts), repeat=2), key=sum)[:products]  # the largest
-    result = sum(split(x)[i] * split(y)[j] for i, j in pairs)
-    assert error - 1.5 < np.log2(np.abs(result / (x * y) - 1).max()) < error + 0.5

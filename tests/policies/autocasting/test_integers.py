@@ -24,6 +24,7 @@ F32 = jnp.float32
 POSITIONS = np.arange(100_000 - 63, 100_001, dtype=np.int32)  # the last one is 100,000
 FREQUENCIES = (10_000.0 ** -(np.arange(0, 16, 2) / 16)).astype(np.float32)
 
+ON_TWO: Any = {"mesh": Mesh(jax.devices()[:2], "data"), "in_specs": (P("data"), P()), "out_specs": P("data")}
 # Angles [positions, frequencies] as public models make them of int32 positions and float32 frequencies.
 ANGLES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "einsum": lambda ids, f: jnp.einsum("i,j->ij", ids.astype(F32), f),
@@ -58,6 +59,7 @@ ANGLES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "cond": lambda ids, f: lax.cond(
         f[0] > 0, lambda t: t[:, None] @ f[None], lambda t: t[:, None] * f[None], ids.astype(F32)
     ),
+    "shard_map": lambda ids, f: jax.shard_map(lambda t, f: t[:, None] @ f[None], **ON_TWO)(ids.astype(F32), f),
     "named and in order": lambda ids, f: jnp.matmul(
         *lax.optimization_barrier((checkpoint_name(ids[:, None].astype(F32), "t"), f[None]))
     ),
@@ -158,40 +160,18 @@ def test_what_half_does_not_hold_stays_in_float32(name: str, half: Any) -> None:
     np.testing.assert_allclose(ours, promoting(fn)(x), rtol=tolerance, atol=tolerance)
 
 
-def test_reasons() -> None:
+def test_precisions_that_are_asked_for() -> None:
     x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
 
-    def fn(x: jax.Array, w: jax.Array, ids: jax.Array) -> Any:
-        return (
-            x @ w,
-            ids.astype(F32) @ x,
-            jnp.einsum("i,j->ij", x[0], w[0]),
-            jnp.vdot(x, x),
-            jnp.matmul(x, w, precision=lax.Precision.HIGHEST),
-            jnp.matmul(x, w, precision=("default", "float32")),
-            jnp.matmul(x, w, precision="high"),
-            jnp.matmul(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32),
-        )
+    def decided(precision: Any) -> tuple[str, str]:
+        (row,) = explain_autocast(lambda x, w: jnp.matmul(x, w, precision=precision), x, w).operations
+        return row.rule, row.reason
 
-    def decided() -> list[tuple[str, str]]:
-        rows = explain_autocast(fn, x, w, jnp.arange(2)).operations
-        return [(row.rule, row.reason) for row in rows if row.operation == "dot_general"]
-
-    assert decided() == [
-        ("lower", "primitive 'dot_general'"),
-        ("float32", "operand from integers"),
-        ("promote", "outer product"),
-        ("float32", "inner product"),
-        ("float32", "precision=HIGHEST"),
-        ("float32", "precision=HIGHEST"),
-        ("lower", "primitive 'dot_general'"),
-        ("keep", "its precision is spelled out"),
-    ]
-    for precision in ("highest", "float32"):
-        with jax.default_matmul_precision(precision):
-            assert decided()[0] == ("float32", "precision=HIGHEST")
-    with jax.default_matmul_precision("tensorfloat32"):
-        assert decided()[0] == ("lower", "primitive 'dot_general'")
+    lower, exact = ("lower", "primitive 'dot_general'"), ("float32", "precision=HIGHEST")
+    assert [decided(precision) for precision in (("default", "float32"), "high")] == [exact, lower]
+    for configured, wanted in {"highest": exact, "float32": exact, "tensorfloat32": lower}.items():
+        with jax.default_matmul_precision(configured):
+            assert decided(None) == wanted
 
 
 def test_a_rule_of_the_user_comes_before() -> None:
@@ -205,20 +185,6 @@ def test_a_rule_of_the_user_comes_before() -> None:
 
     assert autocast(named, rules=lower)(TOKENS, W[:3]).dtype == jnp.float16
     assert autocast(named)(TOKENS, W[:3]).dtype == F32
-
-
-def test_in_shard_map() -> None:
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-
-    def angles(t: Any, f: Any) -> Any:
-        return jax.shard_map(
-            lambda t, f: t[:, None] @ f[None],
-            mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
-        )(t.astype(F32), f)  # fmt: skip
-
-    ours = jax.jit(autocast(angles))(POSITIONS, FREQUENCIES)
-    assert ours.dtype == F32
-    np.testing.assert_allclose(ours, POSITIONS[:, None] * FREQUENCIES, rtol=1e-6)
 
 
 @pytest.mark.quick_cases(1)

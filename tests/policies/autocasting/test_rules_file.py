@@ -9,7 +9,7 @@ from any_rules import any_rules
 from hypothesis import given, settings
 
 import jmp_train as jt
-from jmp_train.policies.autocasting import APEX_O1, MOSTLY_HALF, TORCH_CPU, TORCH_CUDA
+from jmp_train.policies.autocasting import TORCH_CPU, TORCH_CUDA
 
 pytestmark = pytest.mark.quick
 
@@ -24,14 +24,6 @@ def test_any_rules_come_back(tmp_path_factory: pytest.TempPathFactory, rules: jt
     assert jt.AutocastRules.load(file) == rules
     text = file.read_text()
     assert text.replace("\n", "").isprintable()  # so that nothing that a person does not see is lost in an editor
-
-
-@pytest.mark.parametrize("rules", [jt.AutocastRules(), TORCH_CUDA, TORCH_CPU, APEX_O1, MOSTLY_HALF])
-def test_the_presets_come_back(tmp_path: Path, rules: jt.AutocastRules) -> None:
-    rules.save(tmp_path / "rules.toml")
-    assert jt.AutocastRules.load(tmp_path / "rules.toml") == rules
-    assert jt.AutocastRules.load(str(tmp_path / "rules.toml")) == rules
-    assert os.listdir(tmp_path) == ["rules.toml"]
 
 
 def test_a_file_as_long_as_the_rules_of_a_large_model_is_read(tmp_path: Path) -> None:

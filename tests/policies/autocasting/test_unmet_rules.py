@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import jmp_train as jt
@@ -110,29 +109,3 @@ def test_a_rule_that_no_operation_can_take_is_named(fn: Any, table: str, name: s
         jt.autocast(fn, rules=rules)(X, X)
     assert expected in str(jt.explain_autocast(jt.autocast(fn, rules=rules), X, X))
     jt.autocast(lambda x, w: layer(fn(layer(x, w), w) * x, w), rules=jt.TORCH_CUDA.replace(paths={"stem": "fp8"}))(X, X)
-
-
-@pytest.mark.parametrize("name", ["ragged_dot_general", "conv_general_dilated", "exp", "scan"])
-def test_only_matrix_products_have_the_rule_fp8(name: str) -> None:
-    with pytest.raises(ValueError, match=f"primitives: the rule of '{name}' cannot be 'fp8'.*only dot_general"):
-        jt.TORCH_CUDA.replace(primitives={name: "fp8"})
-
-
-def test_stale_rules_of_tune_are_named_by_a_step() -> None:
-    def norm(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.sqrt((x @ w) ** 2).mean()
-
-    def changed(w: jax.Array, x: jax.Array) -> jax.Array:
-        y = x @ w
-        return jnp.sqrt(y**2).mean()
-
-    w, x = jnp.full((2, 2), 0.5), jnp.full((2, 2), 300.0)
-    tuned = jt.tune(norm, [(w, x)])
-    policy = jt.AutocastPolicy(jnp.float32, jnp.float32, jnp.float32, autocast_dtype=jnp.float16, rules=tuned.rules)
-    jt.apply_policy(norm, policy)(w, x)
-    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
-    step = jax.jit(jt.train_step(jt.stateless(changed), optimizer, policy=policy))
-    with pytest.warns(
-        jt.policies.UnmetRulesWarning, match=r"(?s)operations: '.*integer_pow@.*nearest is '.*integer_pow@"
-    ):
-        step(jt.TrainState.create(w, optimizer), x)

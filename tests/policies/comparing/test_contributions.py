@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from planted_lines import line_of
 
 import jmp_train as jt
 
@@ -66,12 +67,6 @@ def sampling(fault: str) -> Any:
     return infer
 
 
-def line_of(fault: str) -> int:
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# fault: {fault}")]
-    return number
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("fault", ["mask", "place", "heads", "scale"])
 def test_the_fault_is_named_by_its_part_though_its_rows_are_those_of_other_tokens(args: Any, fault: str) -> None:
@@ -80,7 +75,7 @@ def test_the_fault_is_named_by_its_part_though_its_rows_are_those_of_other_token
     assert first is not None
     assert first.kind == "value"
     assert first.infer is not None
-    assert (Path(first.infer.file).name, first.infer.line) == (Path(__file__).name, line_of(fault))
+    assert (Path(first.infer.file).name, first.infer.line) == line_of(__file__, fault)
     assert 0.9 < first.infer.contribution < 1.1
     text = " ".join(str(report).split())
     assert f"with the values of train, {first.infer.contribution:.0%} of the difference goes away" in text

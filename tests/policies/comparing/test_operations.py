@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from planted_lines import line_of
 
 import jmp_train as jt
 
@@ -105,12 +106,6 @@ def sampling(dtype: Any, fault: str | None = None) -> Callable[..., jax.Array]:
     return infer
 
 
-def line_of(fault: str) -> int:
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# fault: {fault}")]
-    return number
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_a_cache_alone_makes_no_more_than_rounding(args: Any, dtype: Any) -> None:
@@ -135,9 +130,9 @@ def test_the_first_operation_that_differs_is_the_planted_one(args: Any, fault: s
     assert first is not None
     assert first.kind == FAULTS[fault]
     assert first.infer is not None
-    assert (Path(first.infer.file).name, first.infer.line) == (Path(__file__).name, line_of(fault))
+    assert (Path(first.infer.file).name, first.infer.line) == line_of(__file__, fault)
     assert f"# fault: {fault}" in first.infer.code
-    assert f"test_operations.py:{line_of(fault)}" in str(report)
+    assert "{}:{}".format(*line_of(__file__, fault)) in str(report)
     assert report.mean > 1e-4
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from planted_lines import line_of
 
 import jmp_train as jt
 
@@ -88,12 +89,6 @@ def sampling(dtype: Any, kind: str, *, epsilon: float = EPSILON, further: int = 
     return infer
 
 
-def line_of(fault: str) -> int:
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# fault: {fault}")]
-    return number
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_what_is_written_otherwise_does_not_differ(args: Any, kind: str) -> None:
@@ -119,7 +114,7 @@ def test_the_planted_fault_is_named_and_not_what_is_written_otherwise(
     assert first is not None
     assert first.kind == "value"
     assert first.infer is not None
-    assert (Path(first.infer.file).name, first.infer.line) == (Path(__file__).name, line_of(fault))
+    assert (Path(first.infer.file).name, first.infer.line) == line_of(__file__, fault)
     assert 0.8 < first.infer.contribution < 1.2
     if fault == "further":
         assert first.train is not None
