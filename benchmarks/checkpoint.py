@@ -1,18 +1,18 @@
-"""Measures what saving every 50 steps costs the training of the MNIST network.
+"""Measures saving and restoring a state with `CheckpointStore`, compared with orbax's `CheckpointManager`.
 
-    python benchmarks/checkpoint.py [--every 50] [--batch-size 32] [--rounds 5] [--json FILE]
+    python benchmarks/checkpoint.py [--states 10x1 200x100 2000x20] [--rounds 3] [--json FILE]
 
-Each round runs the steps between two checkpoints (Adam, mixed_float16, synthetic images), in turn: without saving,
-with `CheckpointStore`, with orbax's `StandardCheckpointer`, which is asynchronous too but neither verifies nor counts
-checkpoints, and, if torch is installed, with `torch.save` of the same arrays, which is synchronous. The script prints
-the median seconds of a round, the median of its ratio to the round without saving, and the seconds of the call itself.
-A round ends when its steps are done, so a write in progress slows the next round, which saves in the same way. The
-first round of each way does not count.
+A state is LEAVESxMEGABYTES of random float32. Each round runs every way in a process of its own, in turn: a first save
+and restore that do not count, then one save, until the call returns (blocked) and until all is on the disk (save), and
+one restore. The script prints the minima of the rounds, files and bytes of one step, and the peak memory of the
+process, imports included. orbax's manager verifies no digests.
 """
 
 import argparse
-import shutil
-import statistics
+import json
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,95 +21,81 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.tasks import mnist
 
-TARGET = 1.05
-WITHOUT, OURS, ORBAX, TORCH = "without", "CheckpointStore", "orbax", "torch.save"
+OURS, ORBAX = "CheckpointStore", "orbax"
+COLUMNS = ("blocked_s", "save_s", "cpu_s", "restore_s", "files", "megabytes", "peak_memory_mb")
+Way = tuple[Callable[[int, Any], object], Callable[[], object], Callable[[int, Any], Any]]  # save, wait, restore
 
 
-def make_savers(
-    directory: Path,
-) -> dict[str, tuple[Callable[[int, Any], None], Callable[[], None]]]:
-    """Returns for each way how to save a step's state, and how to wait for the end of it."""
+def opened(way: str, directory: Path) -> Way:
+    """Returns how a way saves a step, waits for it, and restores it."""
+    if way == OURS:
+        store = jt.CheckpointStore(directory, max_to_keep=1)
+        return store.save, store.wait, lambda step, state: store.restore(state, step=step)[1]
     import orbax.checkpoint as ocp
 
-    store = jt.CheckpointStore(directory / "ours", max_to_keep=1)
-    orbax = ocp.StandardCheckpointer()
+    manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=1))
+    return (
+        lambda step, state: manager.save(step, args=ocp.args.StandardSave(state)),
+        manager.wait_until_finished,
+        lambda step, state: manager.restore(step, args=ocp.args.StandardRestore(state)),
+    )
 
-    def save_with_orbax(step: int, state: Any) -> None:
-        path = directory / "orbax" / str(step)
-        orbax.save(path, {"params": state.params, "opt_state": state.opt_state})
-        shutil.rmtree(path.with_name(str(step - 1)), ignore_errors=True)
 
-    savers: dict[str, tuple[Callable[[int, Any], None], Callable[[], None]]] = {
-        WITHOUT: (lambda step, state: None, lambda: None),
-        OURS: (store.save, store.wait),
-        ORBAX: (save_with_orbax, orbax.wait_until_finished),
-    }
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        return savers
-
-    def save_with_torch(step: int, state: Any) -> None:
-        leaves = jax.tree.leaves((state.params, state.opt_state))
-        torch.save([torch.from_numpy(np.array(x)) for x in leaves], directory / "torch.pt")
-
-    return {**savers, TORCH: (save_with_torch, lambda: None)}
+def measure(way: str, leaves: int, megabytes: int) -> dict[str, float]:
+    """Returns what one save and one restore cost in this process."""
+    random, size = np.random.default_rng(0), int(megabytes * 1e6 / 4 / leaves)
+    state = {f"leaf_{number}": jax.device_put(random.random(size, np.float32)) for number in range(leaves)}
+    with tempfile.TemporaryDirectory() as folder:
+        save, wait, restore = opened(way, Path(folder))
+        save(1, state)
+        wait()
+        restore(1, state)
+        start, cpu = time.perf_counter(), time.process_time()
+        save(2, state)
+        blocked = time.perf_counter() - start
+        wait()
+        saved, cpu = time.perf_counter() - start, time.process_time() - cpu
+        files = [path for path in Path(folder).glob("**/*") if path.is_file() and path.name != "lock"]
+        start = time.perf_counter()
+        found = jax.block_until_ready(restore(2, state))
+        restored = time.perf_counter() - start
+        assert all(np.array_equal(found[name], x) for name, x in state.items())
+        disk = sum(path.stat().st_size for path in files) / 1e6
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        return dict(zip(COLUMNS, (blocked, saved, cpu, restored, len(files), disk, peak), strict=True))
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--every", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--states", nargs="+", default=["10x1", "200x100", "2000x20"])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--way", help=argparse.SUPPRESS)  # of a process that measures
     args = parser.parse_args()
+    if args.way:
+        print(json.dumps(measure(args.way, *map(int, args.states[0].split("x")))))
+        return
 
-    tx = jt.with_loss_scale(optax.adam(1e-4), jt.torch_loss_scale())
-    step = jax.jit(jt.train_step(mnist.loss_fn, tx, policy="mixed_float16"), donate_argnums=0)
-    params, stats = mnist.init(jax.random.key(0))
-    state = jt.TrainState.create(params, tx, model_state=stats)
-    batch = jax.device_put(mnist.prepare(mnist.synthetic_data(args.batch_size, 0)))
-    megabytes = sum(x.nbytes for x in jax.tree.leaves(state)) / 1e6
-    state = jax.block_until_ready(step(state, batch)[0])
-
-    with tempfile.TemporaryDirectory() as folder:
-        savers = make_savers(Path(folder))
-        rounds = {name: [] for name in savers}
-        calls = {name: [] for name in savers}
-        for number in range(args.rounds):
-            for name, (save, wait) in savers.items():
-                for counts in (False, True):
-                    start = time.perf_counter()
-                    for _ in range(args.every):
-                        state = jax.block_until_ready(step(state, batch)[0])
-                    before = time.perf_counter()
-                    save(2 * number + counts, state)
-                    end = time.perf_counter()
-                    if counts:
-                        rounds[name].append(end - start)
-                        calls[name].append(end - before)
-                wait()
-
-    plain = rounds[WITHOUT]
-    print(f"{args.every} steps of {args.batch_size} images, a state of {megabytes:.0f} MB; seconds")
-    print("way               a round   ratio   the call")
-    report = {"every": args.every, "batch_size": args.batch_size, "megabytes": megabytes}
-    for name, seconds in rounds.items():
-        ratio = statistics.median(a / b for a, b in zip(seconds, plain, strict=True))
-        report[name] = {"rounds": seconds, "ratio": ratio, "calls": calls[name]}
-        row = f"{statistics.median(seconds):7.2f}  {ratio:6.3f}    {statistics.median(calls[name]):7.3f}"
-        print(f"{name:<17} {row}")
-    within = report[OURS]["ratio"] <= TARGET
-    print(f"target: at most {TARGET} with {OURS}: {'within' if within else 'MISSED'}")
+    report: dict[str, Any] = {}
+    print(f"{'leaves x MB':<12}{'way':<16}" + "".join(f"{name:>16}" for name in COLUMNS))
+    for state in args.states:
+        rows: dict[str, list[dict[str, float]]] = {OURS: [], ORBAX: []}
+        for _ in range(args.rounds):
+            for way, found in rows.items():
+                command = [sys.executable, __file__, "--states", state, "--way", way]
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                found.append(json.loads(done.stdout.splitlines()[-1]))
+        report[state] = {}
+        for way, found in rows.items():
+            row = report[state][way] = {name: min(each[name] for each in found) for name in COLUMNS}
+            print(f"{state:<12}{way:<16}" + "".join(f"{row[name]:>16.4g}" for name in COLUMNS), flush=True)
     if args.json:
-        write_results(args.json, report)
+        write_results(args.json, {"states": report})
 
 
 if __name__ == "__main__":

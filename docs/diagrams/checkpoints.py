@@ -4,12 +4,12 @@ from parts import arrow, box, diagram, key, text
 
 STAGES = (
     (["save(100, state)", "copies the state to the host and returns"], "", "the step before"),
-    (["arrays into step_00000100.WRITER.tmp", "by a thread, while training goes on"], "", "the step before"),
-    (["manifest.json, manifest.sha256", "sha256 of every file and of every leaf"], "", "the step before"),
-    (["flush every file and folder to the disk", "read the manifest back, compare sizes"], "", "the step before"),
-    (["rename to step_00000100", "atomic"], "float32", "one of the two, whole"),
-    (["flush the folder, compare sizes again"], "", "step 100"),
-    (["remove steps beyond max_to_keep", "renamed first, then deleted"], "", "step 100"),
+    (["compute the sha256 of every leaf", "by a thread, while training goes on"], "", "the step before"),
+    (["write header and arrays into a temporary file", "beside the steps"], "", "the step before"),
+    (["flush the file to the disk", "compare its size"], "", "the step before"),
+    (["rename to step_00000100.safetensors", "atomic"], "float32", "one of the two, whole"),
+    (["flush the folder"], "", "step 100"),
+    (["remove steps beyond max_to_keep"], "", "step 100"),
 )
 WIDE = 330
 
@@ -17,7 +17,7 @@ WIDE = 330
 def draw() -> str:
     """Returns the picture."""
     alt = (
-        "A checkpoint is written into a temporary folder, flushed, verified and renamed, and older ones are removed "
+        "A checkpoint is written into a temporary file, flushed and renamed, and older ones are removed "
         "last. A process that is killed before the rename leaves the step before, and after it the new step."
     )
     parts, y = [], 62

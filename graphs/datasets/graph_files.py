@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jmp_train.graphs.structure import Graph, HeteroGraph, check_known, formats_made
 from jmp_train.graphs.transforms import edges_on_host, ends_on_host
-from jmp_train.policies.files import DTYPES, serialized, write_atomically
+from jmp_train.policies.files import DTYPES, write_safetensors
 from jmp_train.policies.pytrees import checked_path
 
 FORMAT, VERSION = "jmp_train.graphs", "1"
@@ -62,7 +62,7 @@ def save_graphs(
         raise TypeError(f"labels must be a dictionary of arrays or None, got {type(labels).__name__}")
     arrays |= _named("labels", labels or {})
     metadata = {"format": FORMAT, "format_version": VERSION, "graphs": json.dumps(known)}
-    write_atomically(checked_path("path", path), serialized(arrays, metadata))
+    write_safetensors(checked_path("path", path), arrays, metadata)
 
 
 def _taken_apart(name: str, graph: object) -> tuple[Arrays, dict[str, Any]]:

@@ -1,59 +1,22 @@
 """A state's leaves as named NumPy arrays and back, their metadata in a checkpoint, and comparisons."""
 
-import hashlib
-import re
+import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import KeyPath, keystr
-from jax.typing import ArrayLike
 
-from jmp_train.distributed import as_bytes, is_divided, local_data
+from jmp_train.distributed import as_bytes
 from jmp_train.policies import PyTree
-from jmp_train.policies.files import printable
+from jmp_train.policies.files import DTYPES, MOST_AXES, printable
 from jmp_train.policies.pytrees import is_key, path_name
 
 # The dtypes that a checkpoint holds, by NumPy's names: all of jax's. Random keys are stored as their data.
-STORED = frozenset(
-    [
-        "bool",
-        "int1",
-        "int2",
-        "int4",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint1",
-        "uint2",
-        "uint4",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float4_e2m1fn",
-        "float6_e2m3fn",
-        "float6_e3m2fn",
-        "float8_e3m4",
-        "float8_e4m3",
-        "float8_e4m3b11fnuz",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-        "bfloat16",
-        "float16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-    ]
-)
-MOST_AXES = 32  # tensorstore's limit
+STORED = frozenset(np.dtype(x).name for x in vars(jnp).values() if isinstance(x, type(jnp.int8)))
 _OF_WRAPPERS = (".inner_state", ".loss_scale")  # parts of paths that wrappers of optimizers add
 
 
@@ -113,24 +76,9 @@ def check_values(state: PyTree) -> None:
             raise ValueError(f"state {name!r} was deleted, usually by donation: save the state that the step returned")
 
 
-def to_host(x: ArrayLike) -> np.ndarray:
-    """Returns a leaf as a NumPy array that owns its memory; all processes gather one that is divided between them."""
-    if is_divided(x):
-        from jax.experimental import multihost_utils
-
-        return multihost_utils.process_allgather(x, tiled=True)
-    array = local_data(x)
-    if not array.dtype.isnative:
-        return array.astype(array.dtype.newbyteorder("="))
-    # On a CPU it would be the device's memory, which the next step may reuse; a NumPy array may be changed by its
-    # owner.
-    mine = array.flags.owndata and array is not x
-    return array if mine else array.copy()
-
-
-def digest(array: np.ndarray) -> str:
-    """Returns the sha256 of an array's bytes."""
-    return hashlib.sha256(as_bytes(array).data).hexdigest()
+def in_file(array: np.ndarray) -> np.ndarray:
+    """Returns an array as a safetensors file holds it: its bytes, if the format does not have its dtype."""
+    return array if array.dtype.name in DTYPES.values() else as_bytes(array)
 
 
 def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
@@ -156,9 +104,19 @@ def _wrappers(paths: Collection[str]) -> list[int]:
     return [max((path.count(part) for path in paths), default=0) for part in _OF_WRAPPERS]
 
 
-def file_name(number: int, path: str) -> str:
-    """Returns a name for a leaf's folder that identifies the leaf."""
-    return f"{number:04d}" + re.sub(r"[^A-Za-z0-9_]+", ".", path).rstrip(".")[-100:]
+def leaves_in(described: list[dict[str, Any]]) -> list[Leaf]:
+    """Returns the leaves that a file describes; raises an error that says of which leaf something is not possible."""
+    leaves = [Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"])) for x in described]
+    for number, (path, kind, dtype, shape) in enumerate(leaves):
+        if not isinstance(path, str) or not isinstance(kind, str):
+            raise ValueError(f"it says of leaf {number} path {shown(path)} and kind {shown(kind)}")
+        if dtype not in STORED:
+            raise ValueError(f"it says of leaf {number} dtype {shown(dtype)}")
+        if len(shape) > MOST_AXES or not all(map(is_count, shape)) or math.prod(max(1, n) for n in shape) >= 2**60:
+            raise ValueError(f"it says of leaf {number} shape {shown(shape)}, which no array has")
+    if len({leaf.path for leaf in leaves}) < len(leaves):
+        raise ValueError("it has two leaves of the same path")
+    return leaves
 
 
 def is_count(x: object) -> bool:

@@ -1,5 +1,7 @@
 """Reads steps from a folder in which a living writer may save, replace and remove steps meanwhile."""
 
+import contextlib
+import errno
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,18 +10,15 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jmp_train.checkpoints.arrays import open_arrays, read_arrays
-from jmp_train.checkpoints.file_locks import reading
-from jmp_train.checkpoints.leaves import Leaf, differences, digest
-from jmp_train.checkpoints.manifest import read_manifest, verified_manifest
-from jmp_train.checkpoints.step_folders import saved_folders
+from jmp_train.checkpoints.leaves import Leaf, differences
+from jmp_train.checkpoints.released_folders import open_folder
+from jmp_train.checkpoints.step_files import SUFFIX, SavedStep, open_step, saved_steps
 from jmp_train.distributed import broadcast_arrays, gather_texts
-from jmp_train.policies.files import DamagedError, printable
+from jmp_train.policies.files import DamagedError
 
 Found = TypeVar("Found")
 LeavesFor = Callable[[int, dict[str, Any]], list[Leaf]]
 
-ARRAYS = "arrays"
 _ATTEMPTS = 100
 _ERRORS = (FileNotFoundError, OSError, DamagedError, ValueError)  # the most specific first
 
@@ -44,11 +43,11 @@ def read_state(
     """
 
     def read() -> tuple[int, tuple[dict[str, Any], list[np.ndarray]], list[str]]:
-        return _read_first(directory, step, lambda folder: _read_arrays(folder, leaves_for))
+        return _read_first(directory, step, lambda number, path: _read_arrays(number, path, leaves_for))
 
     number, (metadata, arrays), damages = _read_by_main(read, (0, ({}, []), []))
     if jax.process_count() > 1:
-        number, metadata = _from_main([number, metadata])
+        number, metadata = _as_in_main([number, metadata])
         if jax.process_index():
             arrays = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves_for(number, metadata)]
         arrays = broadcast_arrays(arrays)
@@ -57,11 +56,12 @@ def read_state(
 
 def read_metadata(directory: Path, step: int) -> dict[str, Any]:
     """Returns a step's metadata as process 0 reads them; raises as `read_state` does."""
+    return _from_main(lambda: _read_first(directory, step, _read_metadata)[1], {})
 
-    def read() -> dict[str, Any]:
-        return _read_first(directory, step, lambda folder: _metadata(verified_manifest(folder)))[1]
 
-    return _from_main(_read_by_main(read, {}))
+def list_steps(directory: Path) -> list[int]:
+    """Returns the steps in a folder, damaged or not, in ascending order, as process 0 sees them."""
+    return _from_main(lambda: list(saved_steps(directory)), [])
 
 
 def _read_by_main(read: Callable[[], Found], otherwise: Found) -> Found:
@@ -82,23 +82,27 @@ def _read_by_main(read: Callable[[], Found], otherwise: Found) -> Found:
     return found
 
 
-def _from_main(data: Any) -> Any:
-    """Returns the JSON data of process 0 in all processes."""
+def _from_main(read: Callable[[], Any], otherwise: Any) -> Any:
+    """Returns the JSON data that process 0 reads in all processes."""
+    return _as_in_main(_read_by_main(read, otherwise))
+
+
+def _as_in_main(data: Any) -> Any:
     return json.loads(gather_texts(json.dumps(data))[0])
 
 
-def _read_first(directory: Path, step: int | None, read: Callable[[Path], Found]) -> tuple[int, Found, list[str]]:
+def _read_first(directory: Path, step: int | None, read: Callable[[int, Path], Found]) -> tuple[int, Found, list[str]]:
     """Returns the number of the given or newest readable step, the data read from it, and damages of newer steps."""
     for _ in range(_ATTEMPTS):
         damages: list[str] = []
-        for number, folder in _newest_first(directory, step):
-            with reading(folder) as is_there:
-                try:
-                    return number, read(folder), damages
-                except DamagedError as damage:
-                    if not is_there():
-                        break
-                    damages.append(f"step {number} is damaged: {damage}")
+        for number, path in _newest_first(directory, step):
+            before = _identity(path)
+            try:
+                return number, read(number, path), damages
+            except DamagedError as damage:
+                if before == errno.ENOENT or _identity(path) != before:
+                    break  # removed or replaced meanwhile
+                damages.append(f"step {number} is damaged: {damage}")
         else:
             break
     else:
@@ -111,9 +115,18 @@ def _read_first(directory: Path, step: int | None, read: Callable[[Path], Found]
 
 
 def _newest_first(directory: Path, step: int | None) -> Iterator[tuple[int, Path]]:
-    for number, folders in reversed(saved_folders(directory).items()):
-        for folder in folders if step in (None, number) else ():
-            yield number, folder
+    for number, paths in reversed(saved_steps(directory).items()):
+        for path in paths if step in (None, number) else ():
+            yield number, path
+
+
+def _identity(path: Path) -> object:
+    """Returns what differs between two files that had the same path; an error's number if it cannot be looked at."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        return error.errno
+    return found.st_dev, found.st_ino
 
 
 def _what_is_missing(directory: Path, step: int | None) -> str:
@@ -122,27 +135,23 @@ def _what_is_missing(directory: Path, step: int | None) -> str:
         return f"there is no {what} in {directory}, which does not exist"
     if step is None:
         return f"there is no checkpoint in {directory}"
-    others = ", ".join(map(str, saved_folders(directory))) or "none"
+    others = ", ".join(map(str, saved_steps(directory))) or "none"
     return f"there is no {what} in {directory}, only: {others}"
 
 
-def _metadata(manifest: dict[str, Any]) -> dict[str, Any]:
-    return manifest.get("metadata", {})
+def _open(path: Path, step: int) -> contextlib.AbstractContextManager[SavedStep]:
+    return open_step(path, step) if path.suffix == SUFFIX else open_folder(path, step)
 
 
-def _read_arrays(folder: Path, leaves_for: LeavesFor) -> tuple[dict[str, Any], list[np.ndarray]]:
+def _read_metadata(step: int, path: Path) -> dict[str, Any]:
+    with _open(path, step) as saved:
+        return saved.metadata
+
+
+def _read_arrays(step: int, path: Path, leaves_for: LeavesFor) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Returns a step's metadata, and its arrays in the order of the required leaves."""
-    manifest = read_manifest(folder)
-    leaves = manifest["leaves"]
-    opened = open_arrays(folder / ARRAYS, leaves)
-    saved = [Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"])) for x in leaves]
-    step = int(folder.name.partition(".")[0].removeprefix("step_"))
-    wanted = leaves_for(step, _metadata(manifest))
-    if lines := differences(saved, wanted):
-        raise ValueError("\n  ".join([f"step {step} of {folder.parent} does not fit the state:", *lines]))
-    arrays = read_arrays(opened, leaves)
-    for x, array in zip(leaves, arrays, strict=True):
-        if digest(array) != x["sha256"]:
-            raise DamagedError(f"leaf {printable(x['path'])} is not what was saved")
-    found = dict(zip(saved, arrays, strict=True))
-    return _metadata(manifest), [found[leaf] for leaf in wanted]
+    with _open(path, step) as saved:
+        wanted = leaves_for(step, saved.metadata)
+        if lines := differences(saved.leaves, wanted):
+            raise ValueError("\n  ".join([f"step {step} of {path.parent} does not fit the state:", *lines]))
+        return saved.metadata, [saved.read(leaf) for leaf in wanted]

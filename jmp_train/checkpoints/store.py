@@ -10,29 +10,11 @@ from typing import Any, Self, SupportsIndex, TypeVar
 import jax
 import numpy as np
 
-from jmp_train.checkpoints.arrays import check_path, write_arrays
-from jmp_train.checkpoints.file_locks import lock_folder
-from jmp_train.checkpoints.leaves import (
-    Leaf,
-    check_values,
-    digest,
-    file_name,
-    leaves_of,
-    to_host,
-)
-from jmp_train.checkpoints.manifest import FORMAT
-from jmp_train.checkpoints.reading import ARRAYS, read_metadata, read_state
-from jmp_train.checkpoints.step_folders import (
-    checked_step,
-    clear_leftovers,
-    commit,
-    remove,
-    saved_folders,
-    step_folder,
-    writer_name,
-)
-from jmp_train.distributed import BackgroundWriter, is_divided, placement, to_leaf
-from jmp_train.extras import extra_packages
+from jmp_train.checkpoints.folder_lock import lock_folder
+from jmp_train.checkpoints.leaves import Leaf, check_values, leaves_of
+from jmp_train.checkpoints.reading import list_steps, read_metadata, read_state
+from jmp_train.checkpoints.step_files import checked_step, clear_leftovers, remove, saved_steps, write_step
+from jmp_train.distributed import BackgroundWriter, is_divided, placement, to_host, to_leaf
 from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import check_flag, checked_path, is_key
 
@@ -40,11 +22,11 @@ State = TypeVar("State")
 
 
 class CheckpointStore:
-    """Checkpoints of the last few steps in a folder, with arrays in a format of orbax's.
+    """Checkpoints of the last few steps in a folder, each a safetensors file.
 
-    `save` copies the state to the host and returns; a thread writes it atomically, with the sha256 of every
-    file and leaf, to a temporary folder, and renames that when all is on the disk. A killed process loses only
-    the step that it was writing. `restore` reads the newest intact step.
+    `save` copies the state to the host and returns; a thread writes it, with the sha256 of every leaf, to a temporary
+    file, and renames that when all is on the disk. A killed process loses only the step that it was writing. `restore`
+    reads the newest intact step.
 
     One store saves into a folder at a time, from its `lock` or first `save` to its `close`. Any number of stores may
     read, which writes and removes nothing.
@@ -53,13 +35,11 @@ class CheckpointStore:
 
     Args:
       directory: the folder of one training run, which is created if needed.
-      max_to_keep: number of newest steps to keep, at least 1. A step that is being read stays until the next save.
+      max_to_keep: number of newest steps to keep, at least 1. Who is reading a step reads on if it is removed.
       read_only: True to refuse `lock` and `save`, and to create no folder. A folder that does not exist has no steps.
 
     Raises:
-      ValueError: `max_to_keep` is out of range, or the folder's path has a character that its files cannot have: a
-        backslash, or a byte that is not UTF-8. The message names it.
-      ModuleNotFoundError: the extra `train` is not installed.
+      ValueError: `max_to_keep` is out of range.
       OSError: the folder cannot be created. `lock` or the first `save` raises if it cannot be written to.
 
     Example:
@@ -76,11 +56,8 @@ class CheckpointStore:
     def __init__(self, directory: str | Path, *, max_to_keep: int = 3, read_only: bool = False) -> None:
         if not isinstance(max_to_keep, int) or max_to_keep < 1:
             raise ValueError(f"max_to_keep={max_to_keep!r} must be a whole number of at least 1")
-        with extra_packages():
-            import tensorstore  # noqa: F401  # fails here rather than later in the writing thread
         check_flag("read_only", read_only)
         self.directory = checked_path("directory", directory).absolute()
-        check_path(self.directory)
         self.max_to_keep = max_to_keep
         self.read_only = read_only
         self._closed = False
@@ -100,7 +77,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Returns the steps in the folder, damaged or not, in ascending order."""
-        return list(saved_folders(self.directory))
+        return list_steps(self.directory)
 
     def lock(self) -> None:
         """Keeps other stores from saving into the folder until `close`, or the end of the process.
@@ -119,10 +96,10 @@ class CheckpointStore:
         """
         self._check_writable()
         if self._unlock is None and jax.process_index() == 0:
-            lock = lock_folder(self.directory)
+            release = lock_folder(self.directory)
             # Also if the store is deleted without `close`.
-            self._unlock = weakref.finalize(self, lock.release if lock else lambda: None)
-            if lock:
+            self._unlock = weakref.finalize(self, release or (lambda: None))
+            if release:
                 clear_leftovers(self.directory)
 
     def save(self, step: SupportsIndex, state: PyTree, *, metadata: Mapping[str, Any] | None = None) -> None:
@@ -240,37 +217,14 @@ class CheckpointStore:
             if self._unlock is not None:
                 self._unlock()
 
-    def _write(
-        self,
-        step: int,
-        leaves: list[Leaf],
-        arrays: list[np.ndarray],
-        metadata: dict[str, Any],
-    ) -> None:
-        names = [file_name(number, leaf.path) for number, leaf in enumerate(leaves)]
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "jax": jax.__version__,
-            "metadata": metadata,
-            "leaves": [
-                {**leaf._asdict(), "folder": name, "sha256": digest(array)}
-                for leaf, name, array in zip(leaves, names, arrays, strict=True)
-            ],
-        }
-        # Empty arrays have no data to store.
-        named = {name: array for name, array in zip(names, arrays, strict=True) if array.size}
-        writer = writer_name()
-        commit(
-            step_folder(self.directory, step),
-            writer,
-            manifest,
-            lambda folder: write_arrays(folder / ARRAYS, named),
-        )
+    def _write(self, step: int, leaves: list[Leaf], arrays: list[np.ndarray], metadata: dict[str, Any]) -> None:
+        write_step(self.directory, step, leaves, arrays, metadata)
+        saved = saved_steps(self.directory)
         # Later steps, left behind by a run that went back, may be damaged: they do not count.
-        until_now = [number for number in self.steps() if number <= step]
-        for old in until_now[: -self.max_to_keep]:
-            remove(step_folder(self.directory, old), writer)
+        until_now = [number for number in saved if number <= step]
+        outdated = [path for number in until_now[: -self.max_to_keep] for path in saved[number]]
+        for path in [*outdated, *saved.get(step, [])[1:]]:  # the second, if version 0.1 saved the step, too
+            remove(path)
 
     def _check_writable(self) -> None:
         if self.read_only:

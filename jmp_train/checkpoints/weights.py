@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jmp_train.distributed import is_divided, placement, to_leaf
 from jmp_train.policies import PyTree
-from jmp_train.policies.files import DTYPES, SafetensorsFile, printable, serialized, write_atomically
+from jmp_train.policies.files import DTYPES, SafetensorsFile, printable, write_safetensors
 from jmp_train.policies.pytrees import checked_path, is_key, path_name
 
 _FORMAT, _VERSION = "jmp_train.weights", "1"
@@ -76,7 +76,7 @@ def save_weights(path: str | os.PathLike[str], params: PyTree, *, dtype: DTypeLi
         "format_version": _VERSION,
         "dtypes": json.dumps({name: x.dtype.name for name, x in leaves.items()}),
     }
-    write_atomically(path, serialized(arrays, metadata))
+    write_safetensors(path, arrays, metadata)
 
 
 def load_weights(path: str | os.PathLike[str], like: PyTree) -> Any:

@@ -13,5 +13,6 @@ from jmp_train.distributed.shared_arrays import is_divided as is_divided
 from jmp_train.distributed.shared_arrays import key_implementation as key_implementation
 from jmp_train.distributed.shared_arrays import local_data as local_data
 from jmp_train.distributed.shared_arrays import placement as placement
+from jmp_train.distributed.shared_arrays import to_host as to_host
 from jmp_train.distributed.shared_arrays import to_leaf as to_leaf
 from jmp_train.distributed.stop_signals import StopSignals as StopSignals

@@ -37,6 +37,21 @@ def local_data(x: ArrayLike) -> np.ndarray:
     return np.asarray(x)
 
 
+def to_host(x: ArrayLike) -> np.ndarray:
+    """Returns a leaf as a NumPy array that owns its memory; all processes gather one that is divided between them."""
+    if is_divided(x):
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(x, tiled=True)
+    array = local_data(x)
+    if not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
+    # On a CPU it would be the device's memory, which the next step may reuse; a NumPy array may be changed by its
+    # owner.
+    mine = array.flags.owndata and array is not x
+    return array if mine else array.copy()
+
+
 def as_bytes(array: np.ndarray) -> np.ndarray:
     """Returns the bytes of an array, uint8 [bytes]."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

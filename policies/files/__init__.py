@@ -12,5 +12,6 @@ from jmp_train.policies.files.plain_files import printable as printable
 from jmp_train.policies.files.plain_files import read_plain as read_plain
 from jmp_train.policies.files.plain_files import read_toml as read_toml
 from jmp_train.policies.files.safetensors_files import DTYPES as DTYPES
+from jmp_train.policies.files.safetensors_files import MOST_AXES as MOST_AXES
 from jmp_train.policies.files.safetensors_files import SafetensorsFile as SafetensorsFile
-from jmp_train.policies.files.safetensors_files import serialized as serialized
+from jmp_train.policies.files.safetensors_files import write_safetensors as write_safetensors

@@ -124,7 +124,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def faults_named(path: Path) -> Iterator[None]:
-    """Turns errors of reading without a file name, and a lack of memory, into an OSError with the name."""
+    """Turns errors of reading or writing without a file name, and a lack of memory, into an OSError with the name."""
     try:
         yield
     except MemoryError:

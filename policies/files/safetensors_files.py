@@ -1,19 +1,25 @@
 """Reads and writes safetensors files, a header of JSON before the bytes of the arrays, with NumPy alone.
 
+A sealed file has a sha256 of each array and one of the header in its metadata, so that no damage goes unnoticed. Other
+programs read it as any file of the format.
+
 Reference: https://huggingface.co/docs/safetensors.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_train.policies.files.atomic_files import write_atomically
 from jmp_train.policies.files.plain_files import DamagedError, damage_named, open_plain, parse_json
 
 DTYPES = {
@@ -32,13 +38,20 @@ DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
+MOST_AXES = 32  # of an array in a file that is read
 _NAMES = {name: stored for stored, name in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 _METADATA = "__metadata__"
+_SUMS, _SUM = "sha256_of_arrays", "sha256"  # of a sealed file: in JSON by the arrays' names, and of all of the header
 
 
 class SafetensorsFile:
     """A file open for reading, with a checked header; arrays are read on request.
+
+    Args:
+      path: the file.
+      sealed: True for a file of `write_safetensors(..., sealed=True)`: every byte of it is checked when it is read, and
+        it is not reached by a link.
 
     Attributes:
       metadata: texts by name.
@@ -49,20 +62,20 @@ class SafetensorsFile:
 
     Example:
       >>> import tempfile
-      >>> from pathlib import Path
       >>> path = Path(tempfile.mkdtemp()) / "some"
-      >>> _ = path.write_bytes(serialized({"a": np.arange(3)}, {"of": "us"}))
+      >>> write_safetensors(path, {"a": np.arange(3)}, {"of": "us"})
       >>> with SafetensorsFile(path) as file:
       ...     file.metadata, file.names, file.read("a")
       ({'of': 'us'}, ['a'], array([0, 1, 2]))
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, sealed: bool = False) -> None:
         self._path, what = path, f"{path} is not a safetensors file, or a damaged one"
         with contextlib.ExitStack() as stack:
-            self._file = stack.enter_context(open_plain(path))
+            self._file = stack.enter_context(open_plain(path, follow=not sealed))
             with damage_named(what):
                 header, self._start = self._header(what)
+                self._sums = _checked_sums(header) if sealed else {}
                 self.metadata: Mapping[str, str] = _metadata(header.pop(_METADATA, {}))
                 self._arrays = {name: _place(name, entry) for name, entry in header.items()}
                 _check_places(self._arrays, os.fstat(self._file.fileno()).st_size - self._start)
@@ -97,6 +110,8 @@ class SafetensorsFile:
         content = bytearray(end - begin)
         if self._file.readinto(content) < end - begin:
             raise DamagedError(f"{self._path}: the array {name[:200]!r} is truncated")
+        if self._sums and self._sums.get(name) != hashlib.sha256(content).hexdigest():
+            raise DamagedError(f"{self._path}: the array {name[:200]!r} is not as it was written")
         if dtype == np.bool_ and content.strip(b"\0\1"):
             raise DamagedError(f"{self._path}: the array {name[:200]!r} has booleans that are neither 0 nor 1")
         return np.frombuffer(content, dtype).reshape(shape)
@@ -114,27 +129,57 @@ class SafetensorsFile:
         return header, 8 + size
 
 
-def serialized(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """Returns the content of a file.
+def write_safetensors(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], *, sealed: bool = False
+) -> None:
+    """Writes a file atomically, one array after the other.
 
     Args:
+      path: the file, in an existing folder. An existing file is replaced.
       arrays: arrays by name, with dtypes in `DTYPES`; names are valid unicode.
       metadata: texts by name.
+      sealed: True to add a sha256 of each array and of the header.
+
+    Raises:
+      ValueError: the header is longer than the format allows, or a name is the format's own.
+      OSError: the file cannot be written.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)}
-    parts: list[Any] = []
+    if _METADATA in arrays:
+        raise ValueError(f"an array of a safetensors file cannot be called {_METADATA}")
+    parts: dict[str, np.ndarray] = {}
     begin = 0
     # As in the format's own writer: the widest elements first, so that all are aligned.
     for name in sorted(arrays, key=lambda name: (-arrays[name].itemsize, name)):
         array = arrays[name]
         content = array.astype(array.dtype.newbyteorder("<"), copy=False).ravel().view(np.uint8)
         end = begin + content.size
-        header[name] = {"dtype": _NAMES[array.dtype.name], "shape": array.shape, "data_offsets": [begin, end]}
-        parts.append(content)
+        header[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": [begin, end]}
+        parts[name] = content
         begin = end
+    if sealed:
+        header[_METADATA][_SUMS] = json.dumps({name: hashlib.sha256(x.data).hexdigest() for name, x in parts.items()})
+        header[_METADATA][_SUM] = _sum_of(header)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+    if len(text) > _LONGEST_HEADER:
+        raise ValueError(f"the header of {path} has {len(text)} bytes, more than the limit of {_LONGEST_HEADER}")
+    write_atomically(path, [len(text).to_bytes(8, "little"), text, *parts.values()])
+
+
+def _sum_of(header: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+
+
+def _checked_sums(header: dict[str, Any]) -> dict[str, str]:
+    """Returns the sums of the arrays, after a check of the header's own; takes both out of the header."""
+    metadata = header[_METADATA]
+    if metadata.pop(_SUM, None) != _sum_of(header):
+        raise ValueError("its header is not as it was written")
+    sums = json.loads(metadata.pop(_SUMS))
+    if sums.keys() != header.keys() - {_METADATA}:
+        raise ValueError("its header does not have a sha256 of each array")
+    return sums
 
 
 def _metadata(metadata: Any) -> dict[str, str]:
@@ -161,7 +206,11 @@ def _place(name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
 
 def _are_counts(numbers: Any) -> bool:
     """Returns whether a value is a list of numbers from 0, with few enough axes and a small enough size for NumPy."""
-    return isinstance(numbers, list) and len(numbers) <= 32 and all(type(n) is int and 0 <= n < 2**62 for n in numbers)
+    return (
+        isinstance(numbers, list)
+        and len(numbers) <= MOST_AXES
+        and all(type(n) is int and 0 <= n < 2**62 for n in numbers)
+    )
 
 
 def _check_places(arrays: Mapping[str, tuple[np.dtype, tuple[int, ...], int, int]], size: int) -> None:

@@ -23,7 +23,7 @@ from jmp_train.tasks import load_task
 pytestmark = pytest.mark.quick
 
 ROOT = Path(jt.__file__).parents[1]
-MODULES = {"pillow": "PIL", "scikit-learn": "sklearn", "orbax-checkpoint": "orbax"}
+MODULES = {"pillow": "PIL", "scikit-learn": "sklearn"}
 
 
 def graph_batches(folder: Path) -> Any:
@@ -33,7 +33,6 @@ def graph_batches(folder: Path) -> Any:
 
 
 CALLS: dict[str, list[Callable[[Path], Any]]] = {
-    "tensorstore": [jt.CheckpointStore],
     "grain": [lambda folder: array_batches({"x": np.ones(4)}, 2), graph_batches],
     "rich": [lambda folder: console_on(sys.stdout), lambda folder: LiveDisplay(sys.stdout, ["a"])],
     "sklearn": [lambda folder: load_task("digits")],

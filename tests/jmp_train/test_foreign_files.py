@@ -1,7 +1,6 @@
 """What lies in a foreign file's place: no reader waits, fills the memory, or leaves out the file's name."""
 
 import functools
-import hashlib
 import json
 import os
 import resource
@@ -20,16 +19,17 @@ import pytest
 from forged_json import every_forgery
 from machine_limits import memory_limited_to
 from pytrees import assert_bitwise_equal
+from sealed_files import entry, forge
 
 import jmp_train as jt
 from jmp_train import aot
-from jmp_train.checkpoints.file_locks import read_holder
-from jmp_train.checkpoints.manifest import verified_manifest
+from jmp_train.checkpoints.released_folders import open_folder
+from jmp_train.checkpoints.step_files import open_step
 from jmp_train.cli.entry import main
 from jmp_train.data.image_files import read_image
 from jmp_train.data.public_images import read_cifar10_batch, read_idx
 from jmp_train.graphs.file_formats import read_csv_table, read_npz, read_python2_pickle, read_torch_arrays
-from jmp_train.policies.files import DamagedError, SafetensorsFile, open_plain, read_plain, serialized
+from jmp_train.policies.files import DamagedError, SafetensorsFile, open_plain, read_plain, write_safetensors
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
@@ -49,7 +49,8 @@ READERS: dict[str, Callable[[Path], Any]] = {  # by a name that the reader accep
     "graphs.safetensors": jt.graphs.load_graphs,
     "rules.toml": jt.AutocastRules.load,
     "gpus.toml": aot.read_gpus,
-    "step_00000001/manifest.json": lambda path: verified_manifest(path.parent),
+    "step_00000001.safetensors": lambda path: open_step(path, 1).__enter__(),
+    "step_00000001/manifest.json": lambda path: open_folder(path.parent, 1).__enter__(),
     "table.csv": lambda path: read_csv_table(path, np.float32),
     "table.csv.gz": lambda path: read_csv_table(path, np.float32),
     "arrays.npz": lambda path: read_npz(path, ["x"]),
@@ -117,16 +118,9 @@ def test_no_reader_waits_and_each_names_the_file(tmp_path: Path, monkeypatch: py
         assert "\n" not in str(caught.value)
 
 
-def test_a_lock_s_file_is_no_reason_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in KINDS:
-        path = tmp_path / kind.strip("/").replace("/", "_") / "lock"
-        placed(path, kind, monkeypatch)
-        assert read_holder(path) is None
-
-
 def test_a_file_that_shrinks_or_grows_is_an_error_and_no_signal(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(serialized({"w": np.zeros(2**16)}, {}))
+    write_safetensors(path, {"w": np.zeros(2**16)}, {})
     with SafetensorsFile(path) as file:
         os.truncate(path, 2**12)
         with pytest.raises(DamagedError, match=rf"{path}: the array 'w' is truncated"):
@@ -186,17 +180,16 @@ def forged_descriptions_of_graphs(path: Path) -> Forged:
 def forged_manifest(path: Path) -> Forged:
     with jt.CheckpointStore(path) as store:
         store.save(1, WEIGHTS)
-    manifest, total = (path / "step_00000001" / name for name in ("manifest.json", "manifest.sha256"))
+    file = path / "step_00000001.safetensors"
 
     def seal(text: bytes) -> None:
-        manifest.write_bytes(text)
-        total.write_text(hashlib.sha256(text).hexdigest())
+        forge(file, "jmp_train.checkpoint", text.decode())
 
     def load() -> Any:
         with jt.CheckpointStore(path, read_only=True) as store:
             return store.restore(WEIGHTS)
 
-    return json.loads(manifest.read_bytes()), seal, load
+    return entry(file, "jmp_train.checkpoint"), seal, load
 
 
 @pytest.mark.parametrize("part", [10, pytest.param(1, marks=pytest.mark.full)])

@@ -19,7 +19,7 @@ import numpy as np
 
 import jmp_train as jt
 
-CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "fcntl.flock"}
+CALLS = {"open", "os.rename", "os.remove", "fcntl.flock"}
 
 
 def numbered(value: float) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def value_of(state: dict[str, Any]) -> float:
 
 
 def stop_at(number: int, directory: str) -> None:
-    """Has this process stop before its nth change of something in a directory, not counting what is deeper."""
+    """Has this process stop before its nth change of something in a directory."""
     count = 0
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
@@ -55,8 +55,8 @@ def is_change(event: str, arguments: tuple[Any, ...], directory: str) -> bool:
     path = str(arguments[0])
     if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
         return False
-    parent, name = os.path.split(path)
-    return parent == directory or (parent.startswith(directory) and name.startswith("manifest"))
+    parent, _ = os.path.split(path)
+    return parent == directory
 
 
 def stop_and_save(number: str, directory: str, log: str) -> None:
@@ -118,8 +118,6 @@ def how(status: int) -> str:
 
 
 def serve() -> None:
-    import orbax.checkpoint  # noqa: F401  which the writers would each import
-
     print("ready", flush=True)
     for line in sys.stdin:
         task, *arguments = line.split()

@@ -12,7 +12,7 @@ import safetensors.numpy
 from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
-from jmp_train.policies.files import DTYPES, SafetensorsFile, serialized
+from jmp_train.policies.files import DTYPES, SafetensorsFile, write_safetensors
 
 pytestmark = pytest.mark.quick
 
@@ -195,10 +195,12 @@ def test_the_format_is_that_of_its_own_package(file: Path) -> None:
     np.testing.assert_array_equal(arrays["0/nodes/h"], batch().nodes["h"])
     every: dict[str, Any] = {stored: np.arange(6).reshape(2, 3).astype(name) for stored, name in DTYPES.items()}
     every |= {"scalar": np.array(2.5, np.float32), "none": np.zeros((0, 4), np.int16), "\N{SNOWMAN}": np.ones(1)}
-    file.write_bytes(serialized(every, {"a": "b"}))
-    assert_bitwise_equal(safetensors.numpy.load_file(file), every)
-    for content in (serialized(every, {"a": "b"}), safetensors.numpy.save(every, {"a": "b"})):
-        file.write_bytes(content)
+    for write in (
+        write_safetensors,
+        lambda path, *arguments: safetensors.numpy.save_file(arguments[0], path, arguments[1]),
+    ):
+        write(file, every, {"a": "b"})
+        assert_bitwise_equal(safetensors.numpy.load_file(file), every)
         with SafetensorsFile(file) as found:
             assert found.metadata == {"a": "b"}
             assert_bitwise_equal({name: found.read(name) for name in found.names}, every)

@@ -1,10 +1,10 @@
-"""Damages to every file and folder of a checkpoint: found, or harmless; and nothing in it is run."""
+"""Damages to a step's file: each is found and named, and the older step taken; nothing in a file is run or trusted."""
 
-import collections
+import json
 import os
 import pickle
 import random
-import re
+import resource
 import shutil
 import warnings
 from collections.abc import Callable
@@ -16,36 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from machine_limits import as_nobody, everybodys_folder
+from sealed_files import entry, forge, put_together, taken_apart
 
 import jmp_train as jt
 
 pytestmark = pytest.mark.quick
 
-TO_FILES = (
-    "deleted",
-    "truncated",
-    "emptied",
-    "flipped",
-    "many flipped",
-    "zeroed",
-    "appended",
-    "swapped",
-    "older",
-    "a folder",
-    "a link",
-    "a link to itself",
-    "a fifo",
-    "a pickle",
-    "no permission",
-)
-TO_FOLDERS = ("deleted", "emptied", "a file", "a link", "a fifo", "older", "more files", "no permission")
+MANIFEST = "jmp_train.checkpoint"
 
 
 def state(value: float) -> dict[str, Any]:
-    """Returns a state of arrays that compress and that do not, of a key and of a number."""
-    random_numbers = np.random.default_rng(int(value)).normal(size=(30, 7))
+    """Returns a state of arrays that safetensors has and has not, of a key and of a number."""
     return {
-        "noise": random_numbers,
+        "noise": np.random.default_rng(int(value)).normal(size=(30, 7)),
         "half": jnp.full((4, 5), value, jnp.bfloat16),
         "small": np.full(9, int(value), "uint4"),
         "none": jnp.zeros((0, 2)),
@@ -59,6 +42,21 @@ def bits(found: dict[str, Any]) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)]
 
 
+@pytest.fixture(name="whole", scope="module")
+def fixture_whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole")
+    with jt.CheckpointStore(directory) as store:
+        for number in (1, 2):
+            store.save(number, state(number))
+    return directory
+
+
+@pytest.fixture(name="newest")
+def fixture_newest(whole: Path, tmp_path: Path) -> Path:
+    """Returns the file of step 2 in a folder that a test may damage."""
+    return shutil.copytree(whole, tmp_path / "copy") / "step_00000002.safetensors"
+
+
 class Planted:
     """Makes a file when a pickle of it is loaded."""
 
@@ -70,136 +68,181 @@ class Planted:
         return os.open, (str(self.mark), os.O_CREAT)
 
 
-def damage_file(path: Path, kind: str, step: Path, outside: Path, generator: random.Random) -> None:
+def flip(path: Path, generator: random.Random, bytes_: int = 1, after: int = 0) -> None:
     data = bytearray(path.read_bytes())
-    if kind in ("flipped", "many flipped"):
-        for _ in range(1 if kind == "flipped" else 1 + len(data) // 4):
-            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
-        path.write_bytes(data)
-    elif kind in ("truncated", "emptied", "zeroed", "appended"):
-        half = data[: generator.randrange(len(data))]
-        zeros = bytes(len(data))
-        path.write_bytes({"truncated": half, "zeroed": zeros, "appended": data + b"\n"}.get(kind, b""))
-    elif kind == "swapped":
-        files = [x for x in sorted(step.rglob("*")) if x.is_file() and x.read_bytes() != data]
-        other = generator.choice(files)
-        path.write_bytes(other.read_bytes())
-        other.write_bytes(data)
-    elif kind == "older":
-        shutil.copy(step.with_name("step_00000001") / path.relative_to(step), path)
-    elif kind == "a link":
-        path.rename(outside)
-        path.symlink_to(outside)
-    elif kind == "no permission":
-        path.chmod(0)
-    else:
-        path.unlink()
-        pickled = pickle.dumps(Planted(outside.with_name("run")))
-        make: dict[str, Callable[[], object]] = {
-            "deleted": lambda: None,
-            "a folder": path.mkdir,
-            "a link to itself": lambda: path.symlink_to(path),
-            "a fifo": lambda: os.mkfifo(path),
-            "a pickle": lambda: path.write_bytes(pickled),
-        }
-        make[kind]()
+    for _ in range(bytes_):
+        data[generator.randrange(after, len(data))] ^= 1 << generator.randrange(8)
+    path.write_bytes(data)
 
 
-def damage_folder(path: Path, kind: str, step: Path, outside: Path) -> None:
-    pickled = pickle.dumps(Planted(outside.with_name("run")))
-    if kind == "more files":
-        for name in ("state.pkl", "__init__.py", "_sharding", "descriptor", "0.1", "manifest.ocdbt", "x.npy"):
-            (path / name).write_bytes(pickled)
-        return
-    if kind == "no permission":
-        path.chmod(0)
-        return
-    older = step.with_name("step_00000001") / path.relative_to(step)
-    path.rename(outside)
-    make: dict[str, Callable[[], object]] = {
-        "deleted": lambda: None,
-        "emptied": path.mkdir,
-        "a file": lambda: path.write_bytes(pickled),
-        "a link": lambda: path.symlink_to(outside),
-        "a fifo": lambda: os.mkfifo(path),
-        "older": lambda: shutil.copytree(older, path),
-    }
-    make[kind]()
+def exchange(path: Path) -> None:
+    older = path.with_name("step_00000001.safetensors")
+    middle = path.with_name("middle")
+    for old, new in ((path, middle), (older, path), (middle, older)):
+        old.rename(new)
 
 
-def test_damage_to_any_file_is_found_and_the_file_named(tmp_path: Path) -> None:
-    like = {"w": np.zeros(3), "none": np.zeros((0, 2))}
-    with jt.CheckpointStore(tmp_path) as store:
-        store.save(1, {"w": np.arange(3.0), "none": np.zeros((0, 2))})
-        store.wait()
-        (step,) = tmp_path.glob("step_*")
-        files = [path for path in step.rglob("*") if path.is_file()]
-        assert {"manifest.json", "manifest.sha256", ".zarray", "_METADATA"} <= {path.name for path in files}
-        for path in files:
-            whole = path.read_bytes()
-            for kind in ("flipped", "truncated", "emptied", "deleted"):
-                damage_file(path, kind, step, tmp_path / "outside", random.Random(0))
-                with pytest.raises(ValueError, match=f"step 1 is damaged: .*({re.escape(path.name)}|manifest)"):
-                    store.restore(like)
-                path.write_bytes(whole)
-        assert store.restore(like)[0] == 1
+def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def replace(path: Path) -> None:
+        path.rename(path.parent.parent / "outside")
+        make(path)
+
+    return replace
 
 
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_each_of_at_least_200_damages_is_found_or_harmless() -> None:
+def arrays_begin(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+# Of each damage, how it is done to a file, and what is said of it.
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "emptied": (lambda path: path.write_bytes(b""), "its header is truncated"),
+    "cut in the header": (lambda path: os.truncate(path, 200), "its header is truncated"),
+    "cut by a byte": (lambda path: os.truncate(path, path.stat().st_size - 1), "its arrays end at byte"),
+    "appended": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "its arrays end at byte"),
+    "zeroed": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is not a safetensors file"),
+    "arrays zeroed": (
+        lambda path: path.write_bytes(path.read_bytes()[: arrays_begin(path)].ljust(path.stat().st_size, b"\0")),
+        "the array .* is not as it was written",
+    ),
+    "array flipped": (
+        lambda path: flip(path, random.Random(0), after=arrays_begin(path)), "leaf|the array .* is not as it was",
+    ),
+    "older step": (
+        lambda path: shutil.copy(path.with_name("step_00000001.safetensors"), path), "it is of step 1",
+    ),
+    "a pickle": (lambda path: path.write_bytes(pickle.dumps(Planted(path.with_name("run")))), "its header"),
+    "gigantic": (lambda path: os.truncate(path, 2**40), "its arrays end at byte"),
+    "gigantic header": (lambda path: path.write_bytes(b"\xff" * 99), "more than the limit"),
+    "a folder": (replaced_by(Path.mkdir), "is not a regular file"),
+    "a link": (
+        replaced_by(lambda path: path.symlink_to(path.parent.parent / "outside")), "is not a regular file",
+    ),
+    "a link to itself": (replaced_by(lambda path: path.symlink_to(path)), "is not a regular file"),
+    "a fifo": (replaced_by(os.mkfifo), "is not a regular file"),
+    "no permission": (lambda path: path.chmod(0), "Permission denied"),
+}  # fmt: skip
+
+
+def assert_older_is_taken(directory: Path, message: str) -> None:
+    with (
+        jt.CheckpointStore(directory, read_only=True) as store,
+        pytest.warns(UserWarning, match=rf"^step 2 is damaged: .*{message}") as warned,
+    ):
+        step, found = store.restore(state(7))
+    assert (step, len(warned)) == (1, 1)
+    assert bits(found) == bits(state(1))
+    (text,) = str(warned[0].message).splitlines()
+    assert str(directory / "step_00000002.safetensors") in text
+    assert len(text) < 1000
+    assert not (directory / "run").exists()
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damage_is_named_and_the_older_step_taken(kind: str, whole: Path) -> None:
+    damage, message = DAMAGES[kind]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with everybodys_folder() as folder:
-        check_damages(folder)
-
-
-def check_damages(folder: Path) -> None:
-    wanted = {number: bits(state(number)) for number in (1, 2)}
-    whole = folder / "whole"
-    with jt.CheckpointStore(whole) as store:
-        for number in (1, 2):
-            store.save(number, state(number))
-        assert bits(store.restore(state(7))[1]) == wanted[2]
-    step = whole / "step_00000002"
-    cases = [
-        (path.relative_to(whole), kind)
-        for path in [step, *sorted(step.rglob("*"))]
-        for kind in (TO_FOLDERS if path.is_dir() else TO_FILES)
-    ]
-    generator, outcomes = random.Random(0), collections.Counter()
-    for name, kind in cases:
         copy = shutil.copytree(whole, folder / "copy")
-        outside, path = folder / "outside", copy / name
-        with jt.CheckpointStore(copy) as store:
-            if path.is_dir():
-                damage_folder(path, kind, copy / step.name, outside)
+        copy.chmod(0o755)
+        damage(copy / "step_00000002.safetensors")
+        with as_nobody():
+            assert_older_is_taken(copy, message)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 2**18  # KiB
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(800, marks=pytest.mark.full)])
+def test_of_many_flips_cuts_and_exchanges_none_is_silent(count: int, newest: Path) -> None:
+    """Flips of a bit, of many, cuts at any length, and files that have taken each other's names."""
+    content, generator = newest.read_bytes(), random.Random(count)
+    wanted, directory = {number: bits(state(number)) for number in (1, 2)}, newest.parent
+    with jt.CheckpointStore(directory, read_only=True) as store:
+        for number in range(count):
+            kind = number % 8
+            if kind < 5:
+                flip(newest, generator)
+            elif kind == 5:
+                flip(newest, generator, 2 + len(content) // 50)
             else:
-                damage_file(path, kind, copy / step.name, outside, generator)
-            with warnings.catch_warnings(record=True) as warned, as_nobody():
+                newest.write_bytes(content[: generator.randrange(len(content))])
+            with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
-                found, restored = store.restore(state(7))
-        assert not (folder / "run").exists(), (name, kind)
-        assert bits(restored) == wanted[found], (name, kind)
-        texts = [str(warning.message) for warning in warned]
-        if found == 1 and (name, kind) != (Path(step.name), "deleted"):
-            assert len(texts) == 1, (name, kind, texts)
-            assert texts[0].startswith("step 2 is damaged: "), (name, kind, texts)
-        else:
-            assert not texts, (name, kind, texts)
-        outcomes[f"{kind}: step {found}"] += 1
-        for path in (copy, outside):
-            _remove(path)
-    assert outcomes.total() >= 200
-    harmless = {name for name in outcomes if name.endswith("step 2")}
-    # Files of the same contents in both steps, and files that are read by nobody.
-    assert harmless <= {"older: step 2", "more files: step 2"}, outcomes
-    print(outcomes.total(), "damages:", dict(sorted(outcomes.items())))
+                step, found = store.restore(state(7))
+            assert bits(found) == wanted[step], number
+            assert (step, len(warned)) in ((1, 1), (2, 0)), number
+            newest.write_bytes(content)
+        exchange(newest)
+        with pytest.raises(ValueError, match=r"intact: step 2 .* it is of step 1; step 1 .* it is of step 2$"):
+            store.restore(state(7))
 
 
-def _remove(path: Path) -> None:
-    for x in [path, *path.rglob("*")] if path.is_dir() else []:
-        if x.is_dir() and not x.is_symlink():
-            x.chmod(0o755)
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def leaf(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda manifest: manifest["leaves"][1].update(values)
+
+
+def top(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda manifest: manifest.update(values)
+
+
+# Of each hostile manifest, how it is made of a good one, and what is said of it.
+MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "format 99": (top(format=99), "it has format 99, this version of jmp_train reads 2"),
+    "no format": (lambda m: m.pop("format"), "KeyError 'format'"),
+    "other step": (top(step=1), "it is of step 1"),
+    "nan step": (top(step=float("nan")), "it is of step nan"),
+    "float step": (top(step=2.0), r"it is of step 2\.0"),
+    "leaves null": (top(leaves=None), "TypeError"),
+    "leaves texts": (top(leaves=["w"]), "TypeError"),
+    "metadata": (top(metadata=[1]), r"it has metadata \[1\]"),
+    "no path": (lambda m: m["leaves"][1].pop("path"), "KeyError 'path'"),
+    "path twice": (leaf(path="['half']"), "it has two leaves of the same path"),
+    "kind number": (leaf(kind=3), "it says of leaf 1 path .* and kind 3"),
+    "dtype objects": (leaf(dtype="object"), "it says of leaf 1 dtype 'object'"),
+    "dtype list": (leaf(dtype=["f4"]), "unhashable"),
+    "huge dtype": (leaf(dtype="V100000000000"), "it says of leaf 1 dtype 'V1"),
+    "hidden shape": (leaf(shape=[0, 2**70]), "which no array has"),
+    "deep shape": (leaf(shape=[1] * 100), "which no array has"),
+    "negative shape": (leaf(shape=[-30, -7]), r"shape \(-30, -7\), which no array has"),
+    "shape text": (leaf(shape="43"), "shape .*, which no array has"),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_hostile_manifest_is_named(name: str, newest: Path) -> None:
+    edit, message = MANIFESTS[name]
+    manifest = entry(newest, MANIFEST)
+    assert manifest["leaves"][1]["path"] == "['noise']"
+    edit(manifest)
+    forge(newest, MANIFEST, json.dumps(manifest))
+    assert_older_is_taken(newest.parent, message)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 10_000, '{"format": 2' + "0" * 5000 + "}", "\ud800"])
+def test_a_manifest_that_is_none_is_named(text: str, newest: Path) -> None:
+    forge(newest, MANIFEST, text)
+    assert_older_is_taken(newest.parent, "")
+
+
+def test_a_leaf_whose_array_does_not_fit_is_named(newest: Path) -> None:
+    """The manifest and the state agree, and the header has other arrays."""
+    header, body = taken_apart(newest)
+    noise = header["['noise']"]
+    for other in ({"dtype": "F32"}, {"shape": [30, 6]}, {"data_offsets": [0, 8]}, {"dtype": "BOOL", "shape": [1680]}):
+        put_together(newest, {**header, "['noise']": {**noise, **other}}, body)
+        assert_older_is_taken(newest.parent, "noise")
+    short = {name: x for name, x in header.items() if name != "['none']"}
+    put_together(newest, short, body)
+    assert_older_is_taken(newest.parent, "does not have a sha256 of each array")
+
+
+def test_what_only_looks_like_a_step_is_none(newest: Path) -> None:
+    for name in (
+        "step_000000003.safetensors", "step_٠٠٠٠٠٠٠٣.safetensors", "step_0000003.safetensors",
+        "step_00000003.safetensor", "Step_00000003.safetensors", "step_00000003.safetensors ",
+        f"step_{'9' * 200}.safetensors",
+        ".step_00000003.safetensors.1.ab", "step_00000003.tmp", "step_-0000003.safetensors", "step_00000003.npz",
+    ):  # fmt: skip
+        shutil.copy(newest, newest.with_name(name))
+    with jt.CheckpointStore(newest.parent) as store:
+        assert store.steps() == [1, 2]
+        assert store.restore(state(7))[0] == 2

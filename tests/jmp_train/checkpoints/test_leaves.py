@@ -39,9 +39,9 @@ def every_dtype() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.full
-def test_every_dtype_comes_back_to_the_last_bit_and_orbax_reads_it(tmp_path: Path) -> None:
+def test_every_dtype_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     arrays = every_dtype()
-    assert set(arrays) == STORED
+    assert set(arrays) == STORED >= {"int4", "float8_e4m3fn", "complex128", "bool"}
     # On CPUs jax has no arrays of these, and 64 bits only if they are asked for.
     absent = re.compile(r".*64|complex128|float6.*|u?int1")
     on_devices = [jax.device_put(x) for name, x in arrays.items() if not absent.fullmatch(name)]
@@ -52,13 +52,6 @@ def test_every_dtype_comes_back_to_the_last_bit_and_orbax_reads_it(tmp_path: Pat
         step, found = store.restore({"arrays": jax.tree.map(np.zeros_like, arrays), "devices": like})
     assert step == 1
     assert_same(found, state)
-
-    import orbax.checkpoint as ocp
-
-    read = ocp.PyTreeCheckpointer().restore(tmp_path / "step_00000001" / "arrays")
-    by_name = {folder.partition("arrays.")[2]: array for folder, array in read.items()}
-    for name, array in arrays.items():
-        assert np.asarray(by_name[name]).tobytes() == array.tobytes(), name
 
 
 def test_numbers_keys_and_odd_arrays_come_back_as_they_were(tmp_path: Path) -> None:

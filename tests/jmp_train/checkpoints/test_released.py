@@ -1,6 +1,10 @@
 """What version 0.1.0 has saved is restored, and gone on with, wherever its modules are now."""
 
+import contextlib
+import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +18,7 @@ from flax import serialization
 from released_states import KARATE, STEP_OF, new_state, next_params, optimizers, values_of
 
 import jmp_train as jt
+from jmp_train.checkpoints import DamagedError
 from jmp_train.cli.jobs import identity_of
 from jmp_train.runs import RunSettings
 from jmp_train.runs.run_identity import differences, run_metadata
@@ -55,6 +60,86 @@ def test_the_values_are_not_those_of_a_new_state() -> None:
         fresh = values_of(new_state(name))
         assert fresh.keys() == VALUES[name].keys()
         assert fresh != VALUES[name]
+
+
+def test_its_folders_are_kept_and_removed_as_files_are(saved: Path, tmp_path: Path) -> None:
+    """Also what it left when it was killed: a folder that was about to replace the step, and parts of others."""
+    directory = shutil.copytree(saved / "flat", tmp_path / "copy")
+    (directory / "step_00000007").rename(directory / "step_00000007.host-1-ab.whole")
+    for name in ("step_00000007.host-1-ab.deleted", "step_00000009.host-1-ab.tmp"):
+        (directory / name / "arrays").mkdir(parents=True)
+    with jt.CheckpointStore(directory, max_to_keep=2) as store:
+        step, state = store.restore(new_state("flat"))
+        assert (step, values_of(state)) == (7, VALUES["flat"])
+        store.save(8, state)
+        store.wait()
+        assert store.steps() == [7, 8]
+        assert not list(directory.glob("*.deleted")) + list(directory.glob("*.tmp"))
+        store.save(7, state, metadata={"state": "again"})
+        store.wait()
+        assert store.metadata(7) == {"state": "again"}
+        store.save(9, state)
+        shutil.copytree(saved / "flat" / "step_00000007", directory / "step_00000007")
+        assert values_of(store.restore(new_state("flat"))[1]) == VALUES["flat"]
+        store.save(10, state)
+    assert sorted(path.name for path in directory.iterdir()) == [f"step_{n:08d}.safetensors" for n in (9, 10)]
+
+
+def damaged(path: Path, kind: str) -> None:
+    content = bytearray(path.read_bytes())
+    path.unlink()
+    if kind == "flipped":
+        content[len(content) // 2] ^= 8
+    if kind in ("flipped", "truncated"):
+        path.write_bytes(content if kind == "flipped" else content[: len(content) // 2])
+    elif kind == "a link":
+        path.with_name("elsewhere").write_bytes(content)
+        path.symlink_to("elsewhere")
+    elif kind == "a fifo":
+        os.mkfifo(path)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "deleted", "a link", "a fifo"])
+def test_damage_to_any_of_its_files_is_found(kind: str, saved: Path, tmp_path: Path) -> None:
+    step, read = saved / "flat" / "step_00000007", 0
+    for name in sorted(path.relative_to(step) for path in step.rglob("*") if path.is_file()):
+        directory = shutil.copytree(saved / "flat", tmp_path / "copy")
+        damaged(directory / step.name / name, kind)
+        with jt.CheckpointStore(directory, read_only=True) as store:
+            if name.name.startswith("_"):  # orbax's, which is not read
+                assert values_of(store.restore(new_state("flat"))[1]) == VALUES["flat"]
+            elif kind == "flipped" and name.name == ".zarray":  # it may say the same
+                with contextlib.suppress(DamagedError):
+                    assert values_of(store.restore(new_state("flat"))[1]) == VALUES["flat"]
+            else:
+                with pytest.raises(DamagedError, match=r"step 7 is damaged: .*step_00000007"):
+                    store.restore(new_state("flat"))
+        read += 1
+        shutil.rmtree(directory)
+    assert read > 30
+
+
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(saved: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(saved / "flat", tmp_path / "copy")
+    folder = directory / "step_00000007"
+    text = (folder / "manifest.json").read_text()
+    edits: list[tuple[str, str, str]] = [
+        ('"folder": "', '"folder": "../../step_00000007/arrays/', "is not in the folder"),
+        ('"format": 1', '"format": 9', "it has format 9, this version of jmp_train reads 1"),
+        ('"step": 7', '"step": 8', "it is of step 8"),
+        ('"dtype": "int8"', '"dtype": "object"', "dtype 'object'"),
+        ('"float16"', '"int16"', "does not fit the state"),
+    ]
+    for old, new, message in edits:
+        assert old in text
+        (folder / "manifest.json").write_text(text.replace(old, new))
+        (folder / "manifest.sha256").write_text(hashlib.sha256(text.replace(old, new).encode()).hexdigest())
+        with (
+            jt.CheckpointStore(directory, read_only=True) as store,
+            pytest.raises(ValueError, match=message),
+        ):
+            store.restore(new_state("flat"))
 
 
 @pytest.mark.quick_cases(1)

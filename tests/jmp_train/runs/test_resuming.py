@@ -1,7 +1,6 @@
 """Runs that are stopped and go on: the same parameters and the same report as in one piece."""
 
 import dataclasses
-import json
 import math
 import os
 import signal
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from made_runs import first_examples
+from sealed_files import entry
 
 import jmp_train as jt
 from jmp_train.cli.entry import main
@@ -147,7 +147,7 @@ def test_a_run_that_is_ready_is_tested_again(task: Task, tmp_path: Path) -> None
 @pytest.mark.full
 def test_what_is_not_the_same_run_is_refused(task: Task, tmp_path: Path) -> None:
     run(task, tmp_path, every=7)
-    assert sorted(os.listdir(tmp_path)) == ["run.json", "step_00000007", "step_00000014", "step_00000015"]
+    assert sorted(os.listdir(tmp_path)) == ["run.json", *(f"step_{step:08d}.safetensors" for step in (7, 14, 15))]
     with pytest.raises(ValueError, match="already has checkpoints; continue with --resume, or choose another folder"):
         run(task, tmp_path, resume=False)
     (tmp_path / "run.json").unlink()  # every checkpoint says it
@@ -173,7 +173,7 @@ def test_a_signal_saves_and_the_command_goes_on(number: int, tmp_path: Path) -> 
     assert process.returncode == 128 + number, errors
     assert "jmp-train: stopped after step " in errors
     done = int(errors.split("after step ")[1].split(",")[0])
-    assert f"step_{done:08d}" in os.listdir(tmp_path)
+    assert f"step_{done:08d}.safetensors" in os.listdir(tmp_path)
     assert done < 40 * 22
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
@@ -211,7 +211,7 @@ def save_steps(directory: Path, *steps: int, total: int = 100) -> tuple[list[Ste
 
 def test_of_a_million_epochs_what_exists_is_saved(tmp_path: Path) -> None:
     records, epochs = save_steps(tmp_path, 3, 9, total=10**12)
-    manifest = json.loads((tmp_path / "step_00000009" / "manifest.json").read_text())
+    manifest = entry(tmp_path / "step_00000009.safetensors", "jmp_train.checkpoint")
     assert {leaf["shape"][0] for leaf in manifest["leaves"] if "['steps']" in leaf["path"]} == {9}
     _, store, (done, state, found_steps, found_epochs, place, _) = begin(tmp_path, 10**12)
     assert (done, state.params["w"].tolist()) == (9, [9.0] * 3)
@@ -223,15 +223,15 @@ def test_of_a_million_epochs_what_exists_is_saved(tmp_path: Path) -> None:
 
 def test_a_damaged_step_is_passed_over(tmp_path: Path) -> None:
     save_steps(tmp_path, 3, 6, 9)
-    (tmp_path / "step_00000009" / "manifest.json").write_text("{}")
-    [weights] = (tmp_path / "step_00000006").rglob("*params*/0")
-    weights.write_bytes(b"")
+    for step, size in ((9, 0), (6, -1)):
+        file = tmp_path / f"step_0000000{step}.safetensors"
+        file.write_bytes(file.read_bytes()[:size])
     with pytest.warns(UserWarning, match=r"^step \d is damaged: ") as caught:
         _, store, (done, *_) = begin(tmp_path)
     assert [str(one.message)[:6] for one in caught] == ["step 9", "step 6"]
     assert done == 3
     store.close()
-    (tmp_path / "step_00000003" / "manifest.json").unlink()
+    os.truncate(tmp_path / "step_00000003.safetensors", 99)
     text = r"intact: step 9 is .*; step 6 is .*; step 3 is"
     with pytest.raises(ResumeError, match=text):
         begin(tmp_path)
