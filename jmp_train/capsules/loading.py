@@ -6,14 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.capsules.capsule_files import Group, capsule_files, check_header, groups_in, leaf_paths, step_of, unpack
-from jmp_train.capsules.state_parts import StateParts, parts_of, snapshot
-from jmp_train.capsules.stored_leaves import restored, short_type, structure_from_json, whole
+from jmp_train.capsules.capsule_files import (
+    BATCH,
+    CHANGED,
+    KEPT,
+    NUMBERS,
+    CapsuleFile,
+    leaf_paths,
+    read_capsule,
+    sharding_of,
+    whole,
+)
+from jmp_train.capsules.state_parts import parts_of, snapshot
+from jmp_train.capsules.structures import structure_from_json
+from jmp_train.checkpoints import Leaf, differences, leaves_of
 from jmp_train.distributed import gather_texts, local_data, placement, to_leaf
 from jmp_train.policies import PyTree
-from jmp_train.policies.files import DamagedError, damage_named, printable
+from jmp_train.policies.files import damage_named, printable
 from jmp_train.policies.pytrees import checked_path
 from jmp_train.steps import TrainState, check_is_train_state
 from jmp_train.types import Batch
@@ -63,19 +75,23 @@ def load_capsule(
     """
     check_is_train_state(state)
     gather_texts("")  # waits until each process has arrived, and so has written its file
-    parts = parts_of(state)
-    headers, groups = _read(checked_path("path", path))
-    header = headers[0]
-    own = jax.process_index() if jax.process_count() == len(headers) else None  # if as many processes wrote it
-    arrays = {name: _arrays(path, name, [found[name] for found in groups], own) for name in groups[0]}
+    path, parts = checked_path("path", path), parts_of(state)
+    files = read_capsule(path)
+    own = jax.process_index() if jax.process_count() == len(files) else None  # if as many processes wrote it
     leaves, structure = jax.tree.flatten(state)
-    _put(path, leaves, parts, parts.changed, groups[0]["changed"], arrays["changed"])
-    if groups[0]["kept"] is None:
-        _check_fingerprints(path, header, jax.tree.leaves(state), parts, state)
-    else:
-        _put(path, leaves, parts, parts.kept, groups[0]["kept"], arrays["kept"])
-    batch = _batch(path, header, groups[0]["batch"], arrays["batch"], like)
-    return jax.tree.unflatten(structure, leaves), batch
+    types = [leaf for leaf, _ in leaves_of(jax.eval_shape(lambda x: x, state))]
+    for group, positions in ((CHANGED, parts.changed), (KEPT, parts.kept)):
+        saved, wanted = files[0].leaves[group], [types[i] for i in positions]
+        if saved is None:
+            _check_fingerprints(path, files[0].about, parts.paths, parts.kept, state)
+            continue
+        if lines := differences(saved, wanted, "capsule"):
+            raise ValueError("\n  ".join([f"{path} does not fit the state:", *lines]))
+        for i in positions:
+            number = saved.index(types[i])
+            with damage_named(f"{path}: {group} {printable(types[i].path)}"):
+                leaves[i] = to_leaf(whole(files, group, number, own), leaves[i], placement(leaves[i]))
+    return jax.tree.unflatten(structure, leaves), _batch(path, files, own, like)
 
 
 def capsule_step(path: Path) -> int:
@@ -87,107 +103,71 @@ def capsule_step(path: Path) -> int:
     Raises:
       DamagedError, FileNotFoundError, OSError: as `load_capsule` does.
     """
-    return _read(path)[0][0]["step"]
-
-
-def _read(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Group | None]]]:
-    """Returns headers and groups of the files of all processes."""
-    files = capsule_files(path)
-    headers, groups = [], []
-    for process, file in enumerate(files):
-        header, arrays = unpack(file)
-        with damage_named(file):
-            check_header(header, step_of(file), process, len(files))
-            groups.append(groups_in(header, arrays))
-        headers.append(header)
-    with damage_named(path):
-        about = [[header[name] for name in ("fingerprints", "structure", "shown_structure")] for header in headers]
-        paths = [{name: group and group.paths for name, group in found.items()} for found in groups]
-        if any(found != about[0] for found in about) or any(found != paths[0] for found in paths):
-            raise DamagedError(f"{path}: the files of {len(headers)} processes are not of one run")
-    return headers, groups
-
-
-def _arrays(path: object, name: str, groups: Sequence[Group | None], own: int | None) -> list[np.ndarray]:
-    found = [group for group in groups if group is not None]
-    arrays = []
-    for number, leaf_path in enumerate(found[0].paths if found else ()):
-        with damage_named(f"{path}: {name} {printable(leaf_path)}"):
-            arrays.append(whole([g.leaves[number] for g in found], [g.parts[number] for g in found], own))
-    return arrays
-
-
-def _put(
-    path: object,
-    leaves: list[Any],
-    parts: StateParts,
-    positions: Sequence[int],
-    group: Group | None,
-    arrays: Sequence[np.ndarray],
-) -> None:
-    """Replaces leaves of a state by those of a capsule; raises ValueError if their types differ."""
-    assert group is not None
-    stored_arrays = dict(zip(group.paths, arrays, strict=True))
-    types = [printable(f"{leaf.key or leaf.dtype}{leaf.shape}") for leaf in group.leaves]
-    found = dict(zip(group.paths, types, strict=True))
-    wanted = {parts.paths[i]: short_type(leaves[i]) for i in positions}
-    lines = [
-        f"{printable(name)}: the capsule has {found.get(name, 'nothing')}, the state {wanted.get(name, 'nothing')}"
-        for name in dict.fromkeys([*found, *wanted])
-        if found.get(name) != wanted.get(name)
-    ]
-    if lines:
-        raise ValueError("\n  ".join([f"{path} does not fit the state:", *lines]))
-    for i in positions:
-        leaves[i] = to_leaf(stored_arrays[parts.paths[i]], leaves[i], placement(leaves[i]))
+    return read_capsule(path)[0].about["place"][0]
 
 
 def _check_fingerprints(
-    path: object, header: dict[str, Any], leaves: Sequence[Any], parts: StateParts, state: TrainState
+    path: Path, about: dict[str, Any], paths: Sequence[str], kept: Sequence[int], state: TrainState
 ) -> None:
     """Raises ValueError if a state does not have the parameters and model state of the step."""
-    prints = local_data(snapshot(leaves, kept=parts.kept).fingerprints).tolist()
-    found = {parts.paths[i]: number for i, number in zip(parts.kept, prints, strict=True)}
-    wanted = header["fingerprints"]
+    prints = local_data(snapshot(jax.tree.leaves(state), kept=kept).fingerprints).tolist()
+    found = dict(zip((paths[i] for i in kept), prints, strict=True))
+    wanted = about["fingerprints"]
     if found == wanted:
         return
     others = [printable(name) for name in dict.fromkeys([*wanted, *found]) if wanted.get(name) != found.get(name)]
-    later = header["later_steps"]
+    step, later = about["place"][0], about["later_steps"]
     hint = f"; the run was {later} steps further when the skip was seen" if later else ""
     raise ValueError(
-        f"{path} is of step {header['step']} and needs the parameters and model state from before or after its skip; "
+        f"{path} is of step {step} and needs the parameters and model state from before or after its skip; "
         f"the given state is of step {int(np.max(local_data(state.step)))}, and differs in {len(others)} of "
         f"{len(wanted)} leaves: {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}{hint}. A checkpoint of that "
         "step fits; SkipRecorder(..., wait=True) returns the state that fits, save_state=True puts it into the capsule"
     )
 
 
-def _batch(
-    path: object, header: dict[str, Any], group: Group | None, arrays: Sequence[np.ndarray], like: Batch | None
-) -> Any:
-    assert group is not None
-    leaves = []
-    for name, leaf, array in zip(group.paths, group.leaves, arrays, strict=True):
-        with damage_named(f"{path}: batch {printable(name)}"):
-            leaves.append(restored(leaf, array))
-    structure = _structure(path, header, group.paths, like)
+def _batch(path: Path, files: Sequence[CapsuleFile], own: int | None, like: Batch | None) -> Any:
+    leaves, about = files[0].leaves[BATCH] or [], files[0].about
+    found = []
+    for number, leaf in enumerate(leaves):
+        with damage_named(f"{path}: batch {printable(leaf.path)}"):
+            found.append(_restored(leaf, about["groups"][BATCH][number], whole(files, BATCH, number, own)))
+    paths = [leaf.path for leaf in leaves]
+    structure = _structure(path, about, paths, like)
     with damage_named(path):
-        batch = jax.tree.unflatten(structure, leaves)
-        if leaf_paths(batch) != group.paths:
-            raise ValueError(f"its batch has other leaves than its structure {printable(header['shown_structure'])}")
+        batch = jax.tree.unflatten(structure, found)
+        if leaf_paths(batch) != paths:
+            raise ValueError(f"its batch has other leaves than its structure {printable(about['shown_structure'])}")
     return batch
 
 
-def _structure(path: object, header: dict[str, Any], paths: Sequence[str], like: PyTree) -> Any:
+def _restored(leaf: Leaf, about: dict[str, Any], array: np.ndarray) -> Any:
+    """Returns a leaf of the batch as it was held, on the devices of its mesh if these are present."""
+    held = about["held"]
+    if held in NUMBERS:
+        return NUMBERS[held](array.item())
+    if held == "numpy":
+        return array
+    like = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    if held not in ("jax", "weak"):
+        like = jax.random.key(0, impl=held)
+    x = to_leaf(array, like, sharding_of(about["sharding"]))
+    if held in ("jax", "weak") and x.dtype.name != leaf.dtype:
+        raise ValueError(f"a leaf is {leaf.dtype}, which needs JAX_ENABLE_X64=1")
+    if held == "weak":  # an update of a weak array stays weak
+        return jnp.broadcast_to(jnp.asarray(x.dtype.type(0).item()), x.shape).at[...].set(x)
+    return x
+
+
+def _structure(path: Path, about: dict[str, Any], paths: Sequence[str], like: PyTree) -> Any:
     if like is not None:
-        found = leaf_paths(like)
-        if found != list(paths):
+        if (found := leaf_paths(like)) != list(paths):
             raise ValueError(f"{path} has a batch with other leaves than like: {printable(list(paths))}, not {found}")
         return jax.tree.structure(like)
-    if header["structure"] is None:
+    if about["structure"] is None:
         raise ValueError(
-            f"{path} has a batch with containers whose fields no file holds, {printable(header['shown_structure'])}: "
+            f"{path} has a batch with containers whose fields no file holds, {printable(about['shown_structure'])}: "
             "pass like=a batch of that structure"
         )
     with damage_named(path):
-        return structure_from_json(header["structure"])
+        return structure_from_json(about["structure"])

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from jmp_train.capsules.capsule_files import capsule_content, capsule_path, capsules_in
+from jmp_train.capsules.capsule_files import capsules_in, write_capsule
 from jmp_train.capsules.state_parts import Snapshot, StateParts, parts_of, snapshot
-from jmp_train.policies.files import write_atomically
 from jmp_train.policies.pytrees import check_count, check_flag, checked_path, has_tracers
 from jmp_train.steps import TrainState, check_not_replicated
 from jmp_train.types import Batch, Metrics
@@ -167,26 +166,22 @@ class SkipRecorder:
             return
         try:
             with jax.transfer_guard("allow"):  # a skip may be slow
-                number, content = self._content(made)
-            self._write(number, content)
+                self._write(made)
         except (OSError, TypeError, ValueError, RuntimeError) as error:
             warnings.warn(
                 f"no capsule of a skipped step was written to {self.directory}: {error}", RuntimeWarning, stacklevel=3
             )
 
-    def _content(self, made: _Pending) -> tuple[int, bytes]:
+    def _write(self, made: _Pending) -> None:
         before, kept = made.before, None
         if made.after is not None:  # its parameters and model state are unchanged by the skip
             leaves = jax.tree.leaves(made.after)
             before = before._replace(fingerprints=snapshot(leaves, kept=made.parts.kept).fingerprints)
             kept = [leaves[i] for i in made.parts.kept] if self._save_state else None
-        return capsule_content(made.batch, made.parts, before, kept, len(self._pending))
-
-    def _write(self, number: int, content: bytes) -> None:
-        process, processes = jax.process_index(), jax.process_count()
-        path = write_atomically(capsule_path(self.directory, number, process, processes), content)
+        path = write_capsule(self.directory, made.batch, made.parts, before, kept, len(self._pending))
         self._written = [*(old for old in self._written if old != path), path]
-        earlier = [old for old in capsules_in(self.directory, process, processes) if old not in self._written]
+        there = capsules_in(self.directory, jax.process_index(), jax.process_count())
+        earlier = [old for old in there if old not in self._written]
         for old in [*earlier, *self._written][: -self._keep]:
             old.unlink(missing_ok=True)
         self._written = self._written[-self._keep :]

@@ -1,14 +1,14 @@
 """A state's leaves as named NumPy arrays and back, their metadata in a checkpoint, and comparisons."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import KeyPath, keystr
+from jax.tree_util import keystr
 
 from jmp_train.distributed import as_bytes
 from jmp_train.policies import PyTree
@@ -48,7 +48,9 @@ def leaves_of(state: PyTree) -> list[tuple[Leaf, Any]]:
       TypeError: a leaf is neither an array, nor a shape with a dtype, nor a number.
       ValueError: an int is too large, an array has too many axes, or two leaves have the same path.
     """
-    described = [(_describe(path, x), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+    described = [
+        (leaf_of(keystr(path), x, path_name(path)), x) for path, x in jax.tree_util.tree_leaves_with_path(state)
+    ]
     paths = [leaf.path for leaf, _ in described]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
@@ -81,7 +83,7 @@ def in_file(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.name in DTYPES.values() else as_bytes(array)
 
 
-def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
+def differences(saved: Sequence[Leaf], wanted: Sequence[Leaf], what: str = "checkpoint") -> list[str]:
     """Returns a line for each leaf that differs between two states or is only in one, and a remedy."""
     old, new = {leaf.path: leaf for leaf in saved}, {leaf.path: leaf for leaf in wanted}
     lines = []
@@ -89,7 +91,7 @@ def differences(saved: list[Leaf], wanted: list[Leaf]) -> list[str]:
         if old.get(path) == new.get(path):
             continue
         found, asked = (str(leaf) if (leaf := those.get(path)) else "nothing" for those in (old, new))
-        lines.append(f"{printable(path)}: the checkpoint has {printable(found)}, the state has {asked}")
+        lines.append(f"{printable(path)}: the {what} has {printable(found)}, the state has {asked}")
     if _wrappers(old) != _wrappers(new):
         lines.append(
             "What is in the state of an optimizer depends on its wrappers (with_loss_scale, with_master_weights, ...) "
@@ -130,33 +132,39 @@ def shown(x: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _describe(path: KeyPath, x: Any) -> Leaf:
-    name = keystr(path)
+def leaf_of(path: str, x: Any, name: str | None = None) -> Leaf:
+    """Returns the metadata of a leaf.
+
+    Args:
+      path: its path.
+      x: the leaf.
+      name: its name in errors; default: the path.
+
+    Raises:
+      TypeError: it is neither an array of one of jax's dtypes, nor a shape with a dtype, nor a number.
+      ValueError: it is too large an int, or has too many axes.
+    """
+    name = path if name is None else name
     if isinstance(x, bool | int | float) or type(x) is complex:
         dtype = np.asarray(x).dtype.name
         if isinstance(x, int) and dtype not in ("bool", "int64"):
-            raise ValueError(
-                f"state {path_name(path)!r} is an int of {x.bit_length()} bits, which does not fit into int64"
-            )
-        return Leaf(name, type(x).__name__, dtype, ())
+            raise ValueError(f"state {name!r} is an int of {x.bit_length()} bits, which does not fit into int64")
+        return Leaf(path, type(x).__name__, dtype, ())
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"state {path_name(path)!r} must be an array or a number, got {shown(x)}")
+        raise TypeError(f"state {name!r} must be an array or a number, got {shown(x)}")
     if is_key(x):
         data = jax.eval_shape(jax.random.key_data, x)
-        return Leaf(name, str(x.dtype), data.dtype.name, tuple(data.shape))
+        return Leaf(path, str(x.dtype), data.dtype.name, tuple(data.shape))
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"state {path_name(path)!r} is a masked array, whose mask would be lost; save its data and its mask "
-            "as two leaves"
+            f"state {name!r} is a masked array, whose mask would be lost; save its data and its mask as two leaves"
         )
     try:
         dtype = np.dtype(x.dtype)
     except TypeError:  # an array of another library
         dtype = x.dtype
     if getattr(dtype, "name", None) not in STORED:
-        raise TypeError(f"state {path_name(path)!r} has dtype {dtype}, which checkpoints cannot store")
+        raise TypeError(f"state {name!r} has dtype {dtype}, which checkpoints cannot store")
     if len(x.shape) > MOST_AXES:
-        raise ValueError(
-            f"state {path_name(path)!r} has {len(x.shape)} axes; checkpoints can store at most {MOST_AXES}"
-        )
-    return Leaf(name, "array", dtype.name, tuple(x.shape))
+        raise ValueError(f"state {name!r} has {len(x.shape)} axes; checkpoints can store at most {MOST_AXES}")
+    return Leaf(path, "array", dtype.name, tuple(x.shape))

@@ -1,6 +1,5 @@
 """Forged capsules: the sums are right, any node of the header is replaced. Each is refused, or harmless."""
 
-import hashlib
 import json
 import random
 import tracemalloc
@@ -16,13 +15,13 @@ from forged_json import CONTROL, every_forgery, places, replaced
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pytrees import assert_bitwise_equal
+from sealed_files import entry, forge
 
 import jmp_train as jt
-from jmp_train.capsules.capsule_files import capsule_files
 
 pytestmark = pytest.mark.quick
 
-MAGIC = b"jmp_train capsule 1\n"
+ABOUT = "jmp_train.capsule"
 
 
 def recorded(folder: Path) -> tuple[Path, jt.TrainState, Any]:
@@ -37,18 +36,6 @@ def recorded(folder: Path) -> tuple[Path, jt.TrainState, Any]:
         path = recorder.last_capsule()
     assert path is not None
     return path, state, batch
-
-
-def opened(path: Path) -> tuple[Any, bytes]:
-    """Returns the header and the bytes of the arrays."""
-    content = path.read_bytes()[len(MAGIC) : -32]
-    end = 8 + int.from_bytes(content[:8], "little")
-    return json.loads(content[8:end]), content[end:]
-
-
-def sealed(path: Path, text: bytes, body: bytes) -> None:
-    content = MAGIC + len(text).to_bytes(8, "little") + text + body
-    path.write_bytes(content + hashlib.sha256(content).digest())
 
 
 def same(state: Any, other: Any) -> None:
@@ -77,11 +64,11 @@ def is_refused(path: Path, state: jt.TrainState, wanted: Any) -> bool:
 @pytest.mark.parametrize("part", [8, pytest.param(1, marks=pytest.mark.full)])
 def test_a_node_of_the_header_is_replaced(tmp_path: Path, part: int) -> None:
     path, state, _ = recorded(tmp_path)
-    header, body = opened(path)
+    header = entry(path, ABOUT)
     wanted, refused = jt.load_capsule(path, state), 0
     texts = every_forgery(header, part)
     for text in texts:
-        sealed(path, text, body)
+        forge(path, ABOUT, text.decode())
         refused += is_refused(path, state, wanted)
     assert refused > 0.8 * len(texts)
 
@@ -90,7 +77,7 @@ def test_a_node_of_the_header_is_replaced(tmp_path: Path, part: int) -> None:
 @pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.full)])
 def test_values_of_the_header_are_exchanged_or_its_bytes_changed(tmp_path: Path, count: int) -> None:
     path, state, _ = recorded(tmp_path)
-    header, body = opened(path)
+    header = entry(path, ABOUT)
     generator = random.Random(3)
     every = [*places(header)]
 
@@ -105,7 +92,7 @@ def test_values_of_the_header_are_exchanged_or_its_bytes_changed(tmp_path: Path,
         if number % 2:
             text = bytearray(json.dumps(header).encode())
             text[generator.randrange(len(text))] = generator.choice([*range(32, 127), 0, 10, 255])
-        sealed(path, bytes(text), body)
+        forge(path, ABOUT, text.decode("latin-1"))
         is_refused(path, state, None)  # an exchange may make another capsule that is whole
 
 
@@ -130,15 +117,15 @@ STRUCTURES = {
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_a_structure_is_not_trusted(tmp_path: Path, kind: str) -> None:
     path, state, _ = recorded(tmp_path)
-    header, body = opened(path)
+    header = entry(path, ABOUT)
     header["structure"][:2] = STRUCTURES[kind]
-    sealed(path, json.dumps(header).encode(), body)
+    forge(path, ABOUT, json.dumps(header))
     assert is_refused(path, state, None)
     deep = json.loads(json.dumps(header["structure"]))
     for _ in range(150):
         deep = ["builtins:list", "None", [deep]]
     header["structure"] = deep
-    sealed(path, json.dumps(header).encode(), body)
+    forge(path, ABOUT, json.dumps(header))
     assert is_refused(path, state, None)
 
 
@@ -154,7 +141,7 @@ def test_a_name_that_promises_many_files_costs_nothing(tmp_path: Path) -> None:
     tracemalloc.stop()
     for name in ("step_\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660.capsule", f"step_{'9' * 200}.capsule"):
         with pytest.raises(ValueError, match="does not have the name of a capsule"):
-            capsule_files(tmp_path / name)
+            jt.load_capsule(tmp_path / name, state)
 
 
 def test_a_file_belongs_to_its_name(tmp_path: Path) -> None:

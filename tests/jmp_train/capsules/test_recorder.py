@@ -332,7 +332,7 @@ def test_a_capsule_with_the_state_fits_any_state_of_the_run(tmp_path: Path, monk
 def test_other_leaves_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, states = late_capsule(tmp_path, monkeypatch)
     (path,) = tmp_path.iterdir()
-    with pytest.raises(ValueError, match=r"\.rng: the capsule has threefry2x32\[2\], the state nothing"):
+    with pytest.raises(ValueError, match=r"\.rng: the capsule has key<fry> uint32\[2\], the state has nothing"):
         jt.load_capsule(path, dataclasses.replace(states[1], rng=None))
     with pytest.raises(ValueError, match=r"the given state is of step 1, and differs in 1 of 1 leaves: \.params"):
         jt.load_capsule(path, dataclasses.replace(states[1], params=states[1].params.at[2].set(-1.0)))
