@@ -194,7 +194,7 @@ def _read(path: Path, process: int, processes: int) -> CapsuleFile:
             raise ValueError("its fingerprints or later steps are no numbers")
         groups = {name: about["groups"][name] for name in (BATCH, CHANGED, KEPT)}
         leaves = {name: None if group is None else leaves_in(group) for name, group in groups.items()}
-        if leaves[BATCH] is None or leaves[CHANGED] is None:
+        if leaves[BATCH] is None or leaves[CHANGED] is None or not about.keys() >= {"structure", "shown_structure"}:
             raise ValueError("it has no batch, or no changed part of the state")
         return CapsuleFile(about, leaves, {name: file.read(name) for name in file.names})
 

@@ -22,7 +22,7 @@ from jmp_train.capsules.capsule_files import (
 )
 from jmp_train.capsules.state_parts import parts_of, snapshot
 from jmp_train.capsules.structures import structure_from_json
-from jmp_train.checkpoints import Leaf, differences, leaves_of
+from jmp_train.checkpoints import Leaf, differences, leaves_of, shown
 from jmp_train.distributed import gather_texts, local_data, placement, to_leaf
 from jmp_train.policies import PyTree
 from jmp_train.policies.files import damage_named, printable
@@ -148,10 +148,14 @@ def _restored(leaf: Leaf, about: dict[str, Any], array: np.ndarray) -> Any:
         return NUMBERS[held](array.item())
     if held == "numpy":
         return array
-    like = jax.ShapeDtypeStruct(array.shape, array.dtype)
-    if held not in ("jax", "weak"):
-        like = jax.random.key(0, impl=held)
-    x = to_leaf(array, like, sharding_of(about["sharding"]))
+    try:
+        is_array = held in ("jax", "weak")
+        like = jax.ShapeDtypeStruct(array.shape, array.dtype) if is_array else jax.random.key(0, impl=held)
+        x = to_leaf(array, like, sharding_of(about["sharding"]))
+    except (RuntimeError, MemoryError):  # of the device
+        raise
+    except Exception as error:  # noqa: BLE001 - of any kind, because jax's errors about shardings are of many
+        raise ValueError(f"{shown(held)} or sharding {shown(about['sharding'])} does not fit: {error}") from None
     if held in ("jax", "weak") and x.dtype.name != leaf.dtype:
         raise ValueError(f"a leaf is {leaf.dtype}, which needs JAX_ENABLE_X64=1")
     if held == "weak":  # an update of a weak array stays weak
