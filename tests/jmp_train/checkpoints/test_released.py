@@ -79,6 +79,7 @@ def test_its_folders_are_kept_and_removed_as_files_are(saved: Path, tmp_path: Pa
         store.wait()
         assert store.metadata(7) == {"state": "again"}
         store.save(9, state)
+        store.wait()
         shutil.copytree(saved / "flat" / "step_00000007", directory / "step_00000007")
         assert values_of(store.restore(new_state("flat"))[1]) == VALUES["flat"]
         store.save(10, state)
