@@ -115,6 +115,14 @@ def read_parts(
     return parts
 
 
+def read_graph(read: Table, paths: Mapping[str, Path]) -> tuple[np.ndarray, int]:
+    """Returns the ends of the edges of the only graph, int32 [edges, 2], and its number of nodes."""
+    num_nodes, num_edges = (read_count(read, paths[name]) for name in ("num-node-list", "num-edge-list"))
+    ends = read_ids(read, paths["edge"], 2, num_nodes, num_edges)
+    check_rows(paths["edge"], ends, num_edges, paths["num-edge-list"])
+    return ends, num_nodes
+
+
 def with_inverse(ends: np.ndarray, edges: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Returns edges, each followed by its reverse, and their features twice.
 
@@ -180,10 +188,7 @@ def read_ogb(
     check_flag("add_inverse_edge", add_inverse_edge)
     raw, paths, split_paths = find_tables(data_dir, split, "nodeprop", ("node-feat", "node-label"))
     read = functools.partial(read_csv_table, max_bytes=max_bytes)
-    num_nodes = read_count(read, paths["num-node-list"])
-    num_edges = read_count(read, paths["num-edge-list"])
-    ends = read_ids(read, paths["edge"], 2, num_nodes, num_edges)
-    check_rows(paths["edge"], ends, num_edges, paths["num-edge-list"])
+    ends, num_nodes = read_graph(read, paths)
     features = read_features(read, paths["node-feat"], num_nodes, paths["num-node-list"])
     labels = _read_labels(read, paths["node-label"], num_nodes, paths["num-node-list"])
     faults = {"has no label": labels < 0}
@@ -193,7 +198,7 @@ def read_ogb(
     if year := find_table(raw, "node_year"):
         nodes["year"] = _read_year(read, year, num_nodes, paths["num-node-list"])
     if feat := find_table(raw, "edge-feat"):
-        edges["feat"] = read_features(read, feat, num_edges, paths["num-edge-list"])
+        edges["feat"] = read_features(read, feat, len(ends), paths["num-edge-list"])
     if add_inverse_edge:
         ends, edges = with_inverse(ends, edges)
     senders, receivers = (np.ascontiguousarray(ids) for ids in ends.T)

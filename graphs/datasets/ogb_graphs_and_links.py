@@ -13,15 +13,14 @@ from jmp_train.graphs.datasets.data_files import (
     check_columns,
     check_rows,
     read_features,
-    read_ids,
     warn_of_rounding,
 )
 from jmp_train.graphs.datasets.graph_data import GraphData, LinkData, Links
 from jmp_train.graphs.datasets.ogb import (
     find_table,
     find_tables,
-    read_count,
     read_counts,
+    read_graph,
     read_parts,
     with_inverse,
 )
@@ -201,11 +200,9 @@ def read_ogb_links(
     raw, paths, split_paths = find_tables(data_dir, split, "linkprop", (), endings=(".pt",))
     read = functools.partial(read_csv_table, max_bytes=max_bytes)
     counted_nodes, counted_edges = paths["num-node-list"], paths["num-edge-list"]
-    num_nodes, num_edges = read_count(read, counted_nodes), read_count(read, counted_edges)
-    ends = read_ids(read, paths["edge"], 2, num_nodes, num_edges)
-    check_rows(paths["edge"], ends, num_edges, counted_edges)
+    ends, num_nodes = read_graph(read, paths)
     nodes = _read_known(read, raw, _OF_NODES, num_nodes, counted_nodes)
-    edges = _read_known(read, raw, _OF_EDGES, num_edges, counted_edges)
+    edges = _read_known(read, raw, _OF_EDGES, len(ends), counted_edges)
     train, validation, test = (_read_links(path, num_nodes, max_bytes) for path in split_paths.values())
     if add_inverse_edge:
         ends, edges = with_inverse(ends, edges)

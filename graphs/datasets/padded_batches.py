@@ -17,6 +17,7 @@ from jmp_train.graphs.structure import (
     known_ids,
     make_adjacency_checked,
     on_device,
+    ranges,
 )
 
 TRIALS = 200
@@ -152,8 +153,8 @@ def padded_batch(
         if getattr(size, name) < least:
             raise ValueError(f"size has {name}={getattr(size, name)}, but the batch needs {least}")
     formats = formats_of_size(size.n_edge) if formats is None else formats
-    nodes = _rows(data.node_starts[chosen], n_node)
-    edges = _rows(data.edge_starts[chosen], n_edge)
+    nodes = ranges(data.node_starts[chosen], n_node)
+    edges = ranges(data.edge_starts[chosen], n_edge)
     firsts = np.repeat(np.cumsum(n_node) - n_node, n_edge)
     # Padding edges are between nodes out of range, so they do not count.
     senders, receivers = (
@@ -178,12 +179,6 @@ def _checked_places(data: GraphData, places: ArrayLike | Sequence[int] | None) -
     if places is None:
         return np.arange(len(data))
     return known_ids("places", places, len(data), "graphs").astype(np.int64)
-
-
-def _rows(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns the ranges of numbers from each start, `counts` long, one after the other."""
-    before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
 
 
 def _filled(rows: np.ndarray, count: int) -> np.ndarray:

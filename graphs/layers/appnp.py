@@ -1,7 +1,6 @@
 """The layer of APPNP: personalized PageRank of predictions, by a few hops with restarts."""
 
 import jax
-import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -9,11 +8,11 @@ from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.gcn import NORMS
 from jmp_train.graphs.layers.layer import DropoutKeys, Layer
 from jmp_train.graphs.layers.propagation import propagate
-from jmp_train.graphs.structure import Graph, checked_word
+from jmp_train.graphs.structure import AnyBatch, checked_word
 
 
 def appnp_conv(
-    graph: Graph | jraph.GraphsTuple,
+    graph: AnyBatch,
     features: Floats,
     k: int = 10,
     alpha: float = 0.1,
@@ -64,7 +63,7 @@ def appnp_conv(
     )
 
 
-class APPNPConv(Layer):
+class APPNPConv(Layer, of=appnp_conv):
     """The layer of `appnp_conv`: `layer(graph, features, edge_weight=None)`. It has no parameters.
 
     Args:
@@ -101,11 +100,12 @@ class APPNPConv(Layer):
         self.alpha = alpha
         self.norm = norm
         self.dtype = dtype
+        self.edge_dropout = edge_dropout
         self.dropout_keys = DropoutKeys(rngs, edge_dropout=edge_dropout)
 
     def __call__(
         self,
-        graph: Graph | jraph.GraphsTuple,
+        graph: AnyBatch,
         features: Floats,
         edge_weight: Floats | None = None,
         *,
@@ -122,4 +122,4 @@ class APPNPConv(Layer):
           rngs: random streams for dropout, in place of the layer's own.
         """
         dropout = self.dropout_keys(deterministic, rngs)
-        return self.call(appnp_conv, graph, self.cast(features), edge_weight=edge_weight, **dropout)
+        return self.call(graph, self.cast(features), edge_weight=edge_weight, **dropout)

@@ -7,7 +7,7 @@ import jraph
 from jmp_train.graphs.array_types import Floats, Ids
 from jmp_train.graphs.kernels import GAT, GATV2, GATInputs, GATv2Inputs, edge_dropout
 from jmp_train.graphs.layers.dense import check_dropout
-from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_graph
+from jmp_train.graphs.layers.layer_inputs import AnyEdges, as_edge_weight, as_floats, as_graph
 from jmp_train.graphs.messages import checked_ids, frame_of, some_edges
 from jmp_train.graphs.structure import (
     Adjacency,
@@ -15,6 +15,7 @@ from jmp_train.graphs.structure import (
     EdgeType,
     Graph,
     HeteroGraph,
+    checked_rows,
     checked_word,
     from_jraph,
     graph_storage,
@@ -70,7 +71,7 @@ def edge_softmax(
 
 
 def gat_attention(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: Floats,
     left: Floats,
     right: Floats,
@@ -136,7 +137,7 @@ def gat_attention(
 
 
 def gatv2_attention(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     left: Floats,
     right: Floats,
     attention: Floats,
@@ -205,9 +206,4 @@ def _ends(adjacency: Adjacency, left: Floats, right: Floats) -> list[jax.Array]:
 
 
 def _floats(name: str, array: Floats, rows: int, kind: str) -> jax.Array:
-    array = jnp.asarray(array)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} must be floats, got {array.dtype}")
-    if array.ndim == 0 or array.shape[0] != rows:
-        raise ValueError(f"{name} must have {rows} rows, one for each of the {kind}, got {array.shape}")
-    return array
+    return checked_rows(name, as_floats(name, array, ...), rows, kind)

@@ -1,34 +1,25 @@
 """Chebyshev graph convolution: a polynomial of the graph's Laplacian, in Chebyshev's basis."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.layers.dense import Activation, activated, with_bias
+from jmp_train.graphs.layers.dense import Activation
 from jmp_train.graphs.layers.gcn import NORMS
-from jmp_train.graphs.layers.layer import Layer, drawn, uniform_between, zero_bias
-from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_optional, end_rows, promoted
-from jmp_train.graphs.layers.propagation import (
-    Hop,
-    as_whole_graph,
-    checked_terms,
-    is_narrowing,
-    make_hop,
-    product_of_all,
-    products_apart,
-)
-from jmp_train.graphs.structure import Graph, SparseFeatures, checked_word, graph_storage, rows_like, upcast
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer, uniform_between
+from jmp_train.graphs.layers.layer_inputs import as_floats
+from jmp_train.graphs.layers.propagation import Hop, as_whole_graph, sum_of_terms
+from jmp_train.graphs.structure import AnyBatch, SparseFeatures, checked_word, graph_storage, rows_like, upcast
 
 _Pair = tuple[jax.Array, jax.Array]
 
 
 def cheb_conv(
-    graph: Graph | jraph.GraphsTuple,
+    graph: AnyBatch,
     features: Floats | SparseFeatures,
     weight: Floats,
     bias: Floats | None = None,
@@ -75,17 +66,16 @@ def cheb_conv(
     https://arxiv.org/abs/1606.09375; DGL's ChebConv. Clenshaw, A note on the summation of Chebyshev series, 1955.
     """
     whole = as_whole_graph(graph, features)
-    kernel = checked_terms("terms", weight)
-    _, width, out = kernel.shape
-    rows = end_rows(whole, features, width, can_be_sparse=True).senders
-    rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, out))
-    hop = make_hop(whole, norm, as_edge_weight(whole, edge_weight), rows)
-    laplacian = _Laplacian(hop, 2 / _checked_lambda(lambda_max, whole.num_nodes))
-    if is_narrowing(rows, kernel):
-        result = _series(laplacian, products_apart(rows, kernel))
-    else:
-        result = product_of_all(_polynomials(laplacian, rows, len(kernel)), kernel)
-    return activated(with_bias(result, offset), activation)
+    ratio = 2 / _checked_lambda(lambda_max, whole.num_nodes)
+
+    def add(hop: Hop, terms: jax.Array) -> jax.Array:
+        return _series(_Laplacian(hop, ratio), terms)
+
+    def make(hop: Hop, rows: jax.Array, count: int) -> jax.Array:
+        return _polynomials(_Laplacian(hop, ratio), rows, count)
+
+    given = (whole, features, weight, bias, "terms", add, make)
+    return sum_of_terms(*given, norm=norm, edge_weight=edge_weight, activation=activation)
 
 
 def _checked_lambda(lambda_max: Floats, nodes: int) -> jax.Array:
@@ -149,7 +139,7 @@ def _polynomials(laplacian: _Laplacian, rows: jax.Array, count: int) -> jax.Arra
     return jnp.concatenate([rows[None], further])
 
 
-class ChebConv(Layer):
+class ChebConv(DrawnLayer, of=cheb_conv):
     """The layer of `cheb_conv`: `layer(graph, features, edge_weight=None)`.
 
     The weight [k, in, out] has a Glorot uniform initializer over the inputs of all terms; the bias [out] is 0.
@@ -179,32 +169,25 @@ class ChebConv(Layer):
       (3, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        k: int,
-        *,
-        lambda_max: float = 2.0,
-        norm: str = "both",
-        use_bias: bool = True,
-        activation: Activation | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        checked_word("norm", norm, NORMS)
-        self.lambda_max = lambda_max
-        self.norm = norm
-        self.activation = activation
-        self.dtype = dtype
-        uniform = uniform_between((6 / (k * in_features + out_features)) ** 0.5)
-        self.weight = drawn(rngs, uniform, (k, in_features, out_features), param_dtype)
-        self.bias = zero_bias(use_bias, out_features, param_dtype)
+    in_features: int
+    out_features: int
+    k: int
+    _: dataclasses.KW_ONLY
+    lambda_max: float = 2.0
+    norm: str = "both"
+    use_bias: bool = True
+    activation: Activation | None = None
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        checked_word("norm", self.norm, NORMS)
+        draw = Drawing(rngs, self.param_dtype)
+        uniform = uniform_between((6 / (self.k * self.in_features + self.out_features)) ** 0.5)
+        self.weight = draw(uniform, self.k, self.in_features, self.out_features)
+        self.bias = nnx.data(draw.zeros(self.out_features) if self.use_bias else None)
 
     def __call__(
         self,
-        graph: Graph | jraph.GraphsTuple,
+        graph: AnyBatch,
         features: Floats | SparseFeatures,
         edge_weight: Floats | None = None,
         *,
@@ -219,4 +202,4 @@ class ChebConv(Layer):
           lambda_max: see `cheb_conv`; None for the layer's.
         """
         lambda_max = self.lambda_max if lambda_max is None else lambda_max
-        return self.call(cheb_conv, graph, self.cast(features), edge_weight=edge_weight, lambda_max=lambda_max)
+        return self.call(graph, self.cast(features), edge_weight=edge_weight, lambda_max=lambda_max)

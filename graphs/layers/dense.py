@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.structure import SparseFeatures, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
@@ -59,6 +60,14 @@ def activated(features: jax.Array, *functions: Activation | None) -> jax.Array:
         if function is not None:
             features = function(features)
     return graph_storage(features)
+
+
+def checked_eps(eps: Floats) -> jax.Array:
+    """Returns a factor's difference from 1 as an array []; raises ValueError if it is not a number."""
+    array = jnp.asarray(eps)
+    if array.size != 1:
+        raise ValueError(f"eps must be a number, got shape {array.shape}")
+    return array.reshape(())
 
 
 def check_dropout(name: str, rate: float, key: jax.Array | nnx.Rngs | None) -> None:

@@ -1,14 +1,16 @@
 """Dynamic edge convolution: EdgeConv between each point of a cloud and the points with the nearest features."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import CHUNKED_ELEMENTS, BlockReduction, Messages, reduce_blocks
 from jmp_train.graphs.layers.edgeconv import AGGREGATORS, Apply, checked_halves, messages_of, of_ends
-from jmp_train.graphs.layers.layer import Layer, uniform_param
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, promoted
 from jmp_train.graphs.structure import CSR, as_count, checked_word, graph_storage, in_float32, upcast
 from jmp_train.policies.autocasting import autocast_as
@@ -174,7 +176,7 @@ def _whole(edges: CSR, messages: Messages, reduction: BlockReduction) -> jax.Arr
     return in_float32(reduce, rows)
 
 
-class DynamicEdgeConv(Layer):
+class DynamicEdgeConv(DrawnLayer, of=dynamic_edge_conv):
     """The layer of `dynamic_edge_conv`: `layer(features, mask=None)`.
 
     The weight [2 * in, out] and the bias [out] have torch's uniform initializer for linear layers.
@@ -202,30 +204,22 @@ class DynamicEdgeConv(Layer):
       (2, 10, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        apply: Apply | None = None,
-        *,
-        k: int,
-        aggregator: str = "max",
-        use_bias: bool = True,
-        implementation: str | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        checked_word("aggregator", aggregator, AGGREGATORS)
-        as_count("k", k, least=1)
-        self.apply = apply
-        self.k = k
-        self.aggregator = aggregator
-        self.implementation = implementation
-        self.dtype = dtype
-        self.weight = uniform_param(rngs, (2 * in_features, out_features), 2 * in_features, param_dtype)
-        bias = uniform_param(rngs, (out_features,), 2 * in_features, param_dtype) if use_bias else None
-        self.bias = nnx.data(bias)
+    in_features: int
+    out_features: int
+    apply: Apply | None = None
+    _: dataclasses.KW_ONLY
+    k: int
+    aggregator: str = "max"
+    use_bias: bool = True
+    implementation: str | None = None
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        checked_word("aggregator", self.aggregator, AGGREGATORS)
+        as_count("k", self.k, least=1)
+        draw = Drawing(rngs, self.param_dtype)
+        width = 2 * self.in_features
+        self.weight = draw.linear(width, width, self.out_features)
+        self.bias = nnx.data(draw.linear(width, self.out_features) if self.use_bias else None)
 
     def __call__(self, features: Floats, mask: ArrayLike | None = None) -> jax.Array:
         """Returns the convolution [..., points, out].
@@ -234,4 +228,4 @@ class DynamicEdgeConv(Layer):
           features: see `dynamic_edge_conv`.
           mask: see `dynamic_edge_conv`.
         """
-        return self.call(dynamic_edge_conv, self.cast(features), mask=mask)
+        return self.call(self.cast(features), mask=mask)

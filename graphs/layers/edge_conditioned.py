@@ -1,21 +1,20 @@
 """The layer of message passing neural networks (NNConv): a network computes a matrix for each edge."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.fn import Reduce
 from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, NetworkMatrices, OfEdges
 from jmp_train.graphs.layers.dense import Activation, activated, dense, with_bias
-from jmp_train.graphs.layers.layer import Layer, drawn, zero_bias
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
 from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
     EndFeatures,
     as_edge_features,
     as_edge_weight,
@@ -34,7 +33,7 @@ AGGREGATORS = ("sum", "mean", "max")
 
 
 def nn_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     edge_features: Floats,
     network: Callable[[Params, jax.Array], jax.Array],
@@ -143,7 +142,7 @@ def _largest(
     return graph_storage(result.astype(inputs.rows.dtype))
 
 
-class NNConv(Layer):
+class NNConv(DrawnLayer, of=nn_conv):
     """The layer of `nn_conv`: `layer(graph, features, edge_features, edge_weight=None)`.
 
     The weight of the node itself has a Glorot uniform initializer; the bias is 0.
@@ -175,39 +174,30 @@ class NNConv(Layer):
       (3, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        network: nnx.Module,
-        *,
-        aggregator: str = "sum",
-        use_bias: bool = True,
-        use_self_weight: bool = True,
-        activation: Activation | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        checked_word("aggregator", aggregator, AGGREGATORS)
-        _, _, others = nnx.split(network, nnx.Param, ...)
+    in_features: int
+    out_features: int
+    network: nnx.Module
+    _: dataclasses.KW_ONLY
+    aggregator: str = "sum"
+    use_bias: bool = True
+    use_self_weight: bool = True
+    activation: Activation | None = None
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        checked_word("aggregator", self.aggregator, AGGREGATORS)
+        _, _, others = nnx.split(self.network, nnx.Param, ...)
         if jax.tree.leaves(others):
             raise TypeError(
                 "network must have no state other than parameters, because it runs on a few edges at a time"
             )
-        self.network = network
-        self.out_features = out_features
-        self.aggregator = aggregator
-        self.activation = activation
-        self.dtype = dtype
+        draw = Drawing(rngs, self.param_dtype)
         glorot = nnx.initializers.glorot_uniform()
-        weight = drawn(rngs, glorot, (in_features, out_features), param_dtype) if use_self_weight else None
-        self.self_weight = nnx.data(weight)
-        self.bias = zero_bias(use_bias, out_features, param_dtype)
+        self.self_weight = nnx.data(draw(glorot, self.in_features, self.out_features) if self.use_self_weight else None)
+        self.bias = nnx.data(draw.zeros(self.out_features) if self.use_bias else None)
 
     def __call__(
         self,
-        graph: Graph | Block | jraph.GraphsTuple,
+        graph: AnyEdges,
         features: EndFeatures,
         edge_features: Floats,
         edge_weight: Floats | None = None,
@@ -222,7 +212,6 @@ class NNConv(Layer):
         """
         definition, params = nnx.split(self.network)
         return self.call(
-            nn_conv,
             graph,
             self.cast(features),
             self.cast(edge_features),

@@ -9,16 +9,14 @@ import jraph
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.layer_inputs import as_edge_weight
 from jmp_train.graphs.layers.propagation import as_whole_graph
-from jmp_train.graphs.structure import Graph, Incidence, checked_word, from_jraph, upcast
+from jmp_train.graphs.structure import AnyBatch, Incidence, checked_word, from_jraph, upcast
 from jmp_train.policies.autocasting import autocast_as
 
 # The powers of the weights that leave the sender, that enter the sender, and that enter the receiver.
 NORMS = {"both": (-0.5, 0, -0.5), "left": (-1, 0, 0), "right": (0, 0, -1), "in": (0, -0.5, -0.5)}
 
 
-def edge_weight_norm(
-    graph: Graph | jraph.GraphsTuple, edge_weight: Floats | None = None, *, norm: str = "both"
-) -> jax.Array:
+def edge_weight_norm(graph: AnyBatch, edge_weight: Floats | None = None, *, norm: str = "both") -> jax.Array:
     """Returns edge weights, divided by sums of the weights at both ends of each edge, in float32.
 
     The layers count edges: their `norm` divides by numbers of edges, whatever the weights. Pass the result as their

@@ -1,10 +1,10 @@
 """Edge convolution (EdgeConv): the maximum of a network applied to a node and its difference to each neighbor."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import jraph
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -12,8 +12,9 @@ from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import REDUCTIONS, BlockReduction, EdgeOperation, Messages, reduce_blocks
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.layers.dense import activated
-from jmp_train.graphs.layers.layer import Layer, uniform_param
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
 from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
     EndFeatures,
     as_floats,
     as_graph,
@@ -23,8 +24,6 @@ from jmp_train.graphs.layers.layer_inputs import (
 )
 from jmp_train.graphs.structure import (
     Adjacency,
-    Block,
-    Graph,
     checked_word,
     graph_storage,
     in_float32,
@@ -38,7 +37,7 @@ Apply = Callable[[jax.Array], jax.Array]
 
 
 def edge_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     weight: Floats,
     bias: Floats | None = None,
@@ -186,7 +185,7 @@ def messages_of(senders: jax.Array, receivers: jax.Array, apply: Apply, dtype: D
 EDGE_FUNCTION = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements)
 
 
-class EdgeConv(Layer):
+class EdgeConv(DrawnLayer, of=edge_conv):
     """The layer of `edge_conv`: `layer(graph, features)`.
 
     The weight [2 * in, out] and the bias [out] have torch's uniform initializer for linear layers.
@@ -215,33 +214,26 @@ class EdgeConv(Layer):
       (3, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        apply: Apply | None = None,
-        *,
-        aggregator: str = "max",
-        use_bias: bool = True,
-        implementation: str | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        checked_word("aggregator", aggregator, AGGREGATORS)
-        self.apply = apply
-        self.aggregator = aggregator
-        self.implementation = implementation
-        self.dtype = dtype
-        self.weight = uniform_param(rngs, (2 * in_features, out_features), 2 * in_features, param_dtype)
-        bias = uniform_param(rngs, (out_features,), 2 * in_features, param_dtype) if use_bias else None
-        self.bias = nnx.data(bias)
+    in_features: int
+    out_features: int
+    apply: Apply | None = None
+    _: dataclasses.KW_ONLY
+    aggregator: str = "max"
+    use_bias: bool = True
+    implementation: str | None = None
 
-    def __call__(self, graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) -> jax.Array:
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        checked_word("aggregator", self.aggregator, AGGREGATORS)
+        draw = Drawing(rngs, self.param_dtype)
+        width = 2 * self.in_features
+        self.weight = draw.linear(width, width, self.out_features)
+        self.bias = nnx.data(draw.linear(width, self.out_features) if self.use_bias else None)
+
+    def __call__(self, graph: AnyEdges, features: EndFeatures) -> jax.Array:
         """Returns the convolution [nodes, ...].
 
         Args:
           graph: see `edge_conv`.
           features: see `edge_conv`.
         """
-        return self.call(edge_conv, graph, self.cast(features))
+        return self.call(graph, self.cast(features))

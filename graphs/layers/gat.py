@@ -1,16 +1,16 @@
 """Graph attention (GAT): neighbors' features, weighted by a softmax of both ends' logits."""
 
+import dataclasses
+
 import jax
-import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.attention import gat_attention
 from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, product, split_key, with_bias
-from jmp_train.graphs.layers.layer import DropoutKeys, Layer, glorot_param, zero_bias
+from jmp_train.graphs.layers.layer import Drawing, DropoutConvolution, DropoutKeys
 from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
     EndFeatures,
     as_floats,
     as_graph,
@@ -20,12 +20,12 @@ from jmp_train.graphs.layers.layer_inputs import (
     end_rows,
     promoted_with,
 )
-from jmp_train.graphs.structure import Block, Graph, upcast
+from jmp_train.graphs.structure import upcast
 from jmp_train.policies.autocasting import autocast_as
 
 
 def gat_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     weight: Floats,
     left: Floats,
@@ -127,7 +127,7 @@ def _logits(table: jax.Array, vector: jax.Array) -> jax.Array:
     return (rows * vector.astype(rows.dtype)).sum(-1)
 
 
-class GATConv(Layer):
+class GATConv(DropoutConvolution, of=gat_conv):
     """The layer of `gat_conv`: `layer(graph, features, edge_weight=None)`.
 
     Weights and vectors have a Glorot normal initializer with gain sqrt(2); the bias is 0.
@@ -162,54 +162,26 @@ class GATConv(Layer):
       (3, 2, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_heads: int,
-        *,
-        feature_dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        negative_slope: float = 0.2,
-        residual: bool = False,
-        activation: Activation | None = None,
-        allow_zero_in_degree: bool = False,
-        use_bias: bool = True,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.negative_slope = negative_slope
-        self.residual = residual
-        self.activation = activation
-        self.allow_zero_in_degree = allow_zero_in_degree
-        self.dtype = dtype
-        self.dropout_keys = DropoutKeys(rngs, feature_dropout=feature_dropout, attention_dropout=attention_dropout)
-        width = num_heads * out_features
-        has_weight = residual and in_features != width
-        self.weight = glorot_param(rngs, (in_features, width), param_dtype)
-        self.left = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
-        self.right = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
-        self.residual_weight = nnx.data(glorot_param(rngs, (in_features, width), param_dtype) if has_weight else None)
-        self.bias = zero_bias(use_bias, width, param_dtype)
+    uncast = ("left", "right")
+    in_features: int
+    out_features: int
+    num_heads: int
+    _: dataclasses.KW_ONLY
+    feature_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    negative_slope: float = 0.2
+    residual: bool = False
+    activation: Activation | None = None
+    allow_zero_in_degree: bool = False
+    use_bias: bool = True
 
-    def __call__(
-        self,
-        graph: Graph | Block | jraph.GraphsTuple,
-        features: EndFeatures,
-        edge_weight: Floats | None = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> jax.Array:
-        """Returns the attention [nodes, heads, out].
-
-        Args:
-          graph: see `gat_conv`.
-          features: see `gat_conv`.
-          edge_weight: see `gat_conv`.
-          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
-          rngs: random streams for dropout, in place of the layer's own.
-        """
-        given = {"left": self.left, "right": self.right, "edge_weight": edge_weight}  # never cast
-        return self.call(gat_conv, graph, self.cast(features), **given, **self.dropout_keys(deterministic, rngs))
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        rates = {"feature_dropout": self.feature_dropout, "attention_dropout": self.attention_dropout}
+        self.dropout_keys = DropoutKeys(rngs, **rates)
+        draw, width = Drawing(rngs, self.param_dtype), self.num_heads * self.out_features
+        has_weight = self.residual and self.in_features != width
+        self.weight = draw.glorot(self.in_features, width)
+        self.left = draw.glorot(1, self.num_heads, self.out_features)
+        self.right = draw.glorot(1, self.num_heads, self.out_features)
+        self.residual_weight = nnx.data(draw.glorot(self.in_features, width) if has_weight else None)
+        self.bias = nnx.data(draw.zeros(width) if self.use_bias else None)

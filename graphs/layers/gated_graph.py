@@ -1,18 +1,17 @@
 """The layer of gated graph sequence networks: several rounds of messages, read by a gated recurrent unit (GRU)."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats, Ids
 from jmp_train.graphs.kernels import MAPPED_SUM, MappedInputs, MixedMatrices, OfEdges
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.layers.dense import dense
-from jmp_train.graphs.layers.layer import Layer, drawn, uniform_param, zero_bias
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
 from jmp_train.graphs.layers.layer_inputs import (
     as_edge_types,
     as_edge_weight,
@@ -21,12 +20,12 @@ from jmp_train.graphs.layers.layer_inputs import (
     as_optional,
     promoted,
 )
-from jmp_train.graphs.structure import Block, Graph, graph_storage, upcast
+from jmp_train.graphs.structure import AnyBatch, Block, Graph, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
 
 def gated_graph_conv(
-    graph: Graph | jraph.GraphsTuple,
+    graph: AnyBatch,
     features: Floats,
     weight: Floats,
     gru_weights: Sequence[Floats],
@@ -155,7 +154,7 @@ def _gru_state(hidden: jax.Array, inputs: jax.Array, weights: Sequence[jax.Array
     return (1 - update) * new + update * hidden
 
 
-class GatedGraphConv(Layer):
+class GatedGraphConv(DrawnLayer, of=gated_graph_conv):
     """The layer of `gated_graph_conv`: `layer(graph, features, edge_types=None, edge_weight=None)`.
 
     Matrices have a Glorot uniform initializer with gain sqrt(2), the GRU's weights and biases a uniform one between -1
@@ -184,33 +183,28 @@ class GatedGraphConv(Layer):
       (3, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_steps: int,
-        *,
-        num_types: int = 1,
-        use_bias: bool = True,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        if num_steps < 1 or num_types < 1:
-            raise ValueError(f"num_steps={num_steps} and num_types={num_types} must be positive")
-        if in_features > out_features:
-            raise ValueError(f"in_features={in_features} must be at most out_features={out_features}")
-        self.num_steps = num_steps
-        self.dtype = dtype
+    in_features: int
+    out_features: int
+    num_steps: int
+    _: dataclasses.KW_ONLY
+    num_types: int = 1
+    use_bias: bool = True
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        types, out = self.num_types, self.out_features
+        if self.num_steps < 1 or types < 1:
+            raise ValueError(f"num_steps={self.num_steps} and num_types={types} must be positive")
+        if self.in_features > out:
+            raise ValueError(f"in_features={self.in_features} must be at most out_features={out}")
+        draw = Drawing(rngs, self.param_dtype)
         glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform", batch_axis=0)
-        self.weight = drawn(rngs, glorot, (num_types, out_features, out_features), param_dtype)
-        self.message_bias = zero_bias(use_bias, (num_types, out_features), param_dtype)
-        shapes = _gru_shapes(out_features)
-        self.gru_weights = nnx.List([uniform_param(rngs, shape, out_features, param_dtype) for shape in shapes])
+        self.weight = draw(glorot, types, out, out)
+        self.message_bias = nnx.data(draw.zeros(types, out) if self.use_bias else None)
+        self.gru_weights = nnx.List([draw.linear(out, *shape) for shape in _gru_shapes(out)])
 
     def __call__(
         self,
-        graph: Graph | jraph.GraphsTuple,
+        graph: AnyBatch,
         features: Floats,
         edge_types: Ids | None = None,
         edge_weight: Floats | None = None,
@@ -224,4 +218,4 @@ class GatedGraphConv(Layer):
           edge_weight: see `gated_graph_conv`.
         """
         given = {"edge_types": edge_types, "edge_weight": edge_weight}
-        return self.call(gated_graph_conv, graph, self.cast(features), **given)
+        return self.call(graph, self.cast(features), **given)

@@ -1,16 +1,16 @@
 """Graph attention with dynamic logits (GATv2): the ranking of neighbors depends on the node."""
 
+import dataclasses
+
 import jax
-import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.attention import gatv2_attention
 from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, dense, split_key
-from jmp_train.graphs.layers.layer import DropoutKeys, Layer, glorot_param
+from jmp_train.graphs.layers.layer import Drawing, DropoutConvolution, DropoutKeys
 from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
     EndFeatures,
     as_floats,
     as_graph,
@@ -20,11 +20,10 @@ from jmp_train.graphs.layers.layer_inputs import (
     end_rows,
     promoted_with,
 )
-from jmp_train.graphs.structure import Block, Graph
 
 
 def gatv2_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     left_weight: Floats,
     attention: Floats,
@@ -138,7 +137,7 @@ def _checked_pair(
     )
 
 
-class GATv2Conv(Layer):
+class GATv2Conv(DropoutConvolution, of=gatv2_conv):
     """The layer of `gatv2_conv`: `layer(graph, features, edge_weight=None)`.
 
     Weights and vectors have a Glorot normal initializer with gain sqrt(2); biases are 0.
@@ -173,59 +172,31 @@ class GATv2Conv(Layer):
       (3, 2, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_heads: int,
-        *,
-        feature_dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        negative_slope: float = 0.2,
-        residual: bool = False,
-        activation: Activation | None = None,
-        allow_zero_in_degree: bool = False,
-        use_bias: bool = True,
-        share_weights: bool = False,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.negative_slope = negative_slope
-        self.residual = residual
-        self.activation = activation
-        self.allow_zero_in_degree = allow_zero_in_degree
-        self.dtype = dtype
-        self.dropout_keys = DropoutKeys(rngs, feature_dropout=feature_dropout, attention_dropout=attention_dropout)
-        width = num_heads * out_features
+    uncast = ("attention",)
+    in_features: int
+    out_features: int
+    num_heads: int
+    _: dataclasses.KW_ONLY
+    feature_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    negative_slope: float = 0.2
+    residual: bool = False
+    activation: Activation | None = None
+    allow_zero_in_degree: bool = False
+    use_bias: bool = True
+    share_weights: bool = False
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        rates = {"feature_dropout": self.feature_dropout, "attention_dropout": self.attention_dropout}
+        self.dropout_keys = DropoutKeys(rngs, **rates)
+        draw, width = Drawing(rngs, self.param_dtype), self.num_heads * self.out_features
+        has_weight = self.residual and self.in_features != width
 
         def dense_params(is_there: bool) -> list[nnx.Param[jax.Array] | None]:
-            weight = glorot_param(rngs, (in_features, width), param_dtype) if is_there else None
-            bias = nnx.Param(jnp.zeros(width, param_dtype)) if is_there and use_bias else None
-            return [nnx.data(weight), nnx.data(bias)]
+            weight = draw.glorot(self.in_features, width) if is_there else None
+            return [nnx.data(weight), nnx.data(draw.zeros(width) if is_there and self.use_bias else None)]
 
-        self.attention = glorot_param(rngs, (1, num_heads, out_features), param_dtype)
+        self.attention = draw.glorot(1, self.num_heads, self.out_features)
         self.left_weight, self.left_bias = dense_params(True)
-        self.right_weight, self.right_bias = dense_params(not share_weights)
-        self.residual_weight, self.residual_bias = dense_params(residual and in_features != width)
-
-    def __call__(
-        self,
-        graph: Graph | Block | jraph.GraphsTuple,
-        features: EndFeatures,
-        edge_weight: Floats | None = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> jax.Array:
-        """Returns the attention [nodes, heads, out].
-
-        Args:
-          graph: see `gatv2_conv`.
-          features: see `gatv2_conv`.
-          edge_weight: see `gatv2_conv`.
-          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
-          rngs: random streams for dropout, in place of the layer's own.
-        """
-        given = {"attention": self.attention, "edge_weight": edge_weight}  # never cast
-        return self.call(gatv2_conv, graph, self.cast(features), **given, **self.dropout_keys(deterministic, rngs))
+        self.right_weight, self.right_bias = dense_params(not self.share_weights)
+        self.residual_weight, self.residual_bias = dense_params(has_weight)

@@ -3,16 +3,14 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.aggregation import aggregate, degree_scale
 from jmp_train.graphs.layers.dense import Activation, activated, product, with_bias
-from jmp_train.graphs.layers.layer import Layer, drawn, zero_bias
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
 from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
     EndFeatures,
     as_edge_weight,
     as_graph,
@@ -28,7 +26,7 @@ NORMS = {"none": (0, 0), "both": (-0.5, -0.5), "left": (-1, 0), "right": (0, -1)
 
 
 def graph_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     weight: Floats | None = None,
     bias: Floats | None = None,
@@ -121,7 +119,7 @@ def degree_scales(graph: Graph | Block, norm: str, features: jax.Array) -> tuple
     return degree_scale(out_degrees, of_senders, features), receiver_scale
 
 
-class GraphConv(Layer):
+class GraphConv(DrawnLayer, of=graph_conv):
     """The layer of `graph_conv`: `layer(graph, features, edge_weight=None)`.
 
     The weight [in, out] has a Glorot uniform initializer; the bias [out] is 0.
@@ -151,37 +149,28 @@ class GraphConv(Layer):
       ('float16', 'float32')
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        norm: str = "both",
-        use_weight: bool = True,
-        use_bias: bool = True,
-        activation: Activation | None = None,
-        allow_zero_in_degree: bool = False,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        checked_word("norm", norm, NORMS)
-        if not use_weight and in_features != out_features:
-            raise ValueError(
-                f"use_weight=False keeps the width: in_features={in_features} and "
-                f"out_features={out_features} must be equal"
-            )
-        self.norm = norm
-        self.activation = activation
-        self.allow_zero_in_degree = allow_zero_in_degree
-        self.dtype = dtype
-        glorot = nnx.initializers.glorot_uniform()
-        self.weight = nnx.data(drawn(rngs, glorot, (in_features, out_features), param_dtype) if use_weight else None)
-        self.bias = zero_bias(use_bias, out_features, param_dtype)
+    in_features: int
+    out_features: int
+    _: dataclasses.KW_ONLY
+    norm: str = "both"
+    use_weight: bool = True
+    use_bias: bool = True
+    activation: Activation | None = None
+    allow_zero_in_degree: bool = False
 
-    def __call__(
-        self, graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures, edge_weight: Floats | None = None
-    ) -> jax.Array:
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        checked_word("norm", self.norm, NORMS)
+        if not self.use_weight and self.in_features != self.out_features:
+            raise ValueError(
+                f"use_weight=False keeps the width: in_features={self.in_features} and "
+                f"out_features={self.out_features} must be equal"
+            )
+        draw = Drawing(rngs, self.param_dtype)
+        glorot = nnx.initializers.glorot_uniform()
+        self.weight = nnx.data(draw(glorot, self.in_features, self.out_features) if self.use_weight else None)
+        self.bias = nnx.data(draw.zeros(self.out_features) if self.use_bias else None)
+
+    def __call__(self, graph: AnyEdges, features: EndFeatures, edge_weight: Floats | None = None) -> jax.Array:
         """Returns the convolution [nodes, out].
 
         Args:
@@ -189,4 +178,4 @@ class GraphConv(Layer):
           features: see `graph_conv`.
           edge_weight: see `graph_conv`.
         """
-        return self.call(graph_conv, graph, self.cast(features), edge_weight=edge_weight)
+        return self.call(graph, self.cast(features), edge_weight=edge_weight)

@@ -1,32 +1,32 @@
 """The layer of graph isomorphism networks (GIN): an MLP of the sum of a node's features and its neighbors'."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.fn import Reduction
 from jmp_train.graphs.layers.aggregation import aggregate
-from jmp_train.graphs.layers.dense import Activation, activated
+from jmp_train.graphs.layers.dense import Activation, activated, checked_eps
 from jmp_train.graphs.layers.layer import Layer
 from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
     EndFeatures,
     as_edge_weight,
     as_graph,
     end_rows,
     promoted_with,
 )
-from jmp_train.graphs.structure import Adjacency, Block, Graph, checked_word
+from jmp_train.graphs.structure import Adjacency, AnyBatch, checked_word
 
 AGGREGATORS: tuple[Reduction, ...] = ("sum", "max", "mean")
 
 
 def gin_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     apply: Callable[[jax.Array], jax.Array] | None = None,
     eps: Floats = 0.0,
@@ -67,13 +67,11 @@ def gin_conv(
     reduction = checked_word("aggregator", aggregator, AGGREGATORS)
     graph = as_graph(graph, features)
     rows, _ = promoted_with(end_rows(graph, features, ...))
-    eps = jnp.asarray(eps)
-    if eps.size != 1:
-        raise ValueError(f"eps must be a number, got shape {eps.shape}")
+    eps = checked_eps(eps)
 
     def with_self(adjacency: Adjacency, rows: jax.Array, neighbors: jax.Array) -> jax.Array:
         del adjacency
-        return (1 + eps.reshape(()).astype(rows.dtype)) * rows + neighbors
+        return (1 + eps.astype(rows.dtype)) * rows + neighbors
 
     edge_weight = as_edge_weight(graph, edge_weight)
     result = aggregate(
@@ -87,7 +85,7 @@ def gin_conv(
     return activated(result, apply, activation)
 
 
-class GINConv(Layer):
+class GINConv(Layer, of=gin_conv):
     """The layer of `gin_conv`: `layer(graph, features, edge_weight=None)`.
 
     Args:
@@ -112,27 +110,18 @@ class GINConv(Layer):
       (3, 8)
     """
 
-    def __init__(
-        self,
-        apply: Callable[[jax.Array], jax.Array] | None = None,
-        *,
-        aggregator: str = "sum",
-        init_eps: float = 0.0,
-        learn_eps: bool = False,
-        activation: Activation | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-    ) -> None:
-        checked_word("aggregator", aggregator, AGGREGATORS)
-        self.apply = apply
-        self.aggregator = aggregator
-        self.activation = activation
-        self.dtype = dtype
-        self.eps = nnx.Param(jnp.full(1, init_eps, param_dtype)) if learn_eps else init_eps
+    apply: Callable[[jax.Array], jax.Array] | None = None
+    _: dataclasses.KW_ONLY
+    aggregator: str = "sum"
+    init_eps: float = 0.0
+    learn_eps: bool = False
+    activation: Activation | None = None
 
-    def __call__(
-        self, graph: Graph | jraph.GraphsTuple, features: Floats, edge_weight: Floats | None = None
-    ) -> jax.Array:
+    def __post_init__(self) -> None:
+        checked_word("aggregator", self.aggregator, AGGREGATORS)
+        self.eps = nnx.Param(jnp.full(1, self.init_eps, self.param_dtype)) if self.learn_eps else self.init_eps
+
+    def __call__(self, graph: AnyBatch, features: Floats, edge_weight: Floats | None = None) -> jax.Array:
         """Returns the layer's result [nodes, ...].
 
         Args:
@@ -140,4 +129,4 @@ class GINConv(Layer):
           features: see `gin_conv`.
           edge_weight: see `gin_conv`.
         """
-        return self.call(gin_conv, graph, self.cast(features), eps=self.eps, edge_weight=edge_weight)
+        return self.call(graph, self.cast(features), eps=self.eps, edge_weight=edge_weight)

@@ -1,24 +1,30 @@
 """The layer of GIN with edge features (GINE): an MLP of a node plus the ReLU of its neighbors plus their edges."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import EdgeOperation, Inputs, chunked_sum
-from jmp_train.graphs.layers.dense import Activation, activated
+from jmp_train.graphs.layers.dense import Activation, activated, checked_eps
 from jmp_train.graphs.layers.layer import Layer
-from jmp_train.graphs.layers.layer_inputs import EndFeatures, as_edge_features, as_graph, end_rows, promoted_with
-from jmp_train.graphs.structure import Adjacency, Block, Graph, accumulation_dtype, graph_storage, upcast
+from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
+    EndFeatures,
+    as_edge_features,
+    as_graph,
+    end_rows,
+    promoted_with,
+)
+from jmp_train.graphs.structure import Adjacency, accumulation_dtype, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
 
 def gine_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     edge_features: Floats,
     apply: Callable[[jax.Array], jax.Array] | None = None,
@@ -58,16 +64,14 @@ def gine_conv(
     rows = end_rows(graph, features, "width")
     edges = as_edge_features(graph, edge_features, rows.senders.shape[1])
     rows, (edges,) = promoted_with(rows, edges)
-    eps = jnp.asarray(eps)
-    if eps.size != 1:
-        raise ValueError(f"eps must be a number, got shape {eps.shape}")
+    eps = checked_eps(eps)
     senders, receivers, edges = (graph_storage(x) for x in (rows.senders, rows.receivers, edges))
     neighbors = RECTIFIED_SUM(None, graph.connections, senders, edges)
 
     @autocast_as("float32")
     def with_self(own: jax.Array, neighbors: jax.Array) -> jax.Array:
         own = upcast(own)
-        return (1 + eps.reshape(()).astype(own.dtype)) * own + neighbors
+        return (1 + eps.astype(own.dtype)) * own + neighbors
 
     result = with_self(receivers, neighbors)
     return activated(graph_storage(result.astype(rows.senders.dtype)), apply, activation)
@@ -104,7 +108,7 @@ def _elements(senders: jax.Array, edges: jax.Array) -> int:
 RECTIFIED_SUM = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements)
 
 
-class GINEConv(Layer):
+class GINEConv(Layer, of=gine_conv):
     """The layer of `gine_conv`: `layer(graph, features, edge_features)`.
 
     Args:
@@ -125,24 +129,16 @@ class GINEConv(Layer):
       (3, 8)
     """
 
-    def __init__(
-        self,
-        apply: Callable[[jax.Array], jax.Array] | None = None,
-        *,
-        init_eps: float = 0.0,
-        learn_eps: bool = False,
-        activation: Activation | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-    ) -> None:
-        self.apply = apply
-        self.activation = activation
-        self.dtype = dtype
-        self.eps = nnx.Param(jnp.full(1, init_eps, param_dtype)) if learn_eps else init_eps
+    apply: Callable[[jax.Array], jax.Array] | None = None
+    _: dataclasses.KW_ONLY
+    init_eps: float = 0.0
+    learn_eps: bool = False
+    activation: Activation | None = None
 
-    def __call__(
-        self, graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures, edge_features: Floats
-    ) -> jax.Array:
+    def __post_init__(self) -> None:
+        self.eps = nnx.Param(jnp.full(1, self.init_eps, self.param_dtype)) if self.learn_eps else self.init_eps
+
+    def __call__(self, graph: AnyEdges, features: EndFeatures, edge_features: Floats) -> jax.Array:
         """Returns the layer's result [nodes, ...].
 
         Args:
@@ -150,4 +146,4 @@ class GINEConv(Layer):
           features: see `gine_conv`.
           edge_features: see `gine_conv`.
         """
-        return self.call(gine_conv, graph, self.cast(features), self.cast(edge_features), eps=self.eps)
+        return self.call(graph, self.cast(features), self.cast(edge_features), eps=self.eps)

@@ -19,7 +19,7 @@ from jmp_train.graphs.layers.hetero import (
     of_edge_types,
     parameter_names,
 )
-from jmp_train.graphs.layers.layer import DropoutKeys, Layer, drawn
+from jmp_train.graphs.layers.layer import Drawing, DropoutKeys, Layer
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, promoted
 from jmp_train.graphs.structure import EdgeType, HeteroGraph, finite_or_zero, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
@@ -279,7 +279,7 @@ def _skipped(result: jax.Array, rows: jax.Array, skip: jax.Array) -> jax.Array:
     return share * upcast(result) + (1 - share) * upcast(rows)
 
 
-class HGTConv(Layer):
+class HGTConv(Layer, of=hgt_conv):
     """The layer of `hgt_conv`: `layer(graph, features)`.
 
     Weights have a Glorot uniform initializer; biases are 0, priors and skips 1.
@@ -327,14 +327,13 @@ class HGTConv(Layer):
         if num_heads < 1 or out_features % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide out_features={out_features}")
         self.dtype = dtype
+        self.attention_dropout = attention_dropout
         self.dropout_keys = DropoutKeys(rngs, attention_dropout=attention_dropout)
         self.edge_types = tuple(edge_types)
         width = out_features // num_heads
+        draw = Drawing(rngs, param_dtype)
         glorot = nnx.initializers.glorot_uniform()
         of_heads = nnx.initializers.variance_scaling(1.0, "fan_avg", "uniform", batch_axis=0)
-
-        def draw(init: nnx.Initializer, *shape: int) -> nnx.Param[jax.Array]:
-            return drawn(rngs, init, shape, param_dtype)
 
         nodes, edges = {}, {}
         for name in node_types:
@@ -372,10 +371,7 @@ class HGTConv(Layer):
             return {name: self.cast(array) for name, array in arrays.items()}
 
         names = parameter_names(self.edge_types)
-        return hgt_conv(
-            graph,
-            cast(features),
-            {name: HGTNodeWeights(**cast(weights)) for name, weights in self.node_weights.items()},
-            {kind: HGTEdgeWeights(**cast(self.edge_weights[name])) for kind, name in names.items()},
-            **self.dropout_keys(deterministic, rngs),
-        )
+        node_weights = {name: HGTNodeWeights(**cast(weights)) for name, weights in self.node_weights.items()}
+        edge_weights = {kind: HGTEdgeWeights(**cast(self.edge_weights[name])) for kind, name in names.items()}
+        given = {"node_weights": node_weights, "edge_weights": edge_weights}
+        return self.call(graph, cast(features), **given, **self.dropout_keys(deterministic, rngs))

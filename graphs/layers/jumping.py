@@ -9,9 +9,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.layers.layer import Layer, uniform_param
+from jmp_train.graphs.layers.layer import Drawing, Layer
 from jmp_train.graphs.layers.layer_inputs import as_floats, promoted
-from jmp_train.graphs.structure import checked_word, graph_storage, in_float32, upcast
+from jmp_train.graphs.structure import checked_word, graph_storage, in_float32, lstm_cell, upcast
 
 MODES = ("cat", "max", "lstm")
 
@@ -105,35 +105,23 @@ def _attended(layers: jax.Array, *parameters: jax.Array) -> jax.Array:
     """Returns the weighted sum [nodes, width] of layers [layers, nodes, width], in float32 or higher precision."""
     *gates, attention, attention_bias = (upcast(x) for x in parameters)
     layers = upcast(layers)
-    onward, back = (_states(layers, *(x[way] for x in gates), reverse=bool(way)) for way in range(2))
+    onward, back = (_states(layers, [x[way] for x in gates], reverse=bool(way)) for way in range(2))
     logits = jnp.concatenate([onward, back], -1) @ attention + attention_bias
     return (jax.nn.softmax(logits, 0) * layers).sum(0)
 
 
-def _states(
-    layers: jax.Array,
-    of_input: jax.Array,
-    of_hidden: jax.Array,
-    input_bias: jax.Array,
-    hidden_bias: jax.Array,
-    *,
-    reverse: bool,
-) -> jax.Array:
+def _states(layers: jax.Array, weights: Sequence[jax.Array], *, reverse: bool) -> jax.Array:
     """Returns an LSTM's hidden states [layers, nodes, hidden] at each layer."""
 
-    def step(states: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        hidden, cell = states
-        gates = row @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
-        enter, forget, new, leave = jnp.split(gates, 4, axis=-1)
-        cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
-        hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
-        return (hidden, cell), hidden
+    def step(state: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        state = lstm_cell(weights, row, state)
+        return state, state[0]
 
-    start = jnp.zeros((layers.shape[1], of_hidden.shape[0]), layers.dtype)
+    start = jnp.zeros((layers.shape[1], weights[1].shape[0]), layers.dtype)
     return jax.lax.scan(step, (start, start), layers, reverse=reverse)[1]
 
 
-class JumpingKnowledge(Layer):
+class JumpingKnowledge(Layer, of=jumping_knowledge):
     """The layer of `jumping_knowledge`: `layer([first, second, ...])`.
 
     Weights of "lstm" have the uniform initializers of torch's LSTM and linear layers.
@@ -173,10 +161,10 @@ class JumpingKnowledge(Layer):
             if features is None or num_layers is None or rngs is None:
                 raise ValueError(f'mode="lstm" needs {features=}, {num_layers=} and {rngs=}')
             hidden = features * num_layers // 2
-            drawn = {}
+            drawn, draw = {}, Drawing(rngs, param_dtype)
             for name, shape in _shapes(features, hidden).items():
                 fan_in = 2 * hidden if name.startswith("attention") else hidden
-                drawn[name] = uniform_param(rngs, shape, fan_in, param_dtype)
+                drawn[name] = draw.linear(fan_in, *shape)
             self.weights = nnx.Dict(drawn)
 
     def __call__(self, layers: Sequence[Floats]) -> jax.Array:

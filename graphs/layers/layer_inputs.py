@@ -30,10 +30,11 @@ from jmp_train.policies.pytrees import has_tracers
 # Features of all nodes, or of those that send and those that receive.
 EndFeatures = Floats | SparseFeatures | tuple[Floats, Floats]
 
+AnyEdges = Graph | Block | jraph.GraphsTuple
 Axis = int | str | EllipsisType
 
 
-def as_graph(graph: Graph | Block | jraph.GraphsTuple, features: EndFeatures) -> Graph | Block:
+def as_graph(graph: AnyEdges, features: EndFeatures) -> Graph | Block:
     """Returns a graph of ours or jraph's as ours, and a block unchanged; features in jraph's graphs are ignored.
 
     Args:

@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.fn import Reduce, copy_u, u_add_e
 from jmp_train.graphs.layers.dense import Activation, activated, add_bias, dense
-from jmp_train.graphs.layers.layer import Layer, uniform_param
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
 from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
     EndFeatures,
     as_edge_features,
     as_floats,
@@ -41,7 +40,7 @@ DEFAULT_AGGREGATORS = AGGREGATORS[:4]
 
 
 def pna_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     pre_weight: Floats,
     post_weight: Floats,
@@ -212,7 +211,7 @@ def _scaled(adjacency: Adjacency, scalers: Sequence[str], delta: float, parts: j
     return graph_storage(total(parts).astype(parts.dtype))
 
 
-class PNAConv(Layer):
+class PNAConv(DrawnLayer, of=pna_conv):
     """The layer of `pna_conv`: `layer(graph, features, edge_features=None)`.
 
     Weights and biases have torch's uniform initializer for linear layers.
@@ -244,42 +243,34 @@ class PNAConv(Layer):
       (3, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        delta: float,
-        aggregators: Sequence[str] = DEFAULT_AGGREGATORS,
-        scalers: Sequence[str] = SCALERS,
-        towers: int = 1,
-        edge_features: int = 0,
-        activation: Activation | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        _check_words(aggregators, scalers)
-        if towers < 1 or out_features % towers:
-            raise ValueError(f"towers={towers} must divide out_features={out_features}")
-        self.delta = delta
-        self.aggregators = tuple(aggregators)
-        self.scalers = tuple(scalers)
-        self.activation = activation
-        self.dtype = dtype
-        sent = 2 * in_features + edge_features
-        reduced = in_features + len(self.aggregators) * len(self.scalers) * in_features
-        out = out_features // towers
-        self.pre_weight = uniform_param(rngs, (towers, sent, in_features), sent, param_dtype)
-        self.pre_bias = uniform_param(rngs, (towers, in_features), sent, param_dtype)
-        self.post_weight = uniform_param(rngs, (towers, reduced, out), reduced, param_dtype)
-        self.post_bias = uniform_param(rngs, (towers, out), reduced, param_dtype)
-        self.mix_weight = uniform_param(rngs, (out_features, out_features), out_features, param_dtype)
-        self.mix_bias = uniform_param(rngs, (out_features,), out_features, param_dtype)
+    in_features: int
+    out_features: int
+    _: dataclasses.KW_ONLY
+    delta: float
+    aggregators: Sequence[str] = DEFAULT_AGGREGATORS
+    scalers: Sequence[str] = SCALERS
+    towers: int = 1
+    edge_features: int = 0
+    activation: Activation | None = None
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        _check_words(self.aggregators, self.scalers)
+        if self.towers < 1 or self.out_features % self.towers:
+            raise ValueError(f"towers={self.towers} must divide out_features={self.out_features}")
+        self.aggregators, self.scalers = tuple(self.aggregators), tuple(self.scalers)
+        draw, towers, width, out = Drawing(rngs, self.param_dtype), self.towers, self.in_features, self.out_features
+        sent = 2 * width + self.edge_features
+        reduced = width + len(self.aggregators) * len(self.scalers) * width
+        self.pre_weight = draw.linear(sent, towers, sent, width)
+        self.pre_bias = draw.linear(sent, towers, width)
+        self.post_weight = draw.linear(reduced, towers, reduced, out // towers)
+        self.post_bias = draw.linear(reduced, towers, out // towers)
+        self.mix_weight = draw.linear(out, out, out)
+        self.mix_bias = draw.linear(out, out)
 
     def __call__(
         self,
-        graph: Graph | Block | jraph.GraphsTuple,
+        graph: AnyEdges,
         features: EndFeatures,
         edge_features: Floats | None = None,
     ) -> jax.Array:
@@ -290,4 +281,4 @@ class PNAConv(Layer):
           features: see `pna_conv`.
           edge_features: see `pna_conv`.
         """
-        return self.call(pna_conv, graph, self.cast(features), edge_features=self.cast(edge_features))
+        return self.call(graph, self.cast(features), edge_features=self.cast(edge_features))

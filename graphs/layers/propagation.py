@@ -5,15 +5,15 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import jraph
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.aggregation import aggregate
-from jmp_train.graphs.layers.dense import check_dropout, drop, product
+from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, drop, product, with_bias
 from jmp_train.graphs.layers.gcn import NORMS, degree_scales
-from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_graph
+from jmp_train.graphs.layers.layer_inputs import as_edge_weight, as_floats, as_graph, as_optional, end_rows, promoted
 from jmp_train.graphs.structure import (
     Adjacency,
+    AnyBatch,
     Block,
     Graph,
     SparseFeatures,
@@ -68,7 +68,7 @@ def make_hop(graph: Graph, norm: str, edge_weight: jax.Array | None, features: j
     return hop
 
 
-def as_whole_graph(graph: Graph | jraph.GraphsTuple, features: Floats | SparseFeatures) -> Graph:
+def as_whole_graph(graph: AnyBatch, features: Floats | SparseFeatures) -> Graph:
     """Returns a graph of ours or jraph's as ours; raises TypeError for blocks, whose targets cannot send again."""
     whole = as_graph(graph, features)
     if isinstance(whole, Block):
@@ -77,7 +77,7 @@ def as_whole_graph(graph: Graph | jraph.GraphsTuple, features: Floats | SparseFe
 
 
 def propagate(
-    graph: Graph | jraph.GraphsTuple,
+    graph: AnyBatch,
     features: Floats,
     k: int,
     *,
@@ -148,23 +148,6 @@ def propagate(
     return graph_storage(result)
 
 
-def checked_terms(count: str, weight: Floats) -> jax.Array:
-    """Returns a checked weight [terms, in, out].
-
-    Args:
-      count: meaning of its first axis, for messages.
-      weight: weight of at least one term.
-
-    Raises:
-      TypeError: the weight is not floating.
-      ValueError: the weight has another rank, or no terms.
-    """
-    kernel = as_floats("weight", weight, count, "in", "out")
-    if len(kernel) == 0:
-        raise ValueError(f"weight must have at least one of {count}, got shape {kernel.shape}")
-    return kernel
-
-
 def is_narrowing(rows: jax.Array | SparseFeatures, weight: jax.Array) -> bool:
     """Returns whether the products of rows [nodes, in] with weights [..., in, out] come before the hops.
 
@@ -173,15 +156,49 @@ def is_narrowing(rows: jax.Array | SparseFeatures, weight: jax.Array) -> bool:
     return isinstance(rows, SparseFeatures) or weight.shape[-2] > weight.shape[-1]
 
 
-def products_apart(rows: jax.Array | SparseFeatures, weight: jax.Array) -> jax.Array:
-    """Returns the products [terms, nodes, out] of rows [nodes, in] with weights [terms, in, out]."""
-    terms, width, out = weight.shape
-    wide = product(rows, jnp.moveaxis(weight, 0, 1).reshape(width, terms * out))
-    return jnp.moveaxis(wide.reshape(-1, terms, out), 1, 0)
+def sum_of_terms(
+    whole: Graph,
+    features: Floats | SparseFeatures,
+    weight: Floats,
+    bias: Floats | None,
+    count: str,
+    add: Callable[[Hop, jax.Array], jax.Array],
+    make: Callable[[Hop, jax.Array, int], jax.Array],
+    *,
+    norm: str,
+    edge_weight: Floats | None,
+    activation: Activation | None,
+) -> jax.Array:
+    """Returns the sum of a few terms that hops make of features, each times a weight, [nodes, out].
 
+    Args:
+      whole: the graph.
+      features: floating [nodes, in], or `SparseFeatures`.
+      weight: floating [terms, in, out], of at least one term.
+      bias: floating [out], or None.
+      count: meaning of the first axis of `weight`, for messages.
+      add: returns the sum of the terms, given the hop and the products of the features with each weight,
+        [terms, nodes, out]; called if these are narrower than the features.
+      make: returns the terms [terms, nodes, in], given the hop, the features and the number of terms.
+      norm: see `graph_conv`.
+      edge_weight: floating [edges], or None.
+      activation: a function of the result.
 
-def product_of_all(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns the sum [nodes, out] of products of rows [terms, nodes, in] with weights [terms, in, out]."""
-    terms, nodes, width = rows.shape
-    wide = jnp.moveaxis(rows, 0, 1).reshape(nodes, terms * width)
-    return product(wide, weight.reshape(terms * width, -1))
+    Raises:
+      TypeError: an array is not floating.
+      ValueError: a shape does not fit, or there are no terms.
+    """
+    kernel = as_floats("weight", weight, count, "in", "out")
+    if len(kernel) == 0:
+        raise ValueError(f"weight must have at least one of {count}, got shape {kernel.shape}")
+    terms, width, out = kernel.shape
+    rows = end_rows(whole, features, width, can_be_sparse=True).senders
+    rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, out))
+    hop = make_hop(whole, norm, as_edge_weight(whole, edge_weight), rows)
+    if is_narrowing(rows, kernel):
+        wide = product(rows, jnp.moveaxis(kernel, 0, 1).reshape(width, terms * out))
+        result = add(hop, jnp.moveaxis(wide.reshape(-1, terms, out), 1, 0))
+    else:
+        wide = jnp.moveaxis(make(hop, rows, terms), 0, 1).reshape(len(rows), terms * width)
+        result = product(wide, kernel.reshape(terms * width, -1))
+    return activated(with_bias(result, offset), activation)

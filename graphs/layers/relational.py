@@ -1,17 +1,19 @@
 """The layer of relational graph convolutional networks (RGCN): a matrix for each edge type."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import jraph
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats, Ids
 from jmp_train.graphs.kernels import MAPPED_SUM, DiagonalBlocks, MappedInputs, MixedMatrices, OfEdges
 from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, dense, drop, with_bias
-from jmp_train.graphs.layers.layer import DropoutKeys, Layer, drawn, uniform_between, zero_bias
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer, DropoutKeys, uniform_between
 from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
     EndFeatures,
     as_edge_types,
     as_edge_weight,
@@ -21,14 +23,14 @@ from jmp_train.graphs.layers.layer_inputs import (
     end_rows,
     promoted_with,
 )
-from jmp_train.graphs.structure import Block, Graph, checked_word, from_jraph
+from jmp_train.graphs.structure import AnyBatch, checked_word, from_jraph
 from jmp_train.policies.pytrees import has_tracers
 
 REGULARIZERS = ("none", "basis", "bdd")
 
 
 def rel_graph_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     edge_types: Ids,
     weight: Floats,
@@ -119,7 +121,7 @@ def _checked_matrices(
     return kernel, mixing, num_types, (kernel.shape[1], kernel.shape[2])
 
 
-def relation_norm(graph: Graph | jraph.GraphsTuple, edge_types: Ids) -> jax.Array:
+def relation_norm(graph: AnyBatch, edge_types: Ids) -> jax.Array:
     """Returns for each edge 1 over the number of edges of its type that enter the same node; runs on the host.
 
     Pass it as `edge_weight` of `rel_graph_conv`, to average the messages of each type as in the paper.
@@ -158,7 +160,7 @@ def relation_norm(graph: Graph | jraph.GraphsTuple, edge_types: Ids) -> jax.Arra
     return jnp.asarray(1 / sizes, jnp.float32)
 
 
-class RelGraphConv(Layer):
+class RelGraphConv(DrawnLayer, of=rel_graph_conv):
     """The layer of `rel_graph_conv`: `layer(graph, features, edge_types, edge_weight=None)`.
 
     Matrices have a uniform initializer between -1 and 1 over the square root of their input width; coefficients
@@ -194,54 +196,39 @@ class RelGraphConv(Layer):
       (3, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_types: int,
-        *,
-        regularizer: str = "none",
-        num_bases: int | None = None,
-        use_bias: bool = True,
-        use_self_weight: bool = True,
-        dropout_rate: float = 0.0,
-        norm: Activation | None = None,
-        activation: Activation | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        checked_word("regularizer", regularizer, REGULARIZERS)
-        bases = num_types if num_bases is None else num_bases
-        if num_types < 1 or bases < 1:
-            raise ValueError(f"num_types={num_types} and num_bases={num_bases} must be positive")
-        if regularizer == "bdd" and (in_features % bases or out_features % bases):
-            raise ValueError(
-                f"num_bases={bases} blocks must divide in_features={in_features} and out_features={out_features}"
-            )
-        self.norm = norm
-        self.activation = activation
-        self.dtype = dtype
-        self.dropout_keys = DropoutKeys(rngs, dropout_rate=dropout_rate)
+    in_features: int
+    out_features: int
+    num_types: int
+    _: dataclasses.KW_ONLY
+    regularizer: str = "none"
+    num_bases: int | None = None
+    use_bias: bool = True
+    use_self_weight: bool = True
+    dropout_rate: float = 0.0
+    norm: Activation | None = None
+    activation: Activation | None = None
 
-        def draw(init: nnx.Initializer, *shape: int) -> nnx.Param[jax.Array]:
-            return drawn(rngs, init, shape, param_dtype)
-
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        checked_word("regularizer", self.regularizer, REGULARIZERS)
+        width, out, types = self.in_features, self.out_features, self.num_types
+        bases = types if self.num_bases is None else self.num_bases
+        if types < 1 or bases < 1:
+            raise ValueError(f"num_types={types} and num_bases={self.num_bases} must be positive")
+        if self.regularizer == "bdd" and (width % bases or out % bases):
+            raise ValueError(f"num_bases={bases} blocks must divide in_features={width} and out_features={out}")
+        self.dropout_keys = DropoutKeys(rngs, dropout_rate=self.dropout_rate)
+        draw = Drawing(rngs, self.param_dtype)
         glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform")
-        shapes = {
-            "none": (num_types, in_features, out_features),
-            "basis": (bases, in_features, out_features),
-            "bdd": (num_types, bases, in_features // bases, out_features // bases),
-        }
-        shape = shapes[regularizer]
+        of_blocks = (types, bases, width // bases, out // bases)
+        shape = {"none": (types, width, out), "basis": (bases, width, out), "bdd": of_blocks}[self.regularizer]
         self.weight = draw(uniform_between(shape[-2] ** -0.5), *shape)
-        self.coefficients = nnx.data(draw(glorot, num_types, bases) if regularizer == "basis" else None)
-        self.self_weight = nnx.data(draw(glorot, in_features, out_features) if use_self_weight else None)
-        self.bias = zero_bias(use_bias, out_features, param_dtype)
+        self.coefficients = nnx.data(draw(glorot, types, bases) if self.regularizer == "basis" else None)
+        self.self_weight = nnx.data(draw(glorot, width, out) if self.use_self_weight else None)
+        self.bias = nnx.data(draw.zeros(self.out_features) if self.use_bias else None)
 
     def __call__(
         self,
-        graph: Graph | Block | jraph.GraphsTuple,
+        graph: AnyEdges,
         features: EndFeatures,
         edge_types: Ids,
         edge_weight: Floats | None = None,
@@ -260,4 +247,4 @@ class RelGraphConv(Layer):
           rngs: random streams for dropout, in place of the layer's own.
         """
         given = {"edge_types": edge_types, "edge_weight": edge_weight}
-        return self.call(rel_graph_conv, graph, self.cast(features), **given, **self.dropout_keys(deterministic, rngs))
+        return self.call(graph, self.cast(features), **given, **self.dropout_keys(deterministic, rngs))

@@ -5,15 +5,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, dense, product, with_bias
-from jmp_train.graphs.layers.layer import DropoutKeys, Layer, drawn, uniform_between
+from jmp_train.graphs.layers.layer import Drawing, DropoutConvolution, DropoutKeys, uniform_between
 from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
     EndFeatures,
     EndRows,
     as_edge_weight,
@@ -31,6 +30,7 @@ from jmp_train.graphs.structure import (
     SparseFeatures,
     checked_word,
     graph_storage,
+    lstm_cell,
     rows_like,
     upcast,
 )
@@ -40,7 +40,7 @@ AGGREGATORS = ("mean", "gcn", "pool", "lstm")
 
 
 def sage_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     weight: Floats,
     self_weight: Floats | None = None,
@@ -198,22 +198,18 @@ def _weighted(rows: jax.Array, weight: jax.Array | None) -> jax.Array:
 @autocast_as("tf32")
 def _last_state(messages: jax.Array, *weights: jax.Array) -> jax.Array:
     """Returns the hidden state [nodes, width] after messages [nodes, degree, width], in their dtype."""
-    of_input, of_hidden, input_bias, hidden_bias = (upcast(weight) for weight in weights)
+    weights = tuple(map(upcast, weights))
 
     @jax.checkpoint
-    def step(states: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        hidden, cell = states
-        gates = upcast(row) @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
-        enter, forget, new, leave = jnp.split(gates, 4, axis=-1)
-        cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
-        return (jax.nn.sigmoid(leave) * jnp.tanh(cell), cell), None
+    def step(state: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        return lstm_cell(weights, upcast(row), state), None
 
-    start = jnp.zeros((messages.shape[0], messages.shape[2]), of_input.dtype)
+    start = jnp.zeros((messages.shape[0], messages.shape[2]), weights[0].dtype)
     (hidden, _), _ = jax.lax.scan(step, (start, start), jnp.moveaxis(messages, 1, 0))
     return hidden.astype(messages.dtype)
 
 
-class SAGEConv(Layer):
+class SAGEConv(DropoutConvolution, of=sage_conv):
     """The layer of `sage_conv`: `layer(graph, features, edge_weight=None)`.
 
     Weights have a Glorot uniform initializer with gain sqrt(2); biases and the LSTM's parameters are
@@ -244,58 +240,25 @@ class SAGEConv(Layer):
       (3, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        aggregator: str = "mean",
-        feature_dropout: float = 0.0,
-        use_bias: bool = True,
-        norm: Activation | None = None,
-        activation: Activation | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        checked_word("aggregator", aggregator, AGGREGATORS)
-        self.aggregator = aggregator
-        self.norm = norm
-        self.activation = activation
-        self.dtype = dtype
-        self.dropout_keys = DropoutKeys(rngs, feature_dropout=feature_dropout)
+    in_features: int
+    out_features: int
+    _: dataclasses.KW_ONLY
+    aggregator: str = "mean"
+    feature_dropout: float = 0.0
+    use_bias: bool = True
+    norm: Activation | None = None
+    activation: Activation | None = None
 
-        def draw(init: nnx.Initializer, *shape: int) -> nnx.Param[jax.Array]:
-            return drawn(rngs, init, shape, param_dtype)
-
-        is_gcn = aggregator == "gcn"
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        checked_word("aggregator", self.aggregator, AGGREGATORS)
+        self.dropout_keys = DropoutKeys(rngs, feature_dropout=self.feature_dropout)
+        draw, is_gcn = Drawing(rngs, self.param_dtype), self.aggregator == "gcn"
         glorot = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform")
-        uniform = uniform_between(in_features**-0.5)
-        self.weight = draw(glorot, in_features, out_features)
-        self.self_weight = nnx.data(None if is_gcn else draw(glorot, in_features, out_features))
+        uniform = uniform_between(self.in_features**-0.5)
+        self.weight = draw(glorot, self.in_features, self.out_features)
+        self.self_weight = nnx.data(None if is_gcn else draw(glorot, self.in_features, self.out_features))
         of_bias = nnx.initializers.zeros if is_gcn else uniform
-        self.bias = nnx.data(draw(of_bias, out_features) if use_bias else None)
-        inits = {"pool": (glorot, uniform), "lstm": (uniform,) * 4}.get(aggregator, ())
-        shapes = _inner_shapes(aggregator, in_features)
+        self.bias = nnx.data(draw(of_bias, self.out_features) if self.use_bias else None)
+        inits = {"pool": (glorot, uniform), "lstm": (uniform,) * 4}.get(self.aggregator, ())
+        shapes = _inner_shapes(self.aggregator, self.in_features)
         self.aggregator_weights = nnx.List([draw(init, *shape) for init, shape in zip(inits, shapes, strict=True)])
-
-    def __call__(
-        self,
-        graph: Graph | Block | jraph.GraphsTuple,
-        features: EndFeatures,
-        edge_weight: Floats | None = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> jax.Array:
-        """Returns the layer's result [nodes, out].
-
-        Args:
-          graph: see `sage_conv`.
-          features: see `sage_conv`.
-          edge_weight: see `sage_conv`.
-          deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.
-          rngs: random streams for dropout, in place of the layer's own.
-        """
-        dropout = self.dropout_keys(deterministic, rngs)
-        return self.call(sage_conv, graph, self.cast(features), edge_weight=edge_weight, **dropout)

@@ -1,15 +1,14 @@
 """Simplified graph convolution (SGC): features after several hops, times weights."""
 
+import dataclasses
+
 import jax
-import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.dense import product, with_bias
 from jmp_train.graphs.layers.gcn import NORMS
-from jmp_train.graphs.layers.layer import Layer, drawn, zero_bias
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
 from jmp_train.graphs.layers.layer_inputs import (
     as_floats,
     as_optional,
@@ -18,11 +17,11 @@ from jmp_train.graphs.layers.layer_inputs import (
     promoted,
 )
 from jmp_train.graphs.layers.propagation import as_whole_graph, is_narrowing, propagate
-from jmp_train.graphs.structure import Graph, SparseFeatures, checked_word
+from jmp_train.graphs.structure import AnyBatch, SparseFeatures, checked_word
 
 
 def sg_conv(
-    graph: Graph | jraph.GraphsTuple | None,
+    graph: AnyBatch | None,
     features: Floats | SparseFeatures,
     weight: Floats,
     bias: Floats | None = None,
@@ -88,7 +87,7 @@ def sg_conv(
     return with_bias(result, offset)
 
 
-class SGConv(Layer):
+class SGConv(DrawnLayer, of=sg_conv):
     """The layer of `sg_conv`: `layer(graph, features, edge_weight=None)`, or `layer(None, propagated)`.
 
     The weight [in, out] has a Glorot uniform initializer; the bias [out] is 0.
@@ -118,30 +117,21 @@ class SGConv(Layer):
       True
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        k: int = 1,
-        *,
-        norm: str = "both",
-        use_bias: bool = True,
-        allow_zero_in_degree: bool = False,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        checked_word("norm", norm, NORMS)
-        self.k = k
-        self.norm = norm
-        self.allow_zero_in_degree = allow_zero_in_degree
-        self.dtype = dtype
-        self.weight = drawn(rngs, nnx.initializers.glorot_uniform(), (in_features, out_features), param_dtype)
-        self.bias = zero_bias(use_bias, out_features, param_dtype)
+    in_features: int
+    out_features: int
+    k: int = 1
+    _: dataclasses.KW_ONLY
+    norm: str = "both"
+    use_bias: bool = True
+    allow_zero_in_degree: bool = False
 
-    def propagate(
-        self, graph: Graph | jraph.GraphsTuple, features: Floats, edge_weight: Floats | None = None
-    ) -> jax.Array:
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        checked_word("norm", self.norm, NORMS)
+        draw = Drawing(rngs, self.param_dtype)
+        self.weight = draw(nnx.initializers.glorot_uniform(), self.in_features, self.out_features)
+        self.bias = nnx.data(draw.zeros(self.out_features) if self.use_bias else None)
+
+    def propagate(self, graph: AnyBatch, features: Floats, edge_weight: Floats | None = None) -> jax.Array:
         """Returns the features after all hops [nodes, in], to pass to the layer with `graph=None`.
 
         Args:
@@ -155,7 +145,7 @@ class SGConv(Layer):
 
     def __call__(
         self,
-        graph: Graph | jraph.GraphsTuple | None,
+        graph: AnyBatch | None,
         features: Floats | SparseFeatures,
         edge_weight: Floats | None = None,
     ) -> jax.Array:
@@ -166,4 +156,4 @@ class SGConv(Layer):
           features: see `sg_conv`.
           edge_weight: see `sg_conv`.
         """
-        return self.call(sg_conv, graph, self.cast(features), edge_weight=edge_weight)
+        return self.call(graph, self.cast(features), edge_weight=edge_weight)

@@ -1,35 +1,21 @@
 """Topology-adaptive graph convolution (TAG): a weight for the features after each number of hops."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.layers.dense import Activation, activated, with_bias
+from jmp_train.graphs.layers.dense import Activation
 from jmp_train.graphs.layers.gcn import NORMS
-from jmp_train.graphs.layers.layer import Layer, drawn, zero_bias
-from jmp_train.graphs.layers.layer_inputs import (
-    as_edge_weight,
-    as_optional,
-    end_rows,
-    promoted,
-)
-from jmp_train.graphs.layers.propagation import (
-    Hop,
-    as_whole_graph,
-    checked_terms,
-    is_narrowing,
-    make_hop,
-    product_of_all,
-    products_apart,
-)
-from jmp_train.graphs.structure import Graph, SparseFeatures, checked_word, graph_storage, upcast
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
+from jmp_train.graphs.layers.propagation import Hop, as_whole_graph, sum_of_terms
+from jmp_train.graphs.structure import AnyBatch, SparseFeatures, checked_word, graph_storage, upcast
 
 
 def tag_conv(
-    graph: Graph | jraph.GraphsTuple,
+    graph: AnyBatch,
     features: Floats | SparseFeatures,
     weight: Floats,
     bias: Floats | None = None,
@@ -71,16 +57,8 @@ def tag_conv(
     TAGConv.
     """
     whole = as_whole_graph(graph, features)
-    kernel = checked_terms("hops + 1", weight)
-    _, width, out = kernel.shape
-    rows = end_rows(whole, features, width, can_be_sparse=True).senders
-    rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, out))
-    hop = make_hop(whole, norm, as_edge_weight(whole, edge_weight), rows)
-    if is_narrowing(rows, kernel):
-        result = _sum_of_hops(hop, products_apart(rows, kernel))
-    else:
-        result = product_of_all(_hops(hop, rows, len(kernel)), kernel)
-    return activated(with_bias(result, offset), activation)
+    given = (whole, features, weight, bias, "hops + 1", _sum_of_hops, _hops)
+    return sum_of_terms(*given, norm=norm, edge_weight=edge_weight, activation=activation)
 
 
 def _sum_of_hops(hop: Hop, terms: jax.Array) -> jax.Array:
@@ -104,7 +82,7 @@ def _hops(hop: Hop, rows: jax.Array, count: int) -> jax.Array:
     return jnp.concatenate([rows[None], further])
 
 
-class TAGConv(Layer):
+class TAGConv(DrawnLayer, of=tag_conv):
     """The layer of `tag_conv`: `layer(graph, features, edge_weight=None)`.
 
     The weight [k + 1, in, out] has a Glorot normal initializer with gain sqrt(2) over the inputs of all hops; the
@@ -134,29 +112,23 @@ class TAGConv(Layer):
       ((3, 8), (4, 4, 8))
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        k: int = 2,
-        *,
-        norm: str = "both",
-        use_bias: bool = True,
-        activation: Activation | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        checked_word("norm", norm, NORMS)
-        self.norm = norm
-        self.activation = activation
-        self.dtype = dtype
-        init = nnx.initializers.normal((4 / ((k + 1) * in_features + out_features)) ** 0.5)
-        self.weight = drawn(rngs, init, (k + 1, in_features, out_features), param_dtype)
-        self.bias = zero_bias(use_bias, out_features, param_dtype)
+    in_features: int
+    out_features: int
+    k: int = 2
+    _: dataclasses.KW_ONLY
+    norm: str = "both"
+    use_bias: bool = True
+    activation: Activation | None = None
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        checked_word("norm", self.norm, NORMS)
+        draw = Drawing(rngs, self.param_dtype)
+        init = nnx.initializers.normal((4 / ((self.k + 1) * self.in_features + self.out_features)) ** 0.5)
+        self.weight = draw(init, self.k + 1, self.in_features, self.out_features)
+        self.bias = nnx.data(draw.zeros(self.out_features) if self.use_bias else None)
 
     def __call__(
-        self, graph: Graph | jraph.GraphsTuple, features: Floats | SparseFeatures, edge_weight: Floats | None = None
+        self, graph: AnyBatch, features: Floats | SparseFeatures, edge_weight: Floats | None = None
     ) -> jax.Array:
         """Returns the convolution [nodes, out].
 
@@ -165,4 +137,4 @@ class TAGConv(Layer):
           features: see `tag_conv`.
           edge_weight: see `tag_conv`.
         """
-        return self.call(tag_conv, graph, self.cast(features), edge_weight=edge_weight)
+        return self.call(graph, self.cast(features), edge_weight=edge_weight)

@@ -1,16 +1,18 @@
 """The layer of graph transformers (TransformerConv): dot-product attention over a node's edges."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
-import jraph
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import DOT_ATTENTION, DotInputs, DotResult, edge_dropout
 from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, dense
-from jmp_train.graphs.layers.layer import DropoutKeys, Layer, drawn
+from jmp_train.graphs.layers.layer import Drawing, DrawnLayer, DropoutKeys
 from jmp_train.graphs.layers.layer_inputs import (
+    AnyEdges,
     EndFeatures,
     as_edge_features,
     as_floats,
@@ -24,7 +26,7 @@ from jmp_train.policies.autocasting import autocast_as
 
 
 def transformer_conv(
-    graph: Graph | Block | jraph.GraphsTuple,
+    graph: AnyEdges,
     features: EndFeatures,
     query_weight: Floats,
     key_weight: Floats,
@@ -170,7 +172,7 @@ def _gated(result: jax.Array, own: jax.Array, weight: jax.Array) -> jax.Array:
     return gate * own + (1 - gate) * result
 
 
-class TransformerConv(Layer):
+class TransformerConv(DrawnLayer, of=transformer_conv):
     """The layer of `transformer_conv`: `layer(graph, features, edge_features=None)`.
 
     Weights have a Glorot uniform initializer; biases are 0.
@@ -203,54 +205,43 @@ class TransformerConv(Layer):
       (3, 16)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_heads: int = 1,
-        *,
-        edge_width: int | None = None,
-        use_bias: bool = True,
-        use_self_weight: bool = True,
-        use_gate: bool = False,
-        concat: bool = True,
-        attention_dropout: float = 0.0,
-        activation: Activation | None = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        if use_gate and not use_self_weight:
+    in_features: int
+    out_features: int
+    num_heads: int = 1
+    _: dataclasses.KW_ONLY
+    edge_width: int | None = None
+    use_bias: bool = True
+    use_self_weight: bool = True
+    use_gate: bool = False
+    concat: bool = True
+    attention_dropout: float = 0.0
+    activation: Activation | None = None
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        if self.use_gate and not self.use_self_weight:
             raise ValueError("use_gate=True needs use_self_weight=True")
-        self.num_heads = num_heads
-        self.concat = concat
-        self.activation = activation
-        self.dtype = dtype
-        self.dropout_keys = DropoutKeys(rngs, attention_dropout=attention_dropout)
-        columns = num_heads * out_features
-        out = columns if concat else out_features
+        self.dropout_keys = DropoutKeys(rngs, attention_dropout=self.attention_dropout)
+        draw, width, columns = Drawing(rngs, self.param_dtype), self.in_features, self.num_heads * self.out_features
+        out = columns if self.concat else self.out_features
 
-        def draw(is_there: bool, *shape: int) -> nnx.Param[jax.Array] | None:
-            init = nnx.initializers.glorot_uniform()
-            return nnx.data(drawn(rngs, init, shape, param_dtype) if is_there else None)
+        def optional(is_there: bool, *shape: int) -> nnx.Param[jax.Array] | None:
+            make = draw.zeros if len(shape) == 1 else functools.partial(draw, nnx.initializers.glorot_uniform())
+            return nnx.data(make(*shape) if is_there else None)
 
-        def zeros(is_there: bool, width: int) -> nnx.Param[jax.Array] | None:
-            return nnx.data(nnx.Param(jnp.zeros(width, param_dtype)) if is_there else None)
-
-        self.query_weight = draw(True, in_features, columns)
-        self.key_weight = draw(True, in_features, columns)
-        self.value_weight = draw(True, in_features, columns)
-        self.query_bias = zeros(use_bias, columns)
-        self.key_bias = zeros(use_bias, columns)
-        self.value_bias = zeros(use_bias, columns)
-        self.edge_feature_weight = draw(edge_width is not None, edge_width or 0, columns)
-        self.self_weight = draw(use_self_weight, in_features, out)
-        self.self_bias = zeros(use_self_weight and use_bias, out)
-        self.gate_weight = draw(use_gate, 3 * out, 1)
+        self.query_weight = optional(True, width, columns)
+        self.key_weight = optional(True, width, columns)
+        self.value_weight = optional(True, width, columns)
+        self.query_bias = optional(self.use_bias, columns)
+        self.key_bias = optional(self.use_bias, columns)
+        self.value_bias = optional(self.use_bias, columns)
+        self.edge_feature_weight = optional(self.edge_width is not None, self.edge_width or 0, columns)
+        self.self_weight = optional(self.use_self_weight, width, out)
+        self.self_bias = optional(self.use_self_weight and self.use_bias, out)
+        self.gate_weight = optional(self.use_gate, 3 * out, 1)
 
     def __call__(
         self,
-        graph: Graph | Block | jraph.GraphsTuple,
+        graph: AnyEdges,
         features: EndFeatures,
         edge_features: Floats | None = None,
         *,
@@ -268,4 +259,4 @@ class TransformerConv(Layer):
         """
         features, edge_features = self.cast((features, edge_features))
         dropout = self.dropout_keys(deterministic, rngs)
-        return self.call(transformer_conv, graph, features, edge_features=edge_features, **dropout)
+        return self.call(graph, features, edge_features=edge_features, **dropout)

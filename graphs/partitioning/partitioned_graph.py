@@ -19,9 +19,11 @@ from jmp_train.graphs.structure import (
     GraphStack,
     check_formats,
     check_int32,
+    check_rows,
     filled,
     known_ids,
     make_adjacency_checked,
+    ranges,
     stack,
 )
 
@@ -77,7 +79,7 @@ class PartitionedGraph:
         Raises:
           ValueError: there is another number of rows.
         """
-        return _taken("features", features, self.nodes, self.num_nodes, "nodes", fill)
+        return _taken(features, self.nodes, self.num_nodes, "nodes", fill)
 
     def take_edges(self, features: ArrayLike, *, fill: float = 0) -> np.ndarray:
         """Returns features of all edges in the order of the parts, to be sharded along the first axis.
@@ -95,7 +97,7 @@ class PartitionedGraph:
         edge_ids = self.parts.graphs.edge_ids
         if edge_ids is None:
             raise ValueError('the parts do not store their edges: make the graph with formats that include "coo"')
-        return _taken("features", features, edge_ids, self.num_edges, "edges", fill)
+        return _taken(features, edge_ids, self.num_edges, "edges", fill)
 
     def restore(self, rows: ArrayLike) -> np.ndarray:
         """Returns rows of all parts, such as logits, in the order of the nodes: the inverse of `take`.
@@ -115,10 +117,9 @@ class PartitionedGraph:
         return array[self.places]
 
 
-def _taken(name: str, rows: ArrayLike, ids: np.ndarray, count: int, kind: str, fill: float) -> np.ndarray:
+def _taken(rows: ArrayLike, ids: np.ndarray, count: int, kind: str, fill: float) -> np.ndarray:
     array = np.asarray(rows)
-    if array.ndim == 0 or len(array) != count:
-        raise ValueError(f"{name} must have {count} rows, one for each of the {kind}, got shape {array.shape}")
+    check_rows("features", array.shape, count, kind)
     ids = ids.ravel()
     result = np.full((len(ids), *array.shape[1:]), fill, array.dtype)
     result[ids >= 0] = array[ids[ids >= 0]]
@@ -221,9 +222,7 @@ def _halo(edges: HostEdges, own: np.ndarray, owners: np.ndarray, count: int, par
 
 def _places_of_edges(edges: HostEdges, nodes: np.ndarray) -> np.ndarray:
     """Returns the places in `edges.sources` of all edges that enter nodes, node by node."""
-    degrees = edges.in_degrees[nodes]
-    before = np.cumsum(degrees) - degrees
-    return np.arange(degrees.sum()) + np.repeat(edges.starts[nodes] - before, degrees)
+    return ranges(edges.starts[nodes], edges.in_degrees[nodes])
 
 
 def _part(

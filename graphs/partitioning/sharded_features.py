@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.structure import check_axis
 from jmp_train.policies import pvary
 
 
@@ -116,18 +117,8 @@ class ShardedFeatures:
         return min(count, self.share, math.ceil(mean + 4 * math.sqrt(mean)))
 
     def _check_share(self) -> None:
-        try:
-            size = lax.axis_size(self.axis_name)
-        except NameError:
-            raise ValueError(
-                f"the features are sharded over mesh axis {self.axis_name!r}: take rows within jax.shard_map "
-                "over that axis, or in a step of data_parallel"
-            ) from None
-        if size != self.num_shards:
-            raise ValueError(
-                f"mesh axis {self.axis_name!r} has {size} devices, but the features have {self.num_shards} "
-                "shards: one per device is needed"
-            )
+        held = "the features have {} shards"
+        check_axis(self.axis_name, self.num_shards, "the features are sharded over", "take rows", held)
         if self.rows.shape[0] != self.share:
             raise ValueError(
                 f"a device must have its whole shard of {self.share} rows, got {self.rows.shape[0]}: shard the "

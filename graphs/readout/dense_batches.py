@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.readout.graph_features import checked_rows, graph_segments, rows_of
+from jmp_train.graphs.readout.graph_features import graph_segments, rows_of
 from jmp_train.graphs.structure import (
     DEFAULT_FORMATS,
     AnyBatch,
@@ -18,6 +18,7 @@ from jmp_train.graphs.structure import (
     batch,
     batch_of,
     check_known,
+    checked_rows,
     from_edges,
     graph_mask,
     in_float32,

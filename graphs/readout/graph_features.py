@@ -16,10 +16,11 @@ from jmp_train.graphs.structure import (
     Incidence,
     as_inexact,
     batch_of,
+    checked_rows,
     checked_word,
-    first_padding,
     in_float32,
     incidence_of,
+    is_real,
     upcast,
     upcast_integers,
 )
@@ -48,8 +49,7 @@ def _segments(counts: jax.Array, n_node: jax.Array | None, total: int) -> Incide
     count = counts.shape[0]
     ids = jnp.repeat(jnp.arange(count, dtype=jnp.int32), counts, total_repeat_length=total)
     if n_node is not None:
-        is_real = jnp.arange(total, dtype=jnp.int32) < total - counts[first_padding(n_node)]
-        ids = jnp.where(is_real, ids, count)
+        ids = jnp.where(is_real(n_node, counts, total), ids, count)
     return incidence_of(ids, count, is_sorted=True)
 
 
@@ -72,24 +72,6 @@ def rows_of(graph: Graph, part: Part, feature: str | Floats) -> jax.Array:
         return features[feature]
     count = graph.num_nodes if part == "nodes" else graph.num_edges
     return checked_rows("feature", feature, count, part)
-
-
-def checked_rows(name: str, rows: Floats, count: int, kind: str) -> jax.Array:
-    """Returns rows as a checked array.
-
-    Args:
-      name: the argument's name, for messages.
-      rows: an array [count, ...].
-      count: the expected number of rows.
-      kind: "node", "edge" or "graph", for messages.
-
-    Raises:
-      ValueError: there is another number of rows.
-    """
-    array = jnp.asarray(rows)
-    if array.ndim == 0 or array.shape[0] != count:
-        raise ValueError(f"{name} must have {count} rows, one for each of the {kind}, got shape {array.shape}")
-    return array
 
 
 def softmax_nodes(graph: AnyBatch, feature: str | Floats) -> jax.Array:

@@ -11,7 +11,16 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.readout.graph_features import graph_segments, rows_of
 from jmp_train.graphs.readout.topk import sort_pooling
-from jmp_train.graphs.structure import AnyBatch, Incidence, as_count, batch_of, common_dtype, in_float32, upcast
+from jmp_train.graphs.structure import (
+    AnyBatch,
+    Incidence,
+    as_count,
+    batch_of,
+    common_dtype,
+    in_float32,
+    lstm_cell,
+    upcast,
+)
 
 Gate = Callable[[jax.Array], jax.Array]
 LSTMWeights = tuple[Floats, Floats, Floats, Floats]
@@ -182,7 +191,8 @@ def _set2set(segments: Incidence, rows: jax.Array, flat: Sequence[jax.Array], co
         enters, states = carry
         found = []
         for layer, state in zip(weights, states, strict=True):
-            found.append(_lstm_cell(layer, enters, state))
+            upcast_layer = [upcast(x).astype(dtype) for x in layer]
+            found.append(lstm_cell(upcast_layer, enters, state))
             enters = found[-1][0]
         logits = (segments.read(enters) * rows).sum(-1, keepdims=True)
         read = segments.sum(segments.softmax(logits) * rows)
@@ -191,18 +201,6 @@ def _set2set(segments: Incidence, rows: jax.Array, flat: Sequence[jax.Array], co
     first = (jnp.zeros((segments.num_segments, 2 * width), dtype), [(start, start)] * count)
     (result, _), _ = jax.lax.scan(step, first, None, length=steps)
     return result
-
-
-def _lstm_cell(
-    weights: Sequence[jax.Array], enters: jax.Array, state: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the next hidden state and cell of an LSTM, [graphs, width]."""
-    of_input, of_hidden, input_bias, hidden_bias = (upcast(x).astype(enters.dtype) for x in weights)
-    hidden, cell = state
-    gates = enters @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
-    enter, forget, new, leave = jnp.split(gates, 4, axis=-1)
-    cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
-    return jax.nn.sigmoid(leave) * jnp.tanh(cell), cell
 
 
 class Set2Set(nnx.Module):

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.structure import as_count, ascends, checked_ends
+from jmp_train.graphs.structure import as_count, ascends, checked_ends, ranges
 from jmp_train.policies.pytrees import check_flag
 
 ALL = -1  # the fanout that takes all edges
@@ -210,8 +210,7 @@ def sample_in_edges(
         fanout = min(fanout, max(int(degrees.max(initial=0)), 1))
     if fanout == ALL:
         owners = np.repeat(np.arange(len(degrees)), degrees)
-        begin = first - (np.cumsum(degrees) - degrees)
-        return owners, begin[owners] + np.arange(len(owners))
+        return owners, ranges(first, degrees)
     if replace:
         counts = np.where(degrees > 0, fanout, 0)
         offsets = (random.random((len(degrees), fanout)) * degrees[:, None]).astype(np.int64)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jmp_train.graphs.sampling.host_edge_index import ALL, HostEdges, sample_in_edges
 from jmp_train.graphs.sampling.walks import random_walk
+from jmp_train.graphs.structure import places_of
 
 Mode = Literal["node", "edge", "walk"]
 MODES: tuple[Mode, ...] = ("node", "edge", "walk")
@@ -100,10 +101,8 @@ def subgraph(edges: HostEdges, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarra
       The nodes, ascending; the places of the edges in `edges.sources`; and the ends of these edges, as places of the
       nodes.
     """
-    names = np.full(edges.num_sources, -1, np.int32)
-    names[nodes] = 0
-    nodes = np.flatnonzero(names == 0)
-    names[nodes] = np.arange(len(nodes))
+    nodes = np.flatnonzero(np.bincount(nodes, minlength=edges.num_sources))
+    names = places_of(nodes, edges.num_sources)
     receivers, places = sample_in_edges(edges, nodes, ALL, np.random.default_rng(0))
     senders = names[edges.sources[places]]
     is_kept = senders >= 0

@@ -14,6 +14,7 @@ from jmp_train.graphs.structure.batching import graph_mask as graph_mask
 from jmp_train.graphs.structure.batching import node_mask as node_mask
 from jmp_train.graphs.structure.block import Block as Block
 from jmp_train.graphs.structure.block import GraphPart as GraphPart
+from jmp_train.graphs.structure.block import check_axis as check_axis
 from jmp_train.graphs.structure.block import padded_block as padded_block
 from jmp_train.graphs.structure.counts import LARGEST_COUNT as LARGEST_COUNT
 from jmp_train.graphs.structure.counts import as_count as as_count
@@ -32,8 +33,12 @@ from jmp_train.graphs.structure.edge_order import incidence_of as incidence_of
 from jmp_train.graphs.structure.edge_order import (
     most_in_as_many_levels as most_in_as_many_levels,
 )
+from jmp_train.graphs.structure.edge_order import places_of as places_of
+from jmp_train.graphs.structure.edge_order import ranges as ranges
 from jmp_train.graphs.structure.feature_arrays import accumulation_dtype as accumulation_dtype
 from jmp_train.graphs.structure.feature_arrays import as_inexact as as_inexact
+from jmp_train.graphs.structure.feature_arrays import check_rows as check_rows
+from jmp_train.graphs.structure.feature_arrays import checked_rows as checked_rows
 from jmp_train.graphs.structure.feature_arrays import common_dtype as common_dtype
 from jmp_train.graphs.structure.feature_arrays import equal_or_nan as equal_or_nan
 from jmp_train.graphs.structure.feature_arrays import finite_or_zero as finite_or_zero
@@ -42,6 +47,7 @@ from jmp_train.graphs.structure.feature_arrays import graph_storage as graph_sto
 from jmp_train.graphs.structure.feature_arrays import in_float32 as in_float32
 from jmp_train.graphs.structure.feature_arrays import inverse_degrees as inverse_degrees
 from jmp_train.graphs.structure.feature_arrays import is_one_precision as is_one_precision
+from jmp_train.graphs.structure.feature_arrays import lstm_cell as lstm_cell
 from jmp_train.graphs.structure.feature_arrays import moments_about as moments_about
 from jmp_train.graphs.structure.feature_arrays import on_device as on_device
 from jmp_train.graphs.structure.feature_arrays import reciprocal as reciprocal
@@ -63,8 +69,8 @@ from jmp_train.graphs.structure.jraph_conversion import AnyGraph as AnyGraph
 from jmp_train.graphs.structure.jraph_conversion import OurGraph as OurGraph
 from jmp_train.graphs.structure.jraph_conversion import accepts_jraph as accepts_jraph
 from jmp_train.graphs.structure.jraph_conversion import batch_of as batch_of
-from jmp_train.graphs.structure.jraph_conversion import first_padding as first_padding
 from jmp_train.graphs.structure.jraph_conversion import from_jraph as from_jraph
+from jmp_train.graphs.structure.jraph_conversion import is_real as is_real
 from jmp_train.graphs.structure.jraph_conversion import to_jraph as to_jraph
 from jmp_train.graphs.structure.sparse_rows import SparseFeatures as SparseFeatures
 from jmp_train.graphs.structure.stacking import GraphStack as GraphStack

@@ -11,7 +11,7 @@ import numpy as np
 from jmp_train.graphs.structure.adjacency import FORMATS, formats_made, formats_of_size
 from jmp_train.graphs.structure.counts import as_count, check_int32, check_known
 from jmp_train.graphs.structure.graph import Graph
-from jmp_train.graphs.structure.jraph_conversion import first_padding, from_jraph, to_jraph
+from jmp_train.graphs.structure.jraph_conversion import first_padding, from_jraph, is_real, to_jraph
 
 
 def batch(graphs: Sequence[Graph], *, formats: Sequence[str] | None = None) -> Graph:
@@ -212,10 +212,9 @@ def graph_mask(graph: Graph) -> jax.Array:
 
 def _mask(graph: Graph, count: int, counts: jax.Array, xp: Any = jnp) -> Any:
     """Returns which of `count` nodes or edges belong to a real graph, as an array of NumPy or of jax."""
-    places = xp.arange(count, dtype=xp.int32)
     if not graph.is_padded:
-        return places >= 0
-    return places < count - xp.asarray(counts)[first_padding(xp.asarray(graph.n_node))]
+        return xp.ones(count, bool)
+    return is_real(xp.asarray(graph.n_node), xp.asarray(counts), count, xp)
 
 
 def _from_jraph(

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jmp_train.graphs.structure.adjacency import FIXED_EDGES, Adjacency
 from jmp_train.graphs.structure.csr import host_csr_and_csc
 from jmp_train.graphs.structure.edge_order import edge_order, filled, padded_incidence
-from jmp_train.graphs.structure.feature_arrays import in_float32, upcast
+from jmp_train.graphs.structure.feature_arrays import checked_rows, in_float32, upcast
 from jmp_train.graphs.structure.graph import Features
 from jmp_train.graphs.structure.hetero_graph import HeteroGraph, hetero_of
 
@@ -194,13 +194,8 @@ class GraphPart(Block):
           ValueError: there is another number of rows, or it is called outside a mesh axis of that name with a
             device for each part.
         """
-        rows = jnp.asarray(features)
-        if rows.ndim == 0 or rows.shape[0] != self.num_targets:
-            raise ValueError(
-                f"features must have {self.num_targets} rows, one for each of the part's own nodes, got shape "
-                f"{rows.shape}"
-            )
-        self._check_axis()
+        rows = checked_rows("features", features, self.num_targets, "part's own nodes")
+        check_axis(self.axis_name, self.num_parts, "the part belongs to", "use it", "the graph has {} parts")
 
         def own_and_sent(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
             rows = upcast(rows)  # so that gradients are summed in float32
@@ -210,16 +205,22 @@ class GraphPart(Block):
         halo = lax.all_to_all(sent, self.axis_name, split_axis=0, concat_axis=0)
         return jnp.concatenate([own, halo.reshape(-1, *rows.shape[1:])])
 
-    def _check_axis(self) -> None:
-        try:
-            size = lax.axis_size(self.axis_name)
-        except NameError:
-            raise ValueError(
-                f"the part belongs to mesh axis {self.axis_name!r}: use it within jax.shard_map over that axis, "
-                "or in a step of data_parallel"
-            ) from None
-        if size != self.num_parts:
-            raise ValueError(
-                f"mesh axis {self.axis_name!r} has {size} devices, but the graph has {self.num_parts} parts: one "
-                "per device is needed"
-            )
+
+def check_axis(name: str, count: int, belongs: str, use: str, has: str) -> None:
+    """Raises ValueError outside of `shard_map`, or if a mesh axis does not have `count` devices.
+
+    Args:
+      name: the mesh axis.
+      count: number of parts.
+      belongs: what belongs to the axis, for the message.
+      use: how to use it.
+      has: what has that many parts, and their name.
+    """
+    try:
+        size = lax.axis_size(name)
+    except NameError:
+        raise ValueError(
+            f"{belongs} mesh axis {name!r}: {use} within jax.shard_map over that axis, or in a step of data_parallel"
+        ) from None
+    if size != count:
+        raise ValueError(f"mesh axis {name!r} has {size} devices, but {has.format(count)}: one per device is needed")

@@ -22,6 +22,19 @@ def filled(array: np.ndarray, length: int, value: int) -> np.ndarray:
     return result
 
 
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns the numbers from each start on, `counts` of them, one after the other."""
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+
+
+def places_of(ids: np.ndarray, count: int) -> np.ndarray:
+    """Returns int32 [count]: the place of each number among distinct ids; -1 for other numbers."""
+    places = np.full(count, -1, np.int32)
+    places[ids] = np.arange(len(ids), dtype=np.int32)
+    return places
+
+
 def ascends(ids: np.ndarray) -> bool:
     """Returns whether no number is less than the one before it."""
     return bool((ids[1:] >= ids[:-1]).all())

@@ -1,8 +1,8 @@
 """Arrays of features: half precision in storage, float32 in computation, and small functions of rows."""
 
 import functools
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,29 @@ def rows_like(column: jax.Array, array: jax.Array) -> jax.Array:
     return column.reshape(-1, *[1] * (array.ndim - 1))
 
 
+def checked_rows(name: str, rows: ArrayLike | Any, count: int, kind: str) -> jax.Array:
+    """Returns rows as a checked array.
+
+    Args:
+      name: the argument's name, for messages.
+      rows: an array [count, ...].
+      count: the expected number of rows.
+      kind: "nodes", "edges" or "graphs", for messages.
+
+    Raises:
+      ValueError: there is another number of rows.
+    """
+    array = jnp.asarray(rows)
+    check_rows(name, array.shape, count, kind)
+    return array
+
+
+def check_rows(name: str, shape: tuple[int, ...], count: int, kind: str) -> None:
+    """Raises ValueError unless an array of some shape has `count` rows; see `checked_rows`."""
+    if shape[:1] != (count,):
+        raise ValueError(f"{name} must have {count} rows, one for each of the {kind}, got shape {shape}")
+
+
 def first_rows(rows: jax.Array, count: int) -> jax.Array:
     """Returns the first of some rows, or the same array if these are all."""
     return rows if count == rows.shape[0] else rows[:count]
@@ -128,6 +151,24 @@ def root_or_zero(data: jax.Array) -> jax.Array:
     """Returns the square roots of data; 0 if not positive, with gradient 0 instead of infinity."""
     has_no_root = data <= 0  # NaN stays
     return jnp.where(has_no_root, jnp.zeros_like(data), jnp.sqrt(jnp.where(has_no_root, jnp.ones_like(data), data)))
+
+
+def lstm_cell(
+    weights: Sequence[jax.Array], enters: jax.Array, state: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the next hidden state and cell of an LSTM, [rows, width], with gates in torch's order.
+
+    Args:
+      weights: of_input [in, 4 * width], of_hidden [width, 4 * width], and their biases, in the dtype of the state.
+      enters: the input, [rows, in].
+      state: hidden state and cell.
+    """
+    of_input, of_hidden, input_bias, hidden_bias = weights
+    hidden, cell = state
+    gates = enters @ of_input + input_bias + (hidden @ of_hidden + hidden_bias)
+    enter, forget, new, leave = jnp.split(gates, 4, axis=-1)
+    cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
+    return jax.nn.sigmoid(leave) * jnp.tanh(cell), cell
 
 
 def moments_about(shift: jax.Array, rest: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:

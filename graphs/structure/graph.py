@@ -17,7 +17,7 @@ from jmp_train.graphs.structure.adjacency import (
     make_adjacency,
 )
 from jmp_train.graphs.structure.counts import as_count
-from jmp_train.graphs.structure.feature_arrays import on_device
+from jmp_train.graphs.structure.feature_arrays import check_rows, on_device
 from jmp_train.graphs.structure.foreign_names import GRAPH_NAMES, look_up
 from jmp_train.policies.dtype_policies import check_narrowed
 from jmp_train.policies.pytrees import has_tracers
@@ -220,10 +220,7 @@ def checked_features(name: str, features: Features, rows: int) -> Mapping[str, j
         except (TypeError, ValueError, OverflowError):
             kind = type(feature).__name__
             raise TypeError(f"{name}[{key!r}] must be an array, got {kind}") from None
-        if array.ndim == 0 or array.shape[0] != rows:
-            raise ValueError(
-                f"{name}[{key!r}] must have {rows} rows, one for each of the {name}, got shape {array.shape}"
-            )
+        check_rows(f"{name}[{key!r}]", array.shape, rows, name)
         arrays[key] = array
     return FrozenDict(arrays)
 

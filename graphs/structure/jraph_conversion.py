@@ -75,8 +75,8 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
     if traced:
         senders, receivers = map(jnp.asarray, ends)
         if padded:
-            is_real = jnp.arange(num_edges) < n_edge.sum() - n_edge[first_padding(n_node)]
-            senders, receivers = (jnp.where(is_real, ids, count) for ids in (senders, receivers))
+            is_kept = is_real(n_node, n_edge, num_edges)
+            senders, receivers = (jnp.where(is_kept, ids, count) for ids in (senders, receivers))
         adjacency = make_adjacency_traced(senders, receivers, count, count)
     else:
         ends = checked_ends(*ends, count, count)
@@ -84,7 +84,9 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
             if totals[name] != total:
                 raise ValueError(f"{name} adds up to {totals[name]}, but there are {total}")
         if padded:
-            ends = _without_padding(np.asarray(n_node), np.asarray(n_edge), ends, count)
+            is_kept = is_real(np.asarray(n_node), np.asarray(n_edge), num_edges, np)
+            senders, receivers = (np.where(is_kept, ids.astype(np.int64), count) for ids in ends)
+            ends = senders, receivers
         adjacency = make_adjacency_checked(*ends, count, count, formats=formats, is_fixed=padded)
     return Graph(
         nodes=checked_features("nodes", nodes, count),
@@ -167,6 +169,18 @@ def first_padding(n_node: Any) -> Any:
     return graphs - 1 - (n_node[::-1] > 0).argmax()
 
 
+def is_real(n_node: Any, counts: Any, total: int, xp: Any = jnp) -> Any:
+    """Returns which of `total` nodes or edges of padded graphs are real, as an array of jax or NumPy.
+
+    Args:
+      n_node: numbers of nodes.
+      counts: numbers of nodes, or of edges.
+      total: their sum.
+      xp: the library.
+    """
+    return xp.arange(total, dtype=xp.int32) < total - counts[first_padding(n_node)]
+
+
 def _nested_like(old: Any, features: Any) -> Any:
     """Returns features nested like old ones, with new ones at the top; by path if the old ones are not a mapping."""
     paths = {path for path, _ in named_leaves(old)}
@@ -200,13 +214,3 @@ def _as_features(name: str, features: Any) -> dict[str, jax.Array]:
         arrays[key] = feature
     check_narrowed(arrays, name)
     return {key: on_device(feature) for key, feature in arrays.items()}
-
-
-def _without_padding(
-    n_node: np.ndarray, n_edge: np.ndarray, ends: tuple[np.ndarray, np.ndarray], count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ends, with those of padding edges out of range."""
-    padding = int(first_padding(n_node))
-    is_real = np.arange(len(ends[0])) < int(n_edge[:padding].sum())
-    senders, receivers = (np.where(is_real, ids.astype(np.int64), count) for ids in ends)
-    return senders, receivers

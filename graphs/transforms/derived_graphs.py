@@ -20,6 +20,7 @@ from jmp_train.graphs.structure import (
     from_edges,
     hetero_from_edges,
     known_ids,
+    ranges,
 )
 from jmp_train.graphs.transforms.edge_lists import (
     ID,
@@ -62,15 +63,13 @@ def line_graph(graph: Graph, backtracking: bool = True, *, formats: Sequence[str
       ([0, 0, 1], [1, 2, 0], [1.0, 2.0, 4.0])
     """
     edges = edges_on_host(graph)
-    check_keeps_edges(graph)
+    check_keeps_edges(graph.connections)
     leaving = np.argsort(edges.senders, kind="stable")  # the edges by the node that they leave
     degrees = np.bincount(edges.senders, minlength=graph.num_nodes)
     counts = degrees[edges.receivers]
-    total = int(counts.sum())
-    check_int32("the line graph has", total, "edges")
+    check_int32("the line graph has", int(counts.sum()), "edges")
     senders = np.repeat(np.arange(len(counts)), counts)
-    first = (np.cumsum(degrees) - degrees)[edges.receivers] - (np.cumsum(counts) - counts)
-    receivers = leaving[first[senders] + np.arange(total)]
+    receivers = leaving[ranges((np.cumsum(degrees) - degrees)[edges.receivers], counts)]
     if not backtracking:
         is_kept = edges.receivers[receivers] != edges.senders[senders]
         senders, receivers = senders[is_kept], receivers[is_kept]
@@ -212,7 +211,7 @@ def to_heterogeneous(
       ((('user', 'plays', 'game'),), 2, [0, 0])
     """
     whole = edges_on_host(graph)
-    check_keeps_edges(graph)
+    check_keeps_edges(graph.connections)
     of_node = _types("nodes", node_field, graph.nodes, len(node_types))
     of_edge = _types("edges", edge_field, graph.edges, len(edge_types))
     places = np.zeros(graph.num_nodes, np.int64)  # index of a node among those of its type

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure import (
+    NOT_APART,
     Adjacency,
     Graph,
     check_formats,
@@ -134,12 +135,10 @@ def with_parts(
     )
 
 
-def check_keeps_edges(graph: Graph) -> None:
-    """Raises ValueError if a graph does not store single edges, so that none can be named."""
-    if graph.connections.ends is None:
-        raise ValueError(
-            'graph was made with formats=("csr",), which does not store single edges: add "coo" to formats'
-        )
+def check_keeps_edges(adjacency: Adjacency, what: object = "graph") -> None:
+    """Raises ValueError if an adjacency does not store single edges, so that none can be named."""
+    if adjacency.ends is None:
+        raise ValueError(NOT_APART.replace("the graph", str(what), 1))
 
 
 def formats_of(graph: Graph, formats: Sequence[str] | None) -> Sequence[str]:

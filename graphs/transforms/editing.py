@@ -14,10 +14,12 @@ from jmp_train.graphs.structure import (
     AnyGraph,
     Graph,
     accepts_jraph,
+    check_rows,
     checked_ends,
     checked_features,
     checked_word,
     from_jraph,
+    places_of,
     to_jraph,
 )
 from jmp_train.graphs.transforms.edge_groups import rounded
@@ -104,7 +106,7 @@ def remove_edges(graph: Graph, edges: Ids, store_ids: bool = False, *, formats: 
     Reference: remove_edges of Deep Graph Library, https://www.dgl.ai.
     """
     old = edges_on_host(graph)
-    check_keeps_edges(graph)
+    check_keeps_edges(graph.connections)
     is_kept = np.full(len(old.senders), True)
     is_kept[chosen_ids("edges", edges, len(is_kept), distinct=False)] = False
     kept = old.take(is_kept)
@@ -116,8 +118,8 @@ def remove_edges(graph: Graph, edges: Ids, store_ids: bool = False, *, formats: 
 
 def _joined(name: str, old: np.ndarray | None, num_old: int, new: np.ndarray | None, num_new: int) -> np.ndarray:
     """Returns the rows of old edges and then of new ones; 0 for edges without the feature."""
-    if new is not None and (new.ndim == 0 or len(new) != num_new):
-        raise ValueError(f"edges[{name!r}] must have {num_new} rows, one for each of the new edges, got {new.shape}")
+    if new is not None:
+        check_rows(f"edges[{name!r}]", new.shape, num_new, "new edges")
     if old is None:
         assert new is not None  # each name belongs to old edges or to new ones
         return np.concatenate([np.zeros((num_old, *new.shape[1:]), new.dtype), new])
@@ -185,8 +187,7 @@ def _reordered(graph: Any, by: str, formats: Sequence[str] | None) -> tuple[Any,
     order = _ORDERS[by](edges, graph.num_nodes)
     owners = owning_graphs(graph)[order]
     order = order[np.argsort(owners, kind="stable")].astype(np.int32)
-    names = np.empty_like(order)
-    names[order] = np.arange(len(order), dtype=order.dtype)
+    names = places_of(order, len(order))
     edges = EdgeList(names[edges.senders], names[edges.receivers], edges.features)
     edges = edges.take(np.argsort(edges.keys, kind="stable"))
     nodes = {name: np.asarray(rows)[order] for name, rows in graph.nodes.items()}

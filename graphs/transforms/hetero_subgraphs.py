@@ -15,8 +15,16 @@ from jmp_train.graphs.structure import (
     check_known,
     formats_made,
     hetero_from_edges,
+    places_of,
 )
-from jmp_train.graphs.transforms.edge_lists import ID, as_they_come, chosen_ids, ends_on_host, mask_of
+from jmp_train.graphs.transforms.edge_lists import (
+    ID,
+    as_they_come,
+    check_keeps_edges,
+    chosen_ids,
+    ends_on_host,
+    mask_of,
+)
 
 Ends = Mapping[EdgeType, tuple[np.ndarray, np.ndarray]]
 
@@ -91,11 +99,8 @@ def hetero_edge_subgraph(
     chosen = {graph.edge_type(kind): ids for kind, ids in edges.items()}
     if len(chosen) < len(edges):
         raise ValueError(f"edges has a type twice: {list(edges)}")
-    unnamed = [kind for kind in chosen if graph.connections[kind].ends is None]
-    if unnamed:
-        raise ValueError(
-            f'{unnamed[0]} was made with formats=("csr",), which does not store single edges: add "coo" to formats'
-        )
+    for kind in chosen:
+        check_keeps_edges(graph.connections[kind], kind)
     kept = {
         kind: chosen_ids(f"edges[{kind!r}]", chosen.get(kind, ()), len(senders)) for kind, (senders, _) in ends.items()
     }
@@ -128,9 +133,7 @@ def _part(
     if formats is None:
         formats = next((formats_made(adjacency) for adjacency in graph.connections.values()), DEFAULT_FORMATS)
     ids = {kind: np.arange(count) for kind, count in graph.n_node} if nodes is None else nodes
-    names = {kind: np.zeros(count, np.int32) for kind, count in graph.n_node}
-    for kind, chosen in ids.items():
-        names[kind][chosen] = np.arange(len(chosen))
+    names = {kind: places_of(ids[kind], count) for kind, count in graph.n_node}
     rows = {kind: _taken(graph.nodes[kind], chosen, store_ids) for kind, chosen in ids.items()}
     has_places = store_ids and set(formats) != {"csr"}
     of_edges = {kind: _taken(graph.edges[kind], places, has_places) for kind, places in kept.items()}

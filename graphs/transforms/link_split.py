@@ -69,7 +69,7 @@ def random_link_split(
     Reference: PyTorch Geometric's RandomLinkSplit.
     """
     edges = edges_on_host(graph)
-    check_keeps_edges(graph)
+    check_keeps_edges(graph.connections)
     links = np.arange(len(edges.senders))
     back = links
     if is_undirected:

@@ -21,6 +21,7 @@ from jmp_train.graphs.structure import (
     accepts_jraph,
     as_count,
     batch_of,
+    places_of,
 )
 from jmp_train.graphs.transforms.edge_lists import (
     ID,
@@ -117,7 +118,7 @@ def edge_subgraph(
         by_type = cast(Mapping[str | EdgeType, Ids], edges)
         return hetero_edge_subgraph(graph, by_type, relabel_nodes, store_ids, formats=formats)
     whole = edges_on_host(graph)
-    check_keeps_edges(graph)
+    check_keeps_edges(graph.connections)
     kept = chosen_ids("edges", cast(Ids, edges), len(whole.senders))
     nodes = as_they_come(np.concatenate([whole.senders[kept], whole.receivers[kept]]))
     return _part(graph, whole, kept, nodes if relabel_nodes else None, store_ids, formats)
@@ -330,8 +331,7 @@ def _part(
     """Returns the graph of some edges, and of some nodes, or all nodes if `nodes` is None."""
     taken, owners = edges.take(kept), owning_graphs(graph)
     ids = np.arange(graph.num_nodes) if nodes is None else nodes[np.argsort(owners[nodes], kind="stable")]
-    names = np.zeros(graph.num_nodes, np.int32)
-    names[ids] = np.arange(len(ids))
+    names = places_of(ids, graph.num_nodes)
     features, rows = dict(taken.features), {name: np.asarray(array)[ids] for name, array in graph.nodes.items()}
     if store_ids:
         rows[ID] = ids.astype(np.int32)

@@ -1,6 +1,8 @@
 """Layers hold the arguments of their functions under the same names, and pass them on."""
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from jmp_train import graphs
 
 pytestmark = pytest.mark.quick
 
-OWN = {"dtype", "dropout_keys"}
+SHARED = ("dtype", "param_dtype", "rngs")
 LAYERS: dict[Callable[..., Any], Callable[[nnx.Rngs], Any]] = {
     graphs.graph_conv: lambda rngs: graphs.GraphConv(3, 2, rngs=rngs),
     graphs.sage_conv: lambda rngs: graphs.SAGEConv(3, 2, aggregator="lstm", rngs=rngs),
@@ -39,8 +41,20 @@ LAYERS: dict[Callable[..., Any], Callable[[nnx.Rngs], Any]] = {
 @pytest.mark.parametrize("function", LAYERS)
 def test_what_a_layer_holds_are_arguments_of_its_function(function: Callable[..., Any]) -> None:
     layer = nnx.eval_shape(lambda: LAYERS[function](nnx.Rngs(0)))
-    held = {name for name in vars(layer) if not name.startswith("_")} - OWN
-    assert held <= inspect.signature(function).parameters.keys()
+    assert layer.function is function
+    given = inspect.signature(type(layer).__init__).parameters
+    held = {name for name in vars(layer) if not name.startswith("_")} - {"dropout_keys"}
+    assert held - given.keys() <= inspect.signature(function).parameters.keys()
+    # the fields that all layers have come last, after a layer's own
+    assert [name for name in given if name in SHARED] == list(given)[-sum(name in SHARED for name in given) :]
+
+
+@pytest.mark.parametrize("function", LAYERS)
+def test_layers_are_pickled_and_copied(function: Callable[..., Any]) -> None:
+    layer = nnx.eval_shape(lambda: LAYERS[function](nnx.Rngs(0)))
+    for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        assert nnx.graphdef(other) == nnx.graphdef(layer)
+        assert vars(other).keys() == vars(layer).keys()
 
 
 def test_parameters_are_cast_and_given_arguments_are_not() -> None:
