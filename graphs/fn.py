@@ -12,6 +12,8 @@ Source: https://docs.dgl.ai/api/python/dgl.function.html
 import dataclasses
 from typing import Literal
 
+from jmp_train.policies.pytrees import check_number
+
 End = Literal["u", "v", "e"]
 Operation = Literal["copy", "add", "sub", "mul", "div", "dot"]
 Reduction = Literal["sum", "mean", "max", "min", "var", "std", "softmax", "argmax", "argmin"]
@@ -171,6 +173,7 @@ def softmax(msg: str, out: str, temperature: float = 1.0) -> Reduce:
     """
     if not isinstance(temperature, int | float) or isinstance(temperature, bool):
         raise TypeError(f"temperature must be a number, got {temperature!r}; for arrays, use segment_softmax_sum")
+    check_number("temperature", temperature)
     return Reduce("softmax", msg, out, float(temperature))
 
 

@@ -20,7 +20,7 @@ from jmp_train.graphs.datasets.data_files import (
 from jmp_train.graphs.datasets.graph_data import GraphData
 from jmp_train.graphs.file_formats import read_csv_table
 from jmp_train.policies.files import DamagedError
-from jmp_train.policies.pytrees import checked_path
+from jmp_train.policies.pytrees import checked_path, shown
 
 TU_ADDRESS = "https://chrsmrrs.github.io/datasets"
 _PUBLIC = f"the data sets are public in {TU_ADDRESS}"
@@ -99,6 +99,8 @@ def read_tu(data_dir: Path | str, name: str | None = None, *, max_bytes: int | N
 
 def _find_data_set(folder: Path, name: str | None) -> tuple[Path, str]:
     """Returns the folder of a data set's files, and its name as spelled in these."""
+    if not isinstance(name, str | None):
+        raise TypeError(f"name={shown(name)} must be the name of a data set, or None")
     if name is not None and (not name or set(name) & set("/\\\0*?[")):
         raise ValueError(f"name={name!r} is not a valid data set name")
     ending = "_graph_indicator.txt"

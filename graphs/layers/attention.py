@@ -22,6 +22,7 @@ from jmp_train.graphs.structure import (
     in_float32,
     upcast,
 )
+from jmp_train.policies.pytrees import check_number
 
 
 def edge_softmax(
@@ -120,6 +121,7 @@ def gat_attention(
     """
     graph = as_graph(graph, features)
     check_dropout("dropout_rate", dropout_rate, dropout_key)
+    check_number("negative_slope", negative_slope)
     adjacency = graph.connections
     features = _floats("features", features, adjacency.num_senders, "nodes")
     ends = _ends(adjacency, left, right)
@@ -183,6 +185,7 @@ def gatv2_attention(
     """
     graph = as_graph(graph, left)
     check_dropout("dropout_rate", dropout_rate, dropout_key)
+    check_number("negative_slope", negative_slope)
     ends = _ends(graph.connections, left, right)
     attention = jnp.asarray(attention)
     if ends[0].ndim != 3 or {x.shape[1:] for x in (*ends, attention[None])} != {ends[0].shape[1:]}:

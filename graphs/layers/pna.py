@@ -33,6 +33,7 @@ from jmp_train.graphs.structure import (
     upcast,
 )
 from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies.pytrees import check_number
 
 AGGREGATORS = ("mean", "max", "min", "std", "var", "sum")
 SCALERS = ("identity", "amplification", "attenuation")
@@ -99,8 +100,7 @@ def pna_conv(
     PyTorch Geometric's PNAConv.
     """
     _check_words(aggregators, scalers)
-    if not delta > 0:
-        raise ValueError(f"delta={delta} must be positive: the mean of log(in-degree + 1)")
+    check_number("delta", delta, "positive: the mean of log(in-degree + 1)", above=0)
     graph = as_graph(graph, features)
     rows = end_rows(graph, features, "in")
     width_in = rows.senders.shape[1]

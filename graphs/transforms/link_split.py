@@ -8,6 +8,7 @@ import numpy as np
 from jmp_train.graphs.sampling import global_negatives, reverse_edge_ids
 from jmp_train.graphs.structure import Graph, as_count
 from jmp_train.graphs.transforms.edge_lists import check_keeps_edges, edges_on_host, with_edge_list
+from jmp_train.policies.pytrees import check_number
 
 
 class LinkSplit(NamedTuple):
@@ -68,6 +69,10 @@ def random_link_split(
 
     Reference: PyTorch Geometric's RandomLinkSplit.
     """
+    for name, number in (("num_val", num_val), ("num_test", num_test), ("negatives_per_link", negatives_per_link)):
+        check_number(name, number)
+    if negatives_per_link < 0:
+        raise ValueError(f"negatives_per_link={negatives_per_link} must be at least 0")
     edges = edges_on_host(graph)
     check_keeps_edges(graph.connections)
     links = np.arange(len(edges.senders))

@@ -2,6 +2,7 @@ import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,6 +106,10 @@ def test_the_data_set_is_chosen_by_name(tmp_path: Path) -> None:
     for name in ("../TINY", "", "*"):
         with pytest.raises(ValueError, match=re.escape(f"name={name!r} is not a valid data set name")):
             read_tu(tmp_path, name)
+    wrong: Any
+    for wrong in (3, b"TINY", ("TINY",)):
+        with pytest.raises(TypeError, match=re.escape(f"name={wrong!r} must be the name of a data set, or None")):
+            read_tu(tmp_path, wrong)
 
 
 def test_without_labels_the_graphs_attributes_are_to_be_predicted(folder: Path) -> None:

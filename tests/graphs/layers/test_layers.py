@@ -327,6 +327,7 @@ def plain(function: Callable[..., Any], *shapes: tuple[int, ...], **options: Any
     return function(graph, *map(jnp.ones, shapes), **options)
 
 
+LOOP = graphs.from_edges([0], [0], 1), jnp.ones((1, 2))
 REFUSALS: dict[str, Any] = {
     "ValueError: norm='rigth' must be one of 'none', 'both', 'left', 'right'": lambda: plain(
         graphs.graph_conv, (3, 2), norm="rigth"
@@ -389,6 +390,15 @@ REFUSALS: dict[str, Any] = {
     "ValueError: attention_dropout=-0.5 must be in [0, 1)": lambda: graphs.GATConv(
         2, 2, 2, attention_dropout=-0.5, rngs=nnx.Rngs(0)
     ),
+    "ValueError: negative_slope=nan must be a finite number": [
+        lambda: plain(graphs.gat_conv, (3, 2), (2, 6), (1, 2, 3), (1, 2, 3), negative_slope=np.nan),
+        lambda: plain(graphs.gatv2_conv, (3, 2), (2, 6), (1, 2, 3), negative_slope=np.nan),
+        lambda: graphs.GATConv(2, 2, 2, negative_slope=float("nan"), rngs=nnx.Rngs(0))(*LOOP),
+    ],
+    "ValueError: negative_slope=inf must be a finite number": lambda: plain(
+        graphs.gatv2_attention, (3, 2, 3), (3, 2, 3), (2, 3), negative_slope=np.inf
+    ),
+    "ValueError: temperature=nan must be a finite number": lambda: graphs.fn.softmax("m", "x", float("nan")),
     "ValueError: right_bias needs right_weight": lambda: plain(
         graphs.gatv2_conv, (3, 2), (2, 6), (1, 2, 3), right_bias=jnp.ones(6)
     ),

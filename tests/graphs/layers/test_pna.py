@@ -103,6 +103,7 @@ REFUSALS: dict[str, Any] = {
         2, 5, delta=1.0, towers=2, rngs=nnx.Rngs(0)
     ),
     "ValueError: delta=0.0 must be positive": lambda: graphs.PNAConv(2, 2, delta=0.0, rngs=nnx.Rngs(0))(GRAPH, X),
+    "ValueError: delta=inf must be positive": lambda: graphs.PNAConv(2, 2, delta=np.inf, rngs=nnx.Rngs(0))(GRAPH, X),
     "ValueError: pre_weight must be [towers, 4, width], got shape (1, 7, 2)": lambda: graphs.PNAConv(
         2, 2, delta=1.0, edge_features=3, rngs=nnx.Rngs(0)
     )(GRAPH, X),

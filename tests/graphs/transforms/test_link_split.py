@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -42,5 +44,10 @@ def test_what_is_refused() -> None:
     graph, random = graphs.from_edges([0, 1], [1, 2], 3), np.random.default_rng(0)
     with pytest.raises(ValueError, match="edge 0 has no reverse edge, but is_undirected=True"):
         graphs.random_link_split(graph, random, is_undirected=True)
+    for name in ("num_val", "num_test", "negatives_per_link"):
+        for number, fault in ((np.nan, "nan must be a finite number"), (-1, "-1 must be at least 0")):
+            options: dict[str, Any] = {name: number}
+            with pytest.raises(ValueError, match=f"^{name}={fault}"):
+                graphs.random_link_split(graph, random, **options)
     with pytest.raises(ValueError, match="num_val=2 and num_test=1 are more than the 2 links"):
         graphs.random_link_split(graph, random, num_val=2, num_test=1)
