@@ -96,7 +96,7 @@ def test_counts_beyond_int32_and_what_is_no_count(name: str) -> None:
     least = 1 if argument in ("batch_size", "max_edges", "num_trials") else 0
     refused(lambda: take(-1), f"ValueError: {argument}=-1 must be at least {least}")
     for wrong in (True, np.True_, 4.0, "4", None, [4]):
-        if wrong is not None or argument not in ("n_receivers", "n_graph"):
+        if wrong is not None or argument not in ("n_receivers", "n_graph", "num_segments"):
             refused(lambda n=wrong: take(n), f"TypeError: {argument}=.* must be an integer")
 
 
