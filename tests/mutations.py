@@ -131,8 +131,8 @@ MUTATIONS = (
     Mutation(
         "gat",
         "graphs/layers/gat.py",
-        "        negative_slope: float = 0.2,\n        residual",
-        "        negative_slope: float = 0.01,\n        residual",
+        "    negative_slope: float = 0.2\n    residual",
+        "    negative_slope: float = 0.01\n    residual",
         "tests/graphs/layers/test_gat.py",
     ),
     Mutation(
