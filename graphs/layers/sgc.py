@@ -9,13 +9,7 @@ from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.dense import product, with_bias
 from jmp_train.graphs.layers.gcn import NORMS
 from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
-from jmp_train.graphs.layers.layer_inputs import (
-    as_floats,
-    as_optional,
-    check_in_degrees,
-    end_rows,
-    promoted,
-)
+from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, check_in_degrees, end_rows, promoted
 from jmp_train.graphs.layers.propagation import as_whole_graph, is_narrowing, propagate
 from jmp_train.graphs.structure import AnyBatch, SparseFeatures, checked_word
 

@@ -11,7 +11,7 @@ from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.sampling.edge_exclusion import Excluded, checked_exclusion
 from jmp_train.graphs.sampling.host_edge_index import HostEdges
 from jmp_train.graphs.sampling.layer_sampler import EdgeIds, LayerSampler, Sizes, checked_fanouts
-from jmp_train.graphs.sampling.sampled_layer import EDGE, Edges, Layer, Nodes, edges_by_type, node_counts
+from jmp_train.graphs.sampling.sampled_layer import EDGE, Edges, Nodes, SampledLayer, edges_by_type, node_counts
 from jmp_train.graphs.structure import EdgeType, as_count, checked_ends, filled, known_ids
 
 Ends = Mapping[EdgeType, tuple[np.ndarray, np.ndarray]]
@@ -114,7 +114,7 @@ class EdgeSampler:
         padded = sampler.padded(several, left_out)
         return [self._batch(*each) for each in zip(padded, parts, found, strict=True)]
 
-    def layers_on_trial(self, random: np.random.Generator) -> list[Layer]:
+    def layers_on_trial(self, random: np.random.Generator) -> list[SampledLayer]:
         """Returns the layers, without padding, of a batch of randomly drawn edges.
 
         Args:

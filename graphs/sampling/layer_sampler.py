@@ -15,9 +15,9 @@ from jmp_train.graphs.sampling.sampled_layer import (
     Counts,
     Edges,
     Fanout,
-    Layer,
     LayerSizes,
     Nodes,
+    SampledLayer,
     blocks_of,
     inputs_of,
     largest_sizes,
@@ -49,7 +49,7 @@ class LayerSampler:
     replace: bool
     sizes: Sizes = ()
 
-    def layers(self, seeds: Nodes, random: np.random.Generator, excluded: EdgeIds | None = None) -> list[Layer]:
+    def layers(self, seeds: Nodes, random: np.random.Generator, excluded: EdgeIds | None = None) -> list[SampledLayer]:
         """Returns the layers of a batch without padding, the first layer's first.
 
         Args:
@@ -65,7 +65,7 @@ class LayerSampler:
         return layers[::-1]
 
     def padded(
-        self, several: Sequence[Sequence[Layer]], left_out: Collection[EdgeType] = ()
+        self, several: Sequence[Sequence[SampledLayer]], left_out: Collection[EdgeType] = ()
     ) -> list[tuple[tuple[Any, ...], Any]]:
         """Returns the blocks and the inputs of several batches, all of one shape, for a `MiniBatch`.
 
@@ -101,7 +101,7 @@ class LayerSampler:
             num_targets = most[-1].sources
         return tuple(most[::-1])
 
-    def measured_sizes(self, trials: Iterable[Sequence[Layer]], most: Sequence[LayerSizes]) -> Sizes:
+    def measured_sizes(self, trials: Iterable[Sequence[SampledLayer]], most: Sequence[LayerSizes]) -> Sizes:
         """Returns sizes that hold some batches, with room for the seeds in all layers, and larger ones.
 
         Args:
@@ -144,7 +144,7 @@ def _checked_fanout(fanout: int | Fanout, edges: Mapping[EdgeType, HostEdges]) -
     return {kind: by_type[kind] for kind in edges}
 
 
-def _fitting(sizes: Sizes, several: Sequence[Sequence[Layer]]) -> tuple[LayerSizes, ...]:
+def _fitting(sizes: Sizes, several: Sequence[Sequence[SampledLayer]]) -> tuple[LayerSizes, ...]:
     """Returns the smallest sizes that hold all layers of several mini-batches."""
     needed = [[sizes_needed(layer) for layer in layers] for layers in several]
     for step in sizes:

@@ -22,7 +22,7 @@ Counts = Mapping[str, int]
 Nodes = Mapping[str, np.ndarray]
 
 
-class Layer(NamedTuple):
+class SampledLayer(NamedTuple):
     """One layer of a batch, without padding.
 
     Attributes:
@@ -75,7 +75,7 @@ def sample_layer(
     *,
     replace: bool = False,
     excluded: Mapping[EdgeType, np.ndarray] | None = None,
-) -> Layer:
+) -> SampledLayer:
     """Returns one layer of a batch.
 
     Args:
@@ -103,7 +103,7 @@ def sample_layer(
         nodes[node_type], places = renumbered(targets[node_type], ids, count)
         senders |= dict(zip(kinds, places, strict=True))
     ends = {kind: (senders[kind], *drawn[kind]) for kind in edges}
-    return Layer(nodes, {kind: len(ids) for kind, ids in targets.items()}, ends)
+    return SampledLayer(nodes, {kind: len(ids) for kind, ids in targets.items()}, ends)
 
 
 def _without(
@@ -144,7 +144,7 @@ def node_counts(edges: Edges) -> dict[str, int]:
     return counts
 
 
-def sizes_needed(layer: Layer) -> LayerSizes:
+def sizes_needed(layer: SampledLayer) -> LayerSizes:
     """Returns the sizes of a layer without padding."""
     most_out = {kind: int(np.bincount(senders).max(initial=0)) for kind, (senders, _, _) in layer.ends.items()}
     return LayerSizes(
@@ -204,13 +204,13 @@ def _grown(factor: float, number: int, _: int) -> int:
     return -(-math.ceil(max(number, 1) * factor) // MULTIPLE) * MULTIPLE
 
 
-def inputs_of(layer: Layer, sizes: LayerSizes) -> dict[str, np.ndarray]:
+def inputs_of(layer: SampledLayer, sizes: LayerSizes) -> dict[str, np.ndarray]:
     """Returns the sources of a layer, by node type, int32 [sources]; -1 for padding."""
     return {kind: filled(nodes, sizes.sources[kind], -1) for kind, nodes in layer.nodes.items()}
 
 
 def blocks_of(
-    layer: Layer,
+    layer: SampledLayer,
     sizes: LayerSizes,
     num_targets: Counts,
     edges: Edges,

@@ -15,7 +15,7 @@ import numpy as np
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.sampling.host_edge_index import HostEdges
 from jmp_train.graphs.sampling.layer_sampler import LayerSampler, checked_fanouts
-from jmp_train.graphs.sampling.sampled_layer import Edges, Layer, LayerSizes, edges_by_type, node_counts
+from jmp_train.graphs.sampling.sampled_layer import Edges, LayerSizes, SampledLayer, edges_by_type, node_counts
 from jmp_train.graphs.structure import EdgeType, as_count, checked_word, filled, known_ids
 from jmp_train.policies.pytrees import check_flag
 
@@ -100,7 +100,7 @@ class NeighborSampler:
         padded = zip(self._sampler.padded([self.layers(seeds, random) for seeds in parts]), parts, strict=True)
         return [MiniBatch(*each, filled(seeds, self.batch_size, -1)) for each, seeds in padded]
 
-    def layers(self, seeds: np.ndarray, random: np.random.Generator) -> list[Layer]:
+    def layers(self, seeds: np.ndarray, random: np.random.Generator) -> list[SampledLayer]:
         """Returns the layers without padding, the first layer's first."""
         return self._sampler.layers({self.seed_type: seeds}, random)
 

@@ -18,6 +18,7 @@ from flax import nnx
 from jmp_train import graphs
 
 Params = dict[str, Any]
+Call = Callable[[Any, jax.Array, Any], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -539,6 +540,17 @@ def parameters(layer: Any) -> tuple[Any, Any]:
         return x if x.any() else jnp.asarray(random.normal(size=x.shape) / 2, x.dtype)
 
     return definition, jax.tree.map(filled, state)
+
+
+def layer_call(case: Case, graph: graphs.Graph, **options: Any) -> Call:
+    """Returns the layer as a function of its parameters, features and edge weights."""
+    definition, _ = nnx.split(case.make(rngs=nnx.Rngs(0), **options))
+    return lambda state, x, w: nnx.merge(definition, state)(graph, x, *given(w))
+
+
+def given(w: Any) -> tuple[Any, ...]:
+    """Returns what a layer takes after the features: edge weights or features, or nothing."""
+    return () if w is None else (w,)
 
 
 def in_float64(state: Any) -> Params:

@@ -1,6 +1,5 @@
 """Both kinds of graph attention."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,33 +100,6 @@ def test_gat_is_static_where_gatv2_is_not() -> None:
     static, found = map(np.asarray, jax.jit(results)(x))
     assert (static[2:, 0, 0] > 0).all()
     assert np.sign(found[2:, 0, 0]).tolist() == [1, -1]
-
-
-@pytest.mark.parametrize("name", ["gat_conv", "gatv2_conv"])
-def test_a_residual_is_the_features_or_their_product_with_its_weight(name: str) -> None:
-    """Each node's only neighbor is itself."""
-    graph, x = graphs.from_edges([0, 1], [0, 1], 2), np.array([[1, 2], [3, 4]], np.float32)
-    weight, zeros = np.array([[2, 1], [0, 1]], np.float32), np.zeros((1, 1, 2), np.float32)
-    vectors = (zeros, zeros) if name == "gat_conv" else (zeros,)
-
-    def results(x: jax.Array) -> list[jax.Array]:
-        layer = functools.partial(getattr(graphs, name), graph, x, 3 * np.eye(2, dtype=np.float32), *vectors)
-        return [layer(residual=True), layer(residual=True, residual_weight=weight)]
-
-    plain, weighted = jax.jit(results)(x)
-    np.testing.assert_array_equal(plain[:, 0], 3 * x + x)
-    np.testing.assert_array_equal(weighted[:, 0], 3 * x + x @ weight)
-
-
-@pytest.mark.parametrize("make", [graphs.GATConv, graphs.GATv2Conv], ids=["gat", "gatv2"])
-def test_edge_weights_multiply_the_weights_after_the_softmax(make: Any) -> None:
-    graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)
-    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
-    layer = make(4, 3, 2, use_bias=False, rngs=nnx.Rngs(0))
-    w = np.array([2.0, 1.0, 0.5, 0.5], np.float32)
-    plain, found = jax.jit(lambda x: (layer(graph, x), layer(graph, x, w)))(x)
-    scale = np.array([0.5, 2.0, 1.0]).reshape(3, 1, 1)
-    np.testing.assert_allclose(found, scale * np.asarray(plain), rtol=1e-6)
 
 
 @pytest.mark.parametrize("make", [graphs.GATConv, graphs.GATv2Conv], ids=["gat", "gatv2"])

@@ -21,34 +21,6 @@ def test_the_product_comes_first_where_it_makes_features_narrower() -> None:
         assert int(summed) == min(width, out)
 
 
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("norm", ["both", "right", "left", "none"])
-def test_against_a_dense_adjacency(norm: str) -> None:
-    """As in Kipf's and Welling's paper, with self-loops and multiple edges."""
-    random = np.random.default_rng(0)
-    senders, receivers = random.integers(0, 8, (2, 40))
-    senders, receivers = np.append(senders, np.arange(8)), np.append(receivers, np.arange(8))
-    weights = random.uniform(size=48).astype(np.float32)
-    x = random.normal(size=(8, 3)).astype(np.float32)
-    weight = random.normal(size=(3, 5)).astype(np.float32)
-    counts, adjacency = np.zeros((2, 8, 8))
-    np.add.at(counts, (receivers, senders), 1)
-    np.add.at(adjacency, (receivers, senders), weights)
-    into, out = np.diag(1 / counts.sum(1)), np.diag(1 / counts.sum(0))
-    scaled = {
-        "both": into**0.5 @ adjacency @ out**0.5,
-        "right": into @ adjacency,
-        "left": adjacency @ out,
-        "none": adjacency,
-    }[norm]
-    wanted = np.maximum(scaled @ x @ weight + 0.5, 0)
-    graph = graphs.from_edges(senders, receivers, 8)
-    found = graphs.graph_conv(
-        graph, x, weight, jnp.full(5, 0.5), norm=norm, edge_weight=weights, activation=jax.nn.relu
-    )
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.full
 def test_the_activations_result_is_stored_in_half_under_autocast() -> None:
     layer = graphs.GraphConv(2, 3, activation=nnx.elu, rngs=nnx.Rngs(0))

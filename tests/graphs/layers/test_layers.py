@@ -9,13 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layer_cases import CASES, Case, draw_inputs, hub_graph, in_float64, parameters, small_graph, weights_of
+from layer_cases import (
+    CASES,
+    Call,
+    Case,
+    draw_inputs,
+    given,
+    hub_graph,
+    in_float64,
+    layer_call,
+    parameters,
+    small_graph,
+    weights_of,
+)
 from refusals import assert_refused
 
 import jmp_train as jt
 from jmp_train import graphs
-
-Call = Callable[[Any, jax.Array, Any], jax.Array]
 
 pytestmark = pytest.mark.full  # all of them together; each layer has a file of its own too
 
@@ -129,17 +139,6 @@ def assert_close(name: str, dtype: str, call: Call, state: Any, inputs: Any) -> 
         assert worst <= max(tolerance, least), f"{key}: {worst / eps:.3g} eps"
 
 
-def layer_call(case: Case, graph: graphs.Graph, **options: Any) -> Call:
-    """Returns the layer as a function of its parameters, features and edge weights."""
-    definition, _ = nnx.split(case.make(rngs=nnx.Rngs(0), **options))
-    return lambda state, x, w: nnx.merge(definition, state)(graph, x, *given(w))
-
-
-def given(w: Any) -> tuple[Any, ...]:
-    """Returns what a layer takes after the features: edge weights or features, or nothing."""
-    return () if w is None else (w,)
-
-
 @cases
 def test_float32_equals_float64(name: str) -> None:
     inputs = exact_results(name, "float32")
@@ -189,19 +188,6 @@ def test_parameters_have_the_dtype_asked_for(name: str) -> None:
         layer = nnx.eval_shape(lambda dtype=dtype: CASES[name].make(rngs=nnx.Rngs(0), param_dtype=dtype))
         state = jax.tree.leaves(nnx.state(layer))
         assert all(x.dtype == dtype for x in state)
-
-
-@cases
-def test_vmap_over_features(name: str) -> None:
-    case = CASES[name]
-    graph, edges, count = small_graph()
-    _, state = parameters(case.make(rngs=nnx.Rngs(0)))
-    x, w = draw_inputs(case, count, edges, "float32")
-    batch = jnp.stack([x, -x, 2 * x])
-    found = jax.jit(jax.vmap(layer_call(case, graph), (None, 0, None)))(state, batch, w)
-    for x, result in zip(np.asarray(batch, np.float64), found, strict=True):
-        wanted = case.exact(np, in_float64(state), edges, x, weights_of(w, edges))
-        np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-5)
 
 
 @typical_cases

@@ -103,24 +103,6 @@ def test_transformer_of_a_hub_of_equal_neighbors_has_their_values(half: str) -> 
     assert not np.asarray(found[1:]).any()
 
 
-def test_a_gate_weighs_attention_and_the_node_itself() -> None:
-    """Each node's only neighbor is itself, so that attention gives its value."""
-    random = np.random.default_rng(0)
-    x, value, own = (random.normal(size=shape) for shape in ((3, 2), (2, 2), (2, 2)))
-    gate = random.normal(size=(6, 1))
-    attended, itself = x @ value, x @ own
-    share = 1 / (1 + np.exp(-np.concatenate([attended, itself, attended - itself], 1) @ gate))
-    graph = graphs.from_edges(range(3), range(3), 3)
-
-    @jax.jit
-    def conv(x: jax.Array, value: jax.Array, own: jax.Array, gate: jax.Array) -> jax.Array:
-        return graphs.transformer_conv(graph, x, value, value, value, self_weight=own, gate_weight=gate)
-
-    np.testing.assert_allclose(
-        conv(*(a.astype(np.float32) for a in (x, value, own, gate))), share * itself + (1 - share) * attended, rtol=1e-5
-    )
-
-
 def test_edges_of_no_type_bring_nothing_under_jit() -> None:
     graph = graphs.from_edges([0, 1, 2, 0], [2, 2, 2, 1], 3)
     x, weight = jnp.array([[1.0], [2.0], [4.0]]), jnp.array([[[10.0]], [[100.0]]])

@@ -1,5 +1,3 @@
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,35 +9,6 @@ from jmp_train import graphs
 from jmp_train.graphs.layers.sage import lstm_aggregate
 
 pytestmark = pytest.mark.quick
-
-
-def lstm_weights(width: int) -> list[np.ndarray]:
-    random = np.random.default_rng(0)
-    shapes = [(width, 4 * width), (width, 4 * width), (4 * width,), (4 * width,)]
-    return [(random.normal(size=shape) / 2).astype(np.float32) for shape in shapes]
-
-
-def test_the_lstm_reads_in_the_order_of_the_edges() -> None:
-    x = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32)
-    weights, one = lstm_weights(2), np.eye(2, dtype=np.float32)
-    several = [graphs.from_edges(senders, [3, 3, 3, 0], 4) for senders in ([0, 1, 2, 3], [2, 1, 0, 3])]
-
-    @jax.jit
-    def results(x: jax.Array, weights: Any) -> list[jax.Array]:
-        options = {"aggregator": "lstm", "aggregator_weights": weights}
-        return [graphs.sage_conv(graph, x, one, 0 * one, **options) for graph in several]
-
-    first, second = map(np.asarray, results(x, weights))
-    assert (np.abs(first[3] - second[3]) > 1e-3).any()
-    np.testing.assert_array_equal(first[:3], second[:3])
-    assert not first[1:3].any()
-    hidden, cell = np.zeros(2), np.zeros(2)
-    of_input, of_hidden, b, c = (np.asarray(weight, float) for weight in weights)
-    for row in np.asarray(x[:3], float):
-        i, f, g, o = np.split(row @ of_input + b + hidden @ of_hidden + c, 4)
-        cell = cell / (1 + np.exp(-f)) + np.tanh(g) / (1 + np.exp(-i))
-        hidden = np.tanh(cell) / (1 + np.exp(-o))
-    np.testing.assert_allclose(first[3], hidden, rtol=1e-5)
 
 
 @pytest.mark.quick_cases(1)
