@@ -97,7 +97,8 @@ def solved(x: jax.Array, w: jax.Array) -> jax.Array:
     return odeint(lambda y, _, w: jnp.tanh(y @ w), x, jnp.linspace(0.0, 1.0, 3), w, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("fn", [checkpointed, pytest.param(solved, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("fn", [checkpointed, solved])
 def test_a_custom_vjp_with_products_is_entered(fn: Callable[..., Any]) -> None:
     def loss(x: jax.Array, w: jax.Array, transform: Any) -> jax.Array:
         return (transform(fn)(x, w).astype(jnp.float32) ** 2).sum()
@@ -172,6 +173,7 @@ def test_a_custom_vjp_is_as_traced_where_rules_leave_no_product_in_half() -> Non
         assert (row.rule, row.reason, row.dtypes_out) == ("float32", reason, ("float32",))
 
 
+@pytest.mark.full
 def test_tune_chooses_the_precision_of_a_custom_vjp_with_products() -> None:
     @jax.custom_vjp
     def cubed(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -102,7 +102,7 @@ FAULTS = [("epsilon", {"epsilon": 1e-6}), ("epsilon", {"epsilon": 1e-3}), ("furt
           ("further", {"further": -1})]  # fmt: skip
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize(("fault", "options"), FAULTS)
