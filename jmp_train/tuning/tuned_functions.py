@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,34 +46,7 @@ class TransformPolicy(Policy):
         return self.run(fn)
 
 
-class Subject(Protocol):
-    """A function or a step whose precision is tuned."""
-
-    def outcome(self, transform: Transform, scale: Any, *example: Any) -> Outcome:
-        """Returns results and gradients.
-
-        Args:
-          transform: transform of the function that autocast runs.
-          scale: loss scale; the returned gradients are unscaled.
-          *example: arguments.
-        """
-        ...
-
-    def rounded(self, example: Example, dtype: Any) -> Example:
-        """Returns the example with its parameters, if any, rounded to a half type once."""
-        ...
-
-    def objective(self, transform: Transform, *example: Any) -> jax.Array:
-        """Returns the scalar to differentiate: the loss, or the squares of other results.
-
-        Args:
-          transform: see `outcome`.
-          *example: arguments.
-        """
-        ...
-
-
-def subject_of(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple[Subject, list[Example]]:
+def subject_of(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple["Subject", list[Example]]:
     """Returns the tuned subject, and the examples that it takes.
 
     Args:
@@ -161,7 +134,13 @@ class _Function:
     kind: str
 
     def outcome(self, transform: Transform, scale: Any, *example: Any) -> Outcome:
-        """See `Subject`."""
+        """Returns results and gradients.
+
+        Args:
+          transform: transform of the function that autocast runs.
+          scale: loss scale; the returned gradients are unscaled.
+          *example: arguments.
+        """
         if self.kind == "results":
             return Outcome(_floats(transform(self.fn)(*example)), {})
         policy = TransformPolicy(_F32, _F32, _F32, run=transform)
@@ -170,11 +149,16 @@ class _Function:
         return Outcome([value[0] if self.kind == "aux" else value], _unscaled(grads, scale))
 
     def rounded(self, example: Example, dtype: Any) -> Example:
-        """See `Subject`."""
+        """Returns the example with its parameters, if any, rounded to a half type once."""
         return example if self.kind == "results" else (_rounded(example[0], dtype), *example[1:])
 
     def objective(self, transform: Transform, *example: Any) -> jax.Array:
-        """See `Subject`."""
+        """Returns the scalar to differentiate: the loss, or the squares of other results.
+
+        Args:
+          transform: see `outcome`.
+          *example: arguments.
+        """
         result = transform(self.fn)(*example)
         if self.kind == "results":
             return jnp.asarray(sum(jnp.vdot(jax.lax.stop_gradient(x), x) for x in _floats(result)))
@@ -188,7 +172,7 @@ class _Step:
     step: TrainStep
 
     def outcome(self, transform: Transform, scale: Any, *example: Any) -> Outcome:
-        """See `Subject`."""
+        """See `_Function`."""
         state, batch = example
         found = self._under(transform).gradients(
             StaticLossScale(scale), state.params, state.model_state, batch, _key_of(state)
@@ -196,12 +180,12 @@ class _Step:
         return Outcome([found.loss], _unscaled(found.grads, scale))
 
     def rounded(self, example: Example, dtype: Any) -> Example:
-        """See `Subject`."""
+        """See `_Function`."""
         state, batch = example
         return dataclasses.replace(state, params=_rounded(state.params, dtype)), batch
 
     def objective(self, transform: Transform, *example: Any) -> jax.Array:
-        """See `Subject`."""
+        """See `_Function`."""
         state, batch = example
         batch = unstacked(batch, self.step.accumulate_steps)
         with missing_key_explained(lambda: NO_KEY if state.rng is None else None):
@@ -212,6 +196,10 @@ class _Step:
     def _under(self, transform: Transform) -> TrainStep:
         policy = TransformPolicy(_F32, _F32, _F32, reduce_dtype=self.step.reduce_dtype, run=transform)
         return dataclasses.replace(self.step, policy=policy, first_trace=FirstTrace.past())
+
+
+Subject = _Function | _Step
+"""A function or a step whose precision is tuned."""
 
 
 def _rounded(params: Any, dtype: Any) -> Any:

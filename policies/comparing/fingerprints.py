@@ -112,9 +112,6 @@ class Rows:
     def __init__(self, table: np.ndarray) -> None:
         self.shadow, self.actual, self.norm = table[:, :_COUNT], table[:, _COUNT:-1], table[:, -1]
 
-    def __len__(self) -> int:
-        return len(self.norm)
-
 
 @dataclasses.dataclass(frozen=True)
 class Found:
