@@ -33,7 +33,7 @@ from jmp_train.policies.autocasting import (
 )
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
-from jmp_train.policies.programs import ABSTRACTLY, Enter, Reading, While, join, programs_in, repeats_of
+from jmp_train.policies.programs import ABSTRACTLY, Enter, Place, Reading, While, programs_in, repeats_of
 from jmp_train.policies.pytrees import cast_for_call, named_leaves, with_overwritten
 
 
@@ -63,22 +63,14 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class TracedOperation:
-    """An operation of a traced program.
+class TracedOperation(Place):
+    """An operation of a traced program, where it is.
 
     Attributes:
-      equation: its own equation.
-      callers: the equations whose bodies contain it, the outermost first.
-      path: path of its modules and scopes.
-      repeats: number of times that the loops around it run it.
       origins: origins of its operands; None for half-precision values, other types and numbers in the code.
     """
 
-    equation: Any
-    callers: tuple[Any, ...]
-    path: str
-    repeats: int
-    origins: tuple[Origin | None, ...]
+    origins: tuple[Origin | None, ...] = ()
 
     @property
     def is_product(self) -> bool:
@@ -111,11 +103,6 @@ class TracedOperation:
         return self.repeats * flops_of(self.equation)
 
     @property
-    def equations(self) -> tuple[Any, ...]:
-        """Its callers and its own equation."""
-        return (*self.callers, self.equation)
-
-    @property
     def origin(self) -> Origin | None:
         """The origin to blame for float32, if it is known."""
         return _to_blame(self.origins)
@@ -144,20 +131,17 @@ class _Operations(Reading[Origin | None]):
     Attributes:
       found: the operations so far.
       callers: the equations in whose bodies it is, the outermost first.
-      path: path of modules and scopes around it.
       repeats: how many times the loops around it run it.
     """
 
     found: list[TracedOperation]
     callers: tuple[Any, ...] = ()
-    path: str = ""
     repeats: int = 1
 
     table: ClassVar[Mapping[str, Enter]] = {**ABSTRACTLY, **dict.fromkeys(("custom_vmap_call", "xla_pmap"), _held)}
 
     def within(self, equation: Any) -> "_Operations":
-        path = join(self.path, str(equation.source_info.name_stack))
-        return _Operations(self.found, (*self.callers, equation), path, self.repeats * repeats_of(equation))
+        return _Operations(self.found, (*self.callers, equation), self.repeats * repeats_of(equation))
 
     def trial(self) -> "_Operations":
         return dataclasses.replace(self, found=[])
@@ -180,8 +164,7 @@ class _Operations(Reading[Origin | None]):
         return outputs
 
     def bind(self, equation: Any, inputs: list[Origin | None]) -> list[Origin | None]:
-        path = join(self.path, str(equation.source_info.name_stack))
-        self.found.append(TracedOperation(equation, self.callers, path, self.repeats, tuple(inputs)))
+        self.found.append(TracedOperation(equation, self.callers, self.repeats, tuple(inputs)))
         origin = _result_origin(equation, self.callers, inputs)
         return [origin if is_float32(variable) else None for variable in equation.outvars]
 
