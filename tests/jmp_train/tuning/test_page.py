@@ -1,12 +1,12 @@
 """The page of tuned rules, and its charts."""
 
 import dataclasses
-import html.parser
 import json
 import math
 import pathlib
 
 import pytest
+from read_pages import Page
 
 import jmp_train as jt
 from jmp_train.policies.documents import Chart, Dot, Label, Path
@@ -33,24 +33,6 @@ def tuned_rules(file: pathlib.Path) -> jt.tuning.TunedRules:
         compile_seconds=20.0, loss_scale=4096.0, tolerance=jt.tuning.Tolerance(), half_flops=(0.5, 0.875),
         half_elements=(0.25, 0.75), front=FRONT, chosen=CHOSEN, verification=PASSED,
     )  # fmt: skip
-
-
-class Page(html.parser.HTMLParser):
-    """What a browser would see: tags, attributes, and the text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def test_the_page_has_entries_rules_charts_and_what_was_verified(tmp_path: pathlib.Path) -> None:

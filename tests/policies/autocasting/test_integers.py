@@ -59,7 +59,9 @@ ANGLES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "cond": lambda ids, f: lax.cond(
         f[0] > 0, lambda t: t[:, None] @ f[None], lambda t: t[:, None] * f[None], ids.astype(F32)
     ),
-    "shard_map": lambda ids, f: jax.shard_map(lambda t, f: t[:, None] @ f[None], **ON_TWO)(ids.astype(F32), f),
+    "shard_map": lambda ids, f: jax.shard_map(lambda t, f: jnp.stack([t, 0 * t], -1) @ jnp.stack([f, f]), **ON_TWO)(
+        ids.astype(F32), f
+    ),
     "named and in order": lambda ids, f: jnp.matmul(
         *lax.optimization_barrier((checkpoint_name(ids[:, None].astype(F32), "t"), f[None]))
     ),
