@@ -26,9 +26,11 @@ _EXACT = (lax.Precision.HIGHEST,) * 2
 _FOREIGN = ("callback", "ffi_call", "pallas_call", "custom_call", "kernel_call")
 # Their results say what bits there are, or the next number: float32 has others.
 _OF_BITS = frozenset(("bitcast_convert_type", "nextafter"))
+_TO_WHOLE = frozenset(("floor", "ceil", "round"))
 # What makes whole numbers or booleans of floats, where a rounding can decide. That of NaN and infinities is the step's.
 _DECIDERS = frozenset(
     (
+        *_TO_WHOLE,
         *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"),
         *("argmax", "argmin", "sort", "top_k", "approx_top_k", "convert_element_type"),
     )
@@ -215,13 +217,19 @@ def decides(equation: Any) -> bool:
 
 def decision_of(equation: Any) -> int | None:
     """Returns the number of an equation's first result of whole numbers or booleans; None if there is none."""
-    return next((i for i, v in enumerate(equation.outvars) if is_whole(dtype_of(v))), None)
+    are_whole = (rounds_to_whole(equation) or is_whole(dtype_of(v)) for v in equation.outvars)
+    return next((i for i, whole in enumerate(are_whole) if whole), None)
+
+
+def rounds_to_whole(equation: Any) -> bool:
+    """Returns whether an equation rounds floats to whole numbers, which stay floats."""
+    return equation.primitive.name in _TO_WHOLE
 
 
 def picks(equation: Any) -> bool:
     """Returns whether an equation compares or orders floats; operations that read its result read these."""
     is_cast = equation.primitive.name == "convert_element_type" and equation.params["new_dtype"] != np.bool_
-    return decides(equation) and not is_cast
+    return decides(equation) and not is_cast and not rounds_to_whole(equation)
 
 
 def is_discrete(equation: Any) -> bool:

@@ -79,10 +79,16 @@ def _by_line(examination: Examination) -> list[list[int]]:
 
 
 def _of_own(examination: Examination, rows: Sequence[int]) -> Examination:
-    """Returns the examination with a shadow that computes some decisions, also in other passes, for itself."""
+    """Returns the examination with a shadow that computes some decisions, also in other passes, for itself.
+
+    Those that are computed from these and constants only go with them, as an index with the whole number that is cast.
+    """
     evidence = examination.evidence
-    places = {_place(evidence, row) for row in rows}
-    return examination.again([row for row in range(len(evidence.rows)) if _place(evidence, row) in places])
+    places, own = {_place(evidence, row) for row in rows}, set[int]()
+    for row, site in enumerate(evidence.sites):
+        if _place(evidence, row) in places or site.sources <= own:
+            own.add(row)
+    return examination.again([row for row in own if decides(evidence.sites[row].equation)])
 
 
 def _errors(examination: Examination) -> Errors:

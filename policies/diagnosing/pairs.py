@@ -18,6 +18,7 @@ from jmp_train.policies.diagnosing.arithmetic import (
     picks,
     rounded,
     rounding_of,
+    rounds_to_whole,
 )
 from jmp_train.policies.diagnosing.measures import (
     Elementwise,
@@ -165,6 +166,9 @@ def run_both(equation: Any, inputs: list[Pair], *, own: bool = False) -> list[Pa
     if shadows is None:
         return [Pair(x) for x in actual]
     own = own or not any(is_float(dtype_of(pair.actual)) for pair in inputs)
+    if rounds_to_whole(equation) and not own:  # as an index has them that is computed from the same numbers
+        finite = zip(actual, shadows, strict=True)
+        shadows = [jnp.where(jnp.isfinite(x), x.astype(y.dtype), y) for x, y in finite]
     return [Pair(x, y if _has_shadow(x, own=own) else None) for x, y in zip(actual, shadows, strict=True)]
 
 

@@ -109,7 +109,15 @@ def binned(table: jax.Array, x: jax.Array) -> jax.Array:
     return jax.ops.segment_sum(jnp.sin(x * 7), bins, 64) * table
 
 
-WAYS = (cast, argmax, looped, of_floors, order, top, digitized, searched, bucketed, jax.checkpoint(cast), binned)
+def nearest(table: jax.Array, x: jax.Array) -> jax.Array:
+    whole = jnp.round(60 * x)  # decides
+    return table[whole.astype(jnp.int32)] * (1 + whole)
+
+
+WAYS = (
+    *(cast, argmax, looped, of_floors, order, top, digitized, searched, bucketed, jax.checkpoint(cast), binned),
+    nearest,
+)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +142,37 @@ def test_each_way_to_decide_is_named_with_its_line_and_the_error_that_it_makes(f
     assert float(said) / 100 == pytest.approx(off, rel=0.1, abs=5e-3)
     mended = jt.autocast(loss, BF16, rules=report.rules)
     assert float(mended(TABLE, UNIFORM)) == pytest.approx(exact, rel=1e-3)
+
+
+def by_floor(table: jax.Array, place: jax.Array) -> jax.Array:
+    low = jnp.floor(place)
+    index = low.astype(jnp.int32)
+    return table[index] * (1 - (place - low)) + table[index + 1] * (place - low)
+
+
+def by_ceil(table: jax.Array, place: jax.Array) -> jax.Array:
+    low, high = jnp.floor(place), jnp.ceil(place)
+    index = low.astype(jnp.int32), high.astype(jnp.int32)
+    return table[index[0]] * (high - place + (low == high)) + table[index[1]] * (place - low)
+
+
+def scattered(table: jax.Array, place: jax.Array) -> jax.Array:
+    low, high = jnp.floor(place), jnp.ceil(place)
+    sums = jnp.zeros_like(table).at[low.astype(jnp.int32)].add(high - place + (low == high))
+    return table * sums.at[high.astype(jnp.int32)].add(place - low)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("fn", [by_floor, by_ceil, scattered])
+def test_interpolation_is_the_same_on_either_side_of_a_whole_number(fn: Callable[..., jax.Array]) -> None:
+    """If the shadow had the index of half precision with a rest of its own, both would be wrong."""
+
+    def loss(table: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(fn(table, x * 60).astype(jnp.float32) ** 2)
+
+    report = jt.diagnose(jax.value_and_grad(jt.apply_policy(loss, BF16_PARTS)), jnp.sin(jnp.arange(64) / 6), UNIFORM)
+    assert any(row.decided for row in report.rows if row.primitive == "floor")
+    assert not problems(report), report
 
 
 def test_a_step_that_casts_for_itself_is_told_too() -> None:
