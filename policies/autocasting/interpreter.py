@@ -118,8 +118,9 @@ class Autocast(ByRules):
         """Returns an array that is a result of a body."""
         return Value(arrays)
 
-    def body(self, rows: Any = (), count: int = 0) -> "Autocast":
+    def body(self, rows: Any = (), count: int = 0, state: Any = (), running: Any = None) -> "Autocast":
         """Returns the reading for a body, whose casts stay there; it gets scales of products in 8 bits."""
+        del state, running
         region = self.region.body()
         if count and region.delayed:
             region = dataclasses.replace(region, delayed=region.delayed.rows(rows, count))

@@ -1,5 +1,7 @@
 """Loops, branches and `shard_map`s as functions of pairs, each compiled as one program that measures its body."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,13 +9,11 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.diagnosing.arithmetic import count_rows, dtype_of, is_measured
-from jmp_train.policies.diagnosing.devices import each_device, mapped
-from jmp_train.policies.diagnosing.measures import combine, combined, is_float, nothing
+from jmp_train.policies.diagnosing.measures import combine, combined, nothing
 from jmp_train.policies.diagnosing.pairs import Pair, with_shadow
-from jmp_train.policies.programs import Scan, While, bodies_of, manual_axes, references_kept, select, walk
+from jmp_train.policies.programs import IN_JAX, Reading, Scan, bodies_of, walk
 
 _ELEMENTS = 2**24  # that are measured of a scan, about
 _FEWEST = 8  # iterations that are measured at least
@@ -22,47 +22,63 @@ InBody = Callable[..., tuple[list[Pair], jax.Array, Any]]
 results, their measures and the next iteration."""
 
 
-def _scan(equation: Any, in_body: InBody) -> Callable[..., Any]:
-    scan = Scan.of(equation)
-    rows = count_rows(scan.program)
+@dataclasses.dataclass
+class _Bodies(Reading[Pair]):
+    """Runs the bodies of an equation, and adds up the measures of all runs.
 
-    def run(inputs: list[Pair], iteration: Any, running: Any = None) -> Any:
-        consts, start, xs = scan.split(inputs)
+    Attributes:
+      equation: the equation.
+      in_body: runs a body.
+      passed: the measures [rows, columns] of the runs so far, and the number of the next iteration.
+      running: the elements of a `while` loop under `vmap` that still run; None for all.
+      number: the number of the branch.
+    """
 
-        def body(carry: Any, x: list[Pair]) -> Any:
-            values, matrix, iteration = carry
-            outputs, found, iteration = in_body(scan.program, [*consts, *values, *x], iteration, running)
-            return (outputs[: len(start)], combine(matrix, found), iteration + 1), outputs[len(start) :]
+    equation: Any
+    in_body: InBody
+    passed: Any
+    running: Any = None
+    number: int = 0
 
-        first = [with_shadow(pair) for pair in start], nothing(rows), jnp.asarray(iteration)
-        (values, matrix, iteration), ys = lax.scan(body, first, xs, **scan.options)
-        return [*values, *ys], matrix, iteration
+    table = IN_JAX
 
-    return run
+    def evaluate(self, program: Any, inputs: Sequence[Pair]) -> list[Pair]:
+        measures, iteration = self.passed
+        outputs, found, iteration = self.in_body(program, inputs, iteration, self.running)
+        rows = [nothing(count_rows(body)) for body in bodies_of(self.equation)]
+        measures = combine(measures, jnp.concatenate([*rows[: self.number], found, *rows[self.number + 1 :]]))
+        self.passed = measures, iteration + int(self.equation.primitive.name in ("scan", "while"))
+        return outputs
 
+    def body(self, rows: Any = (), count: int = 0, state: Any = (), running: Any = None) -> "_Bodies":
+        return dataclasses.replace(self, passed=state, running=_both(self.running, running))
 
-def _while(equation: Any, in_body: InBody) -> Callable[..., Any]:
-    loop = While.of(equation)
-    rows = count_rows(loop.program)
+    def branch(self, number: int) -> "_Bodies":
+        return dataclasses.replace(self, number=number)
 
-    def run(inputs: list[Pair], iteration: Any, running: Any = None) -> Any:
-        cond_consts, body_consts, start = loop.split(inputs)
+    def branches(self, equation: Any) -> list[Any]:
+        return bodies_of(equation)
 
-        def going_on(carry: Any) -> Any:
-            return jex.jaxpr_as_fun(loop.condition)(*(pair.actual for pair in (*cond_consts, *carry[0])))[0]
+    def state(self) -> Any:
+        return self.passed
 
-        def body(carry: Any) -> Any:
-            values, matrix, iteration = carry
-            going = going_on(carry) if loop.stops_each else None
-            both = _both(running, going)
-            with references_kept(going, jax.tree.leaves(body_consts)):
-                outputs, found, iteration = in_body(loop.program, [*body_consts, *values], iteration, both)
-            return select(going, outputs, values), combine(matrix, found), iteration + 1
+    def absorb(self, state: Any, *, of_devices: bool = False) -> None:
+        self.passed = (combined(state[0]), state[1].max()) if of_devices else state
 
-        first = [with_shadow(pair) for pair in start], nothing(rows), jnp.asarray(iteration)
-        return lax.while_loop(lambda carry: jnp.any(going_on(carry)), body, first)
+    def holds(self, condition: Any, values: list[Pair]) -> Any:
+        return jex.jaxpr_as_fun(condition)(*(pair.actual for pair in values))[0]
 
-    return run
+    def array(self, value: Pair) -> Any:
+        return value.actual
+
+    def given(self, value: Pair) -> Pair:
+        return value
+
+    def packed(self, value: Pair) -> Pair:
+        return value
+
+    def start(self, program: Any, init: list[Pair], atoms: Sequence[Any], operands: Any) -> list[Pair]:
+        return list(map(with_shadow, init))
 
 
 def _both(around: Any, going: Any) -> Any:
@@ -75,58 +91,21 @@ def _both(around: Any, going: Any) -> Any:
     return many & lax.broadcast_in_dim(few, many.shape, range(few.ndim))
 
 
-def _cond(equation: Any, in_body: InBody) -> Callable[..., Any]:
-    branches = bodies_of(equation)
-    counts = [count_rows(branch) for branch in branches]
+def measuring(equation: Any, in_body: InBody, own: Any) -> Callable[..., Any]:
+    """Returns an equation that holds programs as a function of pairs, which measures its bodies.
 
-    def taken(number: int) -> Callable[..., Any]:
-        def branch(operands: list[Pair], iteration: jax.Array, running: Any) -> Any:
-            results, found, iteration = in_body(branches[number], operands, iteration, running)
-            matrices: list[Any] = [nothing(count) for count in counts]
-            matrices[number] = found
-            return results, jnp.concatenate(matrices), iteration
-
-        return branch
+    Args:
+      equation: the equation.
+      in_body: runs a body.
+      own: its last argument.
+    """
 
     def run(inputs: list[Pair], iteration: Any, running: Any = None) -> Any:
-        index, *operands = inputs
-        programs = [taken(number) for number in range(len(branches))]
-        return lax.switch(index.actual, programs, operands, jnp.asarray(iteration), running)
+        first = nothing(sum(map(count_rows, bodies_of(equation)))), jnp.asarray(iteration)
+        bodies = _Bodies(equation, functools.partial(in_body, own), first, running)
+        return IN_JAX[equation.primitive.name](bodies, equation, inputs), *bodies.passed
 
     return run
-
-
-def _shard_map(equation: Any, in_body: InBody) -> Callable[..., Any]:
-    """Returns a `shard_map` inside of a program that is compiled as a whole."""
-    params = equation.params
-    mesh, axes = params["mesh"], manual_axes(params)
-    each = each_device(mesh, axes)
-
-    def run(inputs: list[Pair], iteration: Any, running: Any = None) -> Any:
-        del running  # all elements count
-
-        def body(inputs: list[Pair], iteration: jax.Array) -> Any:
-            results, matrix, iteration = in_body(params["jaxpr"], inputs, iteration)
-            floats = [pair if is_float(dtype_of(pair.actual)) else Pair(pair.actual) for pair in results]
-            return floats, matrix[None], iteration[None]
-
-        specs = [
-            Pair(spec, None if pair.shadow is None else spec)
-            for pair, spec in zip(inputs, params["in_specs"], strict=True)
-        ]
-        out_specs = [
-            Pair(spec, spec if is_float(dtype_of(variable)) else None)
-            for variable, spec in zip(equation.outvars, params["out_specs"], strict=True)
-        ]
-        on_devices = mapped(body, mesh, axes, (specs, P()), (out_specs, each, each))
-        results, matrices, iterations = on_devices(inputs, jnp.asarray(iteration))
-        return results, combined(matrices), iterations.max()
-
-    return run
-
-
-PROGRAMS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}
-"""By the name of an operation, what returns it as a function of pairs."""
 
 
 def stride_of(equation: Any) -> int:
@@ -159,14 +138,32 @@ def buffers_of(equation: Any, *, own: bool) -> list[Pair]:
     return [with_shadow(Pair(jnp.zeros(x.shape, x.dtype)), own=own) for x in avals]
 
 
-def segment_of(equation: Any, in_body: InBody) -> Callable[..., Any]:
+def rows_of(equation: Any) -> tuple[Callable[..., list[Pair]], Callable[..., list[Pair]]]:
+    """Returns a function that reads the rows of an iteration of arrays, and one that writes them.
+
+    Args:
+      equation: the equation of the scan.
+    """
+    row = Scan.of(equation).row
+
+    def read(xs: list[Pair], number: Any) -> list[Pair]:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row(number), keepdims=False), xs)
+
+    def write(ys: list[Pair], outputs: list[Pair], number: Any) -> list[Pair]:
+        return jax.tree.map(lambda y, x: lax.dynamic_update_index_in_dim(y, x, row(number), 0), ys, outputs)
+
+    return read, write
+
+
+def segment_of(equation: Any, in_body: InBody, own: Any) -> Callable[..., Any]:
     """Returns a function that runs iterations of a scan without measuring them.
 
     Args:
       equation: the equation of the scan.
       in_body: runs its body.
+      own: its last argument.
     """
-    scan = Scan.of(equation)
+    scan, (read, write) = Scan.of(equation), rows_of(equation)
 
     def run(
         consts: list[Pair], state: tuple[list[Pair], list[Pair]], xs: list[Pair], start: Any, stop: Any, watched: Any
@@ -182,31 +179,13 @@ def segment_of(equation: Any, in_body: InBody) -> Callable[..., Any]:
 
         def body(values: Any) -> Any:
             (carry, ys), number, _ = values
-            operands = [*consts, *carry, *row_of(equation, xs, number)]
-            results, _, _ = in_body(scan.program, operands, jnp.float32(0))
-            state = results[: len(carry)], written(equation, ys, results[len(carry) :], number)
+            results, _, _ = in_body(own, scan.program, [*consts, *carry, *read(xs, number)], jnp.float32(0))
+            state = results[: len(carry)], write(ys, results[len(carry) :], number)
             return state, number + 1, _is_lost(results)
 
         return lax.while_loop(go_on, body, (state, jnp.asarray(start, jnp.int32), jnp.asarray(False)))
 
     return run
-
-
-def row_of(equation: Any, xs: list[Pair], number: Any) -> list[Pair]:
-    """Returns the rows that an iteration of a scan reads of arrays."""
-    place = _place(equation, number)
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), xs)
-
-
-def written(equation: Any, ys: list[Pair], row: list[Pair], number: Any) -> list[Pair]:
-    """Returns arrays with the outputs of an iteration of a scan."""
-    place = _place(equation, number)
-    return jax.tree.map(lambda y, x: lax.dynamic_update_index_in_dim(y, x, place, 0), ys, row)
-
-
-def _place(equation: Any, number: Any) -> Any:
-    scan = Scan.of(equation)
-    return scan.length - 1 - number if scan.options["reverse"] else number
 
 
 def _is_lost(results: Sequence[Pair]) -> jax.Array:

@@ -25,12 +25,11 @@ from jmp_train.policies.diagnosing.arithmetic import bound, count_rows, dtype_of
 from jmp_train.policies.diagnosing.devices import compiled, stacking
 from jmp_train.policies.diagnosing.flattening import Operation, Part, Stage, has_references, is_plain, staged
 from jmp_train.policies.diagnosing.loops import (
-    PROGRAMS,
     buffers_of,
-    row_of,
+    measuring,
+    rows_of,
     segment_of,
     stride_of,
-    written,
 )
 from jmp_train.policies.diagnosing.measures import combined, is_whole, nothing, totals_of
 from jmp_train.policies.diagnosing.pairs import Pair, Ran, run_both, run_once, with_shadow
@@ -40,6 +39,7 @@ from jmp_train.policies.pytrees import has_tracers, is_key
 _FIRST = np.float32(0)  # the number of the iteration outside of all loops
 _LARGE = 2**21  # elements of an array from which on a program that runs once is compiled to run faster
 _ITERATIONS = 4  # that a loop of unknown length is taken to have
+_HOLDING = frozenset(("scan", "while", "cond", "shard_map"))  # programs, which are measured
 _MEASURED = 2**15  # elements from which on what measures is compiled to run faster, as few programs run often
 
 
@@ -119,9 +119,9 @@ class Shadowing:
             return self._taken(bodies_of(equation), *inputs)
         if name == "scan" and self.mesh is None and not self.within and (stride := stride_of(equation)) > 1:
             return self._sampled(op, inputs, stride, own)
-        if name in PROGRAMS:
+        if name in _HOLDING:
             runs = max(Scan.of(equation).length, 1) if name == "scan" else _ITERATIONS
-            run = self._jit(_holding_program(Part([op], frozenset()), own), _LARGE // runs)
+            run = self._jit(_of_equation(measuring, Part([op], frozenset()), _in_body, own), _LARGE // runs)
             results, block, self.iteration = run(inputs, self.iteration, *self.running)
             return results, [block]
         if has_references(equation):
@@ -148,7 +148,8 @@ class Shadowing:
     def _sampled(self, op: Operation, inputs: list[Pair], stride: int, own: "_Own") -> Results:
         """Runs a scan and measures the iterations at a stride, and the first one that loses finite numbers."""
         part, scan = Part([op], frozenset()), Scan.of(op.equation)
-        segment, row, write = (self._jit(run, 0) for run in (_segment(part, own), _row(part), _written(part)))
+        made = _of_equation(segment_of, part, _in_body, own), *_of_equation(rows_of, part)
+        segment, row, write = (self._jit(run, 0) for run in made)
         consts, carry, xs = scan.split(inputs)
         carry, ys = [with_shadow(pair) for pair in carry], buffers_of(op.equation, own=own.widened)
         measures, number, lost = list[np.ndarray](), 0, False
@@ -229,24 +230,9 @@ def _in_body(
 
 
 @functools.lru_cache(maxsize=1024)
-def _holding_program(part: Part, own: _Own) -> Callable[..., Any]:
-    equation = part.operations[0].equation
-    return PROGRAMS[equation.primitive.name](equation, functools.partial(_in_body, own))
-
-
-@functools.lru_cache(maxsize=1024)
-def _segment(part: Part, own: _Own) -> Callable[..., Any]:
-    return segment_of(part.operations[0].equation, functools.partial(_in_body, own))
-
-
-@functools.lru_cache(maxsize=1024)
-def _row(part: Part) -> Callable[..., Any]:
-    return functools.partial(row_of, part.operations[0].equation)
-
-
-@functools.lru_cache(maxsize=1024)
-def _written(part: Part) -> Callable[..., Any]:
-    return functools.partial(written, part.operations[0].equation)
+def _of_equation(make: Callable[..., Any], part: Part, *args: Any) -> Any:
+    """Returns what is made of a part's only equation: the same for equal parts."""
+    return make(part.operations[0].equation, *args)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -277,7 +263,7 @@ def _measuring() -> Callable[[list[Ran], Any], jax.Array]:
 
 def forget_programs() -> None:
     """Drops the compiled programs, and returns their memory, hundreds of megabytes, to the system."""
-    for cached in (staged, _together, _measuring, _holding_program, _segment, _row, _written, compiled, stacking):
+    for cached in (staged, _together, _measuring, _of_equation, compiled, stacking):
         cached.cache_clear()
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc

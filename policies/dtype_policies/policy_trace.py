@@ -7,8 +7,8 @@ So among several origins, the one that is not such a cast is to blame.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -33,7 +33,7 @@ from jmp_train.policies.autocasting import (
 )
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
-from jmp_train.policies.programs import ABSTRACTLY, Enter, Place, Reading, While, programs_in, repeats_of
+from jmp_train.policies.programs import ABSTRACTLY, Place, Reading, While, repeats_of
 from jmp_train.policies.pytrees import cast_for_call, named_leaves, with_overwritten
 
 
@@ -120,10 +120,6 @@ def traced_operations(jaxpr: ClosedJaxpr, origins: Sequence[Origin | None]) -> l
     return found
 
 
-def _held(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
-    return reading.evaluate(programs_in(equation)[0], inputs)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Operations(Reading[Origin | None]):
     """Lists operations; a value is its origin.
@@ -138,7 +134,7 @@ class _Operations(Reading[Origin | None]):
     callers: tuple[Any, ...] = ()
     repeats: int = 1
 
-    table: ClassVar[Mapping[str, Enter]] = {**ABSTRACTLY, **dict.fromkeys(("custom_vmap_call", "xla_pmap"), _held)}
+    table = ABSTRACTLY
 
     def within(self, equation: Any) -> "_Operations":
         return _Operations(self.found, (*self.callers, equation), self.repeats * repeats_of(equation))

@@ -8,7 +8,6 @@ from jmp_train.policies.programs.loops import IN_PYTHON as IN_PYTHON
 from jmp_train.policies.programs.loops import INLINED as INLINED
 from jmp_train.policies.programs.loops import Scan as Scan
 from jmp_train.policies.programs.loops import While as While
-from jmp_train.policies.programs.loops import branches_of as branches_of
 from jmp_train.policies.programs.loops import references_kept as references_kept
 from jmp_train.policies.programs.loops import select as select
 from jmp_train.policies.programs.reading import Enter as Enter
@@ -16,6 +15,7 @@ from jmp_train.policies.programs.reading import Reading as Reading
 from jmp_train.policies.programs.walking import RUN_ONCE as RUN_ONCE
 from jmp_train.policies.programs.walking import Place as Place
 from jmp_train.policies.programs.walking import bodies_of as bodies_of
+from jmp_train.policies.programs.walking import branches_of as branches_of
 from jmp_train.policies.programs.walking import join as join
 from jmp_train.policies.programs.walking import manual_axes as manual_axes
 from jmp_train.policies.programs.walking import opened as opened

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jmp_train.policies.programs.loops import Scan, While, branches_of, references_kept, select
+from jmp_train.policies.programs.loops import Scan, While, references_kept, select
 from jmp_train.policies.programs.reading import Enter
 from jmp_train.policies.programs.walking import RUN_ONCE, manual_axes
 
@@ -62,20 +62,21 @@ def _scan(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
     constants, rows = reading.constants(consts), reading.rows(scan.length)
 
     def operands(carry: list[Any]) -> list[Any]:
-        return [*consts, *carry, *(reading.row(reading.array(x)[0], x) for x in xs)]
+        return [*consts, *carry, *(reading.row(reading.given(x)[0], x) for x in xs)]
 
     start = reading.start(scan.program, init, atoms, operands if scan.length else None)
 
-    def body(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
-        arrays, own = x
-        inner = reading.body(own, scan.length)
+    def body(carry: Any, x: Any) -> tuple[Any, list[Any]]:
+        (carry, state), (arrays, own) = carry, x
+        inner = reading.body(own, scan.length, state)
         old = list(map(inner.unpacked, carry))
         outputs = inner.evaluate(scan.program, [*constants(), *old, *map(inner.row, arrays, xs)])
         new = list(map(inner.following, outputs, old))  # stops at the shorter one
-        return [inner.packed(x) for x in new], [inner.packed(y) for y in outputs[len(old) :]]
+        return ([inner.packed(x) for x in new], inner.state()), [inner.packed(y) for y in outputs[len(old) :]]
 
-    arrays = [reading.packed(x) for x in start], ([reading.array(x) for x in xs], rows)
-    carry, ys = lax.scan(body, *arrays, **scan.options)
+    arrays = [reading.packed(x) for x in start], ([reading.given(x) for x in xs], rows)
+    (carry, state), ys = lax.scan(body, (arrays[0], reading.state()), arrays[1], **scan.options)
+    reading.absorb(state)
     return [*map(reading.unpacked, carry), *map(reading.stacked, ys)]
 
 
@@ -84,64 +85,70 @@ def _while(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
     cond_consts, body_consts, init = loop.split(inputs)
     _, _, atoms = loop.split(equation.invars)
     start = reading.start(loop.program, init, atoms, lambda carry: [*body_consts, *carry])
-    arrays = list(map(reading.array, body_consts))
+    arrays = jax.tree.leaves(list(map(reading.given, body_consts)))
 
     def go_on(reading: Any, carry: list[Any]) -> Any:
         inner = reading.body()
-        values = [*map(inner.inside, cond_consts), *map(inner.unpacked, carry)]
-        return inner.array(inner.evaluate(loop.condition, values)[0])
+        return inner.holds(loop.condition, [*map(inner.inside, cond_consts), *map(inner.unpacked, carry)])
 
-    def body(carry: list[Any]) -> list[Any]:
+    def body(carry: Any) -> Any:
+        carry, state = carry
         running = go_on(reading.trial(), carry) if loop.stops_each else None
-        inner = reading.body()
+        inner = reading.body(state=state, running=running)
         old = list(map(inner.unpacked, carry))
         with references_kept(running, arrays):
             outputs = inner.evaluate(loop.program, [*map(inner.inside, body_consts), *old])
-        return select(running, [inner.packed(x) for x in map(inner.following, outputs, old)], carry)
+        return select(running, [inner.packed(x) for x in map(inner.following, outputs, old)], carry), inner.state()
 
-    carry = lax.while_loop(lambda carry: jnp.any(go_on(reading, carry)), body, [reading.packed(x) for x in start])
+    first = [reading.packed(x) for x in start], reading.state()
+    carry, state = lax.while_loop(lambda carry: jnp.any(go_on(reading, carry[0])), body, first)
+    reading.absorb(state)
     return list(map(reading.unpacked, carry))
 
 
 def _cond(reading: Any, equation: Any, inputs: list[Any]) -> list[Any] | None:
-    programs = branches_of(equation)
+    programs = reading.branches(equation)
     if programs is None:
         return None
     index, *operands = inputs
-    arrays = [on_device(reading.array(x)) for x in operands]
+    arrays = [on_device(reading.given(x)) for x in operands]
     agreed = reading.agreed(programs, list(map(reading.operand, arrays, operands)))
 
-    def taken(number: int) -> Callable[..., list[Any]]:
-        def run(*arrays: Any) -> list[Any]:
-            body = reading.branch(number).body()
+    def taken(number: int) -> Callable[..., Any]:
+        def run(state: Any, *arrays: Any) -> Any:
+            body = reading.branch(number).body(state=state)
             outputs = body.evaluate(programs[number], list(map(body.operand, arrays, operands)))
-            return [jax.tree.map(on_device, body.packed(x)) for x in agreed(outputs)]
+            return [jax.tree.map(on_device, body.packed(x)) for x in agreed(outputs)], body.state()
 
         return run
 
-    results = lax.switch(reading.array(index), [taken(i) for i in range(len(programs))], *arrays)
+    branches = [taken(number) for number in range(len(programs))]
+    results, state = lax.switch(reading.array(index), branches, reading.state(), *arrays)
+    reading.absorb(state)
     return list(map(reading.unpacked, results))
 
 
 def _shard_map(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
     params, axes = equation.params, manual_axes(equation.params)
     count = math.prod(params["mesh"].shape[axis] for axis in axes)
-    rows = reading.rows(count)
+    rows, state, each = reading.rows(count), reading.state(), P(tuple(sorted(axes)))
 
-    def run(rows: Any, *arrays: Any) -> list[Any]:
-        body = reading.body(jax.tree.map(lambda x: x[0], rows), count)
+    def run(rows: Any, state: Any, *arrays: Any) -> Any:
+        body = reading.body(jax.tree.map(lambda x: x[0], rows), count, state)
         outputs = body.evaluate(params["jaxpr"], list(map(body.operand, arrays, inputs)))
-        return [jax.tree.map(on_device, body.packed(x)) for x in outputs]
+        return [jax.tree.map(on_device, body.packed(x)) for x in outputs], jax.tree.map(lambda x: x[None], body.state())
 
     mapped = jax.shard_map(
         run,
         mesh=params["mesh"],
-        in_specs=(P(tuple(sorted(axes))), *params["in_specs"]),  # each device has its own row
-        out_specs=[reading.spec(spec) for spec in params["out_specs"]],
+        in_specs=(each, P(), *params["in_specs"]),  # each device has its own row
+        out_specs=([reading.spec(spec) for spec in params["out_specs"]], each),
         axis_names=axes,
-        check_vma=params["check_vma"],
+        check_vma=params["check_vma"] and not state,  # which does not say what of it varies over devices
     )
-    return list(map(reading.unpacked, mapped(rows, *map(reading.array, inputs))))
+    results, states = mapped(rows, state, *map(reading.given, inputs))
+    reading.absorb(states, of_devices=True)
+    return list(map(reading.unpacked, results))
 
 
 IN_JAX: dict[str, Enter] = {

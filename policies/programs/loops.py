@@ -40,10 +40,9 @@ class Scan:
         """The number of iterations."""
         return self.options["length"]
 
-    @property
-    def order(self) -> Sequence[int]:
-        """The rows of the iterations, in the order in which they run."""
-        return range(self.length)[:: -1 if self.options["reverse"] else 1]
+    def row(self, number: Any) -> Any:
+        """Returns the number of the row that an iteration reads and writes."""
+        return self.length - 1 - number if self.options["reverse"] else number
 
     def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns constants, carried values and arrays with a row per iteration, of operands."""
@@ -81,11 +80,6 @@ class While:
         """Returns constants of the condition, constants of the body and carried values, of operands."""
         cond, body = self.counts
         return list(operands[:cond]), list(operands[cond:][:body]), list(operands[cond + body :])
-
-
-def branches_of(equation: Any) -> Sequence[Any] | None:
-    """Returns the programs of a `cond`; None if the platform selects among them."""
-    return None if equation.params.get("branches_platforms") is not None else equation.params["branches"]
 
 
 def _stop_by_themselves(running: Any) -> bool:
@@ -133,7 +127,7 @@ def _call(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
 def _scan_in_python(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
     scan, rows = Scan.of(equation), list[Any]()
     consts, carry, xs = scan.split(inputs)
-    for i in scan.order:
+    for i in map(scan.row, range(scan.length)):
         row = [reading.mapped(lambda x, i=i: x[i], x) for x in xs]
         results = reading.evaluate(scan.program, [*consts, *carry, *row])
         carry = results[: len(carry)]
@@ -141,8 +135,8 @@ def _scan_in_python(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]
     if not rows:
         outputs = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars[len(carry) :]]
         return [*carry, *map(reading.constant, outputs)]
-    ordered = [rows[i] for i in scan.order]
-    return [*carry, *(reading.mapped(lambda *x: jnp.stack(x), *ys) for ys in zip(*ordered, strict=True))]
+    ordered = zip(*(rows[scan.row(i)] for i in range(scan.length)), strict=True)
+    return [*carry, *(reading.mapped(lambda *x: jnp.stack(x), *ys) for ys in ordered)]
 
 
 def _while_in_python(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
@@ -150,7 +144,7 @@ def _while_in_python(reading: Any, equation: Any, inputs: list[Any]) -> list[Any
     cond_consts, body_consts, carry = loop.split(inputs)
 
     def go_on() -> Any:
-        return reading.array(reading.evaluate(loop.condition, [*cond_consts, *carry])[0])
+        return reading.holds(loop.condition, [*cond_consts, *carry])
 
     while np.any(running := go_on()):
         with references_kept(running, jax.tree.leaves(list(map(reading.packed, body_consts)))):

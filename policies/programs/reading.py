@@ -7,7 +7,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from jmp_train.policies.programs.walking import opened
+from jmp_train.policies.programs.walking import branches_of, opened
 
 V = TypeVar("V")
 Enter = Callable[[Any, Any, list[Any]], "Sequence[Any] | None"]
@@ -109,6 +109,14 @@ class Reading(Generic[V]):
         """Returns the array of a value, which decides about loops and branches."""
         return value
 
+    def holds(self, condition: Any, values: list[V]) -> Any:
+        """Returns whether a loop goes on, given its condition and the values that this reads."""
+        return self.array(self.evaluate(condition, values)[0])
+
+    def given(self, value: V) -> Any:
+        """Returns what of a value enters a body, as a pytree of arrays."""
+        return self.array(value)
+
     def mapped(self, function: Callable[..., Any], *values: V) -> V:
         """Returns a value whose arrays are a function of those of others: a row, a stack, a choice of elements."""
         arrays = jax.tree.map(function, *map(self.packed, values))
@@ -123,10 +131,24 @@ class Reading(Generic[V]):
         return arrays
 
     # Bodies in jax
-    def body(self, rows: Any = (), count: int = 0) -> Self:
-        """Returns the reading for one run of a body, with one of the `count` rows that `rows` returned, if any."""
-        del rows, count
+    def body(self, rows: Any = (), count: int = 0, state: Any = (), running: Any = None) -> Self:
+        """Returns the reading for one run of a body.
+
+        Args:
+          rows: one of the `count` rows that `rows` returned, if any.
+          count: their number.
+          state: what the run before has passed on.
+          running: the elements of a `while` loop under `vmap` that still run; None for all.
+        """
+        del rows, count, state, running
         return self
+
+    def state(self) -> Any:
+        """Returns arrays that a run of a body passes on to the next one, besides values."""
+        return ()
+
+    def absorb(self, state: Any, *, of_devices: bool = False) -> None:
+        """Takes what the last run of a body passed on, for a `shard_map` that of all devices, stacked."""
 
     def rows(self, count: int) -> Any:
         """Returns arrays of which each iteration of a scan, or each device, gets a row."""
@@ -134,7 +156,7 @@ class Reading(Generic[V]):
         return ()
 
     def operand(self, array: Any, outer: V) -> V:
-        """Returns an operand of a body, given as array and as value outside of it."""
+        """Returns an operand of a body, given as `given` returned it, and as value outside of it."""
         del outer
         return self.unpacked(array)
 
@@ -172,6 +194,10 @@ class Reading(Generic[V]):
     def stacked(self, arrays: Any) -> V:
         """Returns the outputs of a scan's iterations as one value."""
         return self.unpacked(arrays)
+
+    def branches(self, equation: Any) -> Sequence[Any] | None:
+        """Returns the programs of a `cond`; None if it is bound as traced: by default if the platform selects."""
+        return branches_of(equation)
 
     def branch(self, number: int) -> Self:
         """Returns the reading for a branch."""

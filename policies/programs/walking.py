@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.extend.core as jex
 RUN_ONCE = {
     **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+    "custom_vmap_call": "call",
 }
 _TRANSFORMATIONS = re.compile(r"\b(?:jvp|transpose|vmap|rematted_computation|checkpoint)\(|\)")
 
@@ -48,6 +49,11 @@ def bodies_of(equation: Any) -> list[Any]:
         case "cond":
             return list(params["branches"])
     return []
+
+
+def branches_of(equation: Any) -> Sequence[Any] | None:
+    """Returns the programs of a `cond`; None if the platform selects among them."""
+    return None if equation.params.get("branches_platforms") is not None else equation.params["branches"]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

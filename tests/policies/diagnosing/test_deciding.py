@@ -153,12 +153,12 @@ def by_floor(table: jax.Array, place: jax.Array) -> jax.Array:
 def by_ceil(table: jax.Array, place: jax.Array) -> jax.Array:
     low, high = jnp.floor(place), jnp.ceil(place)
     index = low.astype(jnp.int32), high.astype(jnp.int32)
-    return table[index[0]] * (high - place + (low == high)) + table[index[1]] * (place - low)
+    return table[index[0]] * (high - place + (low == high).astype(place.dtype)) + table[index[1]] * (place - low)
 
 
 def scattered(table: jax.Array, place: jax.Array) -> jax.Array:
     low, high = jnp.floor(place), jnp.ceil(place)
-    sums = jnp.zeros_like(table).at[low.astype(jnp.int32)].add(high - place + (low == high))
+    sums = jnp.zeros_like(table).at[low.astype(jnp.int32)].add(high - place + (low == high).astype(place.dtype))
     return table * sums.at[high.astype(jnp.int32)].add(place - low)
 
 

@@ -164,6 +164,17 @@ def own_vjp(x: Any) -> Any:
 own_vjp.defvjp(lambda x: (own_vjp(x), x), lambda x, g: (g * x * 5,))
 
 
+@jax.custom_batching.custom_vmap
+def own_vmap(x: Any) -> Any:
+    return jnp.cos(x) + 1
+
+
+@own_vmap.def_vmap
+def _(size: int, mapped: Any, x: Any) -> Any:
+    del size
+    return own_vmap(x), mapped[0]
+
+
 def calls(x: Any) -> Any:
     return jax.jit(lambda x: own_jvp(x) + jax.jit(own_vjp)(x * 0.5))(x) + jax.closure_convert(jnp.sin, x)[0](x)
 
@@ -213,7 +224,18 @@ def scan_with_ref(ref: Any, x: Any) -> Any:
 
 BATCHED = (while_loop, nested_whiles, while_of_keys, while_in_scan, scan_in_while)
 REFERENCES = (of_references(while_with_ref), of_references(scan_with_ref))
-WHOLE = (reversed_scan, unrolled_scan, empty_scan, scan_without_rows, scan_of_keys, cond, switch, remat, calls)
+WHOLE = (
+    reversed_scan,
+    unrolled_scan,
+    empty_scan,
+    scan_without_rows,
+    scan_of_keys,
+    cond,
+    switch,
+    remat,
+    calls,
+    own_vmap,
+)
 
 
 def together(fns: Sequence[Program]) -> Program:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
 from jmp_train.policies import autocast
@@ -48,6 +50,20 @@ def test_loops_within_count_those_that_run_in_both() -> None:
     x = jnp.array([1.0, 100.0, 4.0], jnp.float16)  # 2 iterations, none, 1
     (row,) = [row for row in jt.diagnose(fn, x).rows if row.primitive == "mul"]
     assert (row.runs, row.largest, row.smallest) == (4, 16.0, 2.0)
+
+
+def test_a_shard_map_within_counts_the_elements_that_still_run() -> None:
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+
+    def doubled(x: jax.Array) -> jax.Array:
+        return jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("devices"), out_specs=P("devices"))(x)
+
+    def fn(x: jax.Array) -> jax.Array:
+        return jax.vmap(lambda s: lax.while_loop(lambda c: c.sum() < 16.0, doubled, s))(x)
+
+    x = jnp.array([[1.0, 2.0], [100.0, 200.0], [4.0, 2.0]], jnp.float16)  # 3 iterations, none, 2
+    (row,) = [row for row in jt.diagnose(fn, x).rows if row.primitive == "mul"]
+    assert (row.runs, row.largest, row.smallest) == (6, 16.0, 2.0)
 
 
 def test_the_emulation_rounds_as_autocast_does() -> None:
