@@ -262,7 +262,7 @@ GRAPHS = (
     Fault("variance of a graph", "cancellation", "jraph-haiku", graph_norm, BF16),
     Fault("diffusion of features", "stagnation", "jraph", diffused, BF16, where="scan"),
     Fault("temperatures", "cancellation", "jt.graphs", temperatures),
-    Fault("attention of edges", "overflow", "jraph", attention, quick=True),
+    Fault("attention of edges", "overflow", "jraph", attention),
     Fault("padding edges", "underflow", "jraph", equivariant, action="epsilon", applied="value"),
     Fault("mask of padding nodes", "invalid mask", "jraph", pooled, action="mask", applied="value"),
 )

@@ -238,6 +238,13 @@ def fourier(way: Way) -> Case:
     return way.gradients(loss_fn), (params, values(LENGTH, 2, seed=1))
 
 
+MASK: Any = {"action": "mask", "applied": "value"}
+
+
+def in_remat(build: Any, *args: Any) -> Any:
+    return lambda way: build(way, *args)
+
+
 NUMBERS = (
     Fault("rotary positions", "integer precision lost", "equinox", rotary, BF16),
     Fault("rotary positions", "integer precision lost", "equinox", lambda way: rotary(way, True), BF16, where="scan"),
@@ -245,29 +252,13 @@ NUMBERS = (
     Fault("sinusoidal positions", "integer precision lost", "haiku", sinusoidal, BF16),
     Fault("linear biases", "integer precision lost", "linen", linear_biases, BF16),
     Fault("epsilon of a norm", "underflow", "linen", norm_epsilon, action="epsilon", applied="value", quick=True),
-    Fault(
-        "epsilon of a norm",
-        "underflow",
-        "linen",
-        lambda way: norm_epsilon(way, True),
-        where="remat",
-        action="epsilon",
-        applied="rules",
-    ),
+    Fault("epsilon of a norm", "underflow", "linen", in_remat(norm_epsilon, True), where="remat", action="epsilon"),
     Fault("epsilon of a similarity", "underflow", "haiku", similarity_epsilon, action="epsilon", applied="value"),
     Fault("epsilon of a GAN", "underflow", "equinox", gan_epsilon, action="epsilon"),
     Fault("clipped probabilities", "underflow", "jax", clipped_probabilities, action="epsilon"),
-    Fault("mask of attention", "invalid mask", "linen", attention_mask, action="mask", applied="value"),
-    Fault(
-        "mask of attention",
-        "invalid mask",
-        "linen",
-        lambda way: attention_mask(way, "remat"),
-        where="remat",
-        action="mask",
-        applied="value",
-    ),
-    Fault("mask of neighbors", "invalid mask", "nnx", neighbor_mask, action="mask", applied="value"),
+    Fault("mask of attention", "invalid mask", "linen", attention_mask, **MASK),
+    Fault("mask of attention", "invalid mask", "linen", in_remat(attention_mask, "remat"), where="remat", **MASK),
+    Fault("mask of neighbors", "invalid mask", "nnx", neighbor_mask, **MASK),
     Fault("decay of an average", "stagnation", "jax", smoothed, BF16, where="scan"),
     Fault("Fourier features", "cancellation", "jax", fourier),
 )

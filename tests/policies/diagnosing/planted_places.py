@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from planting import Case, Fault, Way, mean_square, values
+from planting import SCALE, STATE, Case, Fault, Way, mean_square, values
 from promotion import promoting
 
 import jmp_train as jt
@@ -172,29 +172,14 @@ def averages_in_cond(way: Way) -> Case:
     return promoting(step), ((model, average), (values(LENGTH, WIDTH), jnp.array(True), jnp.float32(1e-4)))
 
 
-def _scaled(name: str, library: str, build: Any, where: str) -> Fault:
-    options: Any = {"direction": "backward", "action": "loss scale", "applied": "value"}
-    return Fault(name, "overflow", library, build, where=where, **options)
-
-
-_STATE: Any = {"direction": "update", "action": "state", "applied": "state"}
-
 PLACES = (
-    _scaled("steep branch", "jax", steep_branch, "cond"),
-    _scaled("steep layer", "linen", steep_layer, "remat"),
-    _scaled("steep stage", "jax", steep_stages, "pipeline"),
-    _scaled("loss scale of a classifier", "linen", digits, "train_step"),
+    Fault("steep branch", "overflow", "jax", steep_branch, where="cond", **SCALE),
+    Fault("steep layer", "overflow", "linen", steep_layer, where="remat", **SCALE),
+    Fault("steep stage", "overflow", "jax", steep_stages, where="pipeline", **SCALE),
+    Fault("loss scale of a classifier", "overflow", "linen", digits, where="train_step", **SCALE),
     Fault("norms of nodes", "overflow", "jt.graphs", squared_features),
-    Fault(
-        "gradients of a graph network",
-        "underflow",
-        "jt.graphs",
-        graph_gradients,
-        direction="backward",
-        action="loss scale",
-        applied="value",
-    ),
-    Fault("small updates on devices", "stagnation", "jax", updates_on_devices, BF16, where="shard_map", **_STATE),
-    Fault("inner loop", "stagnation", "haiku", updates_in_scan, BF16, where="scan", **_STATE),
-    Fault("late average", "stagnation", "equinox", averages_in_cond, BF16, where="cond", **_STATE),
+    Fault("gradients of a graph network", "underflow", "jt.graphs", graph_gradients, **SCALE),
+    Fault("small updates on devices", "stagnation", "jax", updates_on_devices, BF16, where="shard_map", **STATE),
+    Fault("inner loop", "stagnation", "haiku", updates_in_scan, BF16, where="scan", **STATE),
+    Fault("late average", "stagnation", "equinox", averages_in_cond, BF16, where="cond", **STATE),
 )

@@ -132,6 +132,15 @@ class Fault:
                 return Way(self.dtype, full_state=True)
 
 
+SCALE: Any = {"direction": "backward", "action": "loss scale", "applied": "value"}
+STATE: Any = {"direction": "update", "action": "state", "applied": "state"}
+
+
+def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
+    """Returns the problems of a report that are no notes."""
+    return [problem for problem in report.problems if problem.severity == "problem"]
+
+
 def values(*shape: int, scale: float = 1.0, seed: int = 0) -> jax.Array:
     """Returns normal numbers of a shape, in float32."""
     return scale * jax.random.normal(jax.random.key(seed), shape)

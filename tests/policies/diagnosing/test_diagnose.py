@@ -79,6 +79,7 @@ def test_an_overflow_is_found_within_whatever_holds_it(fn: Callable[[jax.Array],
     assert line_of(problem) == "return jnp.sum(x * x)"
     assert problem.primitive in ("mul", "square")
     assert problem.file.endswith("test_diagnose.py")
+    assert max(map(len, str(report).splitlines())) <= 100
 
 
 def test_the_measures_of_a_row() -> None:
@@ -113,49 +114,21 @@ def test_the_local_error_is_apart_from_the_inherited_one() -> None:
     assert sub.local_error > 0.1
 
 
-def test_directions_of_a_training_step() -> None:
-    optimizer = jt.with_loss_scale(optax.adam(1e-2), jt.torch_loss_scale())
-    loss_fn = jt.stateless(lambda w, x: (jnp.tanh(x @ w).astype(jnp.float32) ** 2).mean())
-    step = jt.train_step(loss_fn, optimizer, policy="mixed_float16")
-    state = jt.TrainState.create(jnp.full((4, 2), 0.25), optimizer)
-    report = jt.diagnose(promoting(step), state, jnp.ones((3, 4)), steps=2)
-    products = [row.direction for row in report.rows if row.primitive == "dot_general"]
-    assert products == ["forward", "backward"]
-    assert {row.direction for row in report.rows} == {"forward", "backward", "update"}
-    assert all(row.runs == 2 for row in report.rows)
-    assert report.problems == ()
-    assert str(report).startswith("no problems in ")
-
-
 def test_infinities_of_a_loss_scale_are_told_apart() -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum((w * x).astype(jnp.float32))
 
-    for scale, severity in ((jt.torch_loss_scale(2.0**16), "note"), (jt.StaticLossScale(2.0**16), "problem")):
+    def problems(scale: jt.LossScale) -> tuple[jt.policies.Problem, ...]:
         optimizer = jt.with_loss_scale(optax.sgd(0.1), scale)
         step = jt.train_step(jt.stateless(loss), optimizer, policy="mixed_float16")
-        state = jt.TrainState.create(jnp.ones(3), optimizer)
-        problem, *_ = jt.diagnose(step, state, jnp.full(3, 8.0)).problems
+        return jt.diagnose(step, jt.TrainState.create(jnp.ones(3), optimizer), jnp.full(3, 8.0)).problems
+
+    for scale, severity in ((jt.torch_loss_scale(2.0**16), "note"), (jt.StaticLossScale(2.0**16), "problem")):
+        problem, *_ = problems(scale)
         assert (problem.severity, problem.kind, problem.direction) == (severity, "overflow", "backward")
         assert problem.remedy.action == "loss scale"
-        value = problem.remedy.value
-        assert value is not None
-        optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.StaticLossScale(value))
-        step = jt.train_step(jt.stateless(loss), optimizer, policy="mixed_float16")
-        state = jt.TrainState.create(jnp.ones(3), optimizer)
-        assert jt.diagnose(step, state, jnp.full(3, 8.0)).problems == ()
-
-
-def test_nothing_is_left_of_parameters_in_half() -> None:
-    optimizer = optax.sgd(2.0**-13)
-    step = jt.train_step(jt.stateless(lambda w, x: jnp.sum(w * x)), optimizer)
-    state = jt.TrainState.create(jnp.ones(3, BF16), optimizer)
-    problem, *_ = jt.diagnose(step, state, jnp.ones(3, BF16)).problems
-    assert (problem.kind, problem.direction, problem.remedy.action) == ("stagnation", "update", "state")
-    masters = jt.with_master_weights(optimizer)
-    step = jt.train_step(jt.stateless(lambda w, x: jnp.sum(w * x)), masters)
-    state = jt.TrainState.create(jnp.ones(3, BF16), masters)
-    assert jt.diagnose(step, state, jnp.ones(3, BF16)).problems == ()
+        assert problem.remedy.value is not None
+        assert problems(jt.StaticLossScale(problem.remedy.value)) == ()
 
 
 def test_a_nan_in_the_arguments_is_named_and_not_blamed_on_what_reads_it() -> None:
@@ -171,22 +144,6 @@ def test_an_infinity_in_the_data_is_not_blamed_on_a_constant_that_is_infinite() 
 
     report = jt.diagnose(loss, jnp.ones((3, 2), F16), jnp.ones((4, 3), F16).at[0, 0].set(jnp.inf))
     assert [(p.severity, p.evidence) for p in report.problems] == [("problem", "the argument '1' is not finite")]
-
-
-def test_a_nan_that_float32_makes_too() -> None:
-    problem, *_ = jt.diagnose(lambda x: jnp.sqrt(x) * 2, jnp.array([-1.0, 1.0], F16)).problems
-    assert (problem.kind, problem.primitive, problem.remedy.action) == ("NaN made", "sqrt", "mathematics")
-
-
-def test_the_report_fits_the_screen_and_is_json() -> None:
-    import json
-
-    report = jt.diagnose(squares, jnp.full(3, 300.0, F16))
-    assert max(map(len, str(report).splitlines())) <= 100
-    found = json.loads(report.to_json())
-    assert found["problems"][0]["remedy"]["rules"]["primitives"] == {"mul": "float32", "reduce_sum": "float32"}
-    assert "return jnp.sum(x * x)" in report._repr_html_()
-    assert dict(report.rules.primitives)["mul"] == "float32"
 
 
 @pytest.mark.parametrize(
@@ -230,23 +187,6 @@ def test_foreign_code_runs_once_and_is_taken_as_exact() -> None:
     assert [problem.primitive for problem in report.problems] == ["mul"]
 
 
-def test_a_module_that_its_step_changes_is_as_before() -> None:
-    model = nnx.Linear(4, 2, dtype=F16, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model: nnx.Linear, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
-        loss, grads = nnx.value_and_grad(lambda model: jnp.sum(model(x)).astype(jnp.float32))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    before = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
-    report = jt.diagnose(step, model, optimizer, jnp.ones((3, 4), F16))
-    assert {row.direction for row in report.rows} >= {"forward", "backward"}
-    after = nnx.state((model, optimizer))
-    jax.tree.map(np.testing.assert_array_equal, before, after)
-
-
 @pytest.mark.parametrize(
     ("fn", "args"),
     [
@@ -268,32 +208,6 @@ def test_float8_is_lower_precision_too() -> None:
     assert (problem.kind, problem.primitive) == ("overflow", "convert_element_type")
 
 
-def adam_step(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a step of Adam on parameters in half precision, some of whose second moments underflow in float16."""
-    optimizer = optax.adam(1e-3)
-    x = (jax.random.normal(jax.random.key(0), (8, 4)) * jnp.array([1.0, 1.0, 1.0, 0.01])).astype(dtype)
-
-    def step(state: tuple[Any, Any], x: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
-        loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w).astype(jnp.float32) ** 2))(state[0])
-        updates, opt_state = optimizer.update(grads, state[1], state[0])
-        return (optax.apply_updates(state[0], updates), opt_state), loss
-
-    params = jnp.full((4, 3), 0.1, dtype)
-    return promoting(step), ((params, optimizer.init(params)), x)
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_an_update_that_is_infinite_is_found_and_no_step_after_it(steps: int) -> None:
-    step, args = adam_step(F16)
-    assert jnp.isinf(step(*args)[0][0]).any()
-    report = jt.diagnose(step, *args, steps=steps)
-    (problem,) = (problem for problem in report.problems if problem.severity == "problem")
-    assert (problem.kind, problem.direction, problem.remedy.action) == ("underflow", "update", "state")
-    assert "are infinite, and not in float32: an operand has become 0" in problem.evidence
-    assert report.steps == 1
-
-
 def test_an_epsilon_that_is_zero_in_float32_too_is_no_problem() -> None:
     optimizer = optax.adam(1e-3)
     train = promoting(jt.train_step(jt.stateless(lambda w, x: jnp.mean((x @ w) ** 2)), optimizer))
@@ -312,11 +226,11 @@ def test_what_a_step_does_to_nnx_objects_is_looked_at_and_undone() -> None:
         optimizer.update(model, grads)
         return loss
 
-    kernel = model.kernel[...]
+    before = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
     (problem, *_) = jt.diagnose(promoting(step), model, optimizer, jnp.ones((8, 4), BF16)).problems
     assert (problem.kind, problem.direction) == ("stagnation", "update")
     assert "'0/0/kernel' stay the same" in problem.evidence
-    np.testing.assert_array_equal(model.kernel[...], kernel)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state((model, optimizer)))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # which is the fault

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from planting import harmful
 
 import jmp_train as jt
 
@@ -31,10 +32,6 @@ def training(rules: jt.AutocastRules) -> tuple[Any, jt.TrainState]:
     )
     optimizer = optax.sgd(0.1)
     return jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy), jt.TrainState.create(PARAMS, optimizer)
-
-
-def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
-    return [problem for problem in report.problems if problem.severity == "problem"]
 
 
 def test_the_product_is_named_and_only_it_leaves_the_8_bits() -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from healthy_models import MODELS, Model, gru, language_model, normal, perceptron
+from planting import harmful
 from promotion import promoting
 
 import jmp_train as jt
@@ -24,10 +25,6 @@ def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "bfloat16" in request.node.name or "after_training" in request.node.name:  # the last one of a model
         jax.clear_caches()
-
-
-def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
-    return [problem for problem in report.problems if problem.severity == "problem"]
 
 
 def training(make: Callable[[], Any], policy: str) -> Any:

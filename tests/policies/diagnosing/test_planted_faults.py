@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from planted_faults import FAULTS
-from planting import Fault, Way
+from planting import Fault, Way, harmful
 from promotion import promoting
 
 import jmp_train as jt
@@ -19,10 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::jmp_train.policies.InnerGradientWarning"),  # of a gradient penalty
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),  # of a constant, which is a fault
 ]
-
-
-def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
-    return [problem for problem in report.problems if problem.severity == "problem"]
 
 
 def result_of(fn: Any, args: Any) -> np.ndarray:

@@ -24,7 +24,7 @@ def scanned(carry: jax.Array, factors: jax.Array, *, reverse: bool = False) -> t
     return lax.scan(body, carry, factors, reverse=reverse)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_sample_is_measured_of_results_that_are_those_of_all_iterations(reverse: bool) -> None:
     factors = jnp.float16(1 + 0.02 * np.cos(np.arange(LENGTH) ** 2))
     carry, sums = scanned(START, factors, reverse=reverse)
@@ -47,9 +47,8 @@ def test_a_sample_is_measured_of_results_that_are_those_of_all_iterations(revers
     assert 1e-4 < product.local_error < 3e-4
 
 
-@pytest.mark.parametrize(
-    "lost", [0, pytest.param(1, marks=pytest.mark.full), 13, pytest.param(LENGTH - 1, marks=pytest.mark.full)]
-)
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("lost", [0, 1, 13, LENGTH - 1])
 def test_the_iteration_that_overflows_is_measured_wherever_it_is(lost: int) -> None:
     factors = jnp.ones(LENGTH, jnp.float16).at[lost].set(40000.0)
     report = jt.diagnose(lambda carry, factors: scanned(carry + carry, factors)[0].sum(), START, factors)

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
+from planting import harmful
 
 import jmp_train as jt
 
@@ -25,10 +26,6 @@ def diagnosed(fn: Any, *args: Any) -> jt.policies.NumericsReport:
     """Returns the report of a function in which dtypes promote."""
     with jax.numpy_dtype_promotion("standard"):
         return jt.diagnose(fn, *args)
-
-
-def harmful(report: jt.policies.NumericsReport) -> list[jt.policies.Problem]:
-    return [problem for problem in report.problems if problem.severity == "problem"]
 
 
 def training(loss_fn: Any, params: Any, policy: Any, scale: jt.LossScale | None = None) -> Any:
