@@ -108,8 +108,10 @@ def _is_harmful(first: Examination, rows: Sequence[int], errors: Errors) -> bool
         return errors.results > max(limit, MENDED * before.results)
     changes_results = errors.results > max(_WRONG, MENDED * before.results)
     of_indices = any(is_discrete(first.evidence.sites[row].equation) for row in rows)
-    limit = _WRONG if of_indices or changes_results else max(limit, GRADIENTS)
-    return errors.gradients > max(limit, MENDED * (before.gradients or 0.0))
+    held, tolerated = before.gradients or 0.0, max(limit, GRADIENTS)
+    if of_indices and errors.gradients > math.hypot(held, tolerated):
+        return True  # they make more than is tolerated, whatever the rounding around them makes
+    return errors.gradients > max(_WRONG if of_indices or changes_results else tolerated, MENDED * held)
 
 
 def _problem(first: Examination, row: int, errors: Errors, again: Again) -> tuple[int, Problem]:

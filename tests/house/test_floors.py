@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -107,6 +108,12 @@ def test_lower_floors_import_downwards_only(floor: str) -> None:
 def test_private_jax_is_not_used(folder: str) -> None:
     for path in modules(folder):
         assert not [name for name in imports(path) if "_src" in name.split(".")], path
+
+
+def test_one_folder_knows_what_jax_calls_the_parameters_of_loops_and_branches() -> None:
+    words = re.compile(r"\"(num_carry|(cond|body)_(nconsts|jaxpr)|branches(_platforms)?|ft_in|_split_transpose)\"")
+    named = {path for folder in FLOORS.values() for path in modules(folder) if words.search(path.read_text())}
+    assert {path.parent for path in named} == {ROOT / "policies" / "programs"}
 
 
 def test_no_module_imports_from_inside_another_folder() -> None:
