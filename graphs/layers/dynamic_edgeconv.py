@@ -222,10 +222,5 @@ class DynamicEdgeConv(DrawnLayer, of=dynamic_edge_conv):
         self.bias = nnx.data(draw.linear(width, self.out_features) if self.use_bias else None)
 
     def __call__(self, features: Floats, mask: ArrayLike | None = None) -> jax.Array:
-        """Returns the convolution [..., points, out].
-
-        Args:
-          features: see `dynamic_edge_conv`.
-          mask: see `dynamic_edge_conv`.
-        """
+        """Returns the convolution [..., points, out], for the arguments of `dynamic_edge_conv`."""
         return self.call(self.cast(features), mask=mask)

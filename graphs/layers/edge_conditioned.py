@@ -202,14 +202,7 @@ class NNConv(DrawnLayer, of=nn_conv):
         edge_features: Floats,
         edge_weight: Floats | None = None,
     ) -> jax.Array:
-        """Returns the layer's result [nodes, out].
-
-        Args:
-          graph: see `nn_conv`.
-          features: see `nn_conv`.
-          edge_features: see `nn_conv`.
-          edge_weight: see `nn_conv`.
-        """
+        """Returns the layer's result [nodes, out], for the arguments of `nn_conv`."""
         definition, params = nnx.split(self.network)
         return self.call(
             graph,

@@ -223,10 +223,5 @@ class EdgeConv(DrawnLayer, of=edge_conv):
         self.bias = nnx.data(draw.linear(width, self.out_features) if self.use_bias else None)
 
     def __call__(self, graph: AnyEdges, features: EndFeatures) -> jax.Array:
-        """Returns the convolution [nodes, ...].
-
-        Args:
-          graph: see `edge_conv`.
-          features: see `edge_conv`.
-        """
+        """Returns the convolution [nodes, ...], for the arguments of `edge_conv`."""
         return self.call(graph, self.cast(features))

@@ -209,13 +209,6 @@ class GatedGraphConv(DrawnLayer, of=gated_graph_conv):
         edge_types: Ids | None = None,
         edge_weight: Floats | None = None,
     ) -> jax.Array:
-        """Returns the nodes' states [nodes, out].
-
-        Args:
-          graph: see `gated_graph_conv`.
-          features: see `gated_graph_conv`.
-          edge_types: see `gated_graph_conv`.
-          edge_weight: see `gated_graph_conv`.
-        """
+        """Returns the nodes' states [nodes, out], for the arguments of `gated_graph_conv`."""
         given = {"edge_types": edge_types, "edge_weight": edge_weight}
         return self.call(graph, self.cast(features), **given)

@@ -171,11 +171,5 @@ class GraphConv(DrawnLayer, of=graph_conv):
         self.bias = nnx.data(draw.zeros(self.out_features) if self.use_bias else None)
 
     def __call__(self, graph: AnyEdges, features: EndFeatures, edge_weight: Floats | None = None) -> jax.Array:
-        """Returns the convolution [nodes, out].
-
-        Args:
-          graph: see `graph_conv`.
-          features: see `graph_conv`.
-          edge_weight: see `graph_conv`.
-        """
+        """Returns the convolution [nodes, out], for the arguments of `graph_conv`."""
         return self.call(graph, self.cast(features), edge_weight=edge_weight)

@@ -122,11 +122,5 @@ class GINConv(Layer, of=gin_conv):
         self.eps = nnx.Param(jnp.full(1, self.init_eps, self.param_dtype)) if self.learn_eps else self.init_eps
 
     def __call__(self, graph: AnyBatch, features: Floats, edge_weight: Floats | None = None) -> jax.Array:
-        """Returns the layer's result [nodes, ...].
-
-        Args:
-          graph: see `gin_conv`.
-          features: see `gin_conv`.
-          edge_weight: see `gin_conv`.
-        """
+        """Returns the layer's result [nodes, ...], for the arguments of `gin_conv`."""
         return self.call(graph, self.cast(features), eps=self.eps, edge_weight=edge_weight)

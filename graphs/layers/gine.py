@@ -139,11 +139,5 @@ class GINEConv(Layer, of=gine_conv):
         self.eps = nnx.Param(jnp.full(1, self.init_eps, self.param_dtype)) if self.learn_eps else self.init_eps
 
     def __call__(self, graph: AnyEdges, features: EndFeatures, edge_features: Floats) -> jax.Array:
-        """Returns the layer's result [nodes, ...].
-
-        Args:
-          graph: see `gine_conv`.
-          features: see `gine_conv`.
-          edge_features: see `gine_conv`.
-        """
+        """Returns the layer's result [nodes, ...], for the arguments of `gine_conv`."""
         return self.call(graph, self.cast(features), self.cast(edge_features), eps=self.eps)

@@ -234,13 +234,7 @@ class HeteroGraphConv(nnx.Module):
         features: TypedFeatures | tuple[TypedFeatures, TypedFeatures],
         edge_inputs: Mapping[str, Sequence[Any]] | Mapping[EdgeType, Sequence[Any]] | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns the results by node type, see `hetero_graph_conv`.
-
-        Args:
-          graph: see `hetero_graph_conv`.
-          features: see `hetero_graph_conv`.
-          edge_inputs: see `hetero_graph_conv`.
-        """
+        """Returns the results by node type, see `hetero_graph_conv`."""
         layers: Any = {kind: self.layers[name] for kind, name in parameter_names(self.edge_types).items()}
         return hetero_graph_conv(graph, layers, features, self.aggregate, edge_inputs=edge_inputs)
 

@@ -168,11 +168,7 @@ class JumpingKnowledge(Layer, of=jumping_knowledge):
             self.weights = nnx.Dict(drawn)
 
     def __call__(self, layers: Sequence[Floats]) -> jax.Array:
-        """Returns the joined rows, [nodes, ...].
-
-        Args:
-          layers: see `jumping_knowledge`.
-        """
+        """Returns the joined rows, [nodes, ...], for the arguments of `jumping_knowledge`."""
         weights = None
         if self.weights is not None:
             weights = JumpingWeights(**{name: self.cast(self.weights[name]) for name in JumpingWeights._fields})

@@ -99,7 +99,7 @@ class DropoutConvolution(DrawnLayer):
         """Returns the result of the layer's function, [nodes, ...].
 
         Args:
-          graph: see the function, as for features and edge weights.
+          graph: a graph of ours or jraph's, or a block.
           features: floating [nodes, in]; for a block those of its sources, or a pair, see `Block`.
           edge_weight: floating [edges], factors of the messages.
           deterministic: True to turn dropout off; None for the last choice of `train` or `eval`.

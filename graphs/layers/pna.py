@@ -274,11 +274,5 @@ class PNAConv(DrawnLayer, of=pna_conv):
         features: EndFeatures,
         edge_features: Floats | None = None,
     ) -> jax.Array:
-        """Returns the layer's result [nodes, out].
-
-        Args:
-          graph: see `pna_conv`.
-          features: see `pna_conv`.
-          edge_features: see `pna_conv`.
-        """
+        """Returns the layer's result [nodes, out], for the arguments of `pna_conv`."""
         return self.call(graph, self.cast(features), edge_features=self.cast(edge_features))

@@ -143,11 +143,5 @@ class SGConv(DrawnLayer, of=sg_conv):
         features: Floats | SparseFeatures,
         edge_weight: Floats | None = None,
     ) -> jax.Array:
-        """Returns the convolution [nodes, out].
-
-        Args:
-          graph: see `sg_conv`.
-          features: see `sg_conv`.
-          edge_weight: see `sg_conv`.
-        """
+        """Returns the convolution [nodes, out], for the arguments of `sg_conv`."""
         return self.call(graph, self.cast(features), edge_weight=edge_weight)

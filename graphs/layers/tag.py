@@ -130,11 +130,5 @@ class TAGConv(DrawnLayer, of=tag_conv):
     def __call__(
         self, graph: AnyBatch, features: Floats | SparseFeatures, edge_weight: Floats | None = None
     ) -> jax.Array:
-        """Returns the convolution [nodes, out].
-
-        Args:
-          graph: see `tag_conv`.
-          features: see `tag_conv`.
-          edge_weight: see `tag_conv`.
-        """
+        """Returns the convolution [nodes, out], for the arguments of `tag_conv`."""
         return self.call(graph, self.cast(features), edge_weight=edge_weight)
