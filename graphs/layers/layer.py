@@ -21,7 +21,7 @@ from jmp_train.graphs.structure import accumulation_dtype
 class _Declared(nnx.Module):
     """A module that declares the arguments of its constructor as fields, as a dataclass does."""
 
-    function: ClassVar[Callable[..., Any]]
+    _function: ClassVar[Callable[..., Any]]
     uncast: ClassVar[tuple[str, ...]] = ()  # parameters that keep their dtype
     dropout_keys: "DropoutKeys"  # of layers with dropout
 
@@ -34,7 +34,7 @@ class _Declared(nnx.Module):
         """
         super().__init_subclass__(**options)
         if of is not None:
-            cls.function = staticmethod(of)
+            cls._function = staticmethod(of)
         if of is not None and "__init__" not in vars(cls):
             bases = [base for base in reversed(cls.__mro__[1:]) if issubclass(base, Layer)]
             cls.__annotations__ = functools.reduce(dict.__or__, map(inspect.get_annotations, [cls, *bases]))
@@ -62,14 +62,14 @@ class Layer(_Declared):
           **given: further arguments, unchanged. For every other argument that is an attribute of the layer,
             the attribute is passed; parameters are cast to `dtype`.
         """
-        names = _arguments(self.function) - given.keys()
+        names = _arguments(self._function) - given.keys()
         held = {name: value for name, value in vars(self).items() if name in names}
         for name, value in held.items():
             if isinstance(value, nnx.List):
                 held[name] = in_dtype(self.dtype, *value)
             elif isinstance(value, nnx.Variable) and name not in self.uncast:
                 held[name] = self.cast(value)
-        return self.function(*args, **held, **given)
+        return self._function(*args, **held, **given)
 
 
 @functools.cache

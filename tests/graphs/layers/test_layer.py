@@ -41,7 +41,7 @@ LAYERS: dict[Callable[..., Any], Callable[[nnx.Rngs], Any]] = {
 @pytest.mark.parametrize("function", LAYERS)
 def test_what_a_layer_holds_are_arguments_of_its_function(function: Callable[..., Any]) -> None:
     layer = nnx.eval_shape(lambda: LAYERS[function](nnx.Rngs(0)))
-    assert layer.function is function
+    assert layer._function is function
     given = inspect.signature(type(layer).__init__).parameters
     held = {name for name in vars(layer) if not name.startswith("_")} - {"dropout_keys"}
     assert held - given.keys() <= inspect.signature(function).parameters.keys()
