@@ -72,7 +72,7 @@ def test_a_row_that_is_not_there_is_nan() -> None:
 @pytest.mark.parametrize(
     ("policy", "transform", "micro_batches"),
     [
-        ("float32", jt.data_parallel, 1),
+        pytest.param("float32", jt.data_parallel, 1, marks=pytest.mark.full),
         ("float32", jt.data_parallel, 2),
         pytest.param("float32", jt.sharded_step, 1, marks=pytest.mark.full),
         pytest.param("float32", jt.sharded_step, 2, marks=pytest.mark.full),
