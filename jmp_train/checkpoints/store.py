@@ -76,7 +76,7 @@ class CheckpointStore:
         self.close()
 
     def steps(self) -> list[int]:
-        """Returns the steps in the folder, damaged or not, in ascending order."""
+        """Returns the steps in the folder, damaged or not, in ascending order, as process 0 sees them."""
         return list_steps(self.directory)
 
     def lock(self) -> None:
