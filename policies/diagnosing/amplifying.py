@@ -44,13 +44,14 @@ class Errors:
     def compared_with(self, before: "Errors") -> str:
         """Returns a sentence that compares these errors with earlier ones."""
         what = "results are" if self.gradients is None else "the loss is"
-        said = f"{what} {_off(self.results)} (before: {text_of(before.results)})"
+        said = f"{what} {off_text(self.results)} (before: {text_of(before.results)})"
         if self.gradients is None or before.gradients is None:
             return said
-        return f"{said}, gradients {_off(self.gradients)} (before: {text_of(before.gradients)})"
+        return f"{said}, gradients {off_text(self.gradients)} (before: {text_of(before.gradients)})"
 
 
-def _off(error: float) -> str:
+def off_text(error: float) -> str:
+    """Returns by how much something is off."""
     return f"off by {text_of(error)}" if math.isfinite(error) else text_of(error)
 
 

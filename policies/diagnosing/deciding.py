@@ -8,7 +8,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from jmp_train.policies.autocasting import AutocastRules
-from jmp_train.policies.diagnosing.amplifying import GRADIENTS, Errors, error_limit, errors_of, named_row, text_of
+from jmp_train.policies.diagnosing.amplifying import (
+    GRADIENTS,
+    Errors,
+    error_limit,
+    errors_of,
+    named_row,
+    off_text,
+)
 from jmp_train.policies.diagnosing.arithmetic import decides, is_discrete, picks
 from jmp_train.policies.diagnosing.evidence import Evidence
 from jmp_train.policies.diagnosing.examining import Examination
@@ -32,14 +39,14 @@ def decisions(first: Examination, again: Again) -> Iterator[tuple[tuple[int, Pro
       again: returns the examination of the function that runs by rules, or None.
     """
     lines = _by_line(first)
-    errors = errors_with_decisions(first)
-    if not lines or not _is_harmful(first, [row for rows in lines for row in rows], errors):
+    every = [row for rows in lines for row in rows]
+    if not lines or not _is_harmful(first, every, own := _of_own(first, every)):
         return
     worst = sorted(lines, key=lambda rows: -_share(first.evidence, rows[0]))[:_LINES]
-    alone = [(rows, _errors(_of_own(first, rows))) for rows in worst] if len(lines) > 1 else []
+    alone = [(rows, _of_own(first, rows)) for rows in worst] if len(lines) > 1 else []
     harmful = [(rows, found) for rows, found in alone if _is_harmful(first, rows, found)]
-    for rows, found in harmful or [(lines[0], errors)]:
-        yield _problem(first, rows[0], found, again), rows[0]
+    for rows, found in harmful or [(lines[0], own)]:
+        yield _problem(first, rows[0], _errors(found), again), rows[0]
 
 
 def errors_with_decisions(examination: Examination) -> Errors:
@@ -97,13 +104,15 @@ def _errors(examination: Examination) -> Errors:
     return errors if errors.gradients is not None else dataclasses.replace(errors, results=examination.apart)
 
 
-def _is_harmful(first: Examination, rows: Sequence[int], errors: Errors) -> bool:
-    """Returns whether decisions make gradients wrong or, without finite ones, results.
+def _is_harmful(first: Examination, rows: Sequence[int], own: Examination) -> bool:
+    """Returns whether decisions make gradients wrong or, without finite ones, results, given a shadow of its own ones.
 
     A comparison alone may select one of two equal numbers, as in a rectifier, whose result it does not change. A metric
     without a gradient, such as an accuracy, does not count.
     """
-    before, limit = _errors(first), error_limit(first.evidence)
+    before, errors, limit = _errors(first), _errors(own), error_limit(first.evidence)
+    if _has_nan(first) and not _has_nan(own):
+        return True  # as of an index out of range
     if errors.gradients is None or not math.isfinite(errors.gradients):
         return errors.results > max(limit, MENDED * before.results)
     changes_results = errors.results > max(_WRONG, MENDED * before.results)
@@ -114,18 +123,24 @@ def _is_harmful(first: Examination, rows: Sequence[int], errors: Errors) -> bool
     return errors.gradients > max(_WRONG if of_indices or changes_results else tolerated, MENDED * held)
 
 
+def _has_nan(examination: Examination) -> bool:
+    """Returns whether results of the shadow are NaN."""
+    evidence = examination.evidence
+    return bool(evidence.column("shadow_nan")[sorted(evidence.results)].any())
+
+
 def _problem(first: Examination, row: int, errors: Errors, again: Again) -> tuple[int, Problem]:
     evidence = first.evidence
     is_compared, begin = picks(evidence.sites[row].equation), named_row(evidence, row)
     said = "decided differently than in float32" if is_compared else "other whole numbers than those of float32"
     whole = "results are" if errors.gradients is None else "the loss is"
     has_gradients = errors.gradients is not None and math.isfinite(errors.gradients)
-    gradients = f", gradients by {text_of(errors.gradients or 0.0)}" if has_gradients else ""
+    gradients = f", gradients {off_text(errors.gradients or 0.0)}" if has_gradients else ""
     found = evidence.rows[row]
     at = "" if evidence.sites[begin].line == evidence.sites[row].line else f" ({place_of(found.file, found.line)})"
     text = (
-        f"{found.decided:.2%} of {evidence.named(row)}{at} are {said}, with which {whole} off by "
-        f"{text_of(errors.results)}{gradients}"
+        f"{found.decided:.2%} of {evidence.named(row)}{at} are {said}, with which {whole} "
+        f"{off_text(errors.results)}{gradients}"
     )
     kind = "decided differently" if is_compared else "integer precision lost"
     return problem_at(evidence, begin, kind, text, _remedy(first, row, again))

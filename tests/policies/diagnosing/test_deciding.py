@@ -126,7 +126,7 @@ def test_each_way_to_decide_is_named_with_its_line_and_the_error_that_it_makes(f
     assert "; in half precision: 0.0% of the flops (before: " in problem.trial
     exact = float(loss(TABLE, UNIFORM))
     off = abs(float(half(TABLE, UNIFORM)) / exact - 1)
-    (said,) = re.findall(r"the loss is off by ([\d.]+)%, gradients by", problem.evidence)
+    (said,) = re.findall(r"the loss is off by ([\d.]+)%, gradients off by", problem.evidence)
     assert float(said) / 100 == pytest.approx(off, rel=0.1, abs=5e-3)
     mended = jt.autocast(loss, BF16, rules=report.rules)
     assert float(mended(TABLE, UNIFORM)) == pytest.approx(exact, rel=1e-3)
@@ -197,3 +197,14 @@ def test_a_result_of_whole_numbers_counts() -> None:
     (problem,) = harmful(jt.diagnose(fn, UNIFORM))
     exact, half = np.argsort(np.asarray(UNIFORM) + 100), np.asarray(fn(UNIFORM))
     assert f"results are off by {np.mean(exact != half):.0%}" in problem.evidence
+
+
+def test_an_index_that_is_out_of_range_in_half_precision_is_named_and_not_its_nan() -> None:
+    def loss(table: jax.Array, x: jax.Array) -> jax.Array:
+        place = x - 0.4  # 254.6 at the end
+        return jnp.mean(jnp.take(table, place.astype(jnp.int32)).astype(jnp.float32) ** 2)
+
+    step = jax.value_and_grad(jt.apply_policy(loss, BF16_PARTS))
+    first, *_ = harmful(jt.diagnose(step, jnp.sin(jnp.arange(255.0)), POSITIONS[:256]))
+    assert (first.kind, first.code) == ("integer precision lost", "place = x - 0.4  # 254.6 at the end")
+    assert "with which the loss is not finite, gradients off by" in first.evidence
