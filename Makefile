@@ -146,7 +146,7 @@ clean:
 .venv-gpu/.dev: pyproject.toml
 	test -x .venv-gpu/bin/pip || $(PYTHON) -m venv .venv-gpu
 	@echo "installing jmp_train[train,$(GPU_EXTRA)] into .venv-gpu, which takes a while the first time"
-	@.venv-gpu/bin/pip install -qq --editable '.[train,$(GPU_EXTRA)]' pytest pytest-timeout
+	@.venv-gpu/bin/pip install -qq --editable '.[train,$(GPU_EXTRA)]' networkx pillow pytest pytest-timeout
 	@touch $@
 
 # For tests that compile ahead of time for a target GPU; see the plan extra. The compilers, 600 and 700 MB, are in a cache.

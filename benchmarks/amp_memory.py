@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from example_tasks import load_task
 from result_files import write_results
 
 from jmp_train.aot import CompiledProgram, compile_for_gpu
 from jmp_train.runs import setup_of
-from jmp_train.tasks import load_task
 
 SYNTHETIC = {"synthetic": True}
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {

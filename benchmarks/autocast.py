@@ -4,7 +4,7 @@
     python benchmarks/autocast.py --tiny --rounds 1     # in a small size, to see that it runs
 
 The model is a vision transformer in flax linen, as published; the small ones are an MLP
-and the task `mnist`'s network. Four things are printed:
+and the network of `examples/tasks/mnist.py`. Four things are printed:
 
 1. The optimized HLO of loss and gradients on this backend: its instructions, fused ones included,
    and how many of them are `convert`; for float32, for flax's `dtype=` set by hand, for autocast.
@@ -39,10 +39,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from example_tasks import mnist
 from result_files import write_results
 
 from jmp_train.policies.autocasting import autocast
-from jmp_train.tasks import mnist
 
 CLASSES = 1000
 LEARNING_RATE = 1e-3
@@ -214,7 +214,7 @@ def vit_model(size: VitSize, dtype: Any = None) -> Model:
 
 
 def mnist_model(batch: int) -> Model:
-    """Returns the task `mnist`'s network; its batch statistics are part of the batch."""
+    """Returns the network of `examples/tasks/mnist.py`; its batch statistics are part of the batch."""
     params, batch_stats = jax.eval_shape(mnist.init, jax.random.key(0))
     rows = {
         "image": jax.ShapeDtypeStruct((batch, 28, 28, 1), jnp.float32),

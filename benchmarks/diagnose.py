@@ -4,10 +4,10 @@
     python benchmarks/diagnose.py --cases vit-tiny --reports 30
     python benchmarks/diagnose.py --tiny --rounds 1     # in a small size, to see that it runs
 
-The script measures three steps with a loss scale, each in its own process: the task `mnist`'s network, a small vision
-transformer (ViT-tiny's width, depth and heads, on images of 32 pixels), and a graph attention network on a synthetic
-graph like Reddit's. Compile time includes tracing, and is also given in CPU seconds; for the diagnosis, it is the
-first call minus one run. The run is the time of each further step of a diagnosis, and the first report is the time
+The script measures three steps with a loss scale, each in its own process: the network of `examples/tasks/mnist.py`, a
+small vision transformer (ViT-tiny's width, depth and heads, on images of 32 pixels), and a graph attention network on a
+synthetic graph like Reddit's. Compile time includes tracing, and is also given in CPU seconds; for the diagnosis, it is
+the first call minus one run. The run is the time of each further step of a diagnosis, and the first report is the time
 that a user waits; on a busy machine, compare CPU seconds. Memory of the step is XLA's plan for arguments, results and
 temporaries. Memory of the diagnosis is the maximum over its arrays, sampled every 20 milliseconds, without temporaries
 inside of its programs.
@@ -31,13 +31,12 @@ from typing import Any
 
 import jax
 import optax
+from example_tasks import load_task, models, vit
 from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
 from jmp_train.runs import setup_of, train_batches
-from jmp_train.tasks import load_task, vit
-from jmp_train.tasks.models import VisionTransformer
 
 GOAL, MEMORY_GOAL, GROWTH_GOAL = 3.0, 5.0, 200
 CASES = ("mnist", "vit-tiny", "gat")
@@ -115,9 +114,9 @@ def case(name: str, policy: str, tiny: bool) -> Call:
         return of_task(task, policy, len(task.train["label"]))
     if name == "mnist":
         return of_task(load_task("mnist", synthetic=True), policy, 8 if tiny else 32)
-    model = VisionTransformer(classes=10, patch=4, width=192, depth=12, mlp=768, heads=3)
+    model = models.VisionTransformer(classes=10, patch=4, width=192, depth=12, mlp=768, heads=3)
     if tiny:
-        model = VisionTransformer(classes=10, patch=4, width=32, depth=2, mlp=64, heads=2)
+        model = models.VisionTransformer(classes=10, patch=4, width=32, depth=2, mlp=64, heads=2)
     classifier = vit.classifier(model, 32)
     params, model_state = classifier.init(jax.random.key(0))
     optimizer = jt.with_loss_scale(optax.adamw(1e-3), jt.torch_loss_scale())

@@ -1,4 +1,4 @@
-"""Trains the language model of task `lm` with dense layers in 8 bits, in bfloat16 and in float32.
+"""Trains the language model of `examples/tasks/lm.py` with dense layers in 8 bits, in bfloat16 and in float32.
 
     python benchmarks/fp8.py [--ways bfloat16 Float8CurrentScaling ...] [--seeds 3] [--json FILE]
     python benchmarks/fp8.py --steps 3 --seeds 1     # to see that it runs
@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from example_tasks import load_task
 from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
 from jmp_train.aot import compile_for_gpu
-from jmp_train.tasks import load_task
 
 RECIPES = {
     recipe.__name__: recipe

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from example_tasks import models, reddit
 from flax import nnx
 from result_files import write_results
 
@@ -24,8 +25,6 @@ import jmp_train as jt
 from jmp_train.aot import CompiledProgram, compile_for_gpu
 from jmp_train.graphs.datasets import REDDIT_CLASSES, REDDIT_FEATURES, heavy_tailed
 from jmp_train.graphs.structure import Adjacency, CSRAndCSC, Graph, from_degrees
-from jmp_train.tasks.models import GAT, adam_with_l2
-from jmp_train.tasks.reddit import HIDDEN
 
 NODES, EDGES = 232_965, 114_615_892  # without self-loops
 POLICIES = ("float32", "mixed_float16", "autocast_float16")
@@ -61,12 +60,12 @@ def train_step(policy_name: str, *heads: str) -> tuple[Any, tuple[Any, ...], dic
     """Returns the whole step, the shapes of its arguments, and that the state is donated."""
     policy = jt.get_policy(policy_name)
     has_half = policy_name != "float32"
-    optimizer = jt.with_loss_scale(adam_with_l2(1e-3), jt.torch_loss_scale(enabled=has_half))
+    optimizer = jt.with_loss_scale(models.adam_with_l2(1e-3), jt.torch_loss_scale(enabled=has_half))
 
-    def make(key: jax.Array) -> GAT:
-        return GAT(
+    def make(key: jax.Array) -> models.GAT:
+        return models.GAT(
             REDDIT_FEATURES,
-            HIDDEN,
+            reddit.HIDDEN,
             REDDIT_CLASSES,
             [int(count) for count in heads],
             rngs=nnx.Rngs(key),

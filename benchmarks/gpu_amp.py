@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from example_tasks import cifar10, load_task, vit
+from example_tasks import models as our_models
 from gpu_workloads import (
     MODES,
     OURS,
@@ -28,8 +30,6 @@ from gpu_workloads import (
 
 from jmp_train import Task
 from jmp_train.runs import setup_of
-from jmp_train.tasks import cifar10, load_task, vit
-from jmp_train.tasks.models import ResNet, VisionTransformer
 
 RESNET_RATE = 1e-3  # the task's, with which it begins after a warm-up, makes the loss of one batch jump
 TINY_STAGES = (
@@ -47,10 +47,10 @@ READY = "ours also crops, flips and normalizes the images within the step"
 
 def _resnet_job(variant: Variant, size: float, folder: Path) -> Job:
     del folder
-    stages = ResNet.stages if size >= RESNET34.size else TINY_STAGES
+    stages = our_models.ResNet.stages if size >= RESNET34.size else TINY_STAGES
     rows = cifar10.prepare(cifar10.synthetic_data(int(size), seed=0))
     if variant.way == OURS:
-        task = cifar10.make_task(ResNet(stages), rows, rows)
+        task = cifar10.make_task(our_models.ResNet(stages), rows, rows)
         return _our_job(task, variant.precision, RESNET_RATE)
 
     torch, models = _torch()
@@ -67,7 +67,7 @@ def _resnet_job(variant: Variant, size: float, folder: Path) -> Job:
 def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
     del folder
     is_whole = size >= VIT_B16.size
-    depth = VisionTransformer.depth if is_whole else TINY_DEPTH
+    depth = our_models.VisionTransformer.depth if is_whole else TINY_DEPTH
     side = vit.IMAGE_SIZE if is_whole else TINY_SIDE
     rows = vit.synthetic_data(int(size), side, seed=0)
     if variant.way == OURS:
@@ -86,7 +86,7 @@ def _vit_job(variant: Variant, size: float, folder: Path) -> Job:
 
 def _vit_task(depth: int, side: int, rows: dict[str, np.ndarray]) -> Task:
     """Returns the task with a number of blocks and these rows as training data."""
-    classifier = vit.classifier(VisionTransformer(depth=depth), side)
+    classifier = vit.classifier(our_models.VisionTransformer(depth=depth), side)
     return dataclasses.replace(
         load_task("vit-b16", synthetic=True, image_size=side),
         train=rows,

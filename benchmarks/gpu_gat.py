@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from example_tasks import models, reddit
 from flax import nnx
 from gpu_workloads import (
     OURS,
@@ -32,8 +33,6 @@ from gpu_workloads import (
 
 from jmp_train.graphs import Graph, from_edges
 from jmp_train.graphs.datasets import REDDIT_CLASSES, REDDIT_FEATURES, synthetic_reddit
-from jmp_train.tasks import reddit
-from jmp_train.tasks.models import GAT, graph_classifiers
 
 SMALLEST_PART = 1 / 64
 GUIDE = "DGL's guide, on a V100-16GB: 15.2 GB in float32, 12.8 in float16, which is slower"
@@ -63,8 +62,8 @@ class RedditGraph(NamedTuple):
         return senders, np.repeat(np.arange(len(degrees), dtype=np.int32), degrees)
 
 
-def _gat(key: jax.Array) -> GAT:
-    return GAT(REDDIT_FEATURES, reddit.HIDDEN, REDDIT_CLASSES, reddit.HEADS, rngs=nnx.Rngs(key))
+def _gat(key: jax.Array) -> models.GAT:
+    return models.GAT(REDDIT_FEATURES, reddit.HIDDEN, REDDIT_CLASSES, reddit.HEADS, rngs=nnx.Rngs(key))
 
 
 def _prepare_gat(scale: float, folder: Path) -> None:
@@ -161,7 +160,7 @@ def _our_gat(data: RedditGraph, precision: str) -> Job:
         "node": data.nodes,
         "label": data.labels,
     }
-    return policy_job(loss_fn, graph_classifiers.adam_with_l2(1e-3), init, batch, precision)
+    return policy_job(loss_fn, models.adam_with_l2(1e-3), init, batch, precision)
 
 
 def pyg_gat(data: RedditGraph, precision: str, compiled: bool) -> Job:
@@ -187,7 +186,7 @@ def pyg_gat(data: RedditGraph, precision: str, compiled: bool) -> Job:
             return x[nodes]
 
     def adam(params: Any) -> Any:
-        decay = graph_classifiers.WEIGHT_DECAY
+        decay = models.WEIGHT_DECAY
         return torch.optim.Adam(params, lr=1e-3, weight_decay=decay, fused=True)
 
     half = precision if precision in ("float16", "bfloat16") else "float32"

@@ -1,13 +1,12 @@
-"""The workload `mnist` of `gpu.py`: the step of the task `mnist`, in jmp_train and in torch."""
+"""The workload `mnist` of `gpu.py`: the step of `examples/tasks/mnist.py`, in jmp_train and in torch."""
 
 import importlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from example_tasks import mnist
 from gpu_workloads import OURS, Job, TorchJob, Variant, Workload, policy_job, variants_of
-
-from jmp_train.tasks import mnist
 
 NOTEBOOK = "the notebook, torch.amp beside float32: 2.3 times as fast, 0.63 of the memory"
 

@@ -26,14 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from example_tasks import cifar10, load_task, models
 from optimizer_state_programs import programs, shapes
 from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
-from jmp_train.tasks import load_task
-from jmp_train.tasks.cifar10 import make_task
-from jmp_train.tasks.models.convolution import ResNet
 
 Optimizer = Callable[..., optax.GradientTransformation]
 
@@ -108,7 +106,9 @@ def case_of(name: str, tiny: bool) -> Case:
         return Case(load_task("digits"), adam, 3 if tiny else 330, 64)
     if name == "cifar10":
         task = load_task("cifar10", synthetic=True)
-        small = make_task(ResNet((1, 1, 1, 1), (8, 16, 32, 64)), task.train, {k: x[:500] for k, x in task.test.items()})
+        small = cifar10.make_task(
+            models.ResNet((1, 1, 1, 1), (8, 16, 32, 64)), task.train, {k: x[:500] for k, x in task.test.items()}
+        )
         small = dataclasses.replace(small, learning_rate=lambda steps: optax.cosine_decay_schedule(1e-3, steps))
         return Case(small, adam, 3 if tiny else 80, 32)
     task = load_task("lm")

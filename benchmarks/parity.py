@@ -3,9 +3,9 @@
     python benchmarks/parity.py [--seeds 3] [--steps 150] [--json FILE]
     python benchmarks/parity.py --seeds 1 --steps 2     # to see that it runs
 
-The GPT of task `lm`, with two blocks of width 64, learns Python's documentation for some steps in float32. Then the
-script compares the log-probabilities of held-out bytes by the full forward pass with those of the same bytes one by
-one through the cache of keys and values, as in a sampler, in float32, float16 and bfloat16. Each function runs
+The GPT of `examples/tasks/lm.py`, with two blocks of width 64, learns Python's documentation for some steps in float32.
+Then the script compares the log-probabilities of held-out bytes by the full forward pass with those of the same bytes
+one by one through the cache of keys and values, as in a sampler, in float32, float16 and bfloat16. Each function runs
 compiled as a whole, as users run it, and operation by operation, without fusion by the compiler. Seeds determine the
 parameters and the bytes.
 """
@@ -19,15 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from example_tasks import lm, models
 from flax import nnx
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.tasks.lm import documentation, windows
-from jmp_train.tasks.models.gpt import GPT, GPTConfig, empty_cache
 
-CONFIG = GPTConfig(width=64, depth=2, heads=4, kv_heads=2, mlp=192)
-GRAPHDEF = nnx.graphdef(nnx.eval_shape(lambda: GPT(CONFIG, nnx.Rngs(0))))
+CONFIG = models.GPTConfig(width=64, depth=2, heads=4, kv_heads=2, mlp=192)
+GRAPHDEF = nnx.graphdef(nnx.eval_shape(lambda: models.GPT(CONFIG, nnx.Rngs(0))))
 CONTEXT, BATCH = 32, 32
 DTYPES = ("float32", "float16", "bfloat16")
 COLUMNS = ("mean", "99%", "maximum", "0.1%", "1%", "KL (k3)", "op by op")
@@ -40,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    text = windows(documentation(), CONTEXT + 1)["token"].astype(np.int32)
+    text = lm.windows(lm.documentation(), CONTEXT + 1)["token"].astype(np.int32)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in DTYPES}
     for seed in range(args.seeds):
         order = np.random.default_rng(seed).permutation(len(text))
@@ -68,7 +67,7 @@ def cached(params: Any, tokens: jax.Array) -> jax.Array:
         logits, cache = model.extend(token[:, None], cache)
         return cache, logits[:, 0]
 
-    _, logits = jax.lax.scan(step, empty_cache(model, len(tokens), tokens.shape[1] - 1), tokens[:, :-1].T)
+    _, logits = jax.lax.scan(step, models.empty_cache(model, len(tokens), tokens.shape[1] - 1), tokens[:, :-1].T)
     return chosen(logits.swapaxes(0, 1), tokens)
 
 
@@ -80,7 +79,7 @@ def chosen(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def trained(text: np.ndarray, seed: int, steps: int) -> Any:
     """Returns parameters after some steps in float32."""
-    params, tx = nnx.state(GPT(CONFIG, nnx.Rngs(seed)), nnx.Param), optax.adam(3e-3)
+    params, tx = nnx.state(models.GPT(CONFIG, nnx.Rngs(seed)), nnx.Param), optax.adam(3e-3)
     step = jax.jit(jt.train_step(jt.stateless(lambda params, tokens: -full(params, tokens).mean()), tx))
     state = jt.TrainState.create(params, tx)
     for number in range(steps):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from example_tasks import load_task, task_module
 from published_fits import REPORTS, planned
 from result_files import write_results
 
@@ -32,7 +33,6 @@ from jmp_train.aot import CompiledProgram, compile_program, export_program, tpu_
 from jmp_train.planning import Plan, PlanRow
 from jmp_train.policies.files import cache_folder
 from jmp_train.runs import planned_step
-from jmp_train.tasks import find_task, load_task
 
 SLICES = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:8x8", "v5e:16x16")
 CLUSTERS = ("1x1", "1x8", "2x8", "8x8")  # hosts, GPUs of each
@@ -147,7 +147,7 @@ def tasks(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 def compiled_task(name: str, chip: str) -> CompiledProgram:
     """Returns the compiled step of a task on one chip."""
-    options: Any = find_task(name).options
+    options: Any = task_module(name).Options
     without_data = "synthetic" in {field.name for field in dataclasses.fields(options)}
     task = load_task(name, **({"synthetic": True} if without_data else {}))
     step, state, batches = planned_step(task, POLICY)

@@ -3,7 +3,7 @@
     python benchmarks/planetoid.py [--data-dir ../shared/data/planetoid] [--datasets cora] [--seeds 10] [--json FILE]
 
 The script prints tables for each data set with files in the folder. Models and training are the papers'
-(`jmp_train/tasks/cora.py`). They and the rule by which the validation nodes select the epoch were fixed before the
+(`examples/tasks/cora.py`). They and the rule by which the validation nodes select the epoch were fixed before the
 first run. Each seed evaluates the test nodes once, with the parameters of that epoch. A seed determines parameters and
 dropout, the same in each policy, so that half precision is compared with float32 seed by seed. Features are sparse.
 
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from example_tasks import cora, models
 from result_files import write_results
 
 import jmp_train as jt
@@ -33,8 +34,6 @@ from jmp_train import Task
 from jmp_train.graphs import NodeData, read_planetoid
 from jmp_train.graphs.datasets import PLANETOID, synthetic_cora
 from jmp_train.runs import loss_scale_for
-from jmp_train.tasks.cora import make_task
-from jmp_train.tasks.models import node_examples
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/planetoid"
 POLICIES = ("float32", "mixed_float16", "autocast_float16")
@@ -149,10 +148,10 @@ def make_trainer(task: Task, policy: jt.Policy, paper: Paper) -> Callable[..., d
 
 def run_seeds(data: NodeData, name: str, model: str, policy_name: str, seeds: int, paper: Paper) -> list[Any]:
     """Returns what each seed of a data set came to in one policy, numbers by name."""
-    task, policy = make_task(data, model, name, sparse=True), jt.get_policy(policy_name)
+    task, policy = cora.make_task(data, model, name, sparse=True), jt.get_policy(policy_name)
     shared = jax.device_put(policy.cast_to_compute(task.shared()))
     nodes = {"train": data.train, "validation": data.validation, "test": data.test}
-    batches = {name: node_examples(data, chosen) | shared for name, chosen in nodes.items()}
+    batches = {name: models.node_examples(data, chosen) | shared for name, chosen in nodes.items()}
     train = make_trainer(task, policy, paper)
     results = []
     for seed in range(seeds):

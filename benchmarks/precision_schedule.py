@@ -28,13 +28,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from example_tasks import load_task, models
 from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
 from jmp_train.runs import evaluation_batches, phase_bounds, setup_of, train_batches
-from jmp_train.tasks import load_task
-from jmp_train.tasks.models import Accuracy
 
 ENDS = {
     "mixed_bfloat16": "float32",
@@ -54,7 +53,7 @@ def regression() -> Task:
         test=_values(4096, seed=1),
         init=_init,
         loss_fn=jt.stateless(lambda params, batch: _squares(_fitted(params, None, batch), batch["label"]).mean()),
-        metrics=Accuracy(_fitted),  # whose function is evaluated
+        metrics=models.Accuracy(_fitted),  # whose function is evaluated
         optimizer=lambda steps: optax.adam(optax.cosine_decay_schedule(3e-3, steps, 0.1)),
         batch_size=256,
         epochs=125,

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from example_tasks import models
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jmp_train as jt
 from jmp_train.aot import GPUS, tpu_slice
-from jmp_train.tasks.models.causal_attention import causal_attention
 
 EPSILON = 1e-5  # of the norms
 OPTIMIZER = optax.adam(1e-4)
@@ -219,7 +219,7 @@ def one_block(x: jax.Array, weights: Any, sizes: Sizes) -> jax.Array:
         return checkpoint_name(y @ half[name], name).reshape(*y.shape[:2], -1, sizes.head_size)
 
     y = normed(x, weights["attention_norm"])
-    attended = causal_attention(heads("query", y), heads("key", y), heads("value", y))
+    attended = models.causal_attention(heads("query", y), heads("key", y), heads("value", y))
     x = x + checkpoint_name(attended.reshape(*x.shape[:2], -1) @ half["out"], "out")
     y = normed(x, weights["mlp_norm"])
     hidden = jax.nn.silu(y @ half["gate"]) * (y @ half["up"]) if sizes.gated else jax.nn.gelu(y @ half["up"])

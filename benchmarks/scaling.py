@@ -29,6 +29,7 @@ import jax
 import jmp
 import numpy as np
 import optax
+from example_tasks import load_task
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -44,7 +45,6 @@ from step_overhead import (
 
 import jmp_train as jt
 from jmp_train import Task
-from jmp_train.tasks import load_task
 
 TARGET = 1.03
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

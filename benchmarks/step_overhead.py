@@ -25,13 +25,12 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import optax
+from example_tasks import load_task, models, vit
 from flax.training.dynamic_scale import DynamicScale
 from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
-from jmp_train.tasks import load_task, vit
-from jmp_train.tasks.models import VisionTransformer
 
 LEARNING_RATE = 1e-3
 WATCHES = ((), ("lost_updates",), ("underflow",), ("lost_updates", "underflow"))
@@ -226,7 +225,9 @@ def watched_models(examples: int) -> dict[str, Watched]:
     label = jnp.asarray(rng.integers(10, size=examples))
     mnist = load_task("mnist", synthetic=True)
     images = [jnp.asarray(rng.random((examples, *shape), np.float32)) for shape in ((28, 28, 1), (32, 32, 3))]
-    transformer = vit.classifier(VisionTransformer(classes=10, patch=4, width=128, depth=4, heads=4, mlp=512), 32)
+    transformer = vit.classifier(
+        models.VisionTransformer(classes=10, patch=4, width=128, depth=4, heads=4, mlp=512), 32
+    )
     return {
         "mnist": Watched(mnist.loss_fn, *mnist.init(jax.random.key(0)), {"image": images[0], "label": label}),
         "transformer": Watched(

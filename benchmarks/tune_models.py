@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import optax
+from example_tasks import load_task, models, vit
 
 from jmp_train import Task
 from jmp_train.runs import train_batches
-from jmp_train.tasks import load_task, vit
-from jmp_train.tasks.models import VisionTransformer
 
 EXAMPLES = 3  # the last of which the search does not see
 
@@ -29,7 +28,7 @@ class Case(NamedTuple):
 
 
 def mnist(tiny: bool) -> Case:
-    """The task `mnist`'s network."""
+    """The network of `examples/tasks/mnist.py`."""
     return _of_task(load_task("mnist", synthetic=True), 4 if tiny else 32)
 
 
@@ -58,9 +57,9 @@ def _of_task(task: Task, batch_size: int) -> Case:
 
 def vit_tiny(tiny: bool) -> Case:
     """A vision transformer of ViT-tiny's width, depth and heads, on images of 32 pixels."""
-    model = VisionTransformer(classes=10, patch=4, width=192, depth=12, mlp=768, heads=3)
+    model = models.VisionTransformer(classes=10, patch=4, width=192, depth=12, mlp=768, heads=3)
     if tiny:
-        model = VisionTransformer(classes=10, patch=4, width=32, depth=2, mlp=64, heads=2)
+        model = models.VisionTransformer(classes=10, patch=4, width=32, depth=2, mlp=64, heads=2)
     classifier = vit.classifier(model, 32)
     params, model_state = classifier.init(jr.key(0))
 

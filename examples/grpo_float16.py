@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from tasks.models import GPT, GPTConfig, generate
 
 import jmp_train as jt
-from jmp_train.tasks.models import GPT, GPTConfig, generate
 
 WORDS = "0123456789+="
 PROMPT, ANSWER = 4, 2  # tokens

@@ -14,9 +14,9 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
+from tasks.readers.public_images import read_mnist
 
 import jmp_train as jt
-from jmp_train.data import read_mnist
 
 # (channels, kernel, stride, padding) of each convolution
 BLOCKS = ((32, 3, 1, 1), (64, 3, 1, 1), (64, 2, 2, 0), (128, 3, 1, 1), (128, 3, 1, 1),

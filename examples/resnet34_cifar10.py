@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from tasks.readers.public_images import read_cifar10
 
 import jmp_train as jt
-from jmp_train.data import array_batches, read_cifar10
+from jmp_train.data import array_batches
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of red, green and blue
 

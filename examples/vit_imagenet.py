@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from tasks.readers.image_folder import center_crops, random_crops, read_image_folder
 
 import jmp_train as jt
-from jmp_train.data import array_batches, center_crops, random_crops, read_image_folder
+from jmp_train.data import array_batches
 
 # Of the red, green and blue of ImageNet's training images, from 0 to 255.
 MEAN, STD = np.array((123.7, 116.3, 103.5)), np.array((58.4, 57.1, 57.4))

@@ -1,7 +1,7 @@
 """Mixed-precision training for JAX, as transformations of pure functions.
 
 `import jmp_train as jt` offers the names for training scripts: policies, loss scales, autocast, train steps and
-checkpoints. `jt.graphs` passes messages on graphs, `jt.data` reads and batches data, `jt.aot` compiles ahead of time
+checkpoints. `jt.graphs` passes messages on graphs, `jt.data` makes batches, `jt.aot` compiles ahead of time
 for a target GPU, `jt.distributed` connects several processes; `jt.policies`, `jt.autocasting`, `jt.steps`,
 `jt.parallel` and `jt.checkpoints` hold names for special needs. All names of jmp 0.0.4 are here unchanged.
 """

@@ -8,6 +8,7 @@ results do not depend on their number. Expected: about 97% of MNIST's test image
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 
 import jmp_train as jt
-from jmp_train.data import array_batches, read_mnist
+from jmp_train.data import array_batches
 
 
 class CNN(nn.Module):
@@ -79,6 +80,9 @@ def main() -> None:
 
     jt.distributed.initialize()
     if args.data_dir:
+        sys.path.append(str(Path(__file__).parents[1]))
+        from tasks.readers.public_images import read_mnist
+
         train, test = read_mnist(args.data_dir)
     else:
         train, test = synthetic_mnist(10_000, seed=0), synthetic_mnist(1_000, seed=1)

@@ -41,11 +41,10 @@ from jmp_train.distributed import end_at_once, initialize
 from jmp_train.launch import LaunchError, check_launch, lasting_output, launch, threads_for
 from jmp_train.policies.autocasting import FUSION_FLAG
 from jmp_train.runs import MODE_CHOICES, SCHEDULE_FORM
-from jmp_train.tasks import TASK_FORMS, TASK_NAMES, find_task, is_task_text
+from jmp_train.tasks import BUILT_IN, TASK_FORMS, find_task, is_task_text
 
-_DEFAULT_TASK = "digits"
 _VALUES: dict[Any, float] = {0: 0, "+": math.inf}  # number of values of an option, by its nargs
-_TASK_HELP = f"{', '.join(TASK_NAMES)}; {TASK_FORMS}; default: {_DEFAULT_TASK}; TASK --help shows its own options"
+_TASK_HELP = f"{BUILT_IN}, {TASK_FORMS}; default: {BUILT_IN}; TASK --help shows its own options"
 _SCHEDULES = f"{SCHEDULE_FORM} for a schedule; mixed_float16,0.9:float32 trains the last tenth of the steps in float32"
 _COMMANDS = {
     "train": "train a task in one policy or AMP mode",
@@ -133,7 +132,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     ):
         command = made[name]
         command.usage = f"jmp-train {name} [TASK] [options]"
-        command.add_argument("task", nargs="?", default=_DEFAULT_TASK, metavar="TASK", help=_TASK_HELP)
+        command.add_argument("task", nargs="?", default=BUILT_IN, metavar="TASK", help=_TASK_HELP)
         command.set_defaults(run=run, options=shared)
         add_options(command, own)
         add_options(command, shared)
@@ -164,7 +163,7 @@ def _add_task(arguments: Sequence[str], command: argparse.ArgumentParser) -> Non
         return
     _start_jax(arguments)
     with checking_the_call():
-        source = find_task(text or _DEFAULT_TASK)
+        source = find_task(text or BUILT_IN)
     command.set_defaults(source=source)
     if source.options is None:
         return

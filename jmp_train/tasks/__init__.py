@@ -1,11 +1,10 @@
-"""The jobs that `jmp-train` runs: the built-in tasks, one module per task, and the tasks of users' files."""
+"""The jobs that `jmp-train` runs: the built-in task `digits`, and the tasks of users' files."""
 
+from jmp_train.tasks.sources import BUILT_IN as BUILT_IN
 from jmp_train.tasks.sources import TASK_FORMS as TASK_FORMS
-from jmp_train.tasks.sources import TASK_NAMES as TASK_NAMES
 from jmp_train.tasks.sources import FileError as FileError
 from jmp_train.tasks.sources import TaskSource as TaskSource
 from jmp_train.tasks.sources import described as described
 from jmp_train.tasks.sources import errors_of_file as errors_of_file
 from jmp_train.tasks.sources import find_task as find_task
 from jmp_train.tasks.sources import is_task_text as is_task_text
-from jmp_train.tasks.sources import load_task as load_task

@@ -4,19 +4,22 @@ The data come with scikit-learn, so this job runs anywhere. BatchNorm and dropou
 state and the random key that larger jobs have.
 """
 
+import dataclasses
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jmp_train.extras import extra_packages
-from jmp_train.task import Task
-from jmp_train.tasks.models import Accuracy, image_classifier
-from jmp_train.tasks.task_options import ShardedOptions
+from jmp_train.policies import autocast, batch_norm_paths
+from jmp_train.task import DATA_AXIS, Examples, Task
 
 CLASSES = 10
+SHAPE = (1, 8, 8, 1)
 
 
 class DigitsCNN(nn.Module):
@@ -39,10 +42,55 @@ class DigitsCNN(nn.Module):
         return nn.Dense(CLASSES)(x)
 
 
-init, loss_fn, predict, batch_norms = image_classifier(DigitsCNN, (1, 8, 8, 1))
+def init(key: jax.Array) -> tuple[Any, Any]:
+    """Returns float32 parameters and batch statistics."""
+    # Compiled, so that the forward pass is removed instead of compiled and run operation by operation.
+    variables = jax.jit(partial(DigitsCNN().init, train=False))(key, jnp.zeros(SHAPE))
+    return variables["params"], variables["batch_stats"]
 
 
-Options = ShardedOptions
+def loss_fn(
+    params: Any, batch_stats: Any, batch: Examples, rng: jax.Array | None, axis_name: str | None = None
+) -> tuple[jax.Array, Any]:
+    """Returns the mean cross-entropy, the next batch statistics and the accuracy."""
+    logits, updated = DigitsCNN(axis_name).apply(
+        {"params": params, "batch_stats": batch_stats},
+        batch["image"],
+        train=True,
+        mutable=["batch_stats"],
+        rngs=None if rng is None else {"dropout": rng},
+    )
+    logits = logits.astype(jnp.float32)  # the loss should not be in half precision
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+    accuracy = (logits.argmax(-1) == batch["label"]).mean(dtype=jnp.float32)
+    return loss, (updated["batch_stats"], {"accuracy": accuracy})
+
+
+def predict(params: Any, batch_stats: Any, batch: Examples) -> Any:
+    """Returns the logits of a batch."""
+    return DigitsCNN().apply({"params": params, "batch_stats": batch_stats}, batch["image"], train=False)
+
+
+def metrics(params: Any, batch_stats: Any, batch: Examples) -> dict[str, Any]:
+    """Returns the accuracy, for which a non-finite output counts as wrong, and the number of such outputs."""
+    return autocast(_judged, enabled=False)(predict(params, batch_stats, batch), jnp.asarray(batch["label"]))
+
+
+def _judged(logits: jax.Array, label: jax.Array) -> dict[str, Any]:
+    is_finite = jnp.isfinite(logits).all(-1)
+    is_right = is_finite & (logits.argmax(-1).astype(label.dtype) == label)
+    return {"test_accuracy": (is_right.sum(), label.size), "nonfinite_outputs": (~is_finite).sum()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of task `digits`.
+
+    Args:
+      devices: number of devices over which a batch is sharded.
+    """
+
+    devices: int = 1
 
 
 def task(options: Options) -> Task:
@@ -60,11 +108,11 @@ def task(options: Options) -> Task:
         train=train,
         test=test,
         init=init,
-        loss_fn=partial(loss_fn, axis_name=options.axis_name),
-        metrics=Accuracy(predict),
+        loss_fn=partial(loss_fn, axis_name=DATA_AXIS if options.devices > 1 else None),
+        metrics=metrics,
         learning_rate=rate,
         optimizer=lambda steps: optax.adam(rate(steps)),
         batch_size=64,
         epochs=15,
-        batch_norms=batch_norms,
+        batch_norms=lambda: batch_norm_paths(DigitsCNN(), jax.ShapeDtypeStruct(SHAPE, jnp.float32), train=False),
     )

@@ -1,7 +1,4 @@
-"""The source of a task: a built-in name, `path/to/file.py:function`, or `package.module:function`.
-
-The module of a built-in task has `Options` and `task(options)`, as users' files do.
-"""
+"""The source of a task: `digits`, `path/to/file.py`, `path/to/file.py:function`, or `package.module:function`."""
 
 import ast
 import dataclasses
@@ -21,43 +18,15 @@ from types import ModuleType
 from typing import Any
 
 from jmp_train.task import Task
+from jmp_train.tasks import digits
 
-TASK_NAMES = ("digits", "mnist", "karate", "cora", "planetoid", "reddit", "proteins", "cifar10", "vit-b16", "lm")
-_MODULES = {name: name for name in TASK_NAMES} | {"vit-b16": "vit"}
-
-
-def module_of(name: str) -> Any:
-    """Returns the module of a built-in task.
-
-    Args:
-      name: one of `TASK_NAMES`.
-    """
-    return importlib.import_module(f"jmp_train.tasks.{_MODULES[name]}")
-
-
-def load_task(name: str, **options: Any) -> Task:
-    """Returns a built-in task with its data loaded.
-
-    Args:
-      name: one of `TASK_NAMES`.
-      **options: fields of the task's `Options`.
-
-    Raises:
-      KeyError: there is no such task.
-      TypeError: the task has no such option.
-      ValueError: an option is out of range, or a file is damaged.
-      FileNotFoundError: files are missing; the message has their public address.
-
-    Example:
-      >>> load_task("karate", model="gat").epochs
-      50
-    """
-    module = module_of(name)
-    return module.task(module.Options(**options))
-
-
-TASK_FORMS = "path/to/file.py:function, or package.module:function"
+BUILT_IN = "digits"
+TASK_FORMS = "path/to/file.py, path/to/file.py:function, or package.module:function"
 _FORM = re.compile(r"[^\0]+:[^\W\d]\w*")
+_FUNCTION = "task"  # of a file that is named without one
+# Tasks of version 0.1 that are files of the repository now.
+_FILES = {name: name for name in ("mnist", "karate", "cora", "reddit", "proteins", "cifar10", "lm")}
+_FILES |= {"planetoid": "cora", "vit-b16": "vit"}
 
 
 class FileError(Exception):
@@ -72,7 +41,7 @@ class TaskSource:
       name: name of the task in reports and checkpoints.
       function: the function.
       options: the dataclass of the function's options; None if it takes none.
-      file: the user's file or module; None for built-in tasks.
+      file: the user's file or module; None for `digits`.
       takes_policy: True if the function has a parameter for a policy's name in place of options.
     """
 
@@ -124,31 +93,32 @@ class TaskSource:
 
 
 def is_task_text(text: str) -> bool:
-    """Returns True for the name of a built-in task, and for text in the form of a user's task.
+    """Returns True for the name of a task, now or in version 0.1, and for text in the form of a user's task.
 
     Example:
-      >>> [is_task_text(text) for text in ("digits", "my.py:task", "0.9:float32", "gat")]
-      [True, True, True, False]
+      >>> [is_task_text(text) for text in ("digits", "my.py", "my.py:task", "0.9:float32", "gat")]
+      [True, True, True, True, False]
     """
-    return text in TASK_NAMES or _FORM.fullmatch(text) is not None
+    return text == BUILT_IN or text in _FILES or text.endswith(".py") or _FORM.fullmatch(text) is not None
 
 
 def find_task(text: str) -> TaskSource:
     """Returns the source of a task; imports a user's file.
 
     Args:
-      text: a name or one of `TASK_FORMS`.
+      text: "digits" or one of `TASK_FORMS`.
 
     Raises:
       ValueError: there is no such task, file, module or function, or its parameters are not those of a task.
       FileError: the file fails.
     """
-    if text in TASK_NAMES:
-        module = module_of(text)
-        return TaskSource(text, module.task, module.Options)
-    place, _, name = text.rpartition(":")
-    if not _FORM.fullmatch(text):
-        raise ValueError(f"{text!r} is not a task: {', '.join(TASK_NAMES)}, {TASK_FORMS}")
+    if text == BUILT_IN:
+        return TaskSource(text, digits.task, digits.Options)
+    if text in _FILES:
+        raise ValueError(f"task {text} is a file of the repository now: examples/tasks/{_FILES[text]}.py")
+    place, name = (text, _FUNCTION) if text.endswith(".py") else text.rpartition(":")[::2]
+    if not (text.endswith(".py") or _FORM.fullmatch(text)):
+        raise ValueError(f"{text!r} is not a task: {BUILT_IN}, {TASK_FORMS}")
     if place.endswith(".py") or "/" in place or "\\" in place:
         file = Path(place)
         if not file.is_file():
@@ -219,6 +189,7 @@ def errors_of_file(file: Path | None) -> Iterator[None]:
         if place is None:
             raise
         first = next((text for text in str(error).splitlines() if text.strip()), "")
+        first = str(error) if isinstance(error, FileNotFoundError) else first  # which may list files
         notes = [note for note in getattr(error, "__notes__", ()) if note.isprintable()]  # jax's have many lines
         raise FileError("; ".join([": ".join(filter(None, [place, type(error).__name__, first])), *notes])) from error
 

@@ -4,7 +4,6 @@ Each program compiles without an error, has nothing in double precision, compute
 promises, and takes the memory that `memory.json` has. `python tests/compile/test_steps.py` writes the table anew.
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from example_tasks import load_task
 
 import jmp_train as jt
 from jmp_train.aot import GPUS, CompiledProgram, compile_program, program_costs, read_hlo, tpu_slice
@@ -25,7 +25,6 @@ from jmp_train.planning import Placement
 from jmp_train.planning.variants import Variant, variants_of
 from jmp_train.policies import with_state_dtypes
 from jmp_train.runs import planned_step
-from jmp_train.tasks import find_task
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
@@ -38,11 +37,7 @@ WIDTH = 256
 
 
 def of_task(name: str) -> Variant:
-    source = find_task(name)
-    fields = {field.name for field in dataclasses.fields(source.options)} if source.options else set[str]()
-    without_data = {"synthetic": True} if "synthetic" in fields else {}
-    task: Any = source.make(source.options(**without_data) if source.options else None)
-    step, state, batches = planned_step(task, "autocast_bfloat16")
+    step, state, batches = planned_step(load_task(name), "autocast_bfloat16")
     (variant,) = variants_of(step, state, batches(None), None, None, grows=False)
     return variant
 

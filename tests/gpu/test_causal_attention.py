@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jmp_train.tasks.models.causal_attention import causal_attention
+from models.causal_attention import causal_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from example_tasks import load_task
 
 from jmp_train.runs import setup_of
 from jmp_train.task import Task
-from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.gpu
 STEPS = 3

@@ -38,10 +38,12 @@ def promoting(fn: Callable[..., Any]) -> Callable[..., Any]:
 def promoting_task(task: Task) -> Task:
     """Returns the task with dtypes promoted within flax and optax, ours stay strict."""
     metrics: Any = task.metrics
+    if hasattr(metrics, "predict"):
+        metrics = dataclasses.replace(metrics, predict=promoting(metrics.predict))
     return dataclasses.replace(
         task,
         loss_fn=promoting(task.loss_fn),
-        metrics=dataclasses.replace(metrics, predict=promoting(metrics.predict)),
+        metrics=promoting(metrics),
         init=promoting(task.init),
         optimizer=lambda steps: relaxed(task.optimizer_for(steps)),
     )

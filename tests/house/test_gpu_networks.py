@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-
-from jmp_train.tasks.models.convolution import ResNet
-from jmp_train.tasks.models.vision_transformer import VisionTransformer
+from models.convolution import ResNet
+from models.vision_transformer import VisionTransformer
 
 pytestmark = pytest.mark.quick
 

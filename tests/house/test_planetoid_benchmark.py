@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 from benchmark_runs import BENCHMARKS, measured
+from models import Accuracy
 from planetoid_files import write_planetoid
 from process_helpers import shell
 from promotion import relaxed
 
 import jmp_train as jt
 from jmp_train.task import Task
-from jmp_train.tasks.models import Accuracy
 
 pytestmark = pytest.mark.quick
 

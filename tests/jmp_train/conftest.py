@@ -7,7 +7,16 @@ from pathlib import Path
 
 import jax
 import pytest
+from example_tasks import FOLDER
 from image_files import write_mnist
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fixture_examples() -> Iterator[None]:
+    """Lets commands find the modules of `examples/tasks`, such as `karate:task`, in processes of their own too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(name="folder")

@@ -14,16 +14,15 @@ import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.data.array_loading import array_batches
 from jmp_train.data.graph_loading import neighbor_batches
-from jmp_train.data.image_folder import center_crops
 from jmp_train.reports.display import LiveDisplay
 from jmp_train.reports.terminal import console_on
 from jmp_train.runs.run_log import RunLog
-from jmp_train.tasks import load_task
+from jmp_train.tasks import digits
 
 pytestmark = pytest.mark.quick
 
 ROOT = Path(jt.__file__).parents[1]
-MODULES = {"pillow": "PIL", "scikit-learn": "sklearn"}
+MODULES = {"scikit-learn": "sklearn"}
 
 
 def graph_batches(folder: Path) -> Any:
@@ -35,9 +34,7 @@ def graph_batches(folder: Path) -> Any:
 CALLS: dict[str, list[Callable[[Path], Any]]] = {
     "grain": [lambda folder: array_batches({"x": np.ones(4)}, 2), graph_batches],
     "rich": [lambda folder: console_on(sys.stdout), lambda folder: LiveDisplay(sys.stdout, ["a"])],
-    "sklearn": [lambda folder: load_task("digits")],
-    "networkx": [lambda folder: load_task("karate")],
-    "PIL": [lambda folder: center_crops([__file__], 32)],
+    "sklearn": [lambda folder: digits.task(digits.Options())],
     "tensorboardX": [lambda folder: RunLog(folder / "log")],
 }
 

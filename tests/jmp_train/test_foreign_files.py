@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from example_tasks import FOLDER
 from forged_json import every_forgery
 from machine_limits import memory_limited_to
 from pytrees import assert_bitwise_equal
@@ -26,8 +27,6 @@ from jmp_train import aot
 from jmp_train.checkpoints.released_folders import open_folder
 from jmp_train.checkpoints.step_files import open_step
 from jmp_train.cli.entry import main
-from jmp_train.data.image_files import read_image
-from jmp_train.data.public_images import read_cifar10_batch, read_idx
 from jmp_train.graphs.file_formats import read_csv_table, read_npz, read_python2_pickle, read_torch_arrays
 from jmp_train.policies.files import DamagedError, SafetensorsFile, open_plain, read_plain, write_safetensors
 
@@ -56,9 +55,6 @@ READERS: dict[str, Callable[[Path], Any]] = {  # by a name that the reader accep
     "arrays.npz": lambda path: read_npz(path, ["x"]),
     "ind.cora.allx": read_python2_pickle,
     "train.pt": read_torch_arrays,
-    "images-idx3-ubyte": lambda path: read_idx(path, axes=3),
-    "data_batch_1.bin": read_cifar10_batch,
-    "0.png": lambda path: read_image(str(path)),
     "text": lambda path: read_plain(path, max_bytes=2**30),
 }
 
@@ -220,8 +216,7 @@ COMMANDS = {
     "rules": ("train", "digits", "--rules"),
     "compared_rules": ("compare", "digits", "--rules"),
     "gpus": ("plan", "digits", "--gpu-file"),
-    "text": ("train", "lm", "--text-file"),
-    "ind.cora.graph": ("train", "cora", "--data-dir"),
+    "ind.cora.graph": ("train", f"{FOLDER}/cora.py", "--data-dir"),
     "job.py": ("train",),
 }
 

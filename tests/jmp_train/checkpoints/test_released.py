@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from example_tasks import task_module
 from flax import serialization
-from released_states import KARATE, STEP_OF, new_state, next_params, optimizers, values_of
+from released_states import STEP_OF, new_state, next_params, optimizers, values_of
 
 import jmp_train as jt
 from jmp_train.checkpoints import DamagedError
 from jmp_train.cli.jobs import identity_of
-from jmp_train.runs import RunSettings
+from jmp_train.runs import RunSettings, Saving, train
+from jmp_train.runs.events import Epoch
 from jmp_train.runs.run_identity import differences, run_metadata
-from jmp_train.tasks import find_task
+from jmp_train.tasks import TaskSource
 
 pytestmark = pytest.mark.quick
 
@@ -177,22 +177,29 @@ def _on_device(x: Any) -> jax.Array:
 
 
 @pytest.mark.full
-def test_the_command_goes_on_with_a_run(saved: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "jmp_train", *KARATE, "--epochs", "4", "--json"]
-    command += ["--checkpoint-dir", str(saved / "karate"), "--checkpoint-every", "2"]
-    again = subprocess.run([*command, "--resume"], check=False, capture_output=True, text=True, timeout=200)
-    assert again.returncode == 0, again.stderr
-    events = [json.loads(line) for line in again.stdout.splitlines()]
-    epochs = [event for event in events if event["event"] == "epoch"]
-    assert [epoch["epoch"] for epoch in epochs] == [3, 4]  # the first two were done
+def test_a_run_goes_on(saved: Path) -> None:
+    source = source_of("karate")
+    options = source.options()
+    settings, events = RunSettings(epochs=4, identity=identity_of(source, options)), []
+    with jt.CheckpointStore(saved / "karate") as store, jax.numpy_dtype_promotion("standard"):
+        saving = Saving(store, 2, True, lambda: False)
+        train(source.task(options), "mixed_float16", settings, saving=saving, on_event=events.append)
+    epochs = [event for event in events if isinstance(event, Epoch)]
+    assert [epoch.epoch for epoch in epochs] == [3, 4]  # the first two were done
     # As 0.1.0 printed it of the run in one piece.
-    np.testing.assert_allclose([x["loss"] for x in epochs], [0.5674, 0.5072], atol=2e-3)
+    np.testing.assert_allclose([x.loss for x in epochs], [0.5674, 0.5072], atol=2e-3)
     with jt.CheckpointStore(saved / "karate", read_only=True) as store:
         assert store.steps() == [2, 4]
         before, now = (store.metadata(step)["run"] for step in (2, 4))
     assert now == {name: before[name] for name in now}
     others = before.keys() - now.keys()  # options of other tasks, which 0.1.0 saved too
     assert others == {"heads", "image_size", "scale", "synthetic"} and not any(before[name] for name in others)
+
+
+def source_of(name: str) -> Any:
+    """Returns the source of a task as it was in 0.1.0, when all of them were built in."""
+    module = task_module(name)
+    return TaskSource(name, module.task, module.Options)
 
 
 @pytest.mark.quick_cases(3)
@@ -215,8 +222,7 @@ def test_the_command_goes_on_with_a_run(saved: Path, tmp_path: Path) -> None:
 )
 def test_a_run_says_the_same_of_itself(task: str, options: dict[str, Any], run: dict[str, Any]) -> None:
     """Otherwise `--resume` would refuse the checkpoints of before as another run's."""
-    source = find_task(task)
-    assert source.options is not None
+    source = source_of(task)
     given = source.options(**options)
     loaded = source.task(given)
     settings = RunSettings(identity=identity_of(source, given))

@@ -61,7 +61,7 @@ def run(command: tuple[str, ...], when: str, folder: Path) -> subprocess.Complet
     ],
 )
 def test_an_interrupt_while_modules_are_imported_is_quiet(name: str, when: str, tmp_path: Path) -> None:
-    result = run((*COMMANDS[name], "train", "karate"), when, tmp_path)
+    result = run((*COMMANDS[name], "train", "karate:task"), when, tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 

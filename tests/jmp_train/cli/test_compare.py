@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from example_tasks import FOLDER
 from process_helpers import shell
 
 import jmp_train
@@ -35,9 +36,9 @@ def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: P
         (hostile / f"{name}.py").write_text(HOSTILE)
     # What a library might print on the output of the process: a line, and half of one before the first event.
     (chosen / "sitecustomize.py").write_text("print('hello'); print('half', end='')")
-    path = f"{chosen}:{Path(jmp_train.__file__).parents[1]}"
+    path = f"{chosen}:{FOLDER}:{FOLDER.parents[1]}"
     code, out, error = shell(
-        "$PYTHON -P -m jmp_train compare karate --epochs 1 --policies float32 --json", hostile, PYTHONPATH=path
+        "$PYTHON -P -m jmp_train compare karate:task --epochs 1 --policies float32 --json", hostile, PYTHONPATH=path
     )
     assert not list(hostile.rglob("RAN"))
     assert code == 0
@@ -50,7 +51,8 @@ def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: P
 @pytest.mark.full
 def test_a_schedule_is_compared_as_a_policy_is(tmp_path: Path) -> None:
     code, out, error = shell(
-        "$PYTHON -m jmp_train compare karate --policies float32 'mixed_float16, .60:float32' --out out --logdir log",
+        "$PYTHON -m jmp_train compare karate:task --policies float32 'mixed_float16, .60:float32' --out out "
+        "--logdir log",
         tmp_path,
     )
     assert (code, error) == (0, "")
@@ -76,7 +78,7 @@ def test_a_schedule_is_compared_as_a_policy_is(tmp_path: Path) -> None:
 def test_python_m_leaves_the_current_folder_before_it_imports_anything(tmp_path: Path) -> None:
     for name in ("networkx", "jax", "flax", "numpy", "typing_extensions", "random", "logging"):
         (tmp_path / f"{name}.py").write_text(HOSTILE)
-    code, out, error = shell("PYTHONIOENCODING=ascii $PYTHON -m jmp_train train karate --epochs 1", tmp_path)
+    code, out, error = shell("PYTHONIOENCODING=ascii $PYTHON -m jmp_train train karate:task --epochs 1", tmp_path)
     assert (code, error) == (0, "")
     assert not (tmp_path / "RAN").exists()
     assert "epoch 1/1" in out
@@ -98,7 +100,7 @@ def test_a_full_disk_costs_what_does_not_fit_and_is_named(tmp_path: Path) -> Non
     (tmp_path / "out").mkdir()
     (tmp_path / "out/report.json").write_text("earlier")
     code, out, error = shell(
-        "ulimit -f 21; $PYTHON -m jmp_train compare karate --policies float32 --out out --logdir log --epochs 100",
+        "ulimit -f 21; $PYTHON -m jmp_train compare karate:task --policies float32 --out out --logdir log --epochs 100",
         tmp_path,
     )
     assert code == 1
@@ -119,11 +121,11 @@ def test_a_full_disk_costs_what_does_not_fit_and_is_named(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("command", "code", "warnings"),
     [
-        ("train karate --epochs 2 --checkpoint-dir run >/dev/full", 0, 1),
-        ("train karate --epochs 2 --checkpoint-dir run --json >/dev/full", 1, 1),
-        ("train karate --epochs 2 --checkpoint-dir run | head -1", 0, 0),
-        ("compare karate --epochs 1 --policies float32 --out out >&-", 0, 1),
-        ("compare karate --epochs 1 --policies float32 --out out --json >/dev/full", 1, 1),
+        ("train karate:task --epochs 2 --checkpoint-dir run >/dev/full", 0, 1),
+        ("train karate:task --epochs 2 --checkpoint-dir run --json >/dev/full", 1, 1),
+        ("train karate:task --epochs 2 --checkpoint-dir run | head -1", 0, 0),
+        ("compare karate:task --epochs 1 --policies float32 --out out >&-", 0, 1),
+        ("compare karate:task --epochs 1 --policies float32 --out out --json >/dev/full", 1, 1),
     ],
 )
 def test_a_run_outlives_its_output(tmp_path: Path, command: str, code: int, warnings: int) -> None:
@@ -173,7 +175,7 @@ def test_compare_leaves_no_process_behind(tmp_path: Path, signals: list[signal.S
     # Processes inherit that SIGINT is ignored, as it is where the tests run in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
-        [sys.executable, "-m", "jmp_train", "compare", "karate", "--epochs", "100000"],
+        [sys.executable, "-m", "jmp_train", "compare", "karate:task", "--epochs", "100000"],
         cwd=tmp_path,
         env={**os.environ, "MARK": mark.removeprefix("MARK=")},
         stdout=subprocess.DEVNULL,

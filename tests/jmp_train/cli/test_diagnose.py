@@ -66,7 +66,7 @@ def check_schema(found: dict[str, object], subject: dict[str, object]) -> None:
 
 @pytest.mark.full
 def test_a_step_of_a_schedule_is_diagnosed_in_its_phase(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    call = ["karate", "--policy", "mixed_float16,0.5:float32", "--epochs", "4"]
+    call = ["karate:task", "--policy", "mixed_float16,0.5:float32", "--epochs", "4"]
     saved = [*call, "--checkpoint-dir", "saved"]
     assert main(["train", *saved]) == 0
     capsys.readouterr()
@@ -77,11 +77,11 @@ def test_a_step_of_a_schedule_is_diagnosed_in_its_phase(capsys: pytest.CaptureFi
     ):
         main(["diagnose", *options])
         title, summary = capsys.readouterr().out.splitlines()[:2]
-        assert title == f"karate, {call[2]}, step {step} ({phase}):"
+        assert title == f"karate:task, {call[2]}, step {step} ({phase}):"
         assert (", 0 of them in half precision" in summary) == (phase == "float32")
     main(["diagnose", *saved, "--json"])
     found = json.loads(capsys.readouterr().out)
-    check_schema(found, {"task": "karate", "policy": call[2], "phase": "float32", "step": 4})
+    check_schema(found, {"task": "karate:task", "policy": call[2], "phase": "float32", "step": 4})
 
 
 def test_a_script_is_diagnosed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,14 +177,14 @@ def test_the_module_is_a_command_that_leaves_the_current_folder_alone(folder: Pa
 def test_a_task_is_diagnosed_from_the_start_later_and_from_a_checkpoint(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = ("karate", "--policy", "mixed_float16", "--epochs", "3")
+    run = ("karate:task", "--policy", "mixed_float16", "--epochs", "3")
     assert main(["diagnose", *run, "--out", "out"]) == 0
     title, first, *lines = capsys.readouterr().out.splitlines()
-    assert title == "karate, mixed_float16, step 0:"
+    assert title == "karate:task, mixed_float16, step 0:"
     assert first.startswith("no problems in ")
     assert lines == ["wrote out/diagnosis.html", "wrote out/diagnosis.json"]
     found = json.loads(Path("out/diagnosis.json").read_text())
-    check_schema(found, {"task": "karate", "policy": "mixed_float16", "step": 0})
+    check_schema(found, {"task": "karate:task", "policy": "mixed_float16", "step": 0})
     assert {row["direction"] for row in found["rows"]} == {"forward", "backward", "update"}
 
     assert main(["train", *run, "--checkpoint-dir", "saved", "--json"]) == 0
@@ -193,7 +193,7 @@ def test_a_task_is_diagnosed_from_the_start_later_and_from_a_checkpoint(
     saved = json.loads(capsys.readouterr().out)
     assert main(["diagnose", *run, "--after", "3", "--json"]) == 0
     trained = json.loads(capsys.readouterr().out)
-    check_schema(saved, {"task": "karate", "policy": "mixed_float16", "step": 3})
+    check_schema(saved, {"task": "karate:task", "policy": "mixed_float16", "step": 3})
     assert saved == trained
     assert saved["rows"] != found["rows"]
 

@@ -55,7 +55,7 @@ def check_schema(report: Any, policies: list[str], epochs: int, task: str = "dig
 @pytest.mark.full
 def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: Path) -> None:
     policies = ["float32", "apex-O2"]
-    result = run("compare", "karate", "--modes", *policies, "--epochs", "2", "--out", "a/b", cwd=tmp_path)
+    result = run("compare", "karate:task", "--modes", *policies, "--epochs", "2", "--out", "a/b", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert [line.split("  ")[0].split()[0] for line in lines[:4]] == [p for p in policies for _ in "12"]
@@ -68,7 +68,7 @@ def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: 
     assert re.search(r"apex-O2 +\d\d\.\d% +[\d.]+ kB +0\.\d\dx +[\d.]+ kB +[\d.]+ kB +1\.\d\dx", result.stdout)
     assert re.search(r"peak memory of the process.*: float32 \d+ MB,\s+apex-O2 \d+ MB", result.stdout)
     assert re.search(r"apex-O2 +[\d.]+ +[\d.]+ +[\d.]+( \([\d.]+ to [\d.]+\))? +\d+\.\d\dx *\n", result.stdout)
-    check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, 2, task="karate")
+    check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, 2, task="karate:task")
     assert sorted(os.listdir(tmp_path / "a/b")) == ["report.html", "report.json", "report.svg"]
 
 
@@ -165,12 +165,12 @@ def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
     write_mnist(tmp_path, train=64, test=16)
     policies = ["float32", "mixed_float16"]
     result = run(
-        "compare", "mnist", "--data-dir", ".", "--policies", *policies, "--epochs", "1",
+        "compare", "mnist:task", "--data-dir", ".", "--policies", *policies, "--epochs", "1",
         "--batch-size", "16", "--train-size", "32", "--out", "out", cwd=tmp_path,
     )  # fmt: skip
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads((tmp_path / "out/report.json").read_text())
-    check_schema(report, policies, epochs=1, task="mnist")
+    check_schema(report, policies, epochs=1, task="mnist:task")
 
 
 def test_compare_says_why_a_mode_fell_behind_or_failed(
@@ -184,7 +184,7 @@ def test_compare_says_why_a_mode_fell_behind_or_failed(
 
     monkeypatch.setattr(compare_command, "_run_in_process", run_in_process)
     modes = ("float32", "apex-O2", "apex-O3", "apex-O3-bfloat16")
-    assert main(["compare", "karate", "--out", str(tmp_path), "--modes", *modes]) == 1
+    assert main(["compare", "karate:task", "--out", str(tmp_path), "--modes", *modes]) == 1
     out, error = capsys.readouterr()
     behind = [line for line in out.splitlines() if "below float32" in line]
     assert len(behind) == 1
@@ -234,7 +234,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.full
 def test_who_names_no_policy_trains_under_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     with jax.numpy_dtype_promotion("standard"):  # as in a user's process
-        assert main(["train", "karate", "--epochs", "1", "--json"]) == 0
+        assert main(["train", "karate:task", "--epochs", "1", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert json.loads(lines[-1])["policy"] == "autocast_float16"
     assert cli.DEFAULT_POLICIES == ("float32", "autocast_float16", "autocast_bfloat16")

@@ -17,7 +17,7 @@ CONTROL = "no\n\x1b[31mwhere\u202e"
 # What the line says, by the call's words.
 SAID = {
     "": "error: a command is needed: train, compare, diagnose, tune, plan or launch; see --help",
-    "train nosuch": "'nosuch' is not a task: digits, mnist, karate, ",
+    "train nosuch": "'nosuch' is not a task: digits, path/to/file.py, ",
     "train --policy float31": "argument --policy: Unknown dtype 'float31'",
     "compare --policies float32 c=x": "argument --policies: Unknown dtype 'x'",
     "train --policy float16,0.9:float32": (
@@ -43,37 +43,38 @@ SAID = {
     ),
     "train --policy float32 --mode torch": "argument --mode: not allowed with argument --policy",
     "compare --modes torch --policies float32": "argument --policies: not allowed with argument --modes",
-    "train karate --policy c=f16,c=f16": "'c=f16,c=f16' gives compute_dtype more than once",
-    "train karate --policy float64": "policy 'float64' has float64, which needs JAX_ENABLE_X64=1",
+    "train karate:task --policy c=f16,c=f16": "'c=f16,c=f16' gives compute_dtype more than once",
+    "train karate:task --policy float64": "policy 'float64' has float64, which needs JAX_ENABLE_X64=1",
     "train --epochs 0": "'0' is not a whole number of at least 1",
-    "train karate --epochs 1 --epochs 2": "argument --epochs: given more than once",
+    "train karate:task --epochs 1 --epochs 2": "argument --epochs: given more than once",
     "train --batch-size -3": "argument --batch-size: '-3' is not a whole number",
     "compare --batch-size 1438 --out out": "error: batch_size=1438 must be between 1 and the 1437 training examples",
     "train --seed x": "'x' is not a whole number from 0 to 4294967295",
     "train --seed 4294967296": "'4294967296' is not a whole number from 0",
     "train --train-size 0": "argument --train-size: '0' is not a whole number of at",
     "train --train-size 1438": "train_size=1438 must be between 1 and the 1437",
-    "train mnist --data-dir mnist --train-size 33": "train_size=33 must be between 1 and the 32 training",
+    "train mnist:task --data-dir mnist --train-size 33": "train_size=33 must be between 1 and the 32 training",
     "train --devices 0": "argument --devices: '0' is not a whole number of at least",
     "train --devices 1025": "'1025' is not a whole number from 1 to 1024",
     "compare --devices 8 --batch-size 100": "devices=8 must divide batch_size",
-    "train planetoid --synthetic --devices 2": "devices=2: all batches share arrays, such as a whole",
+    "train cora:task --synthetic --sparse --devices 2": "devices=2: all batches share arrays, such as a whole",
     "train --data-dir x": "unrecognized arguments: --data-dir",
-    "train mnist --data-dir nowhere": "data_dir nowhere is not a folder; MNIST's are public in",
-    "compare mnist --synthetic --data-dir x": "exclude each other",
+    "train mnist:task --data-dir nowhere": "data_dir nowhere is not a folder; MNIST's are public in",
+    "train planetoid": "task planetoid is a file of the repository now: examples/tasks/cora.py",
+    "compare mnist:task --synthetic --data-dir x": "exclude each other",
     "compare --policies float32 float32": "--policies names float32 more than",
     "compare --modes naive naive": "--modes names naive more than",
     "compare --out file/out": "--out file/out: Not a directory",
-    "train karate --checkpoint-dir file/x": "--checkpoint-dir file/x: Not a directory",
-    "train karate --checkpoint-dir=": "argument --checkpoint-dir: '' is not a path",
-    "train karate --logdir file": "--logdir file: File exists",
-    "train karate --model mlp": "argument --model: invalid choice: 'mlp' (choose from",
-    "train reddit --scale 1.5": "scale=1.5 must be above 0 and up to 1",
-    "train reddit --scale nan": "argument --scale: 'nan' is not a number",
-    "train reddit --scale x": "argument --scale: 'x' is not a number",
-    "train reddit --heads 1 0 1": "heads=(1, 0, 1) must be 3 numbers of at least 1",
-    "train reddit --heads 1 1": "argument --heads: expected 3 arguments",
-    "train proteins": "task proteins needs --data-dir, the folder of PROTEINS_A.txt",
+    "train karate:task --checkpoint-dir file/x": "--checkpoint-dir file/x: Not a directory",
+    "train karate:task --checkpoint-dir=": "argument --checkpoint-dir: '' is not a path",
+    "train karate:task --logdir file": "--logdir file: File exists",
+    "train karate:task --model mlp": "argument --model: invalid choice: 'mlp' (choose from",
+    "train reddit:task --scale 1.5": "scale=1.5 must be above 0 and up to 1",
+    "train reddit:task --scale nan": "argument --scale: 'nan' is not a number",
+    "train reddit:task --scale x": "argument --scale: 'x' is not a number",
+    "train reddit:task --heads 1 0 1": "heads=(1, 0, 1) must be 3 numbers of at least 1",
+    "train reddit:task --heads 1 1": "argument --heads: expected 3 arguments",
+    "train proteins:task": "--data-dir is missing: the folder of PROTEINS_A.txt",
 }
 
 
@@ -95,13 +96,13 @@ def test_what_the_line_says(words: str, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_long_texts_are_cut_and_control_characters_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     shown = r"no\n\x1b[31mwhere\u202e is not a folder"
-    assert shown in error_of(("train", "mnist", "--data-dir", CONTROL), capsys)
+    assert shown in error_of(("train", "mnist:task", "--data-dir", CONTROL), capsys)
     assert f"{'x' * 30}…" in error_of(("train", LONG), capsys)
 
 
 def test_missing_files_of_mnist_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    first, *lines = error_of(("compare", "mnist", "--data-dir", "empty"), capsys).splitlines()
-    assert first.startswith("jmp-train: error: data_dir empty lacks files; MNIST's are public")
+    first, *lines = error_of(("compare", "mnist:task", "--data-dir", "empty"), capsys).splitlines()
+    assert "readers/public_images.py:" in first and "data_dir empty lacks files; MNIST's are public" in first
     assert len(lines) == 4
     assert all("https://" in line and "bytes, sha256 " in line for line in lines)
 
@@ -114,7 +115,7 @@ def test_what_only_a_run_of_compare_finds_wrong_is_a_wrong_call(
     log.parent.mkdir(parents=True)
     log.touch()  # as another process may, after compare has looked
     monkeypatch.setattr(compare_command, "_check_outputs", lambda args, names: None)
-    call = ("compare", "karate", "--epochs", "1", "--logdir=-log", "--policies", "float32", "bfloat16")
+    call = ("compare", "karate:task", "--epochs", "1", "--logdir=-log", "--policies", "float32", "bfloat16")
     assert error_of(call, capsys) == "jmp-train: error: --logdir: -log/float32 holds the log of another run\n"
 
 

@@ -126,9 +126,9 @@ def test_the_defaults(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_json_is_all_that_standard_output_gets(calls: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "karate", "--json", "--page", "plan.html"]) == 0
+    assert main(["plan", "karate:task", "--json", "--page", "plan.html"]) == 0
     out, error = capfd.readouterr()
-    assert json.loads(out)["step"] == "karate"
+    assert json.loads(out)["step"] == "karate:task"
     assert error == "wrote plan.html\n"
     assert calls[0][1]["find_largest"] is False, "a whole graph does not grow"
 
@@ -161,7 +161,7 @@ def test_a_script_whose_function_takes_a_policy(calls: list[Any]) -> None:
         (("digits", "--memory-fraction", "1.5"), 2, "--memory-fraction"),
         (("digits", "--devices", "2", "--batch-size", "3"), 2, "batch_size=3 must be a multiple of 2 for 2 devices"),
         (("digits", "--accumulate-steps", "2"), 2, "--accumulate-steps 2: the search for the largest batch needs 1"),
-        (("planetoid", "--devices", "2"), 2, "devices=2: all batches share arrays, such as a whole graph"),
+        (("cora:task", "--sparse", "--devices", "2"), 2, "devices=2: all batches share arrays, such as a whole graph"),
         (("scripts/model.py:number",), 2, "scripts/model.py:number returned a value of type int; it must"),
         (("scripts/model.py:make_step", "--policies", "float32"), 1, "TypeError: policies can be given for"),
         (("scripts/model.py:fails",), 1, "scripts/model.py:33: KeyError: 'no key'"),

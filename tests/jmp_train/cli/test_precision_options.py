@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from example_tasks import load_task
 from made_runs import make_run
 
 import jmp_train as jt
@@ -23,7 +24,6 @@ from jmp_train.policies.optimizers import StochasticRoundingState
 from jmp_train.policies.pytrees import find_nodes
 from jmp_train.runs import FewBits, RunSettings, prepare_run
 from jmp_train.runs.events import Run
-from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 
@@ -41,46 +41,46 @@ def files_of_rules(folder: Path) -> None:
 
 
 REFUSED = {
-    "train karate --rules none.toml": "--rules none.toml: No such file or directory",
-    "train karate --rules .": "--rules . is not a regular file",
-    "train karate --rules /dev/zero": "--rules /dev/zero is not a regular file",
-    "train karate --rules=": "argument --rules: '' is not a path",
-    "train karate --rules rules.toml --rules rules.toml": "argument --rules: given more than once",
-    "train karate --rules broken.toml": "--rules broken.toml is not a TOML file: ",
-    "train karate --rules config.toml": "--rules config.toml is not a file of autocast rules: format must be",
-    "train karate --rules bad.toml": (
+    "train karate:task --rules none.toml": "--rules none.toml: No such file or directory",
+    "train karate:task --rules .": "--rules . is not a regular file",
+    "train karate:task --rules /dev/zero": "--rules /dev/zero is not a regular file",
+    "train karate:task --rules=": "argument --rules: '' is not a path",
+    "train karate:task --rules rules.toml --rules rules.toml": "argument --rules: given more than once",
+    "train karate:task --rules broken.toml": "--rules broken.toml is not a TOML file: ",
+    "train karate:task --rules config.toml": "--rules config.toml is not a file of autocast rules: format must be",
+    "train karate:task --rules bad.toml": (
         "--rules bad.toml: paths: the rule of 'a' must be one of lower, float32, promote, demote, keep, fp8"
     ),
-    "train karate --policy mixed_float16 --rules rules.toml": (
+    "train karate:task --policy mixed_float16 --rules rules.toml": (
         "--rules rules.toml: mixed_float16 does not autocast; use autocast_float16, autocast_bfloat16, torch and"
     ),
-    "train karate --mode apex-O2 --rules none.toml": "--rules none.toml: apex-O2 does not autocast; ",
-    "train karate --policy half --rules rules.toml": "--rules rules.toml: half does not autocast; ",
-    "diagnose karate --mode naive --rules rules.toml": "--rules rules.toml: naive does not autocast; ",
-    "diagnose karate --rules bad.toml": "--rules bad.toml: paths: the rule of 'a'",
-    "compare karate --rules bad.toml": "--rules bad.toml: paths: the rule of 'a'",
-    "compare karate --modes float32 apex-O3 --rules rules.toml": (
+    "train karate:task --mode apex-O2 --rules none.toml": "--rules none.toml: apex-O2 does not autocast; ",
+    "train karate:task --policy half --rules rules.toml": "--rules rules.toml: half does not autocast; ",
+    "diagnose karate:task --mode naive --rules rules.toml": "--rules rules.toml: naive does not autocast; ",
+    "diagnose karate:task --rules bad.toml": "--rules bad.toml: paths: the rule of 'a'",
+    "compare karate:task --rules bad.toml": "--rules bad.toml: paths: the rule of 'a'",
+    "compare karate:task --modes float32 apex-O3 --rules rules.toml": (
         "--rules rules.toml: float32, apex-O3 do not autocast; use autocast_float16, "
     ),
-    "train karate --state-dtypes nu": "argument --state-dtypes: 'nu' is not FIELD=DTYPE, such as nu=bfloat16",
-    "train karate --state-dtypes nu=int4": "argument --state-dtypes: dtypes['nu']='int4' must be one of bfloat16",
-    "train karate --state-dtypes nu=int8 nu=uint8": "--state-dtypes names nu more than once",
-    "train karate --state-dtypes trace=int8": (
+    "train karate:task --state-dtypes nu": "argument --state-dtypes: 'nu' is not FIELD=DTYPE, such as nu=bfloat16",
+    "train karate:task --state-dtypes nu=int4": "argument --state-dtypes: dtypes['nu']='int4' must be one of bfloat16",
+    "train karate:task --state-dtypes nu=int8 nu=uint8": "--state-dtypes names nu more than once",
+    "train karate:task --state-dtypes trace=int8": (
         "--state-dtypes trace=int8: with_state_dtypes: 'trace' matches no floating array of the optimizer's state"
     ),
-    "diagnose karate --state-dtypes trace=int8": "--state-dtypes trace=int8: with_state_dtypes: 'trace' matches",
-    "train karate --parameters half": "argument --parameters: 'half' is not one of kahan, kahan-int8, stochastic",
-    "train karate --policy mixed_bfloat16 --parameters kahan": (
+    "diagnose karate:task --state-dtypes trace=int8": "--state-dtypes trace=int8: with_state_dtypes: 'trace' matches",
+    "train karate:task --parameters half": "argument --parameters: 'half' is not one of kahan, kahan-int8, stochastic",
+    "train karate:task --policy mixed_bfloat16 --parameters kahan": (
         "--parameters kahan is for policies with parameters in half precision, which mixed_bfloat16 is not; "
     ),
-    "compare karate --modes float32 apex-O2 --parameters kahan-int8": (
+    "compare karate:task --modes float32 apex-O2 --parameters kahan-int8": (
         "--parameters kahan-int8 is for policies with parameters in half precision, which float32, apex-O2 are not"
     ),
-    "train karate --fp8 fast": "argument --fp8: 'fast' is not one of Float8CurrentScaling, DelayedScaling, MXFP8",
-    "train karate --mode torch --fp8 DelayedScaling": (
+    "train karate:task --fp8 fast": "argument --fp8: 'fast' is not one of Float8CurrentScaling, DelayedScaling, MXFP8",
+    "train karate:task --mode torch --fp8 DelayedScaling": (
         "--fp8 DelayedScaling: torch does not autocast as policies; use autocast_bfloat16 or autocast_float16"
     ),
-    "diagnose karate --policy autocast_bfloat16,0.5:float32 --fp8 DelayedScaling": (
+    "diagnose karate:task --policy autocast_bfloat16,0.5:float32 --fp8 DelayedScaling": (
         "--fp8 DelayedScaling has a state, which the phases of autocast_bfloat16,0.5:float32 cannot share"
     ),
 }
@@ -120,7 +120,7 @@ def test_train_hands_the_rules_on_and_names_the_file(
         return run
 
     monkeypatch.setattr(train_module, "train_prepared", train)
-    call = ("train", "karate", "--mode", "apex-O1", "--rules", "rules.toml")
+    call = ("train", "karate:task", "--mode", "apex-O1", "--rules", "rules.toml")
     assert main(call) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "apex-O1: autocast by the rules of rules.toml"
     assert main([*call, "--json"]) == 0
@@ -146,7 +146,7 @@ def test_compare_gives_options_to_those_that_take_them_and_the_report_names_the_
 
     monkeypatch.setattr(compare_command, "_run_in_process", run_in_process)
     given = ("--state-dtypes", "nu=bfloat16", "--parameters", "kahan-int8", "--fp8", "Float8CurrentScaling")
-    assert main(["compare", "karate", "--policies", *wanted, *given, "--rules", "rules.toml", "--out", "out"]) == 0
+    assert main(["compare", "karate:task", "--policies", *wanted, *given, "--rules", "rules.toml", "--out", "out"]) == 0
     everything = set.union(*wanted.values())
     assert {name: everything.intersection(command) for name, command in commands.items()} == wanted
     said = [line for line in capsys.readouterr().out.splitlines() if "by the rules" in line]
@@ -161,7 +161,7 @@ def test_compare_gives_options_to_those_that_take_them_and_the_report_names_the_
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::jmp_train.policies.UnmetRulesWarning")  # karate has no head
 def test_a_run_with_rules_goes_on_with_the_same_rules_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ("train", "karate", "--epochs", "2", "--checkpoint-dir", "run", "--json")
+    run = ("train", "karate:task", "--epochs", "2", "--checkpoint-dir", "run", "--json")
     assert main([*run, "--rules", "rules.toml"]) == 0
     final = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert final["rules"] == "rules.toml"
@@ -176,7 +176,7 @@ def test_a_run_with_rules_goes_on_with_the_same_rules_only(folder: Path, capsys:
     assert main([*run, "--resume", "--rules", "moved.toml"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rules"] == "moved.toml"
 
-    diagnose = ("diagnose", "karate", "--epochs", "2", "--rules", "moved.toml")
+    diagnose = ("diagnose", "karate:task", "--epochs", "2", "--rules", "moved.toml")
     assert main([*diagnose, "--checkpoint-dir", "run", "--json"]) in (0, 3)
     found = json.loads(capsys.readouterr().out)
     assert list(found)[:4] == ["task", "policy", "rules", "step"]
@@ -184,7 +184,7 @@ def test_a_run_with_rules_goes_on_with_the_same_rules_only(folder: Path, capsys:
     products = [row for row in found["rows"] if row["primitive"] == "dot_general"]
     assert {row["dtype"] for row in products} == {"float32"}
     assert main([*diagnose]) in (0, 3)
-    assert capsys.readouterr().out.startswith("karate, autocast_float16, rules of moved.toml, step 0:\n")
+    assert capsys.readouterr().out.startswith("karate:task, autocast_float16, rules of moved.toml, step 0:\n")
 
 
 def test_train_hands_few_bits_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_train_hands_few_bits_on(monkeypatch: pytest.MonkeyPatch) -> None:
         return make_run(prepared.name)
 
     monkeypatch.setattr(train_module, "train_prepared", train)
-    call = ("train", "karate", "--policy", HALF, "--state-dtypes", "mu=int8", "nu=uint8", "--parameters", "kahan")
+    call = ("train", "karate:task", "--policy", HALF, "--state-dtypes", "mu=int8", "nu=uint8", "--parameters", "kahan")
     assert main(call) == 0
     assert given == [FewBits(("mu=int8", "nu=uint8"), "kahan")]
 
@@ -232,7 +232,7 @@ def test_dense_layers_are_in_8_bits_or_what_rules_name() -> None:
 def test_the_language_model_trains_in_8_bits_and_goes_on(
     recipe: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call = ("train", "lm", "--train-size", "64", "--epochs", "2", "--policy", "autocast_bfloat16", "--fp8", recipe)
+    call = ("train", "lm:task", "--train-size", "64", "--epochs", "2", "--policy", "autocast_bfloat16", "--fp8", recipe)
     options = ("--checkpoint-dir", "run", "--state-dtypes", "nu=bfloat16", "--json")
     assert main([*call, *options]) == 0
     run = json.loads(capsys.readouterr().out.splitlines()[-1])

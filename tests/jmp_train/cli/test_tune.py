@@ -45,7 +45,7 @@ def fixture_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[st
 
 def test_the_rules_and_the_page_are_written(calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--dtype", "bfloat16", "--examples", "3", "--budget", "50", "--steps", "0", "--tolerance", "1e-2")
-    assert main(["tune", "karate", *options, "--out", "made/rules.toml", "--page", "made/too/page.html"]) == 0
+    assert main(["tune", "karate:task", *options, "--out", "made/rules.toml", "--page", "made/too/page.html"]) == 0
     assert calls == [
         {"step": "the step", "examples": 3, "dtype": "bfloat16", "tolerance": 0.01, "budget": 50, "steps": 0,
          "progress": None}
@@ -53,21 +53,21 @@ def test_the_rules_and_the_page_are_written(calls: list[dict[str, Any]], capsys:
     out, error = capsys.readouterr()
     lines = out.splitlines()
     assert lines == [
-        "karate, bfloat16, step 7:", *str(TUNED).splitlines(), "wrote made/rules.toml", "wrote made/too/page.html",
+        "karate:task, bfloat16, step 7:", *str(TUNED).splitlines(), "wrote made/rules.toml", "wrote made/too/page.html",
     ]  # fmt: skip
     assert error == ""
     assert jt.AutocastRules.load("made/rules.toml") == TUNED.rules
     comment = [line for line in Path("made/rules.toml").read_text().splitlines() if line.startswith("# ")]
     assert comment[:3] == [
-        "# jmp-train tune: karate, bfloat16, step 7", "# task karate, step 7, examples 3",
+        "# jmp-train tune: karate:task, bfloat16, step 7", "# task karate:task, step 7, examples 3",
         "# tolerance: loss 0.01, gradient 0.05, leaf 0.25, cosine 0.8",
     ]  # fmt: skip
     assert "#   exp  net  model.py:3  without it: not finite" in comment
-    assert "<title>karate, bfloat16, step 7</title>" in Path("made/too/page.html").read_text()
+    assert "<title>karate:task, bfloat16, step 7</title>" in Path("made/too/page.html").read_text()
 
 
 def test_without_a_file_the_rules_are_printed(calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "karate"]) == 0
+    assert main(["tune", "karate:task"]) == 0
     assert capsys.readouterr().out.endswith(f"{TUNED.code()}\n")
     assert {name: calls[0][name] for name in ("dtype", "tolerance", "steps")} == {
         "dtype": "float16", "tolerance": None, "steps": 20,
@@ -75,13 +75,13 @@ def test_without_a_file_the_rules_are_printed(calls: list[dict[str, Any]], capsy
 
 
 def test_json_is_all_that_standard_output_gets(calls: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "karate", "--json", "--out", "rules.toml"]) == 0
+    assert main(["tune", "karate:task", "--json", "--out", "rules.toml"]) == 0
     out, error = capfd.readouterr()
     found = json.loads(out)
     assert {name: found[name] for name in ("task", "step", "examples", "dtype", "code")} == {
-        "task": "karate", "step": 7, "examples": 4, "dtype": "bfloat16", "code": TUNED.code(),
+        "task": "karate:task", "step": 7, "examples": 4, "dtype": "bfloat16", "code": TUNED.code(),
     }  # fmt: skip
-    assert found == {"task": "karate", "step": 7, "examples": 4, **json.loads(json.dumps(TUNED.to_json()))}
+    assert found == {"task": "karate:task", "step": 7, "examples": 4, **json.loads(json.dumps(TUNED.to_json()))}
     assert "wrote rules.toml" in error
 
 
@@ -90,7 +90,7 @@ def test_rules_that_do_not_hold_are_written_and_exit_with_3(
 ) -> None:
     failed = dataclasses.replace(TUNED, verification=dataclasses.replace(TUNED.verification, passed=False))
     monkeypatch.setattr(command, "tune", lambda *args, **options: failed)
-    assert main(["tune", "karate", "--out", "rules.toml"]) == 3
+    assert main(["tune", "karate:task", "--out", "rules.toml"]) == 3
     assert "under autocast itself it does not hold" in capsys.readouterr().out
     assert "does not hold" in Path("rules.toml").read_text()
 
@@ -114,7 +114,7 @@ def test_rules_that_do_not_hold_are_written_and_exit_with_3(
 def test_what_cannot_be_is_told_before_anything_runs(
     options: str, message: str, calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["tune", "karate", *options.split()]) == 2
+    assert main(["tune", "karate:task", *options.split()]) == 2
     out, error = capsys.readouterr()
     assert out == ""
     assert error.startswith("jmp-train: error: ")
@@ -131,7 +131,7 @@ def test_a_failure_leaves_no_folder_and_no_file(
         raise ValueError("examples[0]: result 0 is not finite in float32")
 
     monkeypatch.setattr(command, "tune", fail)
-    assert main(["tune", "karate", "--out", "made/rules.toml", "--page", "file"]) == 1
+    assert main(["tune", "karate:task", "--out", "made/rules.toml", "--page", "file"]) == 1
     assert capsys.readouterr().err == "jmp-train: error: examples[0]: result 0 is not finite in float32\n"
     assert sorted(os.listdir()) == ["file", "folder"]
     assert Path("file").read_text() == "as it was"
@@ -150,7 +150,7 @@ def test_a_failure_leaves_no_folder_and_no_file(
 def test_what_a_run_does_not_have_is_told(
     options: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = "digits" if "devices" in options else "karate"
+    task = "digits" if "devices" in options else "karate:task"
     assert main(["tune", task, *options.split(), "--out", "made/rules.toml"]) == 2
     assert capsys.readouterr().err == f"jmp-train: error: {message}\n"
     assert os.listdir() == []
@@ -180,7 +180,7 @@ def test_train_takes_the_rules_that_digits_need(folder: Path, capsys: pytest.Cap
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_state_of_a_checkpoint_is_tuned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ("karate", "--epochs", "3")
+    run = ("karate:task", "--epochs", "3")
     found = []
     assert main(["train", *run, "--policy", "float32", "--checkpoint-dir", "saved", "--json"]) == 0
     for state in (("--checkpoint-dir", "saved"), ("--after", "3")):

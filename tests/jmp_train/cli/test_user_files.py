@@ -148,8 +148,8 @@ def test_errors_are_one_line_and_leave_nothing(
 def test_help_shows_the_options_of_the_task_and_of_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text, shown, hidden in (
         (f"{JOBS}:task", ("--width N", "of the hidden layer; default: 8", "{generator,list,grain,arrays}"), "--heads"),
-        ("lm", ("--text-file PATH", "{tiny,small,gpt2-small}", "options of lm:"), "--heads"),
-        ("reddit", ("--heads N N N", "--scale X"), "--text-file"),
+        ("lm:task", ("--text-file PATH", "{tiny,small,gpt2-small}", "options of lm:task:"), "--heads"),
+        ("reddit:task", ("--heads N N N", "--scale X"), "--text-file"),
     ):
         with pytest.raises(SystemExit):
             main(["train", text, "--help"])

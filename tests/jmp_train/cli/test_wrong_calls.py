@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("files")]
 LONG = 5000 * "x"
 DIGITS = 5000 * "1"  # more than Python's int() takes
 CONTROL = "no\n\x1b[31mwhere\u202e"
-KARATE = ("train", "karate", "--epochs", "1")
-COMPARE = ("compare", "karate", "--epochs", "1", "--policies", "float32")
-MNIST = ("train", "mnist", "--data-dir", "mnist", "--batch-size", "16")
+KARATE = ("train", "karate:task", "--epochs", "1")
+COMPARE = ("compare", "karate:task", "--epochs", "1", "--policies", "float32")
+MNIST = ("train", "mnist:task", "--data-dir", "mnist", "--batch-size", "16")
 FOLDERS = ("", "file", "file/x", "nul\0byte", LONG)
 NUMBERS = ("", "0", "-0", "-1", "+1", " 1", "1\n", "1.0", "1e3", "1_000", "\u0663", "\uff11", "nan", DIGITS, LONG)
 
@@ -23,7 +23,7 @@ NO_COMMAND = [(), ("--nosuch",), ("nosuch",), (LONG,), (CONTROL,)]
 ARGUMENTS = [
     ("train", LONG),
     ("train", CONTROL),
-    ("train", "karate", "cora"),
+    ("train", "karate:task", "cora"),
     (*KARATE, "--out", "x"),
     (*KARATE, "--policies", "float32"),
     (*KARATE, "--nosuch", LONG),
@@ -42,7 +42,7 @@ VALUES = [
     ("train", "--train-size", 99 * "9"),
     *[("train", "--devices", text) for text in ("3", "1025", DIGITS)],
     *[
-        ("train", "reddit", "--synthetic", "--scale", text)
+        ("train", "reddit:task", "--synthetic", "--scale", text)
         for text in ("nan", "inf", "0", "2", "1e-400", "1e-9", "0.0_1", "\u0660.\u0665", "..", "", LONG)
     ],
     (*KARATE, "--heads", "1", "1"),
@@ -57,8 +57,8 @@ REPEATED = [
     (*KARATE, "--checkpoint-dir", "a", "--checkpoint-dir", "b"),
     (*COMPARE, "--policies", "bfloat16"),
     (*COMPARE, "--out", "a", "--out", "b"),
-    ("compare", "karate", "--policies", "float32", " float32 "),
-    ("compare", "karate", "--policies", "c=f16,o=f32", "c=f16 , o= f32"),
+    ("compare", "karate:task", "--policies", "float32", " float32 "),
+    ("compare", "karate:task", "--policies", "c=f16,o=f32", "c=f16 , o= f32"),
     ("launch", "-n", "1", "--processes", "2", "script.py"),
 ]
 NAMES = [
@@ -81,33 +81,33 @@ COMBINATIONS = [
     (*KARATE, "--data-dir", "mnist"),
     *[(*KARATE, "--model", name) for name in ("", "GCN", "sage", CONTROL, LONG)],
     ("train", "--model", "gcn"),
-    ("train", "reddit", "--scale", "0.1"),
-    ("train", "vit-b16", "--synthetic", "--image-size", "33"),
+    ("train", "reddit:task", "--scale", "0.1"),
+    ("train", "vit:task", "--synthetic", "--image-size", "33"),
     (*MNIST, "--synthetic"),
     (*MNIST, "--devices", "3"),
     ("train", "--accumulate-steps", "3"),
     ("train", "--accumulate-steps", "64", "--devices", "2"),
     (*MNIST, "--train-size", "8"),
-    ("compare", "karate", "--policies", "float32", "float64"),
+    ("compare", "karate:task", "--policies", "float32", "float64"),
 ]
 PATHS = [
-    *[("train", task) for task in ("mnist", "cora", "reddit", "proteins", "cifar10", "vit-b16")],
+    *[("train", f"{task}:task") for task in ("mnist", "cora", "reddit", "proteins", "cifar10", "vit")],
     *[
-        ("train", task, "--data-dir", folder)
-        for task in ("mnist", "cora", "reddit", "proteins", "cifar10", "vit-b16")
+        ("train", f"{task}:task", "--data-dir", folder)
+        for task in ("mnist", "cora", "reddit", "proteins", "cifar10", "vit")
         for folder in ("nowhere", "empty", CONTROL, *FOLDERS)
     ],
-    *[("train", "lm", "--text-file", file) for file in ("nowhere", "empty", CONTROL, *FOLDERS)],
+    *[("train", "lm:task", "--text-file", file) for file in ("nowhere", "empty", CONTROL, *FOLDERS)],
     *[
         (*call, option, folder)
         for call, option in (
             (KARATE, "--checkpoint-dir"), (KARATE, "--capsules"), (KARATE, "--logdir"), (COMPARE, "--out"),
-            (COMPARE, "--logdir"), ((*KARATE, "--mode", "torch"), "--rules"), (("compare", "karate"), "--rules"),
+            (COMPARE, "--logdir"), ((*KARATE, "--mode", "torch"), "--rules"), (("compare", "karate:task"), "--rules"),
         )
         for folder in FOLDERS
     ],
 ]  # fmt: skip
-DIAGNOSE = ("diagnose", "karate", "--epochs", "3")
+DIAGNOSE = ("diagnose", "karate:task", "--epochs", "3")
 DIAGNOSES = [
     ("diagnose", "nosuch"),
     (*DIAGNOSE, "--steps", "0"),
@@ -125,7 +125,7 @@ DIAGNOSES = [
     *[(*DIAGNOSE, "--rules", file, "--out", "made") for file in ("file", "empty", "nowhere", CONTROL)],
     *[(*DIAGNOSE, "--capsule", file, "--out", "made") for file in ("file", "empty", "nowhere", CONTROL)],
 ]
-TUNE = ("tune", "karate", "--epochs", "3")
+TUNE = ("tune", "karate:task", "--epochs", "3")
 TUNES = [
     ("tune", "nosuch"),
     *[

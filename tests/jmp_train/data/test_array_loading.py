@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_tasks import load_task
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jmp_train.data.array_loading import array_batches, example_seeds
 from jmp_train.runs.task_batches import evaluation_batches as batches_of_test
 from jmp_train.runs.task_batches import train_batches
 from jmp_train.task import Arrays, Task
-from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from example_tasks import NAMES, load_task
 from promotion import promoting_task
 
 import jmp_train as jt
@@ -13,7 +14,6 @@ from jmp_train.runs.events import Compiled, Epoch, Event, Progress
 from jmp_train.runs.loop import train
 from jmp_train.runs.setups import setup_of
 from jmp_train.task import Task
-from jmp_train.tasks import TASK_NAMES, load_task
 
 pytestmark = pytest.mark.quick
 
@@ -29,9 +29,9 @@ def load_digits_task(devices: int = 1) -> Task:
 
 @pytest.mark.full
 def test_every_task_loads() -> None:
-    for name in TASK_NAMES:
-        synthetic = name in ("mnist", "cora", "planetoid", "reddit", "cifar10", "vit-b16", "proteins")
-        sizes = {"reddit": {"scale": 0.001}, "vit-b16": {"image_size": 16}}
+    for name in NAMES:
+        synthetic = name not in ("digits", "karate", "lm")
+        sizes = {"reddit": {"scale": 0.001}, "vit": {"image_size": 16}}
         task = load_task(name, **({"synthetic": True} if synthetic else {}), **sizes.get(name, {}))
         assert set(task.train) == set(task.test)
         for data in (task.train, task.test):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import pytest
+from example_tasks import load_task
 from promotion import promoting_task
 
 import jmp_train as jt
@@ -14,7 +15,6 @@ from jmp_train.runs import RulesFile, RunSettings, run_optimizer, setup_of
 from jmp_train.runs.precisions import phase_precisions
 from jmp_train.runs.setups import make_setups, shapes_of_init
 from jmp_train.task import Task
-from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 

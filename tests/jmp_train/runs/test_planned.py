@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 import pytest
+from example_tasks import load_task
 from user_jobs import make_task
 
 from jmp_train.graphs import from_edges, stack
 from jmp_train.runs import train_batches
 from jmp_train.runs.setups import planned_step, setup_of
 from jmp_train.runs.task_batches import batch_shapes
-from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from example_tasks import load_task
 from made_runs import first_examples
 from sealed_files import entry
 
@@ -26,7 +27,6 @@ from jmp_train.runs.resuming import ResumeError, Saver, Saving, Stopped
 from jmp_train.runs.run_settings import RunLength
 from jmp_train.runs.task_batches import Place
 from jmp_train.task import Task
-from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_tasks import load_task
 from made_runs import first_examples
 
 from jmp_train.policies import TORCH_CUDA, AutocastRules
@@ -14,7 +15,6 @@ from jmp_train.runs import RunSettings
 from jmp_train.runs.run_identity import data_digest, differences, run_metadata
 from jmp_train.runs.run_settings import FewBits, RulesFile
 from jmp_train.task import Arrays, Task
-from jmp_train.tasks import load_task
 
 pytestmark = pytest.mark.quick
 

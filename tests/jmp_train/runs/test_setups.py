@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_tasks import load_task
 from jax.sharding import Mesh
 from made_runs import first_examples
 from promotion import promoting, promoting_task
@@ -22,7 +23,7 @@ from jmp_train.runs.precisions import autocasts, loss_scale_for, precision_of
 from jmp_train.runs.resuming import Saving, Stopped
 from jmp_train.runs.setups import setup_of
 from jmp_train.task import Task
-from jmp_train.tasks import load_task
+from jmp_train.tasks import digits as digits_task
 
 pytestmark = pytest.mark.quick
 
@@ -102,7 +103,7 @@ def test_a_setup_trains_and_predicts_by_the_rules(digits: Task, name: str) -> No
     batch = {key: x[:8] for key, x in digits.train.items()}
     for setup, has_half in ((own, True), (other, False)):
         step = jax.make_jaxpr(setup.step)(state, batch)
-        predict = jax.make_jaxpr(setup.forward(digits.metrics.predict))(state.params, state.model_state, batch)
+        predict = jax.make_jaxpr(setup.forward(promoting(digits_task.predict)))(state.params, state.model_state, batch)
         assert ["f16[" in str(program) for program in (step, predict)] == [has_half] * 2
 
 
@@ -215,7 +216,7 @@ def test_a_step_on_two_devices_and_the_test_keep_to_the_setup(name: str) -> None
     new_state, metrics = jax.eval_shape(step, state, task.train)
     assert new_state == state
     assert metrics["loss"].dtype == jnp.float32
-    logits = jax.eval_shape(setup.forward(task.metrics.predict), state.params, state.model_state, task.test)
+    logits = jax.eval_shape(setup.forward(promoting(digits_task.predict)), state.params, state.model_state, task.test)
     assert logits.shape == (360, 10)
     assert logits.dtype == (jnp.float16 if name in ("torch", "apex-O1") else jnp.float32)
 

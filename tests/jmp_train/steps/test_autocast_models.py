@@ -11,6 +11,7 @@ import haiku as hk
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import mnist
 import numpy as np
 import optax
 import pytest
@@ -18,7 +19,7 @@ from flax import nnx
 from promotion import promoting
 
 from jmp_train.policies.autocasting.transform import autocast
-from jmp_train.tasks import digits, mnist
+from jmp_train.tasks import digits
 
 pytestmark = pytest.mark.quick
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from example_tasks import load_task
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from promotion import promoting, relaxed
@@ -18,8 +19,7 @@ from pytrees import poison_gradient
 
 import jmp_train as jt
 from jmp_train.runs.task_batches import train_batches
-from jmp_train.tasks import load_task
-from jmp_train.tasks.digits import DigitsCNN
+from jmp_train.tasks import digits
 
 pytestmark = pytest.mark.quick
 
@@ -36,7 +36,7 @@ MODES = {
 def digits_accuracy(amp: jt.policies.Amp, steps: int) -> tuple[float, int]:
     """Returns the test accuracy of the digits task after some steps, and how many were skipped."""
     task = load_task("digits")
-    amp, _ = amp.for_model(DigitsCNN(), jnp.ones((1, 8, 8, 1)), train=False)
+    amp, _ = amp.for_model(digits.DigitsCNN(), jnp.ones((1, 8, 8, 1)), train=False)
     init_key, step_key = jax.random.split(jax.random.key(0))
     params, stats = task.init(init_key)
     loss_fn, tx = amp.transform(task.loss_fn, task.optimizer_for(steps))
@@ -51,7 +51,7 @@ def digits_accuracy(amp: jt.policies.Amp, steps: int) -> tuple[float, int]:
         state, metrics = step(state, batch)
         skipped = metrics["skipped_steps"]
     test = {name: jnp.asarray(array) for name, array in task.test.items()}
-    logits = jax.jit(amp.forward(task.metrics.predict))(state.params, state.model_state, test)
+    logits = jax.jit(amp.forward(digits.predict))(state.params, state.model_state, test)
     assert logits.dtype == jnp.float32 or amp.precision.autocast_rules
     return float((logits.argmax(-1) == test["label"]).mean(dtype=jnp.float32)), int(skipped)
 

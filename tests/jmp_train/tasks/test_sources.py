@@ -1,14 +1,13 @@
 """Where tasks come from: names, users' files and modules; their errors are one line."""
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jmp_train.tasks import TASK_NAMES, FileError, errors_of_file, find_task, is_task_text, load_task
-from jmp_train.tasks.sources import described, module_of
+from jmp_train.tasks import FileError, digits, errors_of_file, find_task, is_task_text
+from jmp_train.tasks.sources import described
 
 pytestmark = pytest.mark.quick
 
@@ -38,7 +37,7 @@ def written(folder: Path, text: str, name: str = "job_of_a_user.py") -> Path:
 
 
 def test_what_has_the_form_of_a_task() -> None:
-    for text in (*TASK_NAMES, "a.py:task", "C:/steps/a:b.py:make", "package.module:task"):
+    for text in ("digits", "mnist", "vit-b16", "a.py", "a.py:task", "C:/steps/a:b.py:make", "package.module:task"):
         assert is_task_text(text), text
     for text in ("make", ":make", "a.py:", "a.py:a.b", "a.py:3", "a\0.py:make", ""):
         assert not is_task_text(text), text
@@ -46,14 +45,23 @@ def test_what_has_the_form_of_a_task() -> None:
             find_task(text)
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
-def test_built_in_tasks_come_by_the_same_road(name: str) -> None:
-    source, module = find_task(name), module_of(name)
-    assert (source.options, source.function, source.file) == (module.Options, module.task, None)
-    again = find_task(f"{module.__name__}:task")
-    assert again.options is module.Options
-    for field in dataclasses.fields(module.Options):
-        assert f" {field.name}: " in "".join(part.__doc__ or "" for part in module.Options.__mro__), field.name
+@pytest.mark.parametrize(("name", "file"), [("mnist", "mnist"), ("planetoid", "cora"), ("vit-b16", "vit")])
+def test_a_task_of_version_0_1_is_named_with_its_file(name: str, file: str) -> None:
+    with pytest.raises(ValueError, match=rf"^task {name} is a file of the repository now: examples/tasks/{file}\.py$"):
+        find_task(name)
+
+
+def test_a_file_is_named_with_or_without_its_function(folder: Path) -> None:
+    file = written(folder, JOB)
+    assert find_task(str(file)).name == find_task(f"{file}:task").name == "job_of_a_user.py:task"
+    with pytest.raises(ValueError, match=r"empty\.py has no function 'task': it has none"):
+        find_task(str(written(folder, "", "empty.py")))
+
+
+def test_the_built_in_task_comes_by_the_same_road() -> None:
+    source = find_task("digits")
+    assert (source.options, source.function, source.file) == (digits.Options, digits.task, None)
+    assert find_task("jmp_train.tasks.digits:task").options is digits.Options
 
 
 def test_a_file_sees_itself_as_python_runs_it(folder: Path) -> None:
@@ -147,29 +155,6 @@ def test_definitions_say_which_have_changed(folder: Path) -> None:
     assert changed("import dataclasses\n", "import dataclasses, os\n") == {"other statements"}
     assert changed("def plain", "def other") == {"plain", "other"}
     assert changed("return 1", "return 1  # one") == set()
-
-
-@pytest.mark.parametrize("name", ["mnist", "cora", "reddit", "proteins", "cifar10", "vit-b16"])
-def test_data_are_from_files_or_synthetic(name: str) -> None:
-    with pytest.raises(ValueError, match="--data-dir and --synthetic exclude each other"):
-        load_task(name, synthetic=True, data_dir=Path("x"))
-
-
-def test_options_of_built_in_tasks_are_checked() -> None:
-    made = {"synthetic": True}
-    for name, options, error, message in (
-        ("cora", {"heads": (1, 1, 1)}, TypeError, "unexpected keyword argument 'heads'"),
-        ("reddit", {"scale": 2.0}, ValueError, r"scale=2\.0 must be above 0 and up to 1"),
-        ("reddit", {**made, "heads": (2, 2)}, ValueError, r"heads=\(2, 2\) must be 3 numbers of at least 1"),
-        ("planetoid", {**made, "dataset": "pubmed"}, ValueError, "dataset='pubmed' has no synthetic data; only cora"),
-        ("planetoid", {"dataset": "PUBMED"}, FileNotFoundError, "needs --data-dir, the folder of ind.pubmed.x and the"),
-        ("vit-b16", {**made, "image_size": 40}, ValueError, "image_size=40 must be a multiple of the patch size, 16"),
-        ("vit-b16", {**made, "image_size": 0}, ValueError, "image_size=0 must be a multiple"),
-        ("vit-b16", {}, FileNotFoundError, r"task vit-b16 needs --data-dir, the folder of train/CLASS/\*\.jpg"),
-        ("vit-b16", {"data_dir": Path("/nowhere")}, FileNotFoundError, r"/nowhere/train is not a folder"),
-    ):
-        with pytest.raises(error, match=message):
-            load_task(name, **options)
 
 
 def test_descriptions() -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+from models import image_classifier
+from models.graph_classifiers import node_classifier
+from models.graph_models import GAT
 from promotion import relaxed
 
 import jmp_train as jt
-from jmp_train.tasks.models import image_classifier
-from jmp_train.tasks.models.graph_classifiers import node_classifier
-from jmp_train.tasks.models.graph_models import GAT
 
 BATCH, WIDTH, LENGTH, VOCABULARY = 8, 16, 6, 12
 

@@ -12,14 +12,14 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from models import image_classifier
+from models.graph_classifiers import node_classifier
+from models.graph_models import GCN
 from planting import SCALE, STATE, Case, Fault, Way, mean_square, values
 from promotion import promoting
 
 import jmp_train as jt
 from jmp_train.graphs import fn
-from jmp_train.tasks.models import image_classifier
-from jmp_train.tasks.models.graph_classifiers import node_classifier
-from jmp_train.tasks.models.graph_models import GCN
 
 WIDTH, LENGTH = 8, 8
 BF16 = "bfloat16"

@@ -10,11 +10,11 @@ import jax.random as jr
 from flax import linen as nn
 from flax import nnx
 from jax import lax
+from models import image_classifier
 from planting import Case, Fault, Way, mean_square, values
 from promotion import promoting
 
 import jmp_train as jt
-from jmp_train.tasks.models import image_classifier
 
 WIDTH, LENGTH = 8, 8
 BF16 = "bfloat16"

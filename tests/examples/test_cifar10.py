@@ -1,0 +1,59 @@
+"""The task `cifar10`: its data on the way into the network, its optimizer, and training with a small ResNet."""
+
+import dataclasses
+from typing import Any
+
+import cifar10
+import jax
+import optax
+import pytest
+from models.convolution import ResNet
+from promotion import promoting_task, relaxed
+
+from jmp_train.runs import RunSettings
+from jmp_train.runs.loop import train
+from jmp_train.runs.precisions import precision_of
+from jmp_train.task import Task
+
+pytestmark = pytest.mark.quick
+
+
+def small_task(examples: int, features: tuple[int, ...], devices: int = 1) -> Task:
+    """Returns the task with one block a stage and images of 8 x 8, which compiles in seconds."""
+    train, test = cifar10.synthetic_data(examples, seed=0), cifar10.synthetic_data(96, seed=1)
+    train, test = ({**data, "image": data["image"][:, :8, :8]} for data in (train, test))
+    model = ResNet(stages=(1,) * len(features), features=features, axis_name="data" if devices > 1 else None)
+    return promoting_task(cifar10.make_task(model, train, test))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["torch", "apex-O1", "apex-O2", "apex-O3", "naive"])
+def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
+    """Reads the dtypes of their results in the program of a loss and its gradient."""
+    task = small_task(8, (4, 8))
+    amp: Any = precision_of(mode)
+    amp = dataclasses.replace(amp, batch_norms=task.batch_norms())
+    loss_fn, _ = amp.transform(task.loss_fn, optax.sgd(0.1))
+    params, stats = jax.eval_shape(task.init, jax.random.key(0))
+    params, stats = jax.eval_shape(amp.cast_params, params), jax.eval_shape(amp.cast_model_state, stats)
+    with jax.numpy_dtype_promotion("standard"):
+        gradient = jax.value_and_grad(loss_fn, has_aux=True)
+        program = str(jax.make_jaxpr(gradient)(params, stats, task.prepare(task.train), jax.random.key(1)))
+    results = [line.partition(" = conv")[0] for line in program.splitlines() if "= conv_general_dilated[" in line]
+    assert len(results) > 10
+    assert all(":f16[" in result for result in results)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["float32", "torch", "apex-O1", "apex-O2", "apex-O3", "mixed_bfloat16"])
+def test_a_small_network_learns(mode: str) -> None:
+    task = small_task(512, (8, 16))
+    # The task's cosine without its warm-up: at a rate that stays, running statistics do not settle.
+    task = dataclasses.replace(
+        task, optimizer=lambda steps: relaxed(cifar10.sgd(optax.cosine_decay_schedule(0.1, steps)))
+    )
+    run = train(task, mode, RunSettings(epochs=8, batch_size=32))
+    assert len(run.skipped) <= 3
+    assert run.epochs[-1].loss < 0.6 * run.epochs[0].loss
+    assert run.metrics["test_accuracy"] > 0.5  # chance level: 0.1
+    assert run.metrics["nonfinite_outputs"] == 0

@@ -1,0 +1,171 @@
+"""The jobs of `examples/tasks`, and the one that README.md shows, under `jmp-train train` and `compare`."""
+
+import dataclasses
+import doctest
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from example_tasks import FOLDER, task_module
+
+from jmp_train.cli.entry import main
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+JOBS = sorted(file.stem for file in FOLDER.glob("*.py") if "\ndef task(" in file.read_text())
+# Options of a run that learns something, and the worst headline metric that it may have.
+LEARNS: dict[str, tuple[list[str], float]] = {
+    "haiku_digits": ([], 0.95),
+    "nanogpt": (["--steps", "60"], 3.7),  # bits per byte; the bytes one by one have 3.9
+    "sampled_graph": ([], 0.93),
+    "table_mlp": ([], 0.93),
+}
+NAMES = list(LEARNS)  # the short ones
+# Options of the others, with which a step is fast; ViT-B/16's own tests have smaller models.
+TINY = {
+    "cifar10": "--synthetic --batch-size 4",
+    "cora": "--synthetic --model sage",
+    "karate": "--model gat",
+    "lm": "--batch-size 2",
+    "mnist": "--synthetic --batch-size 4",
+    "proteins": "--synthetic --batch-size 4",
+    "reddit": "--synthetic --scale 0.001",
+}
+PRECISIONS = ("float32", "mixed_float16", "autocast_bfloat16")
+MODELS = [f"models.{name}" for name in ("causal_attention", "gpt", "graph_classifiers", "rounded_once", "token_losses")]
+QUICK = ("table_mlp", "karate-autocast_bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs each test in an empty folder, and forgets the modules of the jobs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    before = set(sys.modules)
+    with jax.numpy_dtype_promotion("standard"):  # other libraries'
+        yield
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent in (FOLDER, tmp_path):
+            del sys.modules[name]
+
+
+def readme_job() -> str:
+    found = re.findall(r"```python\n(# my_job.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(found) == 1
+    return found[0]
+
+
+def text_file() -> list[str]:
+    """Returns the option of a text that is quickly learned and evaluated."""
+    Path("text.txt").write_text((ROOT / "LICENSE").read_text())
+    return ["--text-file", "text.txt"]
+
+
+def compared(job: str, *options: str) -> list[dict[str, Any]]:
+    """Returns what `compare --out` reports of each run; each has its page and picture, too."""
+    call = ["compare", job, "--policies", "float32", "autocast_float16", "--out", "out", *options]
+    assert main(call) == 0
+    assert Path("out/report.svg").read_text().count("<svg") == 7
+    assert job.rpartition("/")[2] in Path("out/report.html").read_text()
+    return json.loads(Path("out/report.json").read_text())["runs"]
+
+
+def test_a_job_is_short_and_has_its_row_in_the_list() -> None:
+    assert sorted([*LEARNS, *TINY, "vit"]) == JOBS
+    rows = (ROOT / "examples" / "README.md").read_text()
+    for name in JOBS:
+        assert len((FOLDER / f"{name}.py").read_text().splitlines()) < (70 if name in LEARNS else 220)
+        assert f"| [tasks/{name}.py](tasks/{name}.py) |" in rows
+    assert sum(1 for line in readme_job().splitlines() if line) <= 25
+
+
+@pytest.mark.parametrize("name", ["cora", "lm", "proteins", "reddit", "task_options", *MODELS])
+def test_the_examples_in_docstrings_are_right(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted and not found.failed
+
+
+@pytest.mark.parametrize("name", ["digits", *TINY, "vit"])
+def test_each_option_of_a_published_job_is_described(name: str) -> None:
+    options = task_module(name).Options
+    for field in dataclasses.fields(options):
+        assert f" {field.name}: " in "".join(part.__doc__ or "" for part in options.__mro__), field.name
+
+
+def cases(names: Iterable[str], precisions: Sequence[str] = ("",)) -> list[Any]:
+    """Returns a test's cases; they are full, but for those in QUICK."""
+    pairs = [(name, precision) for name in names for precision in precisions]
+    texts = ["-".join(filter(None, pair)) for pair in pairs]
+    return [
+        pytest.param(*filter(None, pair), id=text, marks=() if text in QUICK else pytest.mark.full)
+        for pair, text in zip(pairs, texts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", cases(NAMES))
+def test_a_job_trains_in_half_precision(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = text_file() if name == "nanogpt" else []
+    run = trained(name, capsys, *options)
+    assert run["costs"]["half_flops_share"] > 0.75
+    assert next(iter(run["metrics"])) == ("bits_per_byte" if name == "nanogpt" else "accuracy")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "precision"), cases(TINY, PRECISIONS))
+def test_a_published_job_trains_in_each_precision(
+    name: str, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*TINY[name].split(), *([] if name in ("cora", "karate", "reddit") else ["--train-size", "12"])]
+    run = trained(name, capsys, "--policy", precision, *options)
+    assert (run["costs"]["half_flops_share"] > 0.7) == (precision != "float32")
+    assert run["metrics"]["nonfinite_outputs"] == 0
+
+
+def trained(name: str, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """Returns what `train` reports of three steps."""
+    assert main(["train", f"{FOLDER}/{name}.py", "--steps", "3", "--json", *options]) == 0
+    run = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert sum(step["finite"] for step in run["steps"]) >= 2  # a loss scale may halve once
+    return run
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_learns_as_well_in_half_precision_as_in_float32(name: str) -> None:
+    options, bound = LEARNS[name]
+    found = [next(iter(run["metrics"].values())) for run in compared(f"{FOLDER}/{name}.py:task", *options)]
+    for value in found:
+        assert value < bound if name == "nanogpt" else value > bound
+    assert found[1] == pytest.approx(found[0], abs=0.02)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_runs_on_two_devices_and_in_parts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = text_file() if name == "nanogpt" else []
+    batch = ["--batch-size", "32"] if name != "sampled_graph" else []
+    losses = []
+    for parts in ([], ["--devices", "2", "--accumulate-steps", "2"]):
+        call = ["train", f"{FOLDER}/{name}.py", "--policy", "float32", "--steps", "2", "--json"]
+        assert main([*call, *options, *batch, *parts]) == 0
+        losses.append([step["loss"] for step in json.loads(capsys.readouterr().out.splitlines()[-1])["steps"]])
+    if name in ("nanogpt", "table_mlp"):  # without dropout, batch statistics and mini-batches of each part's own
+        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_job_of_the_readme_reaches_what_it_prints() -> None:
+    Path("my_job.py").write_text(readme_job())
+    for run in compared("my_job.py:task"):
+        assert run["metrics"]["accuracy"] > 0.93
