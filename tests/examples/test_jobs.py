@@ -125,7 +125,7 @@ def test_a_published_job_trains_in_each_precision(
 ) -> None:
     options = [*TINY[name].split(), *([] if name in ("cora", "karate", "reddit") else ["--train-size", "12"])]
     run = trained(name, capsys, "--policy", precision, *options)
-    assert (run["costs"]["half_flops_share"] > 0.7) == (precision != "float32")
+    assert (run["costs"]["half_flops_share"] > 0.5) == (precision != "float32")
     assert run["metrics"]["nonfinite_outputs"] == 0
 
 

@@ -119,7 +119,7 @@ def test_a_script_without_problems(folder: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("function", "code", "message"),
     [
-        ("scripts/model.py", 2, "'scripts/model.py' is not a task: digits, "),
+        ("scripts/model.py", 2, "scripts/model.py has no function 'task': it has squares, make_step"),
         ("nowhere.py:make_step", 2, "nowhere.py is not a file"),
         ("scripts/model.py:constant", 2, "model.py:constant must be a function that returns a jt.Task, got a int"),
         (

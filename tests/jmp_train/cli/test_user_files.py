@@ -131,8 +131,8 @@ def files_of_a_user(folder: Path) -> None:
         ("train failing.py:bad_metrics", 1, "failing.py:49: KeyError: 'nothing'"),
         ("train failing.py:strict --train-size 8", 2, "--train-size 8: the task's train creates its own batches"),
         ("train digits --model gat", 2, "unrecognized arguments: --model gat"),
-        ("train cora", 2, "task cora needs --data-dir, the folder of ind.cora.x and the other seven files"),
-        ("train cora --data-dir . --synthetic", 2, "--data-dir and --synthetic exclude each other"),
+        ("train cora:task", 2, "--data-dir is missing: the folder of ind.cora.x and the other seven files"),
+        ("train cora:task --data-dir . --synthetic", 2, "--data-dir and --synthetic exclude each other"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(
