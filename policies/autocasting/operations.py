@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -143,7 +143,7 @@ def table(operations: Sequence[OperationReport]) -> list[str]:
 
 
 def flops_of(equation: Any) -> int:
-    """Returns the number of an equation's floating-point operations; a loop of unknown length counts once."""
+    """Returns the number of an equation's floating-point operations; loops and axes of unknown length count once."""
     if held := held_jaxprs(equation):  # a program that ran as it was traced
         inner = sum(flops_of(e) for jaxpr in held for e in jaxpr.eqns)
         return repeats_of(equation) * inner
@@ -152,15 +152,14 @@ def flops_of(equation: Any) -> int:
     match equation.primitive.name:
         case "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            return 2 * size * math.prod(equation.invars[0].aval.shape[i] for i in contracted)
+            return 2 * size * _size(equation.invars[0].aval.shape[i] for i in contracted)
         case "ragged_dot" | "ragged_dot_general":
             return 2 * size * _ragged_contraction(equation)
         case "conv_general_dilated":
-            kernel = equation.invars[1].aval.shape
-            features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-            return 2 * size * math.prod(kernel) // features
+            kernel, features = equation.invars[1].aval.shape, equation.params["dimension_numbers"].rhs_spec[0]
+            return 2 * size * _size(n for i, n in enumerate(kernel) if i != features)
         case "reduce_sum" | "reduce_max" | "reduce_min" | "reduce_prod":
-            return math.prod(equation.invars[0].aval.shape)
+            return _size(equation.invars[0].aval.shape)
         case "reshape" | "transpose" | "broadcast_in_dim" | "convert_element_type" | "slice":
             return 0
     return size
@@ -168,15 +167,19 @@ def flops_of(equation: Any) -> int:
 
 def elements_of(equation: Any) -> int:
     """Returns the number of elements of an equation's results."""
-    return sum(math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars)
+    return sum(_size(getattr(out.aval, "shape", ())) for out in equation.outvars)
+
+
+def _size(shape: Iterable[Any]) -> int:
+    return math.prod(n for n in shape if isinstance(n, int))  # not symbolic
 
 
 def _ragged_contraction(equation: Any) -> int:
     dimensions = equation.params.get("ragged_dot_dimension_numbers")
     if dimensions is None:
-        return equation.invars[0].aval.shape[-1]
+        return _size(equation.invars[0].aval.shape[-1:])
     (contracted, _), _ = dimensions.dot_dimension_numbers
-    return math.prod(equation.invars[0].aval.shape[i] for i in contracted)
+    return _size(equation.invars[0].aval.shape[i] for i in contracted)
 
 
 def held_jaxprs(equation: JaxprEqn) -> list[Any]:

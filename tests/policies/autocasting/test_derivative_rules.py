@@ -16,6 +16,7 @@ from jax.scipy import special
 from primitive_lists import HOW
 from promotion import promoting
 
+import jmp_train as jt
 from jmp_train.policies.autocasting.rules import MOSTLY_HALF, TORCH_CPU, TORCH_CUDA, AutocastRules
 from jmp_train.policies.autocasting.transform import autocast
 from jmp_train.policies.programs import walk
@@ -310,6 +311,20 @@ def test_maxima_of_symbolic_shapes_are_exported() -> None:
     shape = jax.ShapeDtypeStruct(export.symbolic_shape("b,4"), jnp.float32)
     exported = export.export(jax.jit(autocast(lambda x: jnp.max(x @ jnp.full((4, 4), 0.25)))))(shape)
     assert exported.call(jnp.ones((3, 4))) == 1
+
+
+@pytest.mark.parametrize("transform", [autocast, lambda fn: jt.apply_policy(fn, "mixed_bfloat16")])
+def test_warnings_count_axes_of_symbolic_length_once(transform: Callable[[Fn], Fn]) -> None:
+    """Of a symbolic number of rows, a product in float32 is 8 of 9 flops."""
+
+    def fn(x: jax.Array) -> jax.Array:
+        in_float32 = lax.platform_dependent(x, default=lambda x: x @ jnp.ones((4, 8), jnp.float32))
+        return in_float32.sum() + (x @ jnp.ones((4, 1), x.dtype)).sum().astype(jnp.float32)
+
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("b,4"), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"), pytest.warns(jt.policies.Float32ProductsWarning, match="^89% of"):
+        exported = export.export(jax.jit(transform(fn)))(shape)
+    assert exported.call(jnp.ones((3, 4))) == 108
 
 
 CROSS_ENTROPIES: dict[str, Fn] = {
