@@ -114,7 +114,7 @@ def test_what_only_a_run_of_compare_finds_wrong_is_a_wrong_call(
     log = Path("-log/float32/metrics.jsonl")
     log.parent.mkdir(parents=True)
     log.touch()  # as another process may, after compare has looked
-    monkeypatch.setattr(compare_command, "_check_outputs", lambda args, names: None)
+    monkeypatch.setattr(compare_command, "check_unused", lambda folder: None)
     call = ("compare", "karate:task", "--epochs", "1", "--logdir=-log", "--policies", "float32", "bfloat16")
     assert error_of(call, capsys) == "jmp-train: error: --logdir: -log/float32 holds the log of another run\n"
 
