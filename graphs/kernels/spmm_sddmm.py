@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.kernels.chunks import Chunk, of_edges, sum_of_rows, upcast_at
 from jmp_train.graphs.kernels.edge_programs import EdgeIds, Ends
 from jmp_train.graphs.kernels.native_calls import Scales, native_dot, native_sum, on_cpus, takes
 from jmp_train.graphs.kernels.sums_over_edges import edge_sums
@@ -85,17 +84,16 @@ def edge_dot(edges: CSRAndCSC, scales: Scales, senders: jax.Array, receivers: ja
 
 
 def _chunked_dot(edges: CSRAndCSC, scales: Scales, senders: jax.Array, receivers: jax.Array) -> jax.Array:
-    neighbors, dtype = edges.by_target, common_dtype(senders.dtype, receivers.dtype)
+    dtype = common_dtype(senders.dtype, receivers.dtype)
+    return edge_sums(_product, edges, Ends(*scales), Ends(senders, receivers)).edge.astype(dtype)
 
-    def compute(chunk: Chunk) -> list[jax.Array]:
-        products = sum_of_rows(upcast_at(senders, chunk.others) * upcast_at(receivers, chunk.nodes)[:, None])
-        for scale, ids in zip(scales, (chunk.others, chunk.nodes[:, None]), strict=True):
-            products = products if scale is None else products * upcast_at(scale, ids)[..., None]
-        return [products]
 
-    like = [jax.ShapeDtypeStruct(senders.shape[1:2], accumulation_dtype(dtype))]
-    elements = max(1, neighbors.width * math.prod(senders.shape[1:]) // 2)
-    return of_edges(neighbors, compute, like, elements)[0].astype(dtype)
+def _product(fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
+    del ids
+    products = (inputs.senders * inputs.receivers).sum(-1)
+    for scale in fixed[:2]:
+        products = products if scale is None else products * scale.astype(products.dtype)
+    return Ends(edge=products)
 
 
 _OfSum = tuple[CSRAndCSC, Scales, jax.Array, jax.Array | None]
