@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.kernels import CHUNKED_ELEMENTS
