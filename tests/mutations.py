@@ -124,8 +124,8 @@ MUTATIONS = (
     Mutation(  # the sum of a k t that every edge of a softmax shares
         "streaming-gradient",
         "graphs/kernels/gat.py",
-        "        return (sums[0] * gradient).sum(-1) - shift * sums[1]\n",
-        "        return (sums[0] * gradient).sum(-1)\n",
+        "            of_logits - of_means,\n",
+        "            of_logits,\n",
         "tests/graphs/layers/test_attention.py",
     ),
     Mutation(

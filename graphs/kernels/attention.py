@@ -1,249 +1,286 @@
-"""Attention over edges: sums of messages, weighted by a softmax over the edges that enter a node, of any logits.
+"""Attention over edges, as GAT and GATv2 share it: softmax, edge weights, and dropout recomputed from a key.
 
-An attention is a pure function of one edge to its logits, messages and the factors of its weights. With `s` the logit,
-m the largest one of a node, i the inverse of the sum of `exp(s - m)` there, and k the factor, the result is the sum of
-`a k z` for messages z, with `a = exp(s - m) i`. With g the gradient of the result, and `t = g . z`, that of s is
-`a (k t - d)`, where d is the sum of `a k t` over the node's edges. The difference is taken for each edge, or for each
-block: sums of both terms would cancel at nodes with many edges.
+In whole-edge arrays, which XLA may fuse, a kind of attention is its logits and messages. In chunks, it is a kernel.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.kernels.chunks import run_chunked
-from jmp_train.graphs.kernels.edge_programs import EdgeIds, Ends
-from jmp_train.graphs.kernels.sums_over_edges import dtypes_of_edges, edge_max, edge_sums, in_dtypes
-from jmp_train.graphs.kernels.threefry_dropout import EdgeDropout
-from jmp_train.graphs.structure import Adjacency, CSRAndCSC, finite_or_zero, reciprocal, upcast
+from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, largest, of_edges, run_chunked
+from jmp_train.graphs.kernels.implementations import EdgeOperation
+from jmp_train.graphs.kernels.spmm_sddmm import edge_rows
+from jmp_train.graphs.structure import CSR, Adjacency, CSRAndCSC, accumulation_dtype, finite_or_zero, reciprocal
 from jmp_train.policies.autocasting import autocast_as
 
-
-class OfEdge(NamedTuple):
-    """What an attention is for one edge.
-
-    Attributes:
-      logits: [heads].
-      messages: arrays [heads, ...].
-      factor: [heads] or [1], factors of the weights; None for 1.
-    """
-
-    logits: jax.Array
-    messages: Sequence[jax.Array]
-    factor: jax.Array | None
+Inputs = TypeVar("Inputs")
 
 
-class SoftmaxSums(NamedTuple):
-    """Sums weighted by a softmax.
-
-    Attributes:
-      totals: a sum [nodes, heads, ...] for each of the messages; 0 without edges.
-      largest: the largest logits [nodes, heads].
-      inverse: 1 over the sums of the powers of the differences to them, [nodes, heads]; 1 without edges.
-    """
-
-    totals: list[jax.Array]
-    largest: jax.Array
-    inverse: jax.Array
+class AttentionInputs(Protocol):
+    """The inputs of an attention: its messages, the factors of its weights, and what its logits need."""
 
     @property
-    def log_sum(self) -> jax.Array:
-        """The logarithms of the sums of the logits' exponentials [nodes, heads]."""
-        return self.largest - jnp.log(self.inverse)
+    def sent(self) -> jax.Array:
+        """The messages of the nodes [nodes, heads, width]."""
+        ...
+
+    @property
+    def edge_weight(self) -> jax.Array | None:
+        """Floating [edges], or None."""
+        ...
 
 
-def factor_of(dropout: EdgeDropout | None, ids: EdgeIds, weight: jax.Array | None) -> jax.Array | None:
-    """Returns the factors [heads] or [1] of an edge's weights; None for 1."""
-    factor = None if dropout is None else dropout.of_ids(ids)
-    if weight is None:
+# From negative slope, adjacency and inputs to logits [edges, heads] and messages [edges, heads, width].
+LogitsAndMessages = Callable[[float, Adjacency, Any], tuple[jax.Array, jax.Array]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EdgeDropout:
+    """The dropped edges of each head.
+
+    Attributes:
+      words: uint32 [heads, 2], a key of Threefry for each head.
+      rate: the fraction of dropped edges.
+    """
+
+    words: jax.Array
+    rate: float = dataclasses.field(metadata={"static": True})
+
+    def of_edges(self, first: jax.Array, second: jax.Array | None = None) -> jax.Array:
+        """Returns 0 or 1 / (1 - rate) for each edge and head [..., heads].
+
+        Args:
+          first: int [...], the values that identify an edge.
+          second: the same, if two values identify an edge.
+        """
+        second = jnp.zeros_like(first) if second is None else second
+        counts = jnp.stack([first, second]).astype(jnp.uint32)
+        draw = jax.vmap(lambda words: threefry_2x32((words[0], words[1]), counts)[0], out_axes=-1)
+        is_kept = draw(self.words) >= jnp.uint32(int(self.rate * 2**32))
+        return jnp.where(is_kept, jnp.float32(1 / (1 - self.rate)), jnp.float32(0))
+
+    def of_chunk(self, neighbors: CSR, chunk: Chunk, *, nodes_are_receivers: bool) -> jax.Array:
+        """Returns 0 or 1 / (1 - rate) for each edge [blocks, width, heads].
+
+        Places identify edges or, without places, their two ends: then edges between the same two nodes are dropped
+        together.
+
+        Args:
+          neighbors: the edges.
+          chunk: a chunk of them.
+          nodes_are_receivers: True if the edges enter the nodes by which they are sorted.
+        """
+        if neighbors.edges is not None:
+            return self.of_edges(at(neighbors.edges, chunk.positions))
+        nodes = jnp.broadcast_to(chunk.nodes[:, None], chunk.others.shape)
+        ends = (chunk.others, nodes) if nodes_are_receivers else (nodes, chunk.others)
+        return self.of_edges(*ends)
+
+
+def edge_dropout(rate: float, key: jax.Array | None, heads: int) -> EdgeDropout | None:
+    """Returns the dropout of edges; None if it is off.
+
+    Args:
+      rate: the fraction of dropped edges.
+      key: a random key of any of jax's generators.
+      heads: number of heads.
+    """
+    if not rate or key is None:
+        return None
+    return EdgeDropout(jax.random.bits(key, (heads, 2), jnp.uint32), rate)
+
+
+def dropout_and_weight(
+    neighbors: CSR,
+    chunk: Chunk,
+    dropout: EdgeDropout | None,
+    edge_weight: jax.Array | None,
+    *,
+    nodes_are_receivers: bool,
+) -> jax.Array | None:
+    """Returns the factors of a chunk's weights [blocks, width, heads or 1]; None for 1.
+
+    Args:
+      neighbors: the edges.
+      chunk: a chunk of them.
+      dropout: the dropped edges.
+      edge_weight: floating [edges].
+      nodes_are_receivers: see `EdgeDropout.of_chunk`.
+    """
+    factor = None
+    if dropout is not None:
+        factor = dropout.of_chunk(neighbors, chunk, nodes_are_receivers=nodes_are_receivers)
+    if edge_weight is None:
         return factor
-    weight = weight.reshape(1)
-    return weight if factor is None else weight * factor.astype(weight.dtype)
+    return times(edge_rows(neighbors, chunk, edge_weight)[..., None], factor)
 
 
 def times(data: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Returns data [heads, ...] times factors [heads] or [1] in its dtype; None for 1."""
-    return data if factor is None else data * factor.astype(data.dtype).reshape(-1, *[1] * (data.ndim - 1))
+    """Returns data times a factor in its dtype; None for 1."""
+    return data if factor is None else data * factor.astype(data.dtype)
 
 
-class Gradients(NamedTuple):
-    """What of the sums goes back to a node's edges.
+class Saved(NamedTuple, Generic[Inputs]):
+    """The values that the gradient of attention needs; `largest` and `inverse` are those of `SoftmaxSum`."""
+
+    edges: CSRAndCSC
+    dropout: EdgeDropout | None
+    inputs: Inputs
+    largest: jax.Array
+    inverse: jax.Array
+
+
+class SoftmaxSum(NamedTuple):
+    """A sum weighted by a softmax, and the values from which the gradient recomputes the softmax.
 
     Attributes:
-      of_totals: the gradients of the sums.
-      inverse: see `SoftmaxSums`.
-      shift: what is subtracted from the gradients of the weights.
+      total: the sums [nodes, heads, width], in the features' dtype.
+      largest: the largest logit, at least float32 [nodes, heads].
+      inverse: 1 over the sum of the powers of the differences to it, of the same shape and dtype.
     """
 
-    of_totals: list[jax.Array]
+    total: jax.Array
+    largest: jax.Array
     inverse: jax.Array
-    shift: jax.Array
 
 
-class Attention(Protocol):
-    """An attention; it is hashable."""
-
-    def __call__(self, fixed: Ends, inputs: Ends, ids: EdgeIds) -> OfEdge:
-        """Returns what it is for one edge, of upcast rows without and with gradients, and the edge's ids."""
-        ...
-
-    def sums(self, dtype: DTypeLike | None, edges: CSRAndCSC, fixed: Ends, inputs: Ends) -> SoftmaxSums:
-        """Returns the weighted sums; see `softmax_sums`."""
-        most = finite_or_zero(edge_max(_Logits(self), edges, fixed, inputs))
-        powers, totals = edge_sums(_Powers(self), edges, with_rows(fixed, most), inputs).receivers
-        inverse = reciprocal(powers)
-        totals = [x * inverse.reshape(*inverse.shape, *[1] * (x.ndim - 2)) for x in totals]
-        return SoftmaxSums([x.astype(dtype or x.dtype) for x in totals], most, inverse)
-
-    def means(self, edges: CSRAndCSC, fixed: Ends, inputs: Ends, back: Gradients) -> jax.Array:
-        """Returns the sums of `a k t`; the largest logits are among the fixed rows of the receivers."""
-        return edge_sums(_Means(self), edges, fixed, with_rows(inputs, back)).receivers
-
-    def gradients(self, edges: CSRAndCSC, fixed: Ends, inputs: Ends, back: Gradients) -> Ends:
-        """Returns the gradients of the inputs; see `means`."""
-        return edge_sums(_Gradient(self, dtypes_of_edges(inputs)), edges, fixed, with_rows(inputs, back))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def softmax_sums(
-    attention: Attention, dtype: DTypeLike | None, edges: CSRAndCSC, fixed: Ends, inputs: Ends
-) -> SoftmaxSums:
-    """Returns the messages, weighted by a softmax over each node's edges.
+def softmax_sum(
+    neighbors: CSR,
+    dropout: EdgeDropout | None,
+    edge_weight: jax.Array | None,
+    features: jax.Array,
+    logits: Callable[[Chunk], jax.Array],
+    elements_per_block: int,
+) -> SoftmaxSum:
+    """Returns the senders' features, weighted by a softmax over each node's edges.
 
     Args:
-      attention: the attention of one edge.
-      dtype: dtype of the sums; None for that of the computation.
-      edges: the edges, at least one.
-      fixed: see `edge_sums`.
-      inputs: see `edge_sums`.
+      neighbors: the edges, by the nodes that they enter.
+      dropout: the dropped weights.
+      edge_weight: floating [edges], which multiplies the weights.
+      features: floating [senders, heads, width].
+      logits: returns the logits of a chunk, upcast [blocks, width, heads].
+      elements_per_block: see `add_up`.
     """
-    return attention.sums(dtype, edges, fixed, inputs)
+    _, heads, width = features.shape
+    dtype = accumulation_dtype(features.dtype)
+    of_head = jax.ShapeDtypeStruct((heads,), dtype)
+
+    def highest(chunk: Chunk) -> jax.Array:
+        return jnp.where(chunk.is_edge[..., None], logits(chunk), -jnp.inf).max(1).astype(dtype)
+
+    most = finite_or_zero(largest(neighbors, highest, of_head, elements_per_block))
+
+    def parts(chunk: Chunk) -> list[jax.Array]:
+        terms = chunk.where_edge(jnp.exp(logits(chunk) - chunk.of_nodes(most)).astype(dtype))
+        factor = dropout_and_weight(neighbors, chunk, dropout, edge_weight, nodes_are_receivers=True)
+        return [chunk.sum_of_others(features, times(terms, factor)), terms.sum(1)]
+
+    like = [jax.ShapeDtypeStruct((heads, width), dtype), of_head]
+    total, sizes = add_up(neighbors, parts, like, elements_per_block, most)
+    inverse = reciprocal(sizes)
+    return SoftmaxSum((total * inverse[..., None]).astype(features.dtype), most, inverse)
 
 
-def _forward(attention: Attention, dtype: DTypeLike | None, *arguments: Any) -> tuple[SoftmaxSums, Any]:
-    found = attention.sums(dtype, *arguments)
-    # Sums in full precision say what a pass over the edges would find again.
-    return found, (*arguments, found._replace(totals=found.totals if dtype is None else []))
+def gradient_of_edge_weight(
+    neighbors: CSR,
+    dropout: EdgeDropout | None,
+    edge_weight: jax.Array | None,
+    weights_and_products: Callable[[Chunk], tuple[jax.Array, jax.Array]],
+    dtype: DTypeLike,
+    elements_per_block: int,
+) -> jax.Array | None:
+    """Returns the gradient of the edge weights in their dtype, or None without edge weights.
+
+    Args:
+      neighbors: see `softmax_sum`.
+      dropout: see `softmax_sum`.
+      edge_weight: see `softmax_sum`.
+      weights_and_products: returns a chunk's softmax, and the products of the gradient and the senders' features,
+        both upcast [blocks, width, heads].
+      dtype: dtype of the edge weights.
+      elements_per_block: see `add_up`.
+    """
+    if edge_weight is None:
+        return None
+
+    def of_each(chunk: Chunk) -> jax.Array:
+        weights, products = weights_and_products(chunk)
+        factor = dropout_and_weight(neighbors, chunk, dropout, None, nodes_are_receivers=True)
+        return (times(weights, factor) * products).sum(-1)
+
+    of_one = jax.ShapeDtypeStruct((), dtype)
+    return of_edges(neighbors, of_each, of_one, elements_per_block).astype(edge_weight.dtype)
 
 
-def _backward(attention: Attention, dtype: DTypeLike | None, saved: Any, gradient: SoftmaxSums) -> Any:
-    edges, fixed, inputs, (totals, most, inverse) = saved
-    fixed = with_rows(fixed, most)
-    # A logit's part of the inverse is a times minus that.
-    back = Gradients(gradient.totals, inverse, gradient.inverse * inverse)
-    means = _products(gradient.totals, totals) if dtype is None else attention.means(edges, fixed, inputs, back)
-    found = attention.gradients(edges, fixed, inputs, back._replace(shift=back.shift + means))
-    return None, None, jax.tree.map(lambda x, like: x.astype(like.dtype), found, inputs)
+def attention_operation(
+    logits_and_messages: LogitsAndMessages, chunked_kernel: Callable[..., Any]
+) -> EdgeOperation[[float, EdgeDropout | None, AttentionInputs], jax.Array]:
+    """Returns attention [nodes, heads, width] in the dtype of its messages, as an operation.
+
+    Args:
+      logits_and_messages: returns both for all edges.
+      chunked_kernel: the operation in chunks: a function of negative slope, sorted edges, dropout and inputs.
+    """
+    return EdgeOperation(
+        {
+            "xla": functools.partial(_by_xla, logits_and_messages),
+            "chunked": functools.partial(_by_chunks, chunked_kernel),
+        },
+        _elements_per_edge,
+    )
 
 
-softmax_sums.defvjp(_forward, _backward)
+def _by_xla(
+    logits_and_messages: LogitsAndMessages,
+    adjacency: Adjacency,
+    negative_slope: float,
+    dropout: EdgeDropout | None,
+    inputs: AttentionInputs,
+) -> jax.Array:
+    """Returns attention [nodes, heads, width] in the dtype of the messages."""
+    attend = autocast_as("float32")(functools.partial(_attend, logits_and_messages, negative_slope))
+    return attend(adjacency, dropout, inputs).astype(inputs.sent.dtype)
 
 
-def with_rows(ends: Ends, more: Any) -> Ends:
-    """Returns ends with more rows at the receivers, before their own."""
-    return ends._replace(receivers=(more, ends.receivers))
+@functools.partial(jax.checkpoint, static_argnums=(0, 1))
+def _attend(
+    logits_and_messages: LogitsAndMessages,
+    negative_slope: float,
+    adjacency: Adjacency,
+    dropout: EdgeDropout | None,
+    inputs: AttentionInputs,
+) -> jax.Array:
+    logits, messages = logits_and_messages(negative_slope, adjacency, inputs)
+    weights = adjacency.receivers.softmax(logits)
+    if dropout is not None:
+        weights = weights * dropout.of_edges(jnp.arange(len(weights))).astype(weights.dtype)
+    if inputs.edge_weight is not None:
+        weights = weights * inputs.edge_weight.astype(weights.dtype)[:, None]
+    return adjacency.receivers.sum(weights[..., None] * messages)
 
 
-def split(ends: Ends) -> tuple[Any, Ends]:
-    """Returns what was added to the rows of the receivers, and the rest."""
-    more, own = ends.receivers
-    return more, ends._replace(receivers=own)
+def _by_chunks(
+    kernel: Callable[..., Any],
+    adjacency: Adjacency,
+    negative_slope: float,
+    dropout: EdgeDropout | None,
+    inputs: AttentionInputs,
+) -> jax.Array:
+    sent = inputs.sent
+    if sent.size == 0:
+        return jnp.zeros((adjacency.num_receivers, *sent.shape[1:]), sent.dtype)
+    return run_chunked(functools.partial(kernel, negative_slope), adjacency.neighbors, dropout, inputs)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Logits:
-    attention: Attention
-
-    def __call__(self, fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
-        return Ends(receivers=self.attention(fixed, inputs, ids).logits)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Powers:
-    """The powers of an edge's logits, and the messages times these and their factors."""
-
-    attention: Attention
-
-    def __call__(self, fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
-        most, fixed = split(fixed)
-        logits, messages, factor = self.attention(fixed, inputs, ids)
-        powers = jnp.exp(logits - most)
-        weights = times(powers, factor)
-        return Ends(receivers=(powers, [times(x, weights) for x in messages]))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Means:
-    """The products of an edge's messages and the gradients of the sums, times weights and factors."""
-
-    attention: Attention
-
-    def __call__(self, fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
-        (most, fixed), ((gradients, inverse, _), inputs) = split(fixed), split(inputs)
-        logits, messages, factor = self.attention(fixed, inputs, ids)
-        return Ends(receivers=times(jnp.exp(logits - most) * inverse * _products(gradients, messages), factor))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gradient:
-    """The gradients of an attention's inputs."""
-
-    attention: Attention
-    stored: tuple[Any, ...]
-
-    def __call__(self, fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
-        (most, fixed), ((gradients, inverse, shift), inputs) = split(fixed), split(inputs)
-        found, pullback = jax.vjp(lambda inputs: self.attention(fixed, inputs, ids), inputs)
-        weights = jnp.exp(found.logits - most) * inverse
-        products = _products(gradients, found.messages)
-        of_logits = weights * (times(products, found.factor) - shift)
-        of_messages = [times(x.astype(weights.dtype), times(weights, found.factor)) for x in gradients]
-        of_factor = None
-        if found.factor is not None:
-            of_factor = weights * products
-            of_factor = of_factor if len(found.factor) == len(weights) else of_factor.sum(keepdims=True)
-            of_factor = of_factor.astype(found.factor.dtype)
-        (gradient,) = pullback(OfEdge(of_logits, of_messages, of_factor))
-        return in_dtypes(gradient, self.stored)
-
-
-def _products(gradients: Sequence[jax.Array], messages: Sequence[jax.Array]) -> jax.Array:
-    """Returns the products [heads] of messages and gradients."""
-    return sum(((g * x).sum(-1) for g, x in zip(gradients, messages, strict=True)), jnp.zeros((), messages[0].dtype))
-
-
-def attention_sums(
-    attention: Attention, dtype: DTypeLike | None, adjacency: Adjacency, fixed: Ends, inputs: Ends
-) -> SoftmaxSums:
-    """Returns the result of `softmax_sums` in chunks; see there."""
-    return run_chunked(functools.partial(softmax_sums, attention, dtype), adjacency.neighbors, fixed, inputs)
-
-
-def attention_by_xla(attention: Attention, adjacency: Adjacency, fixed: Ends, inputs: Ends) -> SoftmaxSums:
-    """Returns the result of `softmax_sums` in at least float32, with arrays of all edges, which XLA may fuse."""
-
-    @jax.checkpoint
-    def attend(adjacency: Adjacency, fixed: Ends, inputs: Ends) -> SoftmaxSums:
-        senders, receivers = adjacency.senders, adjacency.receivers
-
-        def read(ends: Ends) -> Ends:
-            ends = jax.tree.map(upcast, ends)
-            at_ends = (jax.tree.map(end.read, x) for end, x in zip((senders, receivers), ends, strict=False))
-            return Ends(next(at_ends), next(at_ends), ends.edge, ends.shared)
-
-        ids = EdgeIds(senders.ids, receivers.ids, jnp.arange(receivers.num_edges, dtype=jnp.int32))
-        axes = Ends(0, 0, 0, None)
-        logits, messages, factor = jax.vmap(attention, (axes, axes, 0))(read(fixed), read(inputs), ids)
-        weights = receivers.softmax(logits)
-        weights = weights if factor is None else weights * factor.astype(weights.dtype)
-        totals = [receivers.sum(weights.reshape(*weights.shape, *[1] * (x.ndim - 2)) * x) for x in messages]
-        logits = jnp.where(receivers.is_counted[:, None], logits, -jnp.inf)
-        most = finite_or_zero(jax.lax.stop_gradient(receivers.max(logits)))
-        return SoftmaxSums(totals, most, reciprocal(receivers.sum(jnp.exp(logits - receivers.read(most)))))
-
-    return autocast_as("float32")(attend)(adjacency, fixed, inputs)
+def _elements_per_edge(negative_slope: float, dropout: EdgeDropout | None, inputs: AttentionInputs) -> int:
+    del negative_slope, dropout
+    _, heads, width = inputs.sent.shape
+    return heads * width

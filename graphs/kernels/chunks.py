@@ -6,7 +6,7 @@ On CPUs a chunk fits into the caches; on GPUs it is large enough to give all of 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,39 +19,71 @@ Tree = TypeVar("Tree")
 CPU_ELEMENTS = 2**17  # that a chunk of blocks makes: half a MiB
 GPU_EDGES = 2**18
 GPU_ELEMENTS = 2**25  # that a chunk makes at most: 128 MiB
-FEW = 256  # chunks, each of which adds to all that the edges share
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A chunk of blocks of edges, traced. Empty places repeat an edge of their block, or of the first one.
+    """A chunk of blocks of edges, traced.
 
     Attributes:
-      others: int32 [blocks, width], the node at each edge's other end.
+      others: int32 [blocks, width], the node at each edge's other end; any node in empty places.
       is_edge: bool [blocks, width], False in empty places.
-      is_new: bool [blocks], False for blocks that the chunk before had too.
       nodes: int32 [blocks], the node at this end.
-      positions: int32 [blocks, width], the places of the edges in `CSR.others`.
-      rows: int32 [blocks], the row to which a block is added; beyond the last one if it is not new.
-      first: the chunk's first block.
+      positions: int32 [blocks, width], the places of the edges in `CSR.others`; any for empty ones.
     """
 
     others: jax.Array
     is_edge: jax.Array
-    is_new: jax.Array
     nodes: jax.Array
     positions: jax.Array
-    rows: jax.Array
-    first: jax.Array
 
     def of_others(self, data: jax.Array) -> jax.Array:
-        """Returns the rows [blocks, width, ...] at the other ends, of data [others, ...], upcast, 0 without an edge."""
-        return self.where_edge(upcast_at(data, self.others))
+        """Returns the rows [blocks, width, ...] at the other ends, of data [others, ...], upcast."""
+        return upcast_at(data, self.others)
 
-    def where_edge(self, data: jax.Array, other: float = 0) -> jax.Array:
-        """Returns data [blocks, width, ...] with another number in empty places."""
+    def of_nodes(self, data: jax.Array) -> jax.Array:
+        """Returns the rows [blocks, 1, ...] at this end, of data [nodes, ...], upcast."""
+        return upcast_at(data, self.nodes)[:, None]
+
+    def where_edge(self, data: jax.Array) -> jax.Array:
+        """Returns data [blocks, width, ...] with 0 in empty places."""
         is_edge = self.is_edge.reshape(*self.is_edge.shape, *[1] * (data.ndim - 2))
-        return jnp.where(is_edge, data, jnp.asarray(other, data.dtype))
+        return jnp.where(is_edge, data, jnp.zeros_like(data))
+
+    def sum_of_others(
+        self,
+        data: jax.Array,
+        weights: jax.Array | None,
+        change: Callable[[jax.Array], jax.Array] = lambda rows: rows,
+    ) -> jax.Array:
+        """Returns the sums [blocks, heads, width] of the rows of features [others, heads, width], upcast.
+
+        It adds one edge of each block at a time, so that the sums stay in registers.
+
+        Args:
+          data: floating.
+          weights: [blocks, width, heads] or [blocks, width, 1], 0 in empty places; None for 1.
+          change: function of the rows [blocks, heads, width] that are added.
+        """
+        if weights is not None:  # or XLA would gather them for each number of a row again
+            weights = jax.lax.optimization_barrier(weights)
+        total = None
+        for place in range(self.others.shape[1]):
+            rows = change(upcast_at(data, self.others[:, place]))
+            rows = jnp.where(self.is_edge[:, place, None, None], rows, jnp.zeros_like(rows))
+            rows = rows if weights is None else weights[:, place, :, None] * rows
+            total = rows if total is None else total + rows
+        assert total is not None  # a block has at least 8 places
+        return total
+
+    def dot_with_others(self, others: jax.Array, nodes: jax.Array) -> jax.Array:
+        """Returns the products [blocks, width, heads] of rows at both ends, summed over their width, in float32.
+
+        Args:
+          others: floating [others, heads, width].
+          nodes: floating [nodes, heads, width].
+        """
+        return sum_of_rows(self.of_others(others) * self.of_nodes(nodes))
 
 
 def pvary_alike(tree: Tree) -> Tree:
@@ -103,54 +135,34 @@ def upcast_at(data: jax.Array, ids: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits << 16, jnp.float32)
 
 
-class Sums(NamedTuple):
-    """Sums over edges, or their terms in a chunk, or their shapes.
-
-    Attributes:
-      rows: arrays [nodes, ...], or those of a chunk's blocks [blocks, ...], or of one block [...].
-      whole: arrays to which all edges add.
-    """
-
-    rows: Sequence[Any] = ()
-    whole: Sequence[Any] = ()
-
-
 def add_up(
-    neighbors: CSR, compute: Callable[[Chunk], Sums], like: Sums, elements_per_block: int, after: Any = ()
-) -> Sums:
-    """Returns the sums of the arrays of each node's blocks, and compensated sums of what all chunks add to.
+    neighbors: CSR,
+    compute: Callable[[Chunk], Sequence[jax.Array]],
+    like: Sequence[jax.ShapeDtypeStruct],
+    elements_per_block: int,
+    after: Any,
+) -> list[jax.Array]:
+    """Returns the sums [nodes, ...] of the arrays of each node's blocks.
 
     Args:
       neighbors: the edges.
-      compute: returns the terms of a chunk. In those to which all edges add, blocks that are not new count nothing.
-      like: shapes and dtypes of the terms of one block.
+      compute: returns arrays [blocks, ...] for a chunk.
+      like: shape and dtype of one block's part of each.
       elements_per_block: number of elements that `compute` holds per block, which sets the chunks' size on CPUs.
       after: arrays that `compute` needs. XLA would allocate the zeros of all passes at once, or keep one
         for all of them; these begin their life after those arrays.
-
-    Reference: Knuth's exact difference of a sum, The Art of Computer Programming 2, 4.2.2.
     """
     zero = jax.lax.optimization_barrier((jnp.zeros(()), after))[0]
+    shapes = [(neighbors.num_rows, *x.shape) for x in like]
+    start = [jnp.broadcast_to(zero.astype(x.dtype), shape) for x, shape in zip(like, shapes, strict=True)]
 
-    def zeros(x: Any, *shape: int) -> jax.Array:
-        return jnp.broadcast_to(zero.astype(x.dtype), (*shape, *x.shape))
+    def add(sums: list[jax.Array], chunk: Chunk, step: Step) -> list[jax.Array]:
+        rows = jax.lax.dynamic_slice_in_dim(neighbors.rows, step.first, step.size)
+        rows = jnp.where(step.is_new, rows, neighbors.num_rows)
+        return [total.at[rows].add(part, mode="drop") for total, part in zip(sums, compute(chunk), strict=True)]
 
-    def add(sums: tuple[Any, ...], chunk: Chunk) -> tuple[Any, ...]:
-        rows, whole, lost = sums
-        terms = compute(chunk)
-        rows = [x.at[chunk.rows].add(term, mode="drop") for x, term in zip(rows, terms.rows, strict=True)]
-        totals = list(map(jnp.add, whole, terms.whole))
-        return rows, totals, list(map(jnp.add, lost, map(rounded_off, whole, terms.whole, totals)))
-
-    start = [zeros(x, neighbors.num_rows) for x in like.rows], *[[zeros(x) for x in like.whole] for _ in range(2)]
-    rows, whole, lost = walk(neighbors, add, start, elements_per_block)
-    return Sums([joined(neighbors, x)[: neighbors.num_nodes] for x in rows], list(map(jnp.add, whole, lost)))
-
-
-def rounded_off(total: jax.Array, part: jax.Array, result: jax.Array) -> jax.Array:
-    """Returns what a sum of two numbers lost."""
-    added = result - total
-    return (total - (result - added)) + (part - added)
+    sums = _walk(neighbors, add, start, elements_per_block)
+    return [joined(neighbors, total)[: neighbors.num_nodes] for total in sums]
 
 
 def joined(neighbors: CSR, sums: jax.Array) -> jax.Array:
@@ -163,29 +175,89 @@ def joined(neighbors: CSR, sums: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(sums)
 
 
+def largest(
+    neighbors: CSR,
+    compute: Callable[[Chunk], jax.Array],
+    like: jax.ShapeDtypeStruct,
+    elements_per_block: int,
+) -> jax.Array:
+    """Returns the largest [nodes, ...] of the arrays of each node's blocks; -inf or the least integer without blocks.
+
+    Args:
+      neighbors: see `add_up`.
+      compute: returns an array [blocks, ...] for a chunk.
+      like: see `add_up`.
+      elements_per_block: see `add_up`.
+    """
+
+    def update(most: jax.Array, chunk: Chunk, step: Step) -> jax.Array:
+        del step  # blocks that come twice do no harm
+        return most.at[chunk.nodes].max(compute(chunk), indices_are_sorted=True)
+
+    least = -jnp.inf if jnp.issubdtype(like.dtype, jnp.floating) else jnp.iinfo(like.dtype).min
+    start = jnp.full((neighbors.num_nodes, *like.shape), least, like.dtype)
+    return _walk(neighbors, update, start, elements_per_block)
+
+
 def of_edges(
     neighbors: CSR,
-    compute: Callable[[Chunk], Sequence[jax.Array]],
-    like: Sequence[Any],
+    compute: Callable[[Chunk], jax.Array],
+    like: jax.ShapeDtypeStruct,
     elements_per_block: int,
-) -> list[jax.Array]:
+) -> jax.Array:
     """Returns the values of all edges [edges, ...], 0 for those that count nowhere.
 
     Args:
       neighbors: see `add_up`; edges must have places.
-      compute: returns arrays [blocks, width, ...] for a chunk.
-      like: shapes and dtypes of one edge's values.
+      compute: returns an array [blocks, width, ...] for a chunk.
+      like: shape and dtype of one edge's value.
       elements_per_block: see `add_up`.
     """
-    slots, blocks = neighbors.edge_slots, (neighbors.num_blocks, neighbors.width)
+    slots = neighbors.edge_slots
+    shape = (neighbors.num_blocks, neighbors.width, *like.shape)
 
-    def write(results: list[jax.Array], chunk: Chunk) -> list[jax.Array]:
-        update = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=chunk.first, axis=0)
-        return list(map(update, results, compute(chunk)))
+    def write(result: jax.Array, chunk: Chunk, step: Step) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(result, compute(chunk), step.first, 0)
 
-    results = walk(neighbors, write, [jnp.zeros((*blocks, *x.shape), x.dtype) for x in like], elements_per_block)
-    slots = jnp.where(slots < 0, blocks[0] * blocks[1], slots)
-    return [x.reshape(-1, *x.shape[2:]).at[slots].get(mode="fill", fill_value=0) for x in results]
+    result = _walk(neighbors, write, jnp.zeros(shape, like.dtype), elements_per_block)
+    result = result.reshape(-1, *like.shape)
+    slots = jnp.where(slots < 0, result.shape[0], slots)
+    return result.at[slots].get(mode="fill", fill_value=0)
+
+
+def sum_of_chunks(
+    neighbors: CSR,
+    compute: Callable[[Chunk, jax.Array], Tree],
+    like: Any,
+    elements_per_block: int,
+    after: Any,
+) -> Tree:
+    """Returns the compensated sums of the chunks' arrays.
+
+    Args:
+      neighbors: see `add_up`.
+      compute: returns a tree of arrays for a chunk and a mask of the blocks that count, bool [blocks].
+      like: their shapes and dtypes.
+      elements_per_block: see `add_up`.
+      after: see `add_up`.
+
+    Reference: Knuth's exact difference of a sum, The Art of Computer Programming 2, 4.2.2.
+    """
+    zero = jax.lax.optimization_barrier((jnp.zeros(()), after))[0]
+    start = jax.tree.map(lambda x: jnp.broadcast_to(zero.astype(x.dtype), x.shape), like)
+
+    def add(carry: tuple[Tree, Tree], chunk: Chunk, step: Step) -> tuple[Tree, Tree]:
+        totals, lost = carry
+        parts = compute(chunk, step.is_new)
+        sums = jax.tree.map(jnp.add, totals, parts)
+
+        def rounded_off(total: jax.Array, part: jax.Array, result: jax.Array) -> jax.Array:
+            added = result - total
+            return (total - (result - added)) + (part - added)
+
+        return sums, jax.tree.map(lambda rest, *x: rest + rounded_off(*x), lost, totals, parts, sums)
+
+    return jax.tree.map(jnp.add, *_walk(neighbors, add, (start, start), elements_per_block))
 
 
 def each_edge(
@@ -199,7 +271,7 @@ def each_edge(
     Args:
       neighbors: the edges by the nodes that they enter; edges must have places.
       compute: returns arrays [some edges, ...] for int32 ids of edges, of their senders and of their receivers.
-      like: shape and dtype of one edge's part of each array.
+      like: shape of one edge's part of each array, and the stored dtype.
       elements_per_edge: number of elements that `compute` holds per edge, which sets the chunks' size on CPUs.
     """
     slots = neighbors.edge_slots
@@ -242,18 +314,21 @@ def _bits_of(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
     return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else dtype
 
 
-def walk(
-    neighbors: CSR, update: Callable[[Any, Chunk], Any], start: Any, elements_per_block: int, *, are_few: bool = False
-) -> Any:
-    """Returns what is left of the start after it was updated by each chunk.
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The blocks of a chunk: `size` blocks from `first` on; the last chunk may repeat some."""
 
-    Args:
-      neighbors: the edges.
-      update: returns the new values, given the old ones and a chunk.
-      start: a tree of arrays.
-      elements_per_block: see `add_up`.
-      are_few: True for at most `FEW` chunks, where each adds to large arrays; they need not fit into the caches then.
-    """
+    first: jax.Array
+    size: int
+    is_new: jax.Array
+
+
+def _walk(
+    neighbors: CSR,
+    update: Callable[[Any, Chunk, Step], Any],
+    start: Any,
+    elements_per_block: int,
+) -> Any:
     if neighbors.num_blocks == 0:
         return start
     start = pvary_alike((start, neighbors))[0]
@@ -263,12 +338,11 @@ def walk(
 
         def iteration(index: jax.Array, carry: Any) -> Any:
             first = jnp.minimum(index * size, neighbors.num_blocks - size)
-            return update(carry, _chunk(neighbors, first, first + jnp.arange(size) >= index * size))
+            step = Step(first, size, first + jnp.arange(size) >= index * size)
+            return update(carry, _chunk(neighbors, first, size), step)
 
         return jax.lax.fori_loop(0, -(-neighbors.num_blocks // size), iteration, start)
 
-    if are_few:
-        return run(max(CPU_ELEMENTS // elements_per_block, -(-neighbors.num_blocks // FEW)), start)
     return jax.lax.platform_dependent(
         start,
         cpu=functools.partial(run, CPU_ELEMENTS // elements_per_block),
@@ -276,23 +350,11 @@ def walk(
     )
 
 
-def _chunk(neighbors: CSR, first: jax.Array, is_new: jax.Array) -> Chunk:
-    starts, counts, nodes, rows = (
-        jax.lax.dynamic_slice_in_dim(array, first, len(is_new))
-        for array in (neighbors.starts, neighbors.counts, neighbors.nodes, neighbors.rows)
+def _chunk(neighbors: CSR, first: jax.Array, size: int) -> Chunk:
+    starts, counts, nodes = (
+        jax.lax.dynamic_slice_in_dim(array, first, size)
+        for array in (neighbors.starts, neighbors.counts, neighbors.nodes)
     )
-    # Blocks without edges follow those with edges.
-    places, is_empty = jnp.arange(neighbors.width, dtype=jnp.int32), counts == 0
-    last = jnp.where(is_empty, neighbors.counts[0], counts)[:, None] - 1
-    positions = jnp.where(is_empty, neighbors.starts[0], starts)[:, None] + jnp.minimum(places, jnp.maximum(last, 0))
-    # Or XLA would look them up for each number of a row again on CPUs.
-    others, positions = jax.lax.optimization_barrier((at(neighbors.others, positions), positions))
-    return Chunk(
-        others,
-        places < counts[:, None],
-        is_new,
-        jnp.where(is_empty, neighbors.nodes[0], nodes),
-        positions,
-        jnp.where(is_new, rows, neighbors.num_rows),
-        first,
-    )
+    places = jnp.arange(neighbors.width, dtype=jnp.int32)
+    positions = jnp.minimum(starts[:, None] + places, neighbors.others.shape[0] - 1)
+    return Chunk(at(neighbors.others, positions), places < counts[:, None], nodes, positions)

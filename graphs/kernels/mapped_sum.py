@@ -5,13 +5,14 @@ of edge data iterate over the same chunks again.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.kernels.chunks import Chunk, Sums, add_up, at, of_edges, pvary_alike, run_chunked, upcast_at
+from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, of_edges, pvary_alike, run_chunked, sum_of_chunks
 from jmp_train.graphs.kernels.edge_matrices import EdgeMatrices, OfEdges
 from jmp_train.graphs.kernels.implementations import EdgeOperation
 from jmp_train.graphs.structure import (
@@ -56,14 +57,14 @@ def chunked_mapped_sum(
     """
     neighbors, rows = edges.by_target, inputs.rows
 
-    def compute(chunk: Chunk) -> Sums:
-        edges = _of_chunk(neighbors, chunk, types, inputs.edges)
-        return Sums([matrices(inputs.shared, edges, chunk.of_others(rows))])
+    def compute(chunk: Chunk) -> list[jax.Array]:
+        others = chunk.where_edge(chunk.of_others(rows))
+        return [matrices(inputs.shared, _of_chunk(neighbors, chunk, types, inputs.edges), others)]
 
     width = matrices.out_width(inputs.shared, rows.shape[1])
-    like = Sums([jax.ShapeDtypeStruct((width,), accumulation_dtype(rows.dtype))])
-    sums = add_up(neighbors, compute, like, _elements(matrices, neighbors, inputs), (rows, inputs.shared))
-    return sums.rows[0].astype(dtype)
+    like = jax.ShapeDtypeStruct((width,), accumulation_dtype(rows.dtype))
+    (sums,) = add_up(neighbors, compute, [like], _elements(matrices, neighbors, inputs), (rows, inputs.shared))
+    return sums.astype(dtype)
 
 
 def _of_chunk(neighbors: CSR, chunk: Chunk, types: jax.Array | None, edges: OfEdges) -> OfEdges:
@@ -97,40 +98,46 @@ def _backward(
     of_rows: Any = chunked_mapped_sum(matrices.transposed(), rows.dtype, edges.reversed(), types, back)
     elements = _elements(matrices, neighbors, inputs)
 
-    def pullback(chunk: Chunk, is_counted: jax.Array) -> Any:
-        """Returns the gradients of the shared data and of the data of a chunk's edges; only some blocks count."""
+    def pullback(chunk: Chunk, is_counted: jax.Array | None = None) -> Any:
+        """Returns the gradients of the shared data and of the data of a chunk's edges."""
         own = _of_chunk(neighbors, chunk, None, inputs.edges)
         kinds = _of_chunk(neighbors, chunk, types, OfEdges()).types
+        others = chunk.where_edge(chunk.of_others(rows))
 
         def products(shared: Any, own: OfEdges) -> jax.Array:
-            return matrices(shared, own._replace(types=kinds), chunk.of_others(rows))
+            return matrices(shared, own._replace(types=kinds), others)
 
-        here = upcast_at(gradient, chunk.nodes)
-        here = jnp.where(is_counted[:, None], here, jnp.zeros_like(here))
+        here = chunk.of_nodes(gradient)[:, 0]
+        if is_counted is not None:
+            here = jnp.where(is_counted[:, None], here, jnp.zeros_like(here))
         return jax.vjp(products, jax.tree.map(upcast, inputs.shared), own)[1](here)
 
-    def of_shared(chunk: Chunk) -> Sums:
-        return Sums(whole=jax.tree.leaves(pullback(chunk, chunk.is_new)[0]))
+    of_shared = inputs.shared
+    if jax.tree.leaves(inputs.shared):
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, accumulation_dtype(x.dtype)), inputs.shared)
+        total = sum_of_chunks(neighbors, lambda chunk, is_new: pullback(chunk, is_new)[0], like, elements, of_rows)
+        of_shared = jax.tree.map(lambda x, like: x.astype(like.dtype), total, inputs.shared)
+    return None, None, MappedInputs(of_shared, _of_edges(neighbors, pullback, inputs.edges, elements), of_rows)
 
-    def of_chunk_edges(chunk: Chunk) -> list[jax.Array]:
-        parts = jax.tree.leaves(pullback(chunk, jnp.ones_like(chunk.is_new))[1])
-        return [upcast(x).reshape(*chunk.others.shape, *x.shape[2:]) for x in parts]
 
-    def like(tree: Any) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(x.shape, accumulation_dtype(x.dtype)) for x in jax.tree.leaves(tree)]
+def _of_edges(neighbors: CSR, pullback: Any, edges: OfEdges, elements: int) -> OfEdges:
+    """Returns the gradients of the edge data, by one pass."""
+    leaves, structure = jax.tree.flatten(edges)
+    if not leaves:
+        return edges
+    widths = [math.prod(x.shape[1:]) for x in leaves]
+    dtype = jnp.result_type(*(accumulation_dtype(x.dtype) for x in leaves))
 
-    def stored(found: Any, tree: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, [x.astype(y.dtype) for x, y in zip(found, leaves, strict=True)])
+    def compute(chunk: Chunk) -> jax.Array:
+        parts = [x.reshape(*chunk.others.shape, -1).astype(dtype) for x in jax.tree.leaves(pullback(chunk)[1])]
+        return jnp.concatenate(parts, -1)
 
-    shared, own = inputs.shared, inputs.edges
-    if like(shared):
-        total = add_up(neighbors, of_shared, Sums(whole=like(shared)), elements, of_rows)
-        shared = stored(total.whole, shared)
-    if like(own):
-        rows_like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in like(own)]
-        own = stored(of_edges(neighbors, of_chunk_edges, rows_like, elements), own)
-    return None, None, MappedInputs(shared, own, of_rows)
+    found = of_edges(neighbors, compute, jax.ShapeDtypeStruct((sum(widths),), dtype), elements)
+    ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
+    parts = jnp.split(found, ends, axis=-1)
+    return jax.tree.unflatten(
+        structure, [x.reshape(y.shape).astype(y.dtype) for x, y in zip(parts, leaves, strict=True)]
+    )
 
 
 chunked_mapped_sum.defvjp(_forward, _backward)

@@ -5,6 +5,7 @@ They run within `native_kernels` if they take the arguments. GPUs and second der
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import os
@@ -16,14 +17,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.structure import CSR, CSRAndCSC, common_dtype
+from jmp_train.graphs.structure import CSR, common_dtype
 from jmp_train.policies import pvary
 from jmp_train.policies.files import cache_folder
 
@@ -36,7 +37,9 @@ _DTYPES = {"float32", "float16", "bfloat16"}
 _IS_IN_USE = jax.make_user_context(False)  # jax traces anew where it changes
 
 
-class Scales(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scales:
     """Factors of rows, without gradients.
 
     Attributes:
@@ -163,55 +166,47 @@ def on_cpus(native: Callable[..., Result], chunked: Callable[..., Result], *argu
       chunked: a function of the same arguments, with the same result except for rounding.
       *arguments: pytrees of arrays.
     """
-    value = functools.partial(jax.lax.platform_dependent, cpu=native, default=chunked)
-    return with_derivative_of(chunked, value, *arguments)
-
-
-def with_derivative_of(plain: Callable[..., Result], value: Callable[..., Result], *arguments: Any) -> Result:
-    """Returns the value of a function, with the derivative of another that has the same results but for rounding."""
 
     @jax.custom_vjp
     def compute(*arguments: Any) -> Result:
-        return value(*arguments)
+        return jax.lax.platform_dependent(*arguments, cpu=native, default=chunked)
 
     def forward(*arguments: Any) -> tuple[Result, Any]:
         return compute(*arguments), arguments
 
     def backward(arguments: Any, gradient: Any) -> Any:
-        return jax.vjp(plain, *arguments)[1](gradient)
+        return jax.vjp(chunked, *arguments)[1](gradient)
 
     compute.defvjp(forward, backward)
     return compute(*arguments)
 
 
 def native_sum(
-    dtype: DTypeLike, edges: CSRAndCSC, scales: Scales, data: jax.Array, weights: jax.Array | None
+    dtype: DTypeLike, neighbors: CSR, scales: Scales, data: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
     """Returns the sums of `weighted_sum`.
 
     Args:
       dtype: dtype of the result.
-      edges: the edges.
+      neighbors: the edges by the nodes that they enter.
       scales: see `weighted_sum`.
       data: [senders, heads, width].
       weights: [edges, heads or 1]; None for 1.
     """
-    neighbors = edges.by_target
     like = [((neighbors.num_nodes, *data.shape[1:]), dtype)]
     arrays = data, jnp.zeros((0, 1), jnp.float32) if weights is None else weights
     return _call("jmp_weighted_sum", like, *_of(neighbors), *arrays, *_of_scales(scales))[0]
 
 
-def native_dot(edges: CSRAndCSC, scales: Scales, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+def native_dot(neighbors: CSR, scales: Scales, senders: jax.Array, receivers: jax.Array) -> jax.Array:
     """Returns the products of `edge_dot`.
 
     Args:
-      edges: the edges, which have places.
+      neighbors: the edges, which have places, by the nodes that they enter.
       scales: see `edge_dot`.
       senders: [senders, heads, width].
       receivers: [receivers, heads, width].
     """
-    neighbors = edges.by_target
     like = [((neighbors.num_edges, senders.shape[1]), common_dtype(senders.dtype, receivers.dtype))]
     return _call("jmp_edge_dot", like, *_of(neighbors), senders, receivers, *_of_scales(scales))[0]
 

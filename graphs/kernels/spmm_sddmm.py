@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.kernels.edge_programs import EdgeIds, Ends
+from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, of_edges, upcast_at
 from jmp_train.graphs.kernels.native_calls import Scales, native_dot, native_sum, on_cpus, takes
-from jmp_train.graphs.kernels.sums_over_edges import edge_sums
-from jmp_train.graphs.structure import CSRAndCSC, accumulation_dtype, common_dtype
+from jmp_train.graphs.structure import CSR, CSRAndCSC, accumulation_dtype, common_dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -38,30 +37,30 @@ def weighted_sum(
     common = data.dtype if weights is None else common_dtype(data.dtype, weights.dtype)
     dtype = accumulation_dtype(common) if dtype is None else jnp.dtype(dtype)
     chunked = functools.partial(_chunked_sum, dtype)
-    arguments = edges, scales, data, weights
-    if not takes(dtype, edges.by_target, *arguments[1:]):
+    arguments = edges.by_target, scales, data, weights
+    if not takes(dtype, *arguments):
         return chunked(*arguments)
     return on_cpus(functools.partial(native_sum, dtype), chunked, *arguments)
 
 
 def _chunked_sum(
-    dtype: DTypeLike, edges: CSRAndCSC, scales: Scales, data: jax.Array, weights: jax.Array | None
+    dtype: DTypeLike, neighbors: CSR, scales: Scales, data: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
-    sums = edge_sums(weighted_sender, edges, Ends(scales.senders), Ends(data, edge=weights)).receivers
+    common = data.dtype if weights is None else common_dtype(data.dtype, weights.dtype)
+    shape = data.shape[1:]
+
+    def compute(chunk: Chunk) -> list[jax.Array]:
+        factors = None if weights is None else edge_rows(neighbors, chunk, weights)
+        if scales.senders is not None:
+            scale = chunk.where_edge(chunk.of_others(scales.senders))[..., None]
+            factors = scale if factors is None else factors * scale
+        return [chunk.sum_of_others(data, factors)]
+
+    like = [jax.ShapeDtypeStruct(shape, accumulation_dtype(common))]
+    (sums,) = add_up(neighbors, compute, like, max(1, math.prod(shape)), data)
     if scales.receivers is not None:
         sums = sums * scales.receivers.astype(sums.dtype)[:, None, None]
     return sums.astype(dtype)
-
-
-def weighted_sender(fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
-    """Returns a sender's row [heads, width], times a scale and the edge's weights [heads] or [1], if given."""
-    del ids
-    row = inputs.senders
-    for factor in (fixed.senders, inputs.edge):
-        row = (
-            row if factor is None or isinstance(factor, tuple) else jnp.reshape(factor, (-1, 1)).astype(row.dtype) * row
-        )
-    return Ends(receivers=row)
 
 
 @jax.custom_vjp
@@ -77,23 +76,32 @@ def edge_dot(edges: CSRAndCSC, scales: Scales, senders: jax.Array, receivers: ja
     Returns:
       The products, in the dtype that both promote to; 0 for edges that count nowhere.
     """
-    arguments = edges, scales, senders, receivers
-    if not takes(senders.dtype, edges.by_target, *arguments[1:]):
+    arguments = edges.by_target, scales, senders, receivers
+    if not takes(senders.dtype, *arguments):
         return _chunked_dot(*arguments)
     return on_cpus(native_dot, _chunked_dot, *arguments)
 
 
-def _chunked_dot(edges: CSRAndCSC, scales: Scales, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+def _chunked_dot(neighbors: CSR, scales: Scales, senders: jax.Array, receivers: jax.Array) -> jax.Array:
     dtype = common_dtype(senders.dtype, receivers.dtype)
-    return edge_sums(_product, edges, Ends(*scales), Ends(senders, receivers)).edge.astype(dtype)
+
+    def compute(chunk: Chunk) -> jax.Array:
+        products = chunk.dot_with_others(senders, receivers)
+        if scales.senders is not None:
+            products = products * chunk.of_others(scales.senders)[..., None]
+        if scales.receivers is not None:
+            products = products * chunk.of_nodes(scales.receivers)[..., None]
+        return products
+
+    # XLA would copy all of a loop's bfloat16 array in each iteration on CPUs: it is rounded in the end.
+    like = jax.ShapeDtypeStruct(senders.shape[1:2], accumulation_dtype(dtype))
+    elements = max(1, neighbors.width * math.prod(senders.shape[1:]) // 2)
+    return of_edges(neighbors, compute, like, elements).astype(dtype)
 
 
-def _product(fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
-    del ids
-    products = (inputs.senders * inputs.receivers).sum(-1)
-    for scale in fixed[:2]:
-        products = products if scale is None else products * scale.astype(products.dtype)
-    return Ends(edge=products)
+def edge_rows(neighbors: CSR, chunk: Chunk, data: jax.Array) -> jax.Array:
+    """Returns a chunk's rows [blocks, width, ...] of data [edges, ...], upcast, 0 in empty places."""
+    return chunk.where_edge(upcast_at(data, at(neighbors.edge_ids, chunk.positions)))
 
 
 _OfSum = tuple[CSRAndCSC, Scales, jax.Array, jax.Array | None]

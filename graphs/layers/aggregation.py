@@ -11,11 +11,10 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.fn import Reduction
 from jmp_train.graphs.kernels import (
     REDUCTIONS,
-    EdgeIds,
     EdgeOperation,
-    Ends,
+    Inputs,
     Scales,
-    edge_reductions,
+    chunked_extreme,
     run_chunked,
     weighted_sender,
     weighted_sum,
@@ -143,20 +142,15 @@ def _sum_by_chunks(adjacency: Adjacency, inputs: _Inputs, stored: jax.Array, dty
     return result.reshape(-1, *stored.shape[1:])
 
 
-def _least(fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
-    return Ends(receivers=-weighted_sender(fixed, inputs, ids).receivers)
-
-
 def _extreme_by_chunks(adjacency: Adjacency, inputs: _Inputs, stored: jax.Array) -> jax.Array:
-    is_max = inputs.reduction == "max"
+    def compute(data: jax.Array, weights: jax.Array | None) -> jax.Array:
+        rows = data.reshape(data.shape[0], 1, -1)
+        of_edge = () if weights is None else weights[:, None, None]
+        sign = 1 if inputs.reduction == "max" else -1
+        return chunked_extreme(weighted_sender, sign, adjacency, Inputs(of_edge, rows))
 
-    def compute(edges: CSRAndCSC, inputs: Ends) -> jax.Array:
-        return edge_reductions(None, weighted_sender if is_max else _least, edges, Ends(None), inputs)[1]
-
-    weights = None if inputs.edge_weight is None else inputs.edge_weight[:, None]
-    most = run_chunked(compute, adjacency.neighbors, Ends(stored.reshape(stored.shape[0], 1, -1), edge=weights))
-    most = (most if is_max else -most).reshape(-1, *stored.shape[1:])
-    return jnp.where(rows_like(adjacency.in_degrees > 0, most), most, jnp.zeros_like(most))
+    result = autocast_as("float32")(compute)(stored, inputs.edge_weight)
+    return result.reshape(-1, *stored.shape[1:])
 
 
 def _elements_per_edge(inputs: _Inputs) -> int | None:

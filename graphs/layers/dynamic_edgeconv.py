@@ -8,19 +8,11 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.kernels import CHUNKED_ELEMENTS
-from jmp_train.graphs.layers.edgeconv import (
-    AGGREGATORS,
-    Apply,
-    BlockReduction,
-    checked_halves,
-    messages_of,
-    of_ends,
-    reduced,
-)
+from jmp_train.graphs.kernels import CHUNKED_ELEMENTS, BlockReduction, Messages, reduce_blocks
+from jmp_train.graphs.layers.edgeconv import AGGREGATORS, Apply, checked_halves, messages_of, of_ends
 from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, promoted
-from jmp_train.graphs.structure import CSR, as_count, checked_word, in_float32, upcast
+from jmp_train.graphs.structure import CSR, as_count, checked_word, graph_storage, in_float32, upcast
 from jmp_train.policies.autocasting import autocast_as
 
 ROWS = 256  # rows of distances computed at a time
@@ -137,12 +129,12 @@ def dynamic_edge_conv(
     is_point = _checked_mask(mask, rows)
     edges = _nearest_edges(_nearest(rows, k, is_point), is_point)
     flat = rows.reshape(-1, width)
-    arguments = *of_ends(flat, flat, kernel, offset), apply or (lambda rows: rows), reduction, rows.dtype
+    messages = messages_of(*of_ends(flat, flat, kernel, offset), apply or (lambda rows: rows), rows.dtype)
     is_large = edges.num_edges * kernel.shape[1] >= CHUNKED_ELEMENTS
     if chosen == "chunked" or (chosen is None and is_large):
-        result = reduced(edges, *arguments)
+        result = graph_storage(reduce_blocks(edges, messages, reduction))
     else:
-        result = _whole(edges, *arguments)
+        result = _whole(edges, messages, reduction)
     return result.reshape(*rows.shape[:-1], *result.shape[1:])
 
 
@@ -169,15 +161,9 @@ def _nearest_edges(nearest: jax.Array, mask: jax.Array) -> CSR:
     )
 
 
-def _whole(
-    edges: CSR, senders: jax.Array, receivers: jax.Array, apply: Apply, reduction: BlockReduction, dtype: DTypeLike
-) -> jax.Array:
+def _whole(edges: CSR, messages: Messages, reduction: BlockReduction) -> jax.Array:
     """Returns the reduction of the messages of all edges, [points, ...]."""
-    ends = (
-        senders.at[edges.others].get(mode="clip"),
-        receivers.at[jnp.repeat(edges.nodes, edges.width)].get(mode="clip"),
-    )
-    rows = messages_of(*ends, apply, dtype)
+    rows = messages(edges.others, jnp.repeat(edges.nodes, edges.width))
     is_edge = (jnp.arange(edges.width) < edges.counts[:, None])[..., None]
 
     def reduce(rows: jax.Array) -> jax.Array:

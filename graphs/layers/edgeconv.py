@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.fn import Reduce
-from jmp_train.graphs.kernels import REDUCTIONS, EdgeOperation, Ends
+from jmp_train.graphs.kernels import REDUCTIONS, BlockReduction, EdgeOperation, Messages, reduce_blocks
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.layers.dense import activated
 from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
@@ -24,20 +22,9 @@ from jmp_train.graphs.layers.layer_inputs import (
     end_rows,
     promoted_with,
 )
-from jmp_train.graphs.messages import reduce_function
-from jmp_train.graphs.structure import (
-    CSR,
-    Adjacency,
-    CSRAndCSC,
-    checked_word,
-    graph_storage,
-    in_float32,
-    rows_like,
-    upcast,
-)
+from jmp_train.graphs.structure import Adjacency, checked_word, graph_storage, in_float32, rows_like, upcast
 from jmp_train.policies.autocasting import autocast_as
 
-BlockReduction = Literal["max", "sum", "mean"]
 AGGREGATORS: tuple[BlockReduction, ...] = ("max", "sum", "mean")
 Apply = Callable[[jax.Array], jax.Array]
 
@@ -157,8 +144,8 @@ def _by_xla(
     reduction: BlockReduction,
     dtype: DTypeLike,
 ) -> jax.Array:
-    ends = adjacency.senders.read(senders), adjacency.receivers.read(receivers)
-    messages = messages_of(*ends, apply, dtype)
+    read = autocast_as("float32")(lambda u, v: adjacency.senders.read(u) + adjacency.receivers.read(v))
+    messages = activated(graph_storage(read(senders, receivers).astype(dtype)), apply)
     return in_float32(lambda rows: REDUCTIONS[reduction](adjacency, upcast(rows)), messages)
 
 
@@ -171,45 +158,21 @@ def _by_chunks(
     dtype: DTypeLike,
 ) -> jax.Array:
     assert adjacency.neighbors is not None
-    return reduced(adjacency.neighbors, senders, receivers, apply, reduction, dtype)
+    messages = messages_of(senders, receivers, apply, dtype)
+    return graph_storage(reduce_blocks(adjacency.neighbors.by_target, messages, reduction))
 
 
-def messages_of(senders: jax.Array, receivers: jax.Array, apply: Apply, dtype: DTypeLike) -> jax.Array:
-    """Returns the network's rows, given both parts of the first product; `apply` gets a dtype."""
-    both = autocast_as("float32")(jnp.add)(senders, receivers)
-    return activated(graph_storage(both.astype(dtype)), apply)
-
-
-def reduced(
-    edges: CSRAndCSC | CSR,
-    senders: jax.Array,
-    receivers: jax.Array,
-    apply: Apply,
-    reduction: BlockReduction,
-    dtype: DTypeLike,
-) -> jax.Array:
-    """Returns the reduction [receivers, ...] of a network applied to the sums of both parts, in chunks.
+def messages_of(senders: jax.Array, receivers: jax.Array, apply: Apply, dtype: DTypeLike) -> Messages:
+    """Returns the function from ids of senders and receivers to messages.
 
     Args:
-      edges: see `reduce_function`.
       senders: see `of_ends`.
       receivers: see `of_ends`.
       apply: see `edge_conv`.
-      reduction: the reduction.
       dtype: dtype of the rows passed to `apply`.
     """
-
-    def message(rows: Ends, ids: object) -> dict[str, jax.Array]:
-        del ids
-        return {"m": messages_of(rows.senders[None], rows.receivers[None], apply, dtype)[0]}
-
-    ends = Ends(senders, receivers)
-    like = jax.eval_shape(lambda: message(jax.tree.map(lambda x: x[0], ends), None)["m"])
-    into = edges if isinstance(edges, CSR) else edges.by_target
-    if into.num_blocks == 0:
-        return jnp.zeros((into.num_nodes, *like.shape), like.dtype)
-    result = reduce_function(edges, message, ends, [Reduce(reduction, "m", "x")])["x"]
-    return graph_storage(result.astype(like.dtype))
+    read = autocast_as("float32")(lambda u, v: senders.at[u].get(mode="clip") + receivers.at[v].get(mode="clip"))
+    return lambda u, v: activated(graph_storage(read(u, v).astype(dtype)), apply)
 
 
 EDGE_FUNCTION = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements)

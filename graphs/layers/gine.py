@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.kernels import EdgeIds, EdgeOperation, Ends, edge_sums, run_chunked
+from jmp_train.graphs.kernels import EdgeOperation, Inputs, chunked_sum
 from jmp_train.graphs.layers.dense import Activation, activated, checked_eps
 from jmp_train.graphs.layers.layer import Layer
 from jmp_train.graphs.layers.layer_inputs import (
@@ -77,9 +77,9 @@ def gine_conv(
     return activated(graph_storage(result.astype(rows.senders.dtype)), apply, activation)
 
 
-def _rectified(fixed: object, inputs: Ends, ids: EdgeIds | None = None) -> Ends:
-    del fixed, ids
-    return Ends(receivers=jax.nn.relu(inputs.senders + inputs.edge))
+def _rectified(fixed: object, inputs: Inputs) -> jax.Array:
+    del fixed
+    return jax.nn.relu(inputs.senders + inputs.edge)
 
 
 def _by_xla(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.Array:
@@ -87,8 +87,8 @@ def _by_xla(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.A
 
     @jax.checkpoint
     def added(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.Array:
-        messages = _rectified((), Ends(adjacency.senders.read(upcast(senders)), edge=upcast(edges)))
-        return adjacency.receivers.sum(messages.receivers)
+        messages = _rectified((), Inputs(upcast(edges), adjacency.senders.read(upcast(senders))))
+        return adjacency.receivers.sum(messages)
 
     return autocast_as("float32")(added)(adjacency, senders, edges)
 
@@ -96,8 +96,7 @@ def _by_xla(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.A
 def _by_chunks(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.Array:
     if not senders.size or not edges.size:
         return jnp.zeros((adjacency.num_receivers, senders.shape[1]), accumulation_dtype(senders.dtype))
-    add = lambda edges, inputs: edge_sums(_rectified, edges, Ends(), inputs).receivers
-    return run_chunked(add, adjacency.neighbors, Ends(senders, edge=edges))
+    return autocast_as("float32")(chunked_sum)(_rectified, adjacency, Inputs(edges, senders))
 
 
 def _elements(senders: jax.Array, edges: jax.Array) -> int:

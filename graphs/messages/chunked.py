@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,42 +11,38 @@ import jax.numpy as jnp
 from jmp_train.graphs.fn import Message, Operation, Reduce
 from jmp_train.graphs.kernels import (
     CheckedMessage,
-    EdgeIds,
-    Ends,
-    Function,
+    Inputs,
     Reductions,
     Scales,
+    Term,
+    chunked_argextreme,
+    chunked_extreme,
+    chunked_mean,
+    chunked_moments,
+    chunked_softmax_sum,
+    chunked_sum,
     combined_rows,
     edge_dot,
     run_chunked,
     weighted_sender,
     weighted_sum,
 )
-from jmp_train.graphs.messages.reductions import PLACES, reduce_messages
-from jmp_train.graphs.structure import Adjacency, CSRAndCSC, inverse_degrees
+from jmp_train.graphs.structure import Adjacency, CSRAndCSC, inverse_degrees, root_or_zero
+
+_FIELDS = {"u": "senders", "v": "receivers", "e": "edge"}
 
 
 @dataclasses.dataclass(frozen=True)
 class _BuiltIn:
-    """A built-in message as a function of the rows at both ends and of the edge, named "m"."""
+    """A built-in message as a function of the rows at both ends and of the edge."""
 
     operation: Operation
     ends: tuple[str, ...]
 
-    def __call__(self, fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
-        del fixed, ids
-        rows = [getattr(inputs, FIELDS[end]) for end in self.ends]
-        if len(rows) == 1:
-            return Ends(receivers={"m": rows[0]})
-        both = combined_rows(self.operation, *(jnp.expand_dims(x, 0) for x in rows))
-        return Ends(receivers={"m": both.squeeze(0)})
-
-
-def _weighted(fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
-    return Ends(receivers={"m": weighted_sender(fixed, inputs, ids).receivers})
-
-
-FIELDS = {"u": "senders", "v": "receivers", "e": "edge"}
+    def __call__(self, fixed: object, inputs: Inputs) -> jax.Array:
+        del fixed
+        rows = [getattr(inputs, _FIELDS[end]) for end in self.ends]
+        return rows[0] if len(rows) == 1 else combined_rows(self.operation, *rows)
 
 
 def elements_of_reductions(message: CheckedMessage, reductions: Reductions, *operands: jax.Array) -> int | None:
@@ -99,34 +94,53 @@ def chunked_reductions(
         shape = adjacency.num_receivers, *message.shape
         return {reduce.out: of_nothing(reduce, shape, message.dtype) for reduce in reductions}
     by_end = dict(zip(ends, operands, strict=True))
-    heads, edges = _heads(message.message, operands), adjacency.neighbors
-    named = [dataclasses.replace(reduce, message="m") for reduce in reductions]
+    heads = _heads(message.message, operands)
     if heads is None:
-        term: Function = _BuiltIn(message.message.operation, ends)
-        return run_chunked(_reducer(term, named), edges, Ends(**{FIELDS[end]: x for end, x in by_end.items()}))
+        inputs = Inputs(**{_FIELDS[end]: x for end, x in by_end.items()})
+        return _reduced(_BuiltIn(message.message.operation, ends), adjacency, inputs, reductions)
     data = by_end["u"].reshape(by_end["u"].shape[0], heads, -1)
-    weights = by_end["e"].reshape(-1, heads) if "e" in by_end else None
-    found: dict[str, Any] = {}
-    for name in ("sum", "mean"):
-        some = [reduce.out for reduce in named if reduce.reduction == name]
-        if some:
-            scales = Scales(receivers=inverse_degrees(adjacency.in_degrees, data) if name == "mean" else None)
-            sums = run_chunked(functools.partial(weighted_sum, None), edges, scales, data, weights)
-            found |= dict.fromkeys(some, sums)
-    rest = [reduce for reduce in named if reduce.out not in found]
-    if rest:
-        found |= run_chunked(_reducer(_weighted, rest), edges, Ends(data, edge=weights))
-    return {reduce.out: found[reduce.out].reshape(-1, *message.shape) for reduce in reductions}
-
-
-def _reducer(term: Function, reductions: Sequence[Reduce]) -> Callable[[CSRAndCSC, Ends], dict[str, jax.Array]]:
-    return lambda edges, inputs: reduce_messages(term, edges, Ends(), inputs, reductions)
+    weights = by_end["e"].reshape(-1, heads, 1) if "e" in by_end else ()
+    found = _reduced(weighted_sender, adjacency, Inputs(weights, data), reductions)
+    return {name: x.reshape(-1, *message.shape) for name, x in found.items()}
 
 
 def of_nothing(reduce: Reduce, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns the reduction of no messages, or of messages without elements."""
-    is_place = reduce.reduction in PLACES
+    is_place = reduce.reduction in ("argmax", "argmin")
     return jnp.full(shape, -1, jnp.int32) if is_place else jnp.zeros(shape, dtype)
+
+
+def _reduced(message: Term, adjacency: Adjacency, inputs: Inputs, reductions: Reductions) -> dict[str, jax.Array]:
+    """Returns the reductions [receivers, ...] of a message by name, in at least float32."""
+    names = {reduce.reduction for reduce in reductions}
+    found: dict[str, jax.Array] = {}
+    if message is weighted_sender:
+        for name in sorted(names & {"sum", "mean", "var", "std"}):  # in the same order in every process
+            found["sum" if name == "sum" else "mean"] = _weighted(adjacency, inputs, is_mean=name != "sum")
+    if names & {"var", "std"}:  # the mean is at hand then
+        found["mean"], found["var"] = chunked_moments(message, adjacency, inputs, found.get("mean"))
+        found["std"] = root_or_zero(found["var"])
+    results = {}
+    for reduce in reductions:
+        name = reduce.reduction
+        if name in found:
+            result = found[name]
+        elif name == "softmax":
+            result = chunked_softmax_sum(message, reduce.temperature, adjacency, inputs)
+        elif name in ("sum", "mean"):
+            result = (chunked_sum if name == "sum" else chunked_mean)(message, adjacency, inputs)
+        else:
+            sign = 1 if name.endswith("max") else -1
+            result = (chunked_argextreme if "arg" in name else chunked_extreme)(message, sign, adjacency, inputs)
+        results[reduce.out] = result
+    return results
+
+
+def _weighted(adjacency: Adjacency, inputs: Inputs, *, is_mean: bool) -> jax.Array:
+    """Returns the sums or means [receivers, heads, width] of weighted senders."""
+    data, weights = inputs.senders, None if isinstance(inputs.edge, tuple) else inputs.edge[..., 0]
+    scales = Scales(receivers=inverse_degrees(adjacency.in_degrees, data) if is_mean else None)
+    return run_chunked(functools.partial(weighted_sum, None), adjacency.neighbors, scales, data, weights)
 
 
 def elements_of_dot(message: CheckedMessage, *operands: jax.Array) -> int | None:

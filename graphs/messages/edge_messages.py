@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.kernels import EdgeIds, Ends
+from jmp_train.graphs.kernels import EdgeIds, Inputs
 from jmp_train.graphs.messages.user_functions import EdgeBatch, Fields
 from jmp_train.graphs.structure import NOT_APART
 
@@ -61,17 +61,22 @@ class PerEdge:
 
     def __call__(self, edges: EdgeBatch) -> dict[str, jax.Array]:
         """Returns the messages [edges, ...] of all edges by name."""
-        fields = Ends(edges.src, edges.dst, edges.data)
-        used, _ = self.traced(jax.eval_shape(lambda: Ends(*map(dict, fields))))
-        rows = Ends(*({name: part[name] for name in some} for part, some in zip(fields, used, strict=False)))
-        return jax.vmap(self.of_edge)(rows, EdgeIds(edges.senders, edges.receivers, edges.ids))
+        fields = Inputs(edges.data, edges.src, edges.dst)
+        read, _ = self.traced(jax.eval_shape(lambda: Inputs(*map(dict, fields))))
+        rows = chosen_features(fields, read)
+        return self.of_rows(rows, EdgeIds(edges.senders, edges.receivers, edges.ids))
 
-    def of_edge(self, rows: Ends, ids: EdgeIds) -> dict[str, jax.Array]:
-        """Returns the messages of one edge by name, given the rows to read and the ids of the edge."""
-        return self._message(Ends(*map(Fields, _KINDS, rows)), ids)
+    def of_rows(self, rows: Inputs, ids: EdgeIds) -> dict[str, jax.Array]:
+        """Returns the messages [edges, ...] of some edges by name.
 
-    def traced(self, features: Ends, *, have_places: bool = True) -> tuple[Ends, Shapes]:
-        """Returns the features that it reads, by name, and the shapes of one edge's messages.
+        Args:
+          rows: the rows to read, [edges, ...] by name.
+          ids: ids of the edges.
+        """
+        return jax.vmap(lambda rows, ids: self._message(Inputs(*map(Fields, _ENDS, rows)), ids))(rows, ids)
+
+    def traced(self, features: Inputs, *, have_places: bool = True) -> tuple[Inputs, Shapes]:
+        """Returns the names of the features that it reads, and the shapes of one edge's messages.
 
         Args:
           features: features of all edges and nodes, arrays or their shapes [rows, ...] by name.
@@ -81,21 +86,22 @@ class PerEdge:
           KeyError: it reads a feature that is not there.
           TypeError: it returns no dictionary.
         """
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), features)
+
+        def rows_of(part: Features | Shapes) -> dict[str, jax.ShapeDtypeStruct]:
+            return {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in part.items()}
+
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         ids = EdgeIds(number, number, number if have_places else None)
-        read: list[set[str]] = [set(), set(), set()]
+        read = Inputs(set(), set(), set())
 
-        def run(rows: Ends, ids: EdgeIds) -> dict[str, jax.Array]:
-            return self._message(Ends(*map(Fields, _KINDS, rows, map(_noted_in, read))), ids)
+        def run(rows: Inputs, ids: EdgeIds) -> dict[str, jax.Array]:
+            return self._message(Inputs(*map(Fields, _ENDS, rows, map(_noted_in, read))), ids)
 
-        shapes = jax.eval_shape(run, rows, ids)
-        return Ends(
-            *({name: part[name] for name in sorted(some)} for part, some in zip(features, read, strict=False))
-        ), shapes
+        shapes = jax.eval_shape(run, Inputs(*map(rows_of, features)), ids)
+        return Inputs(*map(sorted, read)), shapes
 
-    def _message(self, fields: Ends, ids: EdgeIds) -> dict[str, jax.Array]:
-        edge = Edge(fields.senders, fields.receivers, fields.edge, *ids)
+    def _message(self, fields: Inputs, ids: EdgeIds) -> dict[str, jax.Array]:
+        edge = Edge(fields.senders, fields.receivers, fields.edge, ids.senders, ids.receivers, ids.edges)
         messages = self.function(edge)
         if not isinstance(messages, Mapping):
             kind = type(messages).__name__
@@ -103,7 +109,12 @@ class PerEdge:
         return {name: jnp.asarray(x) for name, x in messages.items()}
 
 
-_KINDS = ("sender feature", "receiver feature", "edge feature")
+def chosen_features(features: Inputs, names: Inputs) -> Inputs:
+    """Returns some of the features, by name: those that `PerEdge.traced` has found to be read."""
+    return Inputs(*({name: part[name] for name in some} for part, some in zip(features, names, strict=True)))
+
+
+_ENDS = Inputs("edge feature", "sender feature", "receiver feature")
 
 
 def _noted_in(names: set[str]) -> Callable[[str, jax.Array], jax.Array]:

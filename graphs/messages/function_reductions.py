@@ -1,26 +1,45 @@
 """Reductions of messages that a function of one edge makes: in chunks, or of arrays of all edges."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jmp_train.graphs.fn import Reduce
-from jmp_train.graphs.kernels import EdgeIds, EdgeOperation, Ends, Reductions, pvary_alike, reduce_rows
+from jmp_train.graphs.kernels import (
+    EdgeIds,
+    EdgeOperation,
+    Inputs,
+    Reduced,
+    Reductions,
+    Terms,
+    reduce_edges,
+    reduce_rows,
+)
 from jmp_train.graphs.messages.chunked import of_nothing
-from jmp_train.graphs.messages.edge_messages import PerEdge, Shapes
+from jmp_train.graphs.messages.edge_messages import PerEdge, Shapes, chosen_features
 from jmp_train.graphs.messages.frames import Frame
-from jmp_train.graphs.messages.reductions import PLACES, reduce_messages
 from jmp_train.graphs.messages.user_functions import call_message_function
-from jmp_train.graphs.structure import CSR, Adjacency, CSRAndCSC, graph_storage, in_float32, upcast
-from jmp_train.policies.autocasting import opaque_but_for
+from jmp_train.graphs.structure import (
+    Adjacency,
+    finite_or_zero,
+    graph_storage,
+    in_float32,
+    inverse_degrees,
+    moments_about,
+    reciprocal,
+    root_or_zero,
+    rows_like,
+    upcast,
+)
+from jmp_train.policies.autocasting import autocast_as
 
 Messages = Mapping[str, jax.Array]
+Found = dict[Any, jax.Array]
+Key = tuple[str, str, float]  # a message, a reduction and its temperature
+_SHIFTED, _PLACES = ("var", "std", "softmax"), ("argmax", "argmin")
 
 
 def reduce_all(frame: Frame, messages: Messages, reductions: Reductions) -> dict[str, jax.Array]:
@@ -52,117 +71,123 @@ def _by_xla(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions: Re
     return reduce_all(frame, call_message_function(message, frame, None), reductions)
 
 
-def _traced(frame: Frame, message: PerEdge) -> tuple[Ends, Shapes]:
+def _traced(frame: Frame, message: PerEdge) -> tuple[Inputs, Shapes]:
     """Returns the features that a message reads, by name, and the shapes of one edge's messages."""
-    features = Ends(dict(frame.src), dict(frame.dst), dict(frame.data))
-    return message.traced(features, have_places=frame.adjacency.ends is not None)
+    features = Inputs(frame.data, frame.src, frame.dst)
+    read, shapes = message.traced(features, have_places=frame.adjacency.ends is not None)
+    return chosen_features(features, read), shapes
 
 
 def _elements(frame: Frame, message: PerEdge, reductions: Reductions) -> int | None:
     """Returns the size of the largest row that an edge reads or computes; None for messages that are not floats."""
     used, shapes = _traced(frame, message)
     _check_names(shapes, reductions)
+    return _largest_row(used, shapes, reductions)
+
+
+def _largest_row(used: Inputs, shapes: Shapes, reductions: Reductions) -> int | None:
+    """Returns `_elements` of a message that was traced already."""
     reduced = [shapes[reduce.message] for reduce in reductions]
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in reduced):
         return None
-    return max(map(math.prod, [*(x.shape[1:] for x in jax.tree.leaves(used)), *(x.shape for x in reduced)]))
-
-
-def _traced_function(
-    function: Callable[[Ends, EdgeIds], Any], features: Ends, ids: EdgeIds
-) -> tuple[Any, Any, Ends, Ends, Ends]:
-    """Returns the program of a function of one edge, and what it reads.
-
-    Args:
-      function: a function of rows and ids.
-      features: the arrays of which it reads rows.
-      ids: some edge's.
-
-    Returns:
-      The program, a function of what the function closed over, of rows and of ids; the structure of its results; the
-      dtypes of what it reads at each end; and the arrays of which it reads, without and with gradients.
-    """
-    rows = jax.tree.map(lambda x: x[0], features)  # an example, of which nothing is computed
-    closed, like = jax.make_jaxpr(function, return_shape=True)(rows, ids)
-    constants = list(map(jnp.asarray, closed.consts))
-
-    def run(constants: list[jax.Array], *leaves: jax.Array) -> list[jax.Array]:
-        return jex.jaxpr_as_fun(jex.ClosedJaxpr(closed.jaxpr, constants))(*leaves)
-
-    program = jax.make_jaxpr(run)(constants, *jax.tree.leaves((rows, ids)))
-    parts = [*map(jax.tree.leaves, features[:3]), constants]
-    dtypes = Ends._make(tuple(x.dtype for x in part) for part in parts)
-    fixed, inputs = ([[x for x in part if _is_inexact(x) == kind] for part in parts] for kind in (False, True))
-    return program, jax.tree.structure(like), dtypes, Ends._make(fixed), Ends._make(inputs)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _OfEdge:
-    """A function of one edge for `edge_sums`, of what `_traced_function` returns."""
-
-    program: Callable[..., list[jax.Array]]
-    structure: Any
-    dtypes: Ends
-
-    def __call__(self, fixed: Ends, inputs: Ends, ids: EdgeIds) -> Ends:
-        senders, receivers, edge, closed_over = map(_merged, fixed, inputs, self.dtypes)
-        found = self.program(*closed_over, *senders, *receivers, *edge, *jax.tree.leaves(ids))
-        return Ends(receivers=jax.tree.unflatten(self.structure, found))
-
-
-def _merged(fixed: Any, inputs: Any, dtypes: Any) -> list[jax.Array]:
-    """Returns what is read at an end in order, in its own dtypes."""
-    parts = iter(fixed), iter(inputs)
-    return [next(parts[jnp.issubdtype(dtype, jnp.inexact)]).astype(dtype) for dtype in dtypes]
-
-
-def _is_inexact(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    read = [x.shape[1:] for x in jax.tree.leaves(used)]
+    return max(map(math.prod, [*read, *(x.shape for x in reduced)]))
 
 
 def _by_chunks(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions: Reductions) -> dict[str, jax.Array]:
     used, shapes = _traced(frame, message)
-    edges, count = adjacency.neighbors, adjacency.num_receivers
+    edges, degrees = adjacency.neighbors, adjacency.in_degrees
     assert edges is not None
     if edges.by_target.num_blocks == 0 or not all(x.size for x in jax.tree.leaves((used, shapes))):
-        like = {name: ((count, *x.shape), x.dtype) for name, x in shapes.items()}
+        like = {name: ((len(degrees), *x.shape), x.dtype) for name, x in shapes.items()}
         return {reduce.out: of_nothing(reduce, *like[reduce.message]) for reduce in reductions}
-    found = reduce_function(edges, message.of_edge, used, reductions)
-    dtypes = {reduce.out: shapes[reduce.message].dtype for reduce in reductions if reduce.reduction not in PLACES}
-    return {name: graph_storage(x.astype(dtypes.get(name, x.dtype))) for name, x in found.items()}
+    elements = _largest_row(used, shapes, reductions) or 1
+    wanted = sorted({(reduce.message, reduce.reduction, reduce.temperature) for reduce in reductions})
+
+    def reduced(make: Callable[[Messages, EdgeIds], Terms], *, has_gradient: bool = True) -> Reduced:
+        def terms(rows: Inputs, ids: EdgeIds) -> Terms:
+            messages = message.of_rows(rows, ids)
+            stored = {name: graph_storage(messages[name]) for name, _, _ in wanted}
+            return autocast_as("float32")(make)(stored, ids)
+
+        return reduce_edges(edges, terms, used, elements, has_gradient=has_gradient)
+
+    shifts: Found = {}
+    if any(name in _SHIFTED for _, name, _ in wanted):
+        shifts = _shifts(degrees, reduced(functools.partial(_terms_of_shifts, wanted), has_gradient=False))
+    found = reduced(functools.partial(_terms, wanted, shifts))
+    results = {}
+    for reduce in reductions:
+        key = reduce.message, reduce.reduction, reduce.temperature
+        result = autocast_as("float32")(functools.partial(_result, key, degrees))(found, shifts)
+        dtype = result.dtype if reduce.reduction in _PLACES else shapes[reduce.message].dtype
+        results[reduce.out] = graph_storage(result.astype(dtype))
+    return results
 
 
-def reduce_function(
-    edges: CSRAndCSC | CSR,
-    function: Callable[[Ends, EdgeIds], dict[str, jax.Array]],
-    features: Ends,
-    reductions: Sequence[Reduce],
-) -> dict[str, jax.Array]:
-    """Returns the reductions of a function over the edges that enter each node, [receivers, ...] in at least float32.
+def _terms_of_shifts(wanted: Sequence[Key], messages: Messages, ids: EdgeIds) -> Terms:
+    """Returns the terms of the means and the largest logits."""
+    del ids
+    sums: Found = {}
+    bounds: Found = {}
+    for name, reduction, temperature in wanted:
+        row = upcast(messages[name])
+        if reduction in ("var", "std"):
+            sums[name, "sum"] = row
+        elif reduction == "softmax":
+            bounds[name, reduction, temperature] = temperature * row
+    return Terms(sums, bounds=bounds)
 
-    Args:
-      edges: the edges, at least one; or only the ones by the nodes that they enter.
-      function: a function of the rows that one edge reads, in their own dtypes, and of its ids, to messages by name;
-        floating arrays that it closes over have gradients.
-      features: the arrays of which it reads rows, at both ends and of the edges.
-      reductions: which.
-    """
-    names = sorted({reduce.message for reduce in reductions})
 
-    def stored(rows: Ends, ids: EdgeIds) -> dict[str, jax.Array]:
-        messages = function(rows, ids)
-        return {name: graph_storage(messages[name]) for name in names}
+def _shifts(degrees: jax.Array, found: Reduced) -> Found:
+    """Returns numbers near the messages, [receivers, ...], which have no gradient: means, and largest logits."""
+    means = {(name, "mean"): _mean(degrees, x) for (name, _), x in found.sums.items()}
+    return jax.lax.stop_gradient(means | {key: finite_or_zero(x) for key, x in found.bounds.items()})
 
-    edges, features = pvary_alike(jax.tree.map(jnp.asarray, (edges, features)))
-    into = edges if isinstance(edges, CSR) else edges.by_target
-    place = into.others[0]
-    ids = EdgeIds(place, place, None if into.edges is None else place)
-    traced, structure, dtypes, fixed, inputs = _traced_function(stored, features, ids)
 
-    def kernel(program: Any, edges: CSRAndCSC | CSR, fixed: Ends, inputs: Ends) -> dict[str, jax.Array]:
-        return reduce_messages(_OfEdge(program, structure, dtypes), edges, fixed, inputs, reductions)
+def _terms(wanted: Sequence[Key], shifts: Found, messages: Messages, ids: EdgeIds) -> Terms:
+    """Returns the terms of the sums and of the extremes that reductions need."""
+    sums: Found = {}
+    largest: Found = {}
+    first: Found = {}
+    for name, reduction, temperature in wanted:
+        row = upcast(messages[name])
+        if reduction in ("sum", "mean"):
+            sums[name, "sum"] = row
+        elif reduction in ("var", "std"):
+            rest = row - shifts[name, "mean"][ids.receivers]
+            sums[name, "rest"], sums[name, "square"] = rest, rest * rest
+        elif reduction == "softmax":
+            power = jnp.exp(temperature * row - shifts[name, reduction, temperature][ids.receivers])
+            sums[name, "power", temperature], sums[name, "weighted", temperature] = power, power * row
+        else:
+            extremes = first if reduction in _PLACES else largest
+            extremes[name, reduction] = -messages[name] if reduction.endswith("min") else messages[name]
+    return Terms(sums, largest, first)
 
-    return opaque_but_for(traced, kernel)(*pvary_alike((edges, fixed, inputs)))
+
+def _result(key: Key, degrees: jax.Array, found: Reduced, shifts: Found) -> jax.Array:
+    """Returns one reduction [receivers, ...]."""
+    name, reduction, temperature = key
+    sums = found.sums
+    if reduction == "sum":
+        return sums[name, "sum"]
+    if reduction == "mean":
+        return _mean(degrees, sums[name, "sum"])
+    if reduction in ("var", "std"):
+        rest, square = (_mean(degrees, sums[name, part]) for part in ("rest", "square"))
+        variance = moments_about(shifts[name, "mean"], rest, square)[1]
+        return root_or_zero(variance) if reduction == "std" else variance
+    if reduction == "softmax":
+        return sums[name, "weighted", temperature] * reciprocal(sums[name, "power", temperature])
+    if reduction in _PLACES:
+        return found.first[name, reduction]
+    largest = found.largest[name, reduction]
+    return 0 - largest if reduction == "min" else largest
+
+
+def _mean(degrees: jax.Array, sums: jax.Array) -> jax.Array:
+    return sums * rows_like(inverse_degrees(degrees, sums), sums)
 
 
 def _check_names(messages: Mapping[str, object], reductions: Reductions) -> None:

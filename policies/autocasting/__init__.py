@@ -20,7 +20,6 @@ from jmp_train.policies.autocasting.fp8 import scales_of as scales_of
 from jmp_train.policies.autocasting.fp8 import with_magnitudes as with_magnitudes
 from jmp_train.policies.autocasting.opaque import OpaqueCall as OpaqueCall
 from jmp_train.policies.autocasting.opaque import float32_dot_general as float32_dot_general
-from jmp_train.policies.autocasting.opaque import opaque_but_for as opaque_but_for
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
 from jmp_train.policies.autocasting.operations import OperationReport as OperationReport
 from jmp_train.policies.autocasting.operations import OperationsReport as OperationsReport

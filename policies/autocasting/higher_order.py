@@ -5,8 +5,7 @@ autocast cannot enter the equation, which is then bound as it was traced.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,18 +48,7 @@ def _opaque(reading: Any, equation: Any, inputs: list[Value]) -> list[Value]:
             outputs = [product_in_8_bits(region, region.place, inputs, call.contract, dtype)]
             region.note(product, "", rule, reason, (region.recipe.forward_dtype,) * 2, outputs)
             return outputs
-    run = call.run
-    if call.program is not None:
-        # Its gradient runs it when the casts of the region are gone.
-        within = reading.changed(constants={}, delayed=None)
-        jax.eval_shape(_ruled(within, call.program), *call.program.in_avals)  # reports its operations, once
-        run = functools.partial(run, program=_ruled(within.changed(memory={}, log=None), call.program))
-    return values_of(called(run, [on_device(x.array) for x in inputs], [x.source for x in inputs]))
-
-
-def _ruled(reading: Any, program: Any) -> Callable[..., list[Any]]:
-    """Returns a program as a function of arrays, by the rules of a region."""
-    return lambda *arrays: [on_device(x.array) for x in reading.body().evaluate(program, values_of(arrays))]
+    return values_of(called(call.run, [on_device(x.array) for x in inputs], [x.source for x in inputs]))
 
 
 def _product_of(equation: Any, contract: Contract) -> JaxprEqn:

@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from jmp_train.policies.autocasting.fp8 import Contract, operand_gradients
 from jmp_train.policies.autocasting.region import DECIDED
@@ -23,12 +22,11 @@ Result = TypeVar("Result")
 
 
 class OpaqueCall:
-    """A checkpoint policy that stores everything and carries a function, perhaps of a program that autocast enters."""
+    """A checkpoint policy that stores everything and carries a function."""
 
-    def __init__(self, run: Callable[..., Any], contract: Contract | None = None, program: Any = None) -> None:
+    def __init__(self, run: Callable[..., Any], contract: Contract | None = None) -> None:
         self.run = run
         self.contract = contract
-        self.program = program
 
     def __call__(self, *_: object, **__: object) -> bool:
         """Returns True: every value is stored."""
@@ -66,27 +64,6 @@ def opaque_to_autocast(fn: Callable[Args, Result], *, contract: Contract | None 
             return call(*arguments[0], **arguments[1])
 
         return jax.checkpoint(run, prevent_cse=False, policy=OpaqueCall(run, contract))(*leaves)
-
-    return carried
-
-
-def opaque_but_for(program: Any, fn: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns a function that is opaque to autocast but for a program that it runs; see `opaque_to_autocast`.
-
-    Args:
-      program: a traced program without constants. Within autocast regions it has their rules, also where `fn`
-        differentiates it.
-      fn: a function of the program, as a function of arrays, and of pytrees of arrays.
-    """
-    plain = jaxpr_as_fun(program)
-
-    def carried(*args: Any) -> Result:
-        leaves, tree = jax.tree.flatten(args)
-
-        def run(*leaves: object, program: Callable[..., Any] = plain) -> Any:
-            return fn(program, *jax.tree.unflatten(tree, leaves))
-
-        return jax.checkpoint(run, prevent_cse=False, policy=OpaqueCall(run, None, program))(*leaves)
 
     return carried
 

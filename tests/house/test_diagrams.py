@@ -27,7 +27,7 @@ def fixture_drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", ["step", "autocast", "skips", "sums", "edge_sums", "checkpoints"])
+@pytest.mark.parametrize("page", ["step", "autocast", "skips", "sums", "checkpoints"])
 def test_a_diagram_is_as_it_is_drawn_and_its_page_shows_it(page: str, drawn: Path) -> None:
     """Drawn anew by `python docs/diagrams/draw.py`."""
     kept = (DOCS / "images" / f"how_{page}.svg").read_text()

@@ -244,7 +244,7 @@ def test_no_array_as_long_as_the_edges_is_stored() -> None:
         analysis = compiled.memory_analysis()
         assert analysis is not None
         units.append(analysis.temp_size_in_bytes / (edges * width * 4))
-    assert units[0] > 3 and units[1] < 0.35, units
+    assert units[0] > 3 and units[1] < 0.3, units
 
 
 def test_all_edges_at_once_where_some_send_or_a_function_reduces() -> None:
