@@ -7,16 +7,19 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 
 _SCALE = (0.08, 1.0)  # of a random crop: the range of its fraction of the area
 _RATIO = (3 / 4, 4 / 3)  # and of its width divided by its height
 _TRIES = 10
-_BILINEAR = Image.Resampling.BILINEAR
+_BILINEAR = 2  # of `PIL.Image.Resampling`
 
 Box = tuple[int, int, int, int]  # left, upper, right, lower
 
@@ -81,7 +84,7 @@ def _images_in(folder: Path) -> list[str]:
     return sorted(entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(SUFFIXES))
 
 
-def read_image(path: str) -> Image.Image:
+def read_image(path: str) -> "Image.Image":
     """Returns an image in RGB, without transparency and unrotated, as torchvision reads it.
 
     Args:
@@ -90,6 +93,8 @@ def read_image(path: str) -> Image.Image:
     Raises:
       ValueError: the file is not an image or is damaged; the message names it.
     """
+    from PIL import Image  # here, since other jobs import this module's neighbors without pillow
+
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
