@@ -38,7 +38,7 @@ def test_edges_added_to_a_batch_stand_in_their_graph() -> None:
 
 def test_features_of_added_edges_that_do_not_fit() -> None:
     cases: list[tuple[Any, str]] = [
-        ([1.0], r"edges\['w'\] must have 2 rows, one for each of the new edges, got \(1,\)"),
+        ([1.0], r"edges\['w'\] must have 2 rows, one for each of the new edges, got shape \(1,\)"),
         ([[1.0], [2.0]], r"edges\['w'\] must have rows of shape \(\), got \(1,\)"),
         ([1.0, 1e6], r"edges\['w'\] is 1000000.0, which does not fit into float16"),
     ]
