@@ -110,7 +110,8 @@ def _release(path: Path, descriptor: int) -> None:
     if descriptor not in _descriptors:
         return
     with contextlib.suppress(OSError):  # for example if the folder was deleted
-        path.unlink()  # before another process can take it: `lock_folder` notices that it took a deleted file
+        if _is_at(descriptor, path):  # if it was deleted and made again, the file there is another holder's
+            path.unlink()  # before another process can take it: `lock_folder` notices that it took a deleted file
     _close(descriptor)
 
 

@@ -35,7 +35,7 @@ _MANIFEST = "jmp_train.checkpoint"  # the entry of the metadata
 _STEP = r"step_([0-9]{8}|[1-9][0-9]{8,18})"
 _WRITER = r"[A-Za-z0-9-]+"  # in names of version 0.1, whose `whole` was about to take the step's name
 _SAVED = re.compile(rf"{_STEP}(\.safetensors|\.{_WRITER}\.whole)?")
-_LEFTOVER = re.compile(rf"\.{_STEP}\.safetensors\..+|{_STEP}\.{_WRITER}\.(tmp|deleted)")
+_LEFTOVER = re.compile(rf"\.{_STEP}\.safetensors\..+|{_STEP}(\.{_WRITER})+\.(tmp|deleted)")
 
 
 class SavedStep(NamedTuple):

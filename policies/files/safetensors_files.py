@@ -153,6 +153,8 @@ def write_safetensors(
     for name in sorted(arrays, key=lambda name: (-arrays[name].itemsize, name)):
         array = arrays[name]
         content = array.astype(array.dtype.newbyteorder("<"), copy=False).ravel().view(np.uint8)
+        if array.dtype == np.bool_:
+            content = np.minimum(content, 1)  # a view of other bytes as booleans has any; readers allow 0 and 1
         end = begin + content.size
         header[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": [begin, end]}
         parts[name] = content

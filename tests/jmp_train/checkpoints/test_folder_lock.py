@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -192,3 +193,21 @@ def test_a_folder_without_locks_is_warned_of_once(tmp_path: Path, monkeypatch: p
         store.save(2, STATE)
         assert store.restore(STATE)[0] == 2
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
+
+
+@pytest.mark.parametrize("gone", ["folder", "file"])
+def test_a_holder_whose_file_was_deleted_leaves_its_successor_the_lock(gone: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = lock_folder(folder)
+    assert first is not None
+    if gone == "folder":
+        shutil.rmtree(folder)
+    else:
+        (folder / "lock").unlink()
+    second = lock_folder(folder)
+    assert second is not None
+    first()
+    with pytest.raises(OSError, match="another CheckpointStore of this process saves there"):
+        lock_folder(folder)
+    second()
+    assert list(folder.iterdir()) == []

@@ -75,6 +75,18 @@ def test_numbers_keys_and_odd_arrays_come_back_as_they_were(tmp_path: Path) -> N
     assert found["swapped"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_bytes_seen_as_booleans_come_back_as_the_booleans_that_they_are(tmp_path: Path) -> None:
+    seen = np.array([[0, 2, 255], [1, 128, 0]], np.uint8).view(bool)
+    state = {"numpy": seen, "strided": seen[:, ::-2], "scalar": seen[0, 1], "jax": jnp.asarray(seen)}
+    values = jax.tree.map(lambda x: np.asarray(x).tolist(), state)
+    with jt.CheckpointStore(tmp_path) as store:
+        store.save(1, state)
+        found = store.restore(state)[1]
+    assert jax.tree.map(lambda x: np.asarray(x).tolist(), found) == values
+    jt.save_weights(tmp_path / "weights.safetensors", state)
+    assert jax.tree.map(lambda x: x.tolist(), jt.load_weights(tmp_path / "weights.safetensors", state)) == values
+
+
 class Twins:
     """Two children under one name."""
 
