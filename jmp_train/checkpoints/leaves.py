@@ -1,6 +1,7 @@
 """A state's leaves as named NumPy arrays and back, their metadata in a checkpoint, and comparisons."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -116,8 +117,8 @@ def leaves_in(described: list[dict[str, Any]]) -> list[Leaf]:
             raise ValueError(f"it says of leaf {number} dtype {shown(dtype)}")
         if len(shape) > MOST_AXES or not all(map(is_count, shape)) or math.prod(max(1, n) for n in shape) >= 2**60:
             raise ValueError(f"it says of leaf {number} shape {shown(shape)}, which no array has")
-    if len({leaf.path for leaf in leaves}) < len(leaves):
-        raise ValueError("it has two leaves of the same path")
+    if twice := [path for path, count in Counter(leaf.path for leaf in leaves).items() if count > 1]:
+        raise ValueError(f"it has two leaves of the same path {printable(twice[0])}")
     return leaves
 
 

@@ -377,3 +377,19 @@ def test_a_capsule_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
         batch.delete()
     with pytest.warns(RuntimeWarning, match=r"no capsule .*/new: : an array was deleted"):
         recorder.close()
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (3, 2)])
+def test_a_batch_that_no_capsule_can_hold_apart_is_not_written(sizes: tuple[int, int], tmp_path: Path) -> None:
+    class Twins:
+        """Two children under one name."""
+
+    key = jax.tree_util.GetAttrKey("same")
+    children = [(key, np.full(size, np.nan, np.float32)) for size in sizes]
+    jax.tree_util.register_pytree_with_keys(Twins, lambda _: (children, None), lambda *_: Twins())
+    flag = {"grads_finite": jnp.array(False)}
+    with jt.SkipRecorder(tmp_path, wait=True) as recorder:
+        with pytest.warns(RuntimeWarning, match=r"no capsule .* two leaves of the same path \.same"):
+            recorder.watch(lambda state, batch: (state, flag))(small_step()[1], Twins())
+        assert recorder.last_capsule() is None
+    assert list(tmp_path.iterdir()) == []
