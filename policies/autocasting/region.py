@@ -204,7 +204,13 @@ class Region:
 
 
 def _matching(entries: Sequence[tuple[str, Rule]], text: str, cause: Cause) -> Iterator[tuple[Rule, Reason]]:
-    return ((rule, Reason(cause, expression)) for expression, rule in entries if re.search(expression, text))
+    return ((rule, Reason(cause, expression)) for expression, rule in entries if _compiled(expression).search(text))
+
+
+@functools.cache
+def _compiled(expression: str) -> re.Pattern[str]:
+    """Returns a regular expression; `re` itself keeps only 512, and tables may have more."""
+    return re.compile(expression)
 
 
 def jax_modules(equation: Any) -> tuple[str, ...]:

@@ -14,7 +14,12 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, DelayedScaling, Recipe
 from jmp_train.policies.autocasting.interpreter import Autocast
-from jmp_train.policies.autocasting.product_warnings import products_of, warn_of_convolutions, warn_of_products
+from jmp_train.policies.autocasting.product_warnings import (
+    is_at_risk,
+    products_of,
+    warn_of_convolutions,
+    warn_of_products,
+)
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, TORCH_CUDA, AutocastRules, Rule
 from jmp_train.policies.autocasting.traced_calls import none_key_explained, run_traced
@@ -114,14 +119,16 @@ class _Run:
     seen: bool = False
 
     def __call__(self, region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.seen:
+        if self.seen and not (region.half == jnp.bfloat16 and is_at_risk()):
             return run_region(region, fn, args, kwargs)
         log, programs = [], []
         result = run_region(dataclasses.replace(region, log=log, programs=programs), fn, args, kwargs)
+        half, products = str(region.half), [product for decision in log for product in products_of(decision)]
+        warn_of_convolutions(products)  # on every trace: their results may be garbage
+        if self.seen:
+            return result
         self.seen = True
         warn_of_unmet(region.rules, programs)
-        half, products = str(region.half), [product for decision in log for product in products_of(decision)]
-        warn_of_convolutions(products)
         way = f'jt.apply_policy(fn, "mixed_{half}") around the function that is not entered casts its arguments.'
         warn_of_products(products, half, f"autocast to {half}", way=way, report="explain_autocast")
         return result

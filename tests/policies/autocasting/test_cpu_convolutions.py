@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import jmp_train as jt
+from jmp_train.policies.autocasting import product_warnings
 from jmp_train.policies.autocasting.product_warnings import FUSION_FLAG, is_faulty
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
@@ -77,3 +78,12 @@ def test_which_versions_and_flags_are_faulty() -> None:
     assert is_faulty((0, 11, 0), "--xla_dump_to=x") and is_faulty((0, 12, 0), "")
     assert not is_faulty((0, 10, 2), "") and not is_faulty((0, 13, 0), "")
     assert not is_faulty((0, 12, 0), f"--xla_dump_to=x {FUSION_FLAG}")
+
+
+def test_a_convolution_that_only_a_later_trace_has_warns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_warnings, "_jaxlib", lambda: (0, 12, 0))
+    monkeypatch.setenv("XLA_FLAGS", "")
+    fn = jt.autocast(lambda w, x: conv(w, x) if x.shape[0] > 1 else (x * x).sum(), jnp.bfloat16)
+    assert not texts(fn)
+    with pytest.warns(jt.policies.CpuConvolutionWarning):
+        jax.eval_shape(fn, W, jnp.ones((2, 2, 4, 4)))

@@ -1,13 +1,16 @@
 """Rules for single operations, and those that demote: which operations they reach, and what they leave alone."""
 
 import inspect
+import sys
+import warnings
+from types import FrameType
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jmp_train import MOSTLY_HALF, TORCH_CUDA, AutocastRules, autocast, explain_autocast
-from jmp_train.policies.autocasting import AutocastReport
+from jmp_train.policies.autocasting import AutocastReport, UnmetRulesWarning
 
 pytestmark = pytest.mark.quick
 
@@ -113,3 +116,23 @@ def test_demote_keeps_literals_and_integers_that_half_cannot_hold():
 
     results = autocast(masked, F16, rules=MOSTLY_HALF)(jnp.ones((4000, 2)), jnp.ones((2, 2)))
     assert [y.dtype for y in results] == [F32, F32]
+
+
+def test_expressions_are_compiled_once_in_tables_of_any_length() -> None:
+    rules = TORCH_CUDA.replace(operations={f"layer_{i}:dot_general": "float32" for i in range(600)})
+    compiled: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "compile" and frame.f_code.co_filename.endswith("_compiler.py"):
+            compiled.append(frame.f_locals["p"])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnmetRulesWarning)
+        fn = autocast(lambda x: jnp.tanh(jnp.sin(x @ x) + jnp.exp(x)), rules=rules)
+        fn(jnp.ones((2, 2)))
+        sys.setprofile(note)
+        try:
+            fn(jnp.ones((3, 3)))
+        finally:
+            sys.setprofile(None)
+    assert not [text for text in compiled if text.startswith("layer_")]
