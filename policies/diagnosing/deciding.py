@@ -95,7 +95,7 @@ def _of_own(examination: Examination, rows: Sequence[int]) -> Examination:
     for row, site in enumerate(evidence.sites):
         if _place(evidence, row) in places or site.sources <= own:
             own.add(row)
-    return examination.again([row for row in own if decides(evidence.sites[row].equation)])
+    return examination.again(frozenset(row for row in own if decides(evidence.sites[row].equation)))
 
 
 def _errors(examination: Examination) -> Errors:

@@ -1,6 +1,7 @@
 """Traces a function, runs it with its shadow for one step or several, and finds its problems."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -204,7 +205,8 @@ class Examination:
       steps: number of runs.
       has_effects: True if it has effects outside of jax, such as printing.
       apart: the largest difference of a result from its shadow: of floats as norms, of others as a share.
-      again: returns another examination, in which the shadow computes the whole numbers of some rows for itself.
+      again: returns another examination, in which the shadow computes the whole numbers of some rows for itself; it
+        runs once for the same rows.
       rounding: how the device rounds the float32 operands of products; None if it does not.
     """
 
@@ -213,7 +215,7 @@ class Examination:
     steps: int
     has_effects: bool
     apart: float
-    again: Callable[[Collection[int]], "Examination"]
+    again: Callable[[frozenset[int]], "Examination"]
     rounding: Rounding | None = None
 
 
@@ -251,7 +253,7 @@ def examine(
         loss_scale=scale,
         dynamic=dynamic,
     )
-    again = lambda own: examine(fn, args, steps, rounding, own)
+    again = functools.cache(lambda own: examine(fn, args, steps, rounding, own))
     return Examination(evidence, problems_of(evidence), run.steps, run.has_effects, run.apart, again, rounding)
 
 

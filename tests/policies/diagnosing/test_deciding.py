@@ -1,7 +1,8 @@
 """Whole numbers that half precision decides: how many are others than in float32, and whether that changes results."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import lax
 from planting import harmful
 
 import jmp_train as jt
+from jmp_train.policies.diagnosing import examining
 
 pytestmark = pytest.mark.quick
 
@@ -161,6 +163,20 @@ def test_interpolation_is_the_same_on_either_side_of_a_whole_number(fn: Callable
     report = jt.diagnose(jax.value_and_grad(jt.apply_policy(loss, BF16_PARTS)), jnp.sin(jnp.arange(64) / 6), UNIFORM)
     assert any(row.decided for row in report.rows if row.primitive == "floor")
     assert not harmful(report), report
+
+
+def test_the_same_decisions_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[Any, frozenset[int]]] = []
+    run = examining.run_beside_shadow
+
+    def noted(fn: Any, args: Any, steps: int, rounding: Any = None, own: Collection[int] = ()) -> Any:
+        runs.append((fn, frozenset(own)))
+        return run(fn, args, steps, rounding, own)
+
+    monkeypatch.setattr(examining, "run_beside_shadow", noted)
+    assert harmful(jt.diagnose(jt.apply_policy(cast, BF16_PARTS), TABLE, UNIFORM))
+    with_own = [(fn, own) for fn, own in runs if own]
+    assert len(set(with_own)) == len(with_own) > 0
 
 
 def test_a_step_that_casts_for_itself_is_told_too() -> None:
