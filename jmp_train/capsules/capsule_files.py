@@ -120,8 +120,8 @@ def write_capsule(
             name: group and [_taken_apart(name, path, x, arrays) for path, x in group] for name, group in groups.items()
         },
     }
-    for described in about["groups"].values():
-        leaves_in(described or [])  # raises if a reader would, as for two leaves of the same path
+    for group in about["groups"].values():
+        leaves_in(group or [])  # raises if a reader would, as for two leaves of the same path
     file = capsule_path(directory, *place)
     write_safetensors(file, arrays, {_ABOUT: json.dumps(about)}, sealed=True)
     return file

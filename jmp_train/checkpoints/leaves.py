@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,11 +52,15 @@ def leaves_of(state: PyTree) -> list[tuple[Leaf, Any]]:
     described = [
         (leaf_of(keystr(path), x, path_name(path)), x) for path, x in jax.tree_util.tree_leaves_with_path(state)
     ]
-    paths = [leaf.path for leaf, _ in described]
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
+    if (twice := _repeated_path(leaf for leaf, _ in described)) is not None:
         raise ValueError(f"two leaves of the state have the same path, {twice}")
     return described
+
+
+def _repeated_path(leaves: Iterable[Leaf]) -> str | None:
+    """Returns the first path that two leaves have."""
+    counts = Counter(leaf.path for leaf in leaves)
+    return next((path for path, count in counts.items() if count > 1), None)
 
 
 def check_values(state: PyTree) -> None:
@@ -117,8 +121,8 @@ def leaves_in(described: list[dict[str, Any]]) -> list[Leaf]:
             raise ValueError(f"it says of leaf {number} dtype {shown(dtype)}")
         if len(shape) > MOST_AXES or not all(map(is_count, shape)) or math.prod(max(1, n) for n in shape) >= 2**60:
             raise ValueError(f"it says of leaf {number} shape {shown(shape)}, which no array has")
-    if twice := [path for path, count in Counter(leaf.path for leaf in leaves).items() if count > 1]:
-        raise ValueError(f"it has two leaves of the same path {printable(twice[0])}")
+    if (twice := _repeated_path(leaves)) is not None:
+        raise ValueError(f"it has two leaves of the same path {printable(twice)}")
     return leaves
 
 
