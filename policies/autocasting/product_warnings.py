@@ -69,7 +69,8 @@ class Product(NamedTuple):
 class CpuConvolutionWarning(UserWarning):
     """This jaxlib may compute bfloat16 convolutions wrong on a CPU.
 
-    `train_step`, `scaled_value_and_grad`, `apply_policy` and `autocast` warn when they trace one.
+    `autocast` warns whenever it traces one; `train_step`, `scaled_value_and_grad` and `apply_policy` do when they are
+    first traced.
     `XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=`, set before jax starts, turns off the faulty fusion and this
     warning.
 
@@ -186,10 +187,8 @@ def products_of(decision: Decision) -> Iterator[Product]:
         why = (lambda _: f", {Cause.COMPLEX.value}") if cause is Cause.COMPLEX else None
         yield Product(equations, decision.path, decision.repeats * flops_of(equation), decision.dtypes_in, why)
     if decision.rule == "keep" and cause in _NOT_ENTERED and name not in _EXACT:
-        text, repeats = (
-            _WHY.get(name, f"{name}, which autocast does not enter"),
-            decision.repeats * repeats_of(equation),
-        )
+        text = _WHY.get(name, f"{name}, which autocast does not enter")
+        repeats = decision.repeats * repeats_of(equation)
         held = (walk(body, callers=equations, repeats=repeats) for body in programs_in(equation))
         for place in itertools.chain.from_iterable(held):
             inner = place.equation

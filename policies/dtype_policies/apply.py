@@ -163,11 +163,9 @@ def _under_autocast(
 
 def _row(operation: TracedOperation) -> OperationReport:
     origin, equation = operation.origin, operation.equation
-    decided, dtypes = (
-        ("keep", "" if origin is None else str(origin)),
-        (_dtypes(equation.invars), _dtypes(equation.outvars)),
-    )
-    return report_of(operation.equations, operation.path, operation.repeats, decided, dtypes)
+    reason = "" if origin is None else str(origin)
+    dtypes = _dtypes(equation.invars), _dtypes(equation.outvars)
+    return report_of(operation.equations, operation.path, operation.repeats, ("keep", reason), dtypes)
 
 
 def _dtypes(atoms: Iterable[Any]) -> tuple[str, ...]:
