@@ -23,7 +23,7 @@ from example_tasks import load_task
 from result_files import write_results
 
 from jmp_train.aot import CompiledProgram, compile_for_gpu
-from jmp_train.runs import setup_of
+from jmp_train.app.runs import setup_of
 
 SYNTHETIC = {"synthetic": True}
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {

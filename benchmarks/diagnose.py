@@ -36,7 +36,7 @@ from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
-from jmp_train.runs import setup_of, train_batches
+from jmp_train.app.runs import setup_of, train_batches
 
 GOAL, MEMORY_GOAL, GROWTH_GOAL = 3.0, 5.0, 200
 CASES = ("mnist", "vit-tiny", "gat")

@@ -34,5 +34,5 @@ def load_task(name: str, **options: Any) -> Task:
 
 def task_module(name: str) -> Any:
     """Returns the module of a task, with `Options` and `task(options)`; see `load_task`."""
-    file = {"digits": "jmp_train.tasks.digits", "vit-b16": "vit"}.get(name, name)
+    file = {"digits": "jmp_train.app.tasks.digits", "vit-b16": "vit"}.get(name, name)
     return importlib.import_module(file)

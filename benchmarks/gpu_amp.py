@@ -29,7 +29,7 @@ from gpu_workloads import (
 )
 
 from jmp_train import Task
-from jmp_train.runs import setup_of
+from jmp_train.app.runs import setup_of
 
 RESNET_RATE = 1e-3  # the task's, with which it begins after a warm-up, makes the loss of one batch jump
 TINY_STAGES = (

@@ -25,6 +25,7 @@ from gpu_workloads import (
 from graph_cases import HEADS, ROWS, WIDTH, Case, JraphOps, Row, jax_program
 from graph_peers import Torch
 
+from jmp_train.app.runs import peak_memory
 from jmp_train.graphs import (
     Graph,
     apply_edges,
@@ -34,7 +35,6 @@ from jmp_train.graphs import (
     gat_attention,
     update_all,
 )
-from jmp_train.runs import peak_memory
 
 NODE_SHARE = 40  # edges for each node
 OPERATIONS = {

@@ -177,7 +177,7 @@ class JaxJob:
         """Returns loss, skipped steps, peak memory, and what XLA says that the program itself needs."""
         import jax
 
-        from jmp_train.runs import peak_memory
+        from jmp_train.app.runs import peak_memory
 
         memory, memory_of = peak_memory()
         analysis = self.step.memory_analysis()
@@ -271,7 +271,7 @@ class TorchJob:
 
     def facts(self) -> dict[str, Any]:
         """Returns loss and peak memory, warm-up excluded where the device counts it."""
-        from jmp_train.runs import peak_memory
+        from jmp_train.app.runs import peak_memory
 
         torch = self.torch
         if self.device == "cuda":

@@ -25,7 +25,7 @@ from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.aot import GPUS, Measured, devices_here, export_program, measure_program
-from jmp_train.runs import planned_step
+from jmp_train.app.runs import planned_step
 
 PARTS = ("largest", "shardings", "tables", "measured")
 TASKS = {"mnist": "mnist", "resnet34": "cifar10", "vit-b16": "vit-b16"}

@@ -30,9 +30,9 @@ from result_files import write_results
 
 import jmp_train as jt
 from jmp_train.aot import CompiledProgram, compile_program, export_program, tpu_slice
+from jmp_train.app.runs import planned_step
 from jmp_train.planning import Plan, PlanRow
 from jmp_train.policies.files import cache_folder
-from jmp_train.runs import planned_step
 
 SLICES = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:8x8", "v5e:16x16")
 CLUSTERS = ("1x1", "1x8", "2x8", "8x8")  # hosts, GPUs of each

@@ -31,9 +31,9 @@ from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
+from jmp_train.app.runs import loss_scale_for
 from jmp_train.graphs import NodeData, read_planetoid
 from jmp_train.graphs.datasets import PLANETOID, synthetic_cora
-from jmp_train.runs import loss_scale_for
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/planetoid"
 POLICIES = ("float32", "mixed_float16", "autocast_float16")

@@ -33,7 +33,7 @@ from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
-from jmp_train.runs import evaluation_batches, phase_bounds, setup_of, train_batches
+from jmp_train.app.runs import evaluation_batches, phase_bounds, setup_of, train_batches
 
 ENDS = {
     "mixed_bfloat16": "float32",

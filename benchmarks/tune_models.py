@@ -10,7 +10,7 @@ import optax
 from example_tasks import load_task, models, vit
 
 from jmp_train import Task
-from jmp_train.runs import train_batches
+from jmp_train.app.runs import train_batches
 
 EXAMPLES = 3  # the last of which the search does not see
 

@@ -54,7 +54,6 @@ from jmp_train.policies import cast_to_half as cast_to_half
 from jmp_train.policies import check_casts as check_casts
 from jmp_train.policies import check_progress as check_progress
 from jmp_train.policies import deepspeed_loss_scale as deepspeed_loss_scale
-from jmp_train.policies import diagnose as diagnose
 from jmp_train.policies import explain_autocast as explain_autocast
 from jmp_train.policies import explain_policy as explain_policy
 from jmp_train.policies import get_loss_scale as get_loss_scale
@@ -65,7 +64,6 @@ from jmp_train.policies import loss_scale_from_torch as loss_scale_from_torch
 from jmp_train.policies import loss_scale_to_torch as loss_scale_to_torch
 from jmp_train.policies import megatron_loss_scale as megatron_loss_scale
 from jmp_train.policies import nonfinite_report as nonfinite_report
-from jmp_train.policies import parity as parity
 from jmp_train.policies import policy_by_path as policy_by_path
 from jmp_train.policies import reduce_gradients as reduce_gradients
 from jmp_train.policies import select_step as select_step
@@ -87,6 +85,8 @@ from jmp_train.steps import stateless as stateless
 from jmp_train.steps import weighted as weighted
 from jmp_train.steps import train_step as train_step
 from jmp_train.task import Task as Task
+from jmp_train.tools import diagnose as diagnose
+from jmp_train.tools import parity as parity
 from jmp_train.tuning import tune as tune
 
 if typing.TYPE_CHECKING:

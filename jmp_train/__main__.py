@@ -2,7 +2,7 @@
 
 import sys
 
-from jmp_train.cli import main
+from jmp_train.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

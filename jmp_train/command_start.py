@@ -1,20 +1,18 @@
 """The start of a command, before jax is imported: no modules of the current folder, and exit code 130 for Ctrl-C.
 
-`python -m jmp_train` and `python -m jmp_train.diagnose` put the current folder first on `sys.path`; `jmp-train` does
-not. So it is removed, and no `jax.py` there is imported. Ctrl-C while jax is imported, or while Python exits, prints no
-traceback. The package imports this module first. In processes of other programs it does nothing.
+`python -m jmp_train` puts the current folder first on `sys.path`; `jmp-train` does not. So it is removed, and no
+`jax.py` there is imported. Ctrl-C while jax is imported, or while Python exits, prints no traceback. The package
+imports this module first. In processes of other programs it does nothing.
 """
 
 import os
 import sys
 
-_COMMANDS = ("jmp_train", "jmp_train.diagnose")
-
 
 def _runs_as_module() -> bool:
-    """Returns whether this process is `python -m` with one of the commands, and Python has not found it yet."""
+    """Returns whether this process is `python -m` jmp_train, and Python has not found it yet."""
     arguments: list[str] = getattr(sys, "argv", None) or [""]
-    return arguments[0] == "-m" and sys.orig_argv[-len(arguments)].removeprefix("-m") in _COMMANDS
+    return arguments[0] == "-m" and sys.orig_argv[-len(arguments)].removeprefix("-m") == "jmp_train"
 
 
 def _leave_current_folder() -> None:

@@ -32,16 +32,6 @@ from jmp_train.policies.autocasting import autocast as autocast
 from jmp_train.policies.autocasting import autocast_as as autocast_as
 from jmp_train.policies.autocasting import explain_autocast as explain_autocast
 from jmp_train.policies.autocasting import float32_dot_general as float32_dot_general
-from jmp_train.policies.comparing.comparison import parity as parity
-from jmp_train.policies.comparing.log_probs import TokenDifference as TokenDifference
-from jmp_train.policies.comparing.report import FirstDifference as FirstDifference
-from jmp_train.policies.comparing.report import OperationParity as OperationParity
-from jmp_train.policies.comparing.report import ParityReport as ParityReport
-from jmp_train.policies.diagnosing.diagnosis import diagnose as diagnose
-from jmp_train.policies.diagnosing.problems import Problem as Problem
-from jmp_train.policies.diagnosing.remedies import Remedy as Remedy
-from jmp_train.policies.diagnosing.report import NumericsReport as NumericsReport
-from jmp_train.policies.diagnosing.rows import OperationNumerics as OperationNumerics
 from jmp_train.policies.dtype_policies.apply import PolicyReport as PolicyReport
 from jmp_train.policies.dtype_policies.apply import apply_policy as apply_policy
 from jmp_train.policies.dtype_policies.apply import explain_policy as explain_policy

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {"jmp_train": "jmp_train", "policies": "jmp_train/policies", "graphs": "jmp_train/graphs"}
 NEEDED = (
     "jmp_train/py.typed",
-    "jmp_train/aot/gpus.toml",
-    "jmp_train/policies/documents/page.html",
+    "jmp_train/tools/aot/gpus.toml",
+    "jmp_train/tools/documents/page.html",
     "jmp_train/graphs/kernels/native_kernels.cc",
 )
 PYTHONS = ("3.11", "3.13")
@@ -110,13 +110,11 @@ def build(out: Path, *options: str) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def expected_in_wheel() -> set[str]:
-    """Returns the files that a wheel has to have: those of the three floors, and nothing else."""
-    return {
-        str(PurePosixPath(FLOORS[top], rest))
-        for top, _, rest in (name.partition("/") for name in tree_files())
-        if top in FLOORS and not (ROOT / top / rest).is_symlink()
-    }
+def expected() -> set[str]:
+    """Returns the files of the tree where an sdist has them, `policies/` and `graphs/` within `jmp_train/`."""
+    files = (name for name in tree_files() if not (ROOT / name).is_symlink() and not name.startswith("."))
+    parts = (name.partition("/") for name in files)
+    return {str(PurePosixPath(FLOORS.get(top, top), rest)) for top, _, rest in parts}
 
 
 def wheel_names(wheel: Path) -> set[str]:
@@ -137,13 +135,13 @@ def sdist_names(sdist: Path) -> set[str]:
 
 def check_contents(wheel: Path, sdist: Path) -> None:
     """Raises a `DistError` if a wheel has anything more or less than the library, or an sdist lacks a file."""
-    names, expected = wheel_names(wheel), expected_in_wheel()
-    if names != expected:
-        raise DistError(f"{wheel.name} lacks {sorted(expected - names)}, should not have {sorted(names - expected)}")
-    lacking = [name for name in NEEDED if name not in names]
+    wanted = expected()
+    names, library = wheel_names(wheel), {name for name in wanted if name.startswith("jmp_train/")}
+    if names != library:
+        raise DistError(f"{wheel.name} lacks {sorted(library - names)}, should not have {sorted(names - library)}")
+    lacking = sorted({*NEEDED} - names)
     if lacking:
         raise DistError(f"{wheel.name} lacks {lacking}")
-    wanted = {name for name in tree_files() if not (ROOT / name).is_symlink() and not name.startswith(".")}
     lacking = sorted(wanted - sdist_names(sdist))
     if lacking:
         raise DistError(f"{sdist.name} lacks {lacking}")

@@ -1,5 +1,5 @@
-"""Capsules: files from which the bad gradients of a skipped step are rebuilt bitwise."""
+"""Files from which the bad gradients of a skipped step are rebuilt bitwise."""
 
-from jmp_train.capsules.loading import capsule_step as capsule_step
-from jmp_train.capsules.loading import load_capsule as load_capsule
-from jmp_train.capsules.recorder import SkipRecorder as SkipRecorder
+from jmp_train.tools.capsules import SkipRecorder as SkipRecorder
+from jmp_train.tools.capsules import capsule_step as capsule_step
+from jmp_train.tools.capsules import load_capsule as load_capsule

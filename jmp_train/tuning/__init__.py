@@ -1,11 +1,11 @@
-"""Tuning: finds by trials which operations of a function or a training step must stay in float32."""
+"""Which operations of a function or a training step must stay in float32, found by trials."""
 
-from jmp_train.tuning.tolerance import Criterion as Criterion
-from jmp_train.tuning.tolerance import Errors as Errors
-from jmp_train.tuning.tolerance import Outcome as Outcome
-from jmp_train.tuning.tolerance import Tolerance as Tolerance
-from jmp_train.tuning.tuned_entries import Float32Entry as Float32Entry
-from jmp_train.tuning.tuned_entries import FrontPoint as FrontPoint
-from jmp_train.tuning.tuned_entries import Verification as Verification
-from jmp_train.tuning.tuned_rules import TunedRules as TunedRules
-from jmp_train.tuning.tuner import tune as tune
+from jmp_train.tools.tuning import Criterion as Criterion
+from jmp_train.tools.tuning import Errors as Errors
+from jmp_train.tools.tuning import Float32Entry as Float32Entry
+from jmp_train.tools.tuning import FrontPoint as FrontPoint
+from jmp_train.tools.tuning import Outcome as Outcome
+from jmp_train.tools.tuning import Tolerance as Tolerance
+from jmp_train.tools.tuning import TunedRules as TunedRules
+from jmp_train.tools.tuning import Verification as Verification
+from jmp_train.tools.tuning import tune as tune

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.primitives import ENTERED, PRODUCTS, is_complex
 from jmp_train.policies.autocasting.source_lines import source_of
-from jmp_train.policies.documents import aligned
+from jmp_train.policies.files import aligned
 from jmp_train.policies.programs import programs_in, repeats_of
 
 _HOLD_PROGRAMS = ENTERED | {"core_call", "custom_vmap_call", "xla_pmap"}

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jmp_train.policies.documents import escaped
-from jmp_train.policies.files import read_toml, write_atomically
+from jmp_train.policies.files import escaped, read_toml, write_atomically
 from jmp_train.policies.pytrees import checked_path
 
 _FORMAT, _VERSION = "jmp_train autocast rules", 1

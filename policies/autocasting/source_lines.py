@@ -11,10 +11,11 @@ from typing import Any
 import jax
 from jax.extend.source_info_util import user_context
 
-_OURS = os.path.dirname(os.path.dirname(__file__))  # the folder of this floor, within that of jmp_train
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # jmp_train
+_OURS = tuple(os.path.join(_PACKAGE, folder) for folder in ("policies", "tools"))  # what transforms functions
 _JAX = os.path.dirname(jax.__file__)
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-_NOT_WARNED = (os.path.dirname(_OURS), _JAX, sysconfig.get_path("stdlib"), "<frozen")
+_NOT_WARNED = (_PACKAGE, _JAX, sysconfig.get_path("stdlib"), "<frozen")
 
 
 def source_of(equations: Sequence[Any]) -> str:
@@ -49,7 +50,7 @@ def is_of_users(file: str) -> bool:
     Args:
       file: the name of the file.
     """
-    return not file.startswith((_JAX, _OURS, "<frozen", *_LIBRARIES))
+    return not file.startswith((_JAX, *_OURS, "<frozen", *_LIBRARIES))
 
 
 def is_of_jax(file: str) -> bool:
@@ -59,7 +60,7 @@ def is_of_jax(file: str) -> bool:
 
 def is_of_package(file: str) -> bool:
     """Returns whether a file belongs to this package."""
-    return file.startswith(os.path.dirname(_OURS))
+    return file.startswith(_PACKAGE)
 
 
 def lines_of(equations: Sequence[Any]) -> Iterator[tuple[str, bool]]:
@@ -76,7 +77,7 @@ def _frames(equations: Sequence[Any]) -> Iterator[str]:
     for equation in reversed(equations):
         traceback = equation.source_info.traceback
         for frame in () if traceback is None else traceback.frames:  # jit drops callers of the functions it traces
-            if not frame.file_name.startswith((_JAX, _OURS, "<frozen")):
+            if not frame.file_name.startswith((_JAX, *_OURS, "<frozen")):
                 yield f"{frame.file_name}:{frame.line_num}"
 
 

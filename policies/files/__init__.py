@@ -11,6 +11,8 @@ from jmp_train.policies.files.plain_files import parse_json as parse_json
 from jmp_train.policies.files.plain_files import printable as printable
 from jmp_train.policies.files.plain_files import read_plain as read_plain
 from jmp_train.policies.files.plain_files import read_toml as read_toml
+from jmp_train.policies.files.printed_text import aligned as aligned
+from jmp_train.policies.files.printed_text import escaped as escaped
 from jmp_train.policies.files.safetensors_files import DTYPES as DTYPES
 from jmp_train.policies.files.safetensors_files import MOST_AXES as MOST_AXES
 from jmp_train.policies.files.safetensors_files import SafetensorsFile as SafetensorsFile

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from typing import Any
 
-from jmp_train.policies.documents import escaped
+from jmp_train.policies.files.printed_text import escaped
 
 Path = str | os.PathLike[str]
 _LONGEST = 200  # characters of a file's text in an error

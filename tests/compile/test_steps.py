@@ -20,11 +20,11 @@ import pytest
 from example_tasks import load_task
 
 import jmp_train as jt
-from jmp_train.aot import GPUS, CompiledProgram, compile_program, program_costs, read_hlo, tpu_slice
-from jmp_train.planning import Placement
-from jmp_train.planning.variants import Variant, variants_of
+from jmp_train.app.runs import planned_step
 from jmp_train.policies import with_state_dtypes
-from jmp_train.runs import planned_step
+from jmp_train.tools.aot import GPUS, CompiledProgram, compile_program, program_costs, read_hlo, tpu_slice
+from jmp_train.tools.planning import Placement
+from jmp_train.tools.planning.variants import Variant, variants_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 

@@ -10,9 +10,9 @@ import pytest
 from models.convolution import ResNet
 from promotion import promoting_task, relaxed
 
-from jmp_train.runs import RunSettings
-from jmp_train.runs.loop import train
-from jmp_train.runs.precisions import precision_of
+from jmp_train.app.runs import RunSettings
+from jmp_train.app.runs.loop import train
+from jmp_train.app.runs.precisions import precision_of
 from jmp_train.task import Task
 
 pytestmark = pytest.mark.quick

@@ -14,7 +14,7 @@ import jax
 import pytest
 from example_tasks import FOLDER, task_module
 
-from jmp_train.cli.entry import main
+from jmp_train.app.cli.entry import main
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ from example_tasks import load_task
 from promotion import relaxed
 
 import jmp_train as jt
-from jmp_train.runs.loop import train
+from jmp_train.app.runs.loop import train
 from jmp_train.task import Task
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]

@@ -16,8 +16,8 @@ from models.gpt import GPTConfig
 from promotion import promoting_task
 
 import jmp_train as jt
-from jmp_train.runs import RunSettings
-from jmp_train.runs.setups import Setup, setup_of
+from jmp_train.app.runs import RunSettings
+from jmp_train.app.runs.setups import Setup, setup_of
 from jmp_train.task import Task
 
 pytestmark = pytest.mark.full

@@ -9,8 +9,8 @@ from made_runs import first_examples
 from mnist import BLOCKS
 from promotion import promoting_task
 
-from jmp_train.runs import RunSettings
-from jmp_train.runs.loop import train
+from jmp_train.app.runs import RunSettings
+from jmp_train.app.runs.loop import train
 from jmp_train.task import Task
 
 pytestmark = pytest.mark.quick

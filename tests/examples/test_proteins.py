@@ -14,9 +14,9 @@ from proteins import Options, make_task
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.runs import RunSettings
-from jmp_train.runs.loop import train
-from jmp_train.runs.task_batches import train_batches
+from jmp_train.app.runs import RunSettings
+from jmp_train.app.runs.loop import train
+from jmp_train.app.runs.task_batches import train_batches
 from jmp_train.steps import TrainState, train_step
 from jmp_train.task import Task
 

@@ -11,11 +11,11 @@ from process_helpers import run_python
 from promotion import relaxed
 
 import jmp_train as jt
-from jmp_train.cli.entry import main
-from jmp_train.runs import RunSettings
-from jmp_train.runs.events import Run
-from jmp_train.runs.loop import train
-from jmp_train.runs.run_settings import FewBits
+from jmp_train.app.cli.entry import main
+from jmp_train.app.runs import RunSettings
+from jmp_train.app.runs.events import Run
+from jmp_train.app.runs.loop import train
+from jmp_train.app.runs.run_settings import FewBits
 from jmp_train.task import Task
 
 pytestmark = pytest.mark.quick

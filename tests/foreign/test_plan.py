@@ -18,10 +18,10 @@ from training_scripts import haiku_transformer, ogbg
 from training_scripts import nnx_mnist as mnist
 
 import jmp_train as jt
-from jmp_train.aot import ExportedProgram
-from jmp_train.planning import Placement, PlanRow
-from jmp_train.planning.arguments import arguments_of
-from jmp_train.planning.variants import variants_of
+from jmp_train.tools.aot import ExportedProgram
+from jmp_train.tools.planning import Placement, PlanRow
+from jmp_train.tools.planning.arguments import arguments_of
+from jmp_train.tools.planning.variants import variants_of
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(500)]
 

@@ -15,10 +15,10 @@ import optax
 import pytest
 
 import jmp_train as jt
+from jmp_train.app.cli import main
+from jmp_train.app.runs import RunSettings, train
+from jmp_train.app.runs.resuming import Saving, Stopped
 from jmp_train.checkpoints import CheckpointStore
-from jmp_train.cli import main
-from jmp_train.runs import RunSettings, train
-from jmp_train.runs.resuming import Saving, Stopped
 
 pytestmark = pytest.mark.full
 

@@ -17,8 +17,8 @@ import jax
 import pytest
 
 import jmp_train as jt
-from jmp_train.aot import compile_for_gpu
-from jmp_train.aot.gpus import GPUS
+from jmp_train.tools.aot import compile_for_gpu
+from jmp_train.tools.aot.gpus import GPUS
 
 pytestmark = pytest.mark.gpu
 PROGRAMS = Path(gpu_programs.__file__)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from example_tasks import load_task
 
-from jmp_train.runs import setup_of
+from jmp_train.app.runs import setup_of
 from jmp_train.task import Task
 
 pytestmark = pytest.mark.gpu

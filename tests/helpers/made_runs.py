@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jmp_train.runs.events import Epoch, Run, Step
+from jmp_train.app.runs.events import Epoch, Run, Step
 from jmp_train.steps.traced_costs import StepCosts
 from jmp_train.task import Task
 

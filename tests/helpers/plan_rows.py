@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from jmp_train.aot import GPU, GPUS, Buffer, Costs, program_costs, read_hlo
-from jmp_train.planning import Allowances, LargestBatch, Placement, PlanRow, Remedy
+from jmp_train.tools.aot import GPU, GPUS, Buffer, Costs, program_costs, read_hlo
+from jmp_train.tools.planning import Allowances, LargestBatch, Placement, PlanRow, Remedy
 
 ODD = "<&\">'"
 DATA_PARALLEL = Placement(8, "zero1")

@@ -9,9 +9,9 @@ import pytest
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
-APPLICATION = {"runs", "reports", "cli", "launch", "tasks"}
+APPLICATION = {"app"}
 STARTS_IT = {"__main__.py", "command_start.py"}
-OF_COMMANDS = {"diagnose.py", "task.py"}  # a command as a module, and what commands take
+OF_COMMANDS = {"task.py"}  # what commands take
 # Options of pip, which install_compiler calls, and a variable of CSS.
 OTHERS = {"--no-deps", "--target", "--quiet", "--disable-pip-version-check", "--color"}
 COMMAND_LINE = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z-]+|\bjmp-train [a-z]")

@@ -11,7 +11,7 @@ import pytest
 from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
-from jmp_train.cli.entry import main
+from jmp_train.app.cli.entry import main
 from jmp_train.policies.files import write_atomically
 
 pytestmark = pytest.mark.quick

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from product_operands import products
 
-from jmp_train.aot import GPU, GPUS
-from jmp_train.aot.compilation import compile_here, target_mesh
+from jmp_train.tools.aot import GPU, GPUS
+from jmp_train.tools.aot.compilation import compile_here, target_mesh
 
 SIZE = 256  # of the matrices
 DTYPES = ("float16", "bfloat16", "float32")

@@ -38,7 +38,7 @@ import sys, types
 package = types.ModuleType("jmp_train")
 package.__path__ = [sys.argv[1]]
 sys.modules["jmp_train"] = package
-from jmp_train.launch.launcher import LaunchError, launch
+from jmp_train.app.launch.launcher import LaunchError, launch
 try:
     launch(sys.argv[3:], int(sys.argv[2]), grace=60)
 except LaunchError as error:

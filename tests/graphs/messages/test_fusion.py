@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from gpu_programs import EDGES, FEATURES, GAT_EDGES, NODES
 
-from jmp_train.aot.compilation import compile_for_gpu
+from jmp_train.tools.aot.compilation import compile_for_gpu
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 

@@ -17,12 +17,12 @@ from flax import serialization
 from released_states import STEP_OF, new_state, next_params, optimizers, values_of
 
 import jmp_train as jt
+from jmp_train.app.cli.jobs import identity_of
+from jmp_train.app.runs import RunSettings, Saving, train
+from jmp_train.app.runs.events import Epoch
+from jmp_train.app.runs.run_identity import differences, run_metadata
+from jmp_train.app.tasks import TaskSource
 from jmp_train.checkpoints import DamagedError
-from jmp_train.cli.jobs import identity_of
-from jmp_train.runs import RunSettings, Saving, train
-from jmp_train.runs.events import Epoch
-from jmp_train.runs.run_identity import differences, run_metadata
-from jmp_train.tasks import TaskSource
 
 pytestmark = pytest.mark.quick
 

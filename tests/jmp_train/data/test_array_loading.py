@@ -8,9 +8,9 @@ import pytest
 from example_tasks import load_task
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jmp_train.app.runs.task_batches import evaluation_batches as batches_of_test
+from jmp_train.app.runs.task_batches import train_batches
 from jmp_train.data.array_loading import array_batches, example_seeds
-from jmp_train.runs.task_batches import evaluation_batches as batches_of_test
-from jmp_train.runs.task_batches import train_batches
 from jmp_train.task import Arrays, Task
 
 pytestmark = pytest.mark.quick

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from pytrees import assert_bitwise_equal, assert_close, poison_gradient
 
 import jmp_train as jt
-from jmp_train.aot import CompiledProgram, compile_for_gpu
+from jmp_train.tools.aot import CompiledProgram, compile_for_gpu
 
 pytestmark = pytest.mark.quick
 

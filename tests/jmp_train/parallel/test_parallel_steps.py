@@ -20,7 +20,7 @@ from pytrees import assert_close
 from sklearn.datasets import load_digits
 
 import jmp_train as jt
-from jmp_train.aot.compilation import compile_for_gpu
+from jmp_train.tools.aot.compilation import compile_for_gpu
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 

@@ -18,8 +18,8 @@ import pytest
 from flax import nnx
 from promotion import promoting
 
+from jmp_train.app.tasks import digits
 from jmp_train.policies.autocasting.transform import autocast
-from jmp_train.tasks import digits
 
 pytestmark = pytest.mark.quick
 

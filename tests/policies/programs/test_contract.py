@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jmp_train.policies import autocast
 from jmp_train.policies.autocasting import AutocastRules
 from jmp_train.policies.autocasting.emulating import emulated_autocast
-from jmp_train.policies.comparing.rerunning import Rerun
-from jmp_train.policies.diagnosing import Pair, record
-from jmp_train.policies.diagnosing.shadow import Shadowing
 from jmp_train.policies.dtype_policies import read_counts
 from jmp_train.policies.dtype_policies.float32_sums import _Sums
 from jmp_train.policies.programs import IN_JAX, IN_PYTHON, INLINED, Reading
+from jmp_train.tools.checking_parity.rerunning import Rerun
+from jmp_train.tools.diagnosing import Pair, record
+from jmp_train.tools.diagnosing.shadow import Shadowing
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 

@@ -1,0 +1,1 @@
+"""The application: the command line, runs of tasks, their reports, and launching several processes."""

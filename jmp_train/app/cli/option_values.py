@@ -1,0 +1,166 @@
+"""The parser of command lines, which refuses options given twice, and readers of the values of options."""
+
+import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import optax
+
+from jmp_train.app.cli.errors import EXIT_CODES, WrongCall
+from jmp_train.app.runs import PhasePrecision, check_float64, is_schedule, phase_precisions, schedule_name
+from jmp_train.policies import with_state_dtypes
+
+_LARGEST = 2**31 - 1
+_MOST_PROCESSES = 1024  # also of devices, which have their own threads
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses options given twice, raises `WrongCall`, and whose help ends with exit codes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"epilog": EXIT_CODES, **options})
+        self.register("action", None, _StoreOnce)
+        self.register("action", "store_true", _FlagOnce)
+        self.register("action", "store_false", partial(_FlagOnce, const=False))
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a `WrongCall`."""
+        raise WrongCall(message)
+
+
+class _StoreOnce(argparse.Action):
+    """Stores the value of an option; raises an error if it is given twice, because either may be meant."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        given = namespace.__dict__.setdefault("given", set())
+        if not given.isdisjoint(self.option_strings):
+            raise argparse.ArgumentError(self, "given more than once")
+        given.update(self.option_strings)
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+
+
+class _FlagOnce(_StoreOnce):
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, **{"nargs": 0, "const": True, "default": False, **options})
+
+
+def schedule_of_precisions(text: str) -> str:
+    """Returns the name of a policy or AMP mode, or of a schedule of them."""
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} has control characters")
+    try:
+        name = schedule_name(re.sub(" *([,=:]|^|$) *", r"\1", text))
+        for phase in precisions_without_device(name):
+            check_float64(phase.precision, phase.name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
+def precision_name(text: str) -> str:
+    """Returns the name of a policy or AMP mode."""
+    name = schedule_of_precisions(text)
+    if is_schedule(name):
+        parts = " ".join(phase.name for phase in precisions_without_device(name))
+        raise argparse.ArgumentTypeError(f"{name!r} is a schedule; name its policies one by one: {parts}")
+    return name
+
+
+def precisions_without_device(name: str) -> tuple[PhasePrecision, ...]:
+    """Returns the result of `phase_precisions`, without asking for the device, which the training process needs.
+
+    Args:
+      name: a policy, an AMP mode, or a schedule of them; "half" counts as float16.
+    """
+    return phase_precisions(re.sub(r"\bhalf\b", "float16", name))
+
+
+def path(text: str) -> Path:
+    """Returns a path; refuses an empty one, which would be the current folder."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path")
+    return Path(text)
+
+
+def _whole_number(least: int, most: int, wanted: str) -> Callable[[str], int]:
+    """Returns a reader of integers in a range; `wanted` describes the range for error messages."""
+
+    def read(text: str) -> int:
+        # Plain digits only: int() would also accept "1_000" and digits of other scripts.
+        if not (text.isascii() and text.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
+        digits = text.lstrip("0") or "0"
+        if len(digits) > len(str(most)) or int(digits) > most:  # int() refuses thousands of digits
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        if int(digits) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
+        return int(digits)
+
+    return read
+
+
+seed = _whole_number(0, 2**32 - 1, f"from 0 to {2**32 - 1}")
+positive = _whole_number(1, _LARGEST, "of at least 1")
+count = _whole_number(0, _LARGEST, "of at least 0")
+few = _whole_number(1, _MOST_PROCESSES, "of at least 1")  # processes or devices
+
+
+def number(text: str) -> float:
+    """Returns a number in plain digits."""
+    if not re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return float(text)
+
+
+def _number_above_zero(most: float, wanted: str) -> Callable[[str], float]:
+    """Returns a reader of numbers above 0; `wanted` describes the range for error messages."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(argparse.ArgumentTypeError):
+            if 0 < number(text) <= most:
+                return number(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {wanted}")
+
+    return read
+
+
+fraction = _number_above_zero(1, "above 0 and up to 1")
+above_zero = _number_above_zero(sys.float_info.max, "above 0")
+
+
+def state_dtype(text: str) -> str:
+    """Returns a text FIELD=DTYPE, which sets the dtype of arrays of an optimizer's state."""
+    field, equals, dtype = text.rpartition("=")
+    if not (field and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=DTYPE, such as nu=bfloat16")
+    try:
+        with_state_dtypes(optax.identity(), {field: dtype})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def one_of(choices: Iterable[str]) -> Callable[[str], str]:
+    """Returns a reader that accepts only the given words.
+
+    Args:
+      choices: the words.
+    """
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
+        return text
+
+    return read

@@ -1,0 +1,278 @@
+"""Options of the commands: dataclasses with a field per option, also for the options of tasks."""
+
+import argparse
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from argparse import Namespace
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jmp_train.app.cli.errors import WrongCall
+from jmp_train.app.cli.option_values import above_zero, few, number, one_of, path, positive, seed, state_dtype
+from jmp_train.app.runs import PARAMETERS, RECIPES
+
+T = TypeVar("T")
+Fields: Any = dataclasses.fields  # of any options class
+
+_KINDS = "int, float, str, bool, Path, a Literal, and tuples of them"
+
+
+def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), prefix: str = "") -> None:
+    """Adds an option to a parser for each field of a dataclass.
+
+    A field's help is `metadata["help"]`, or its entry under Args or Attributes of the class's docstring. Its
+    `metadata` may also have argparse's "metavar", "type" and "const", the value of an option without one.
+
+    Args:
+      parser: the parser of a command, or a group of it.
+      kind: the dataclass.
+      without: fields that are already options of the command.
+      prefix: prefix of the names under which a parser keeps the values.
+
+    Raises:
+      WrongCall: a field has an unsupported type.
+    """
+    try:
+        helps, hints = _helps(kind), typing.get_type_hints(kind)
+    except NameError as error:
+        raise WrongCall(f"{kind.__name__}: {error}, in the type of a field") from error
+    for field in dataclasses.fields(kind):
+        if field.name in without or not field.init:
+            continue
+        said, default, name = field.metadata, _default(field), field.name
+        text = said.get("help", helps.get(name, ""))
+        options = _argument(kind, name, hints[name], said.get("type"))
+        if "metavar" in options:
+            options["metavar"] = said.get("metavar", options["metavar"])
+        if "const" in said:
+            options |= {"nargs": "?", "const": said["const"]}
+        if default is not dataclasses.MISSING:
+            options["default"] = default
+        elif "action" not in options:
+            options["required"] = True
+        if default is True:
+            name, text, options["action"] = f"no_{name}", f"{text}; default: it is so", "store_false"
+        elif default not in (dataclasses.MISSING, None, ()) and "metavar" in options and "default:" not in text:
+            text = f"{text}; default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}"
+        parser.add_argument(flag(name), dest=prefix + field.name, help=text.replace("%", "%%"), **options)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def read_options(kind: type[T], args: Namespace, *, without: Collection[str] = (), prefix: str = "") -> T:
+    """Returns the values of the options that `add_options` added.
+
+    Args:
+      kind: the dataclass.
+      args: the parsed arguments; fields without an argument have their defaults.
+      without: fields without prefix, because they are options of the command.
+      prefix: see `add_options`.
+
+    Raises:
+      WrongCall: the dataclass refuses the values, or a field without a default has no argument.
+    """
+    names = [field.name for field in Fields(kind) if field.init]
+    given = {name: getattr(args, name if name in without else prefix + name, None) for name in names}
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if x is not None}
+    try:
+        return kind(**values)
+    except (ValueError, TypeError) as error:
+        raise WrongCall(str(error)) from error
+
+
+def as_arguments(kind: type[Any], args: Namespace, *, without: Collection[str] = (), prefix: str = "") -> list[str]:
+    """Returns arguments that a parser reads as the same options.
+
+    Args:
+      kind: the dataclass.
+      args: the parsed arguments; defaults are left out.
+      without: the fields to leave out.
+      prefix: see `add_options`.
+
+    Example:
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Options:
+      ...     synthetic: bool = False
+      ...     heads: tuple[int, ...] = (1,)
+      ...     scale: float = 1.0
+      >>> as_arguments(Options, Namespace(synthetic=True, heads=[2, 1], scale=0.5))
+      ['--synthetic', '--heads', '2', '1', '--scale=0.5']
+    """
+    arguments = []
+    for field in dataclasses.fields(kind):
+        value = getattr(args, prefix + field.name, None)
+        if field.name in without or value is None or value == _default(field):
+            continue
+        if isinstance(value, bool):
+            arguments.append(flag(field.name if value else f"no_{field.name}"))
+        elif isinstance(value, list | tuple):
+            arguments += [flag(field.name), *map(str, value)]
+        else:
+            arguments.append(f"{flag(field.name)}={value}")  # joined, because a value may begin with a dash
+    return arguments
+
+
+def flag(name: str) -> str:
+    """Returns the option for a field.
+
+    Example:
+      >>> flag("batch_size")
+      '--batch-size'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def _argument(kind: type[Any], name: str, hint: Any, reader: Callable[[str], Any] | None) -> dict[str, Any]:
+    """Returns argparse's arguments for a type."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        [*others] = [part for part in parts if part is not types.NoneType]
+        if len(others) == 1:
+            return _argument(kind, name, others[0], reader)
+    if hint is bool:
+        return {"action": "store_true"}
+    if origin is tuple and parts and len(set(parts) - {Ellipsis}) == 1:
+        item = _argument(kind, name, parts[0], reader)
+        if item.get("action") is None:
+            return {**item, "nargs": "+" if parts[-1] is Ellipsis else len(parts)}
+    if origin is typing.Literal and len({type(part) for part in parts}) == 1:
+        word = _READERS.get(type(parts[0]))
+        if word is not None:
+            return {"type": reader or word, "choices": parts, "metavar": "{" + ",".join(map(str, parts)) + "}"}
+    if hint in _READERS or reader is not None:
+        return {"type": reader or _READERS[hint], "metavar": _METAVARS.get(hint)}
+    raise WrongCall(
+        f"{kind.__name__}.{name} cannot be an option because its type is {_shown(hint)}; supported types are {_KINDS}"
+    )
+
+
+def _shown(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+_READERS: dict[Any, Callable[[str], Any]] = {int: _whole, float: number, str: str, Path: path}
+_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+
+
+def _helps(kind: type[Any]) -> dict[str, str]:
+    """Returns the entries under Args or Attributes in the docstrings of a dataclass and its bases, by field."""
+    found: dict[str, str] = {}
+    for part in reversed(kind.__mro__):
+        indent, name = None, ""
+        for line in inspect.cleandoc(part.__dict__.get("__doc__") or "").splitlines():
+            margin = len(line) - len(line.lstrip())
+            if re.fullmatch(r"(Args|Arguments|Attributes):", line):
+                indent = 0
+            elif line and not margin:
+                indent = None
+            elif line and indent is not None:
+                indent = indent or margin
+                entry = re.fullmatch(r"(\w+)(?: \(.*\))?: (.*)", line.strip()) if margin == indent else None
+                name = entry[1] if entry else name
+                found[name] = entry[2] if entry else f"{found.get(name, '')} {line.strip()}"
+    return {name: text.rstrip(".") for name, text in found.items()}
+
+
+DEFAULT_POLICY = "autocast_float16"
+
+
+def option(
+    reader: Callable[[str], Any], metavar: str | tuple[str, ...] | None = None, *, default: Any = None, **said: Any
+) -> Any:
+    """Returns a dataclass field for an option; see `add_options`.
+
+    Args:
+      reader: reads the value, or each of several.
+      metavar: the value's name in the help; None for that of the field's type.
+      default: the field's default.
+      **said: "help", if it is not in the docstring.
+    """
+    shown = {} if metavar is None else {"metavar": metavar}
+    return dataclasses.field(default=default, metadata={"type": reader, **shown, **said})
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedOptions:
+    """Options about the devices of a run.
+
+    Attributes:
+      devices: shard each batch over N devices, or split the graph of tasks that support it; default: 1
+      accumulate_steps: average the gradients of N parts of each batch, one after the other; default: 1
+      train_size: use only the first N training examples, for tasks of arrays
+    """
+
+    devices: int | None = option(few)
+    accumulate_steps: int | None = option(few)
+    train_size: int | None = option(positive)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOptions(PlannedOptions):
+    """Options about the batches of a run.
+
+    Attributes:
+      epochs: passes over the training data; default: the task's
+      batch_size: examples per step, for tasks of arrays; default: the task's
+      seed: seed of parameters, dropout and the order of arrays; default: 0
+      learning_rate: the largest learning rate; default: the task's. Unless the task has an option of that name,
+        the updates are scaled
+    """
+
+    epochs: int | None = option(positive)
+    batch_size: int | None = option(positive)
+    seed: int | None = option(seed)
+    learning_rate: float | None = option(above_zero)
+
+
+@dataclasses.dataclass(frozen=True)
+class SetupOptions(BatchOptions):
+    """Options about the precision of a run.
+
+    Attributes:
+      growth_interval: steps without overflow before a dynamic loss scale grows; default: 2000, naive 1000
+      rules: autocast by the rules in FILE; default: those of the policy or mode
+      state_dtypes: store fields of the optimizer's state in few bits, such as nu=bfloat16, or mu=int8 nu=uint8
+      parameters: see below.
+      fp8: see below.
+    """
+
+    growth_interval: int | None = option(positive, "STEPS")
+    rules: Path | None = option(path, "FILE")
+    state_dtypes: tuple[str, ...] = option(state_dtype, ("FIELD=DTYPE", ""), default=())
+    parameters: str | None = option(
+        one_of(PARAMETERS),
+        "HOW",
+        help=f"how parameters in half precision keep updates below their precision: {', '.join(PARAMETERS)}",
+    )
+    fp8: str | None = option(
+        one_of(RECIPES),
+        "RECIPE",
+        help=f"multiply an autocast policy's dense layers, or what --rules name, in 8 bits by {', '.join(RECIPES)}",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions(SetupOptions):
+    """Options about a whole run.
+
+    Attributes:
+      steps: train N steps in place of epochs
+      logdir: write logs to DIR/NAME, for TensorBoard and as JSON lines
+      watch: count lost updates and underflowing gradients in every step
+    """
+
+    steps: int | None = option(positive)
+    logdir: Path | None = option(path, "DIR")
+    watch: bool = False

@@ -1,0 +1,285 @@
+"""The processes of `jmp-train launch`: their output, on standard output and in logs, and their endings.
+
+Their output is read to its end, even if it cannot be written, because a process whose output is not read stops.
+"""
+
+import codecs
+import io
+import locale
+import os
+import re
+import select
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Self
+
+from jmp_train.app.launch.child_processes import ChildProcess
+from jmp_train.app.launch.last_words import may_be_last, refusal, telling
+from jmp_train.app.launch.output import Output, warn_of_loss
+
+LONGEST_LINE = 65536  # characters; longer lines are printed in pieces
+
+_LINE_END = re.compile(r"\r\n|\n|\r(?!\Z)")  # a \r at the end may be half of a \r\n
+_CHUNK = 65536
+_HOLD_SECONDS = 2.0  # for lines with which a process may end
+_MOST_HELD = 1000  # lines
+_CALL_IS_WRONG = 2  # exit code of `jmp-train`, see jmp_train.app.cli.errors
+
+
+class RankOutput:
+    """Prints the lines of several processes, each with the number of its process in front.
+
+    Lines with which a process may end are held back until it has ended, or has gone on for a while.
+
+    Args:
+      logdir: an existing folder for logs, where process 0 is written to `rank_0.log`, byte by byte, and so on; None
+        for no logs.
+    """
+
+    def __init__(self, logdir: Path | None) -> None:
+        self._logdir = logdir
+        self._lock = threading.Lock()  # keeps lines apart
+        self._last_words: dict[int, list[str]] = {}  # held back
+        own = isinstance(sys.stdout, Output)  # which reports its own failures
+        self._screen = sys.stdout if own else Output(sys.stdout, lambda why: warn_of_loss(Output(sys.stderr), why))
+
+    def copy(self, pipe: IO[bytes], rank: int) -> None:
+        """Copies the output of a process until its end.
+
+        Args:
+          pipe: the process's output.
+          rank: its number.
+        """
+        held = self._last_words[rank] = []
+        since = 0.0
+        with pipe, _Log(self._logdir, rank) as log:
+            for lines in _decoded(pipe, log, held):
+                if held and (time.monotonic() - since > _HOLD_SECONDS or len(held) > _MOST_HELD):
+                    self._print(rank, held)
+                    held.clear()
+                if not held:
+                    since = time.monotonic()
+                    first = next((i for i, line in enumerate(lines) if may_be_last(line)), len(lines))
+                    self._print(rank, lines[:first])
+                    lines = lines[first:]
+                held += lines
+
+    def conclude(self, failed: Mapping[int, int]) -> str | None:
+        """Prints the last lines of the processes that show why they ended.
+
+        Args:
+          failed: the exit codes of failed processes, in the order of failure.
+
+        Returns:
+          The error that made the call wrong, which is not printed; None if there is none.
+        """
+        told = telling(self._last_words, list(failed))
+        wrong = refusal(told) if next(iter(failed.values()), 0) == _CALL_IS_WRONG else None
+        for rank, lines in ({} if wrong else told).items():
+            self._print(rank, lines)
+        return wrong
+
+    def _print(self, rank: int, lines: Sequence[str]) -> None:
+        text = "".join(f"[{rank}] {line.rstrip()}\n" for line in lines)
+        with self._lock:
+            self._screen.write(text)
+            self._screen.flush()
+
+
+class _Log:
+    """A file to append to; the first failed write causes a warning."""
+
+    def __init__(self, logdir: Path | None, rank: int) -> None:
+        self._path = None if logdir is None else log_path(logdir, rank)
+        self._file: io.FileIO | None = None
+        self._warned = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, data: bytes) -> None:
+        """Writes the bytes, or as many as fit."""
+        if self._path is None:
+            return
+        try:
+            self._file = self._file or self._path.open("ab", buffering=0)
+            while data:
+                data = data[self._file.write(data) or 0 :]
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                say(f"warning: {self._path}: {error.strerror}; the rest of its output is missing there")
+
+
+def log_path(logdir: Path, rank: int) -> Path:
+    """Returns the path of a process's log."""
+    return logdir / f"rank_{rank}.log"
+
+
+def say(text: str) -> None:
+    """Prints a line of the launcher's own on standard error."""
+    # As by `jmp_train.policies.files.escaped`, without importing jax.
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    print("jmp-train:", shown, file=Output(sys.stderr), flush=True)
+
+
+def _decoded(pipe: IO[bytes], log: _Log, held: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the lines from a pipe, as many at a time as have arrived; the log gets the bytes.
+
+    While lines are held back, it also yields when none arrive for a while.
+    """
+    # The encoding of the processes.
+    named, _, _ = os.environ.get("PYTHONIOENCODING", "").partition(":")
+    encoding = named or locale.getpreferredencoding(False)
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    rest = ""
+    while True:
+        if held and sys.platform != "win32" and not select.select([pipe], [], [], _HOLD_SECONDS)[0]:
+            yield []
+            continue
+        data = os.read(pipe.fileno(), _CHUNK)
+        if not data:
+            break
+        log.write(data)
+        *lines, rest = _LINE_END.split(rest + decoder.decode(data))
+        if len(rest) >= LONGEST_LINE:
+            lines, rest = [*lines, rest], ""
+        if lines:
+            yield lines
+    rest += decoder.decode(b"", final=True)
+    if rest:
+        yield [rest]
+
+
+STOPPED = {129, 130, 143}  # exit codes after SIGHUP, SIGINT and SIGTERM of a run that saved
+
+_POLL_SECONDS = 0.05
+_SETTLE_SECONDS = 1.0  # after a failure, because others may fail for the same reason
+_NOTICE_SECONDS = 10.0  # after the end of the first script, before a message names the others
+
+
+@dataclass
+class Endings:
+    """The processes that have ended, with exit codes and times.
+
+    Attributes:
+      failed: the exit codes of failed processes, by their number, in the order of failure.
+      ended: the times (`time.monotonic`) at which scripts or processes ended well, by number.
+      running: the processes that had not ended at the last check.
+      late: True if the processes whose scripts had not ended were given up.
+      first_failure: time of the first failure (`time.monotonic`); None if there was none.
+    """
+
+    failed: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, float] = field(default_factory=dict)
+    running: list[int] = field(default_factory=list)
+    late: bool = False
+    first_failure: float | None = None
+
+
+def wait_for(children: Sequence[ChildProcess], messages: int, exit_timeout: float | None, grace: float) -> Endings:
+    """Waits until all have ended, some have failed, or some still run too long after the first has ended.
+
+    Args:
+      children: the processes, by their number.
+      messages: a non-blocking pipe with a line per process whose script has ended.
+      exit_timeout: seconds that the others may run on after the first has ended well; None for no limit.
+      grace: seconds that the others may run on after the first has stopped at a signal.
+    """
+    endings = Endings()
+    noticed = False
+    while True:
+        now = time.monotonic()
+        codes = [child.poll() for child in children]
+        well = [rank for rank, code in enumerate(codes) if code == 0]
+        for rank in _told(messages) + well:
+            endings.ended.setdefault(rank, now)
+        for rank, code in enumerate(codes):
+            if code:
+                endings.failed.setdefault(rank, code)
+        endings.running = [rank for rank, code in enumerate(codes) if code is None]
+        if endings.failed:
+            endings.first_failure = endings.first_failure or now
+        if not endings.running:
+            return endings
+        if endings.first_failure is not None:
+            settle = max(grace, _SETTLE_SECONDS) if {*endings.failed.values()} <= STOPPED else _SETTLE_SECONDS
+            if now >= endings.first_failure + settle:
+                return endings
+        elif endings.ended and _at_work(endings):
+            waited = now - min(endings.ended.values())
+            endings.late = exit_timeout is not None and waited >= exit_timeout
+            if (endings.late or waited >= _NOTICE_SECONDS) and not noticed:
+                noticed = True
+                say(_notice(endings, waited, exit_timeout))
+            if endings.late:
+                return endings
+        time.sleep(_POLL_SECONDS)
+
+
+def reason(endings: Endings, exit_timeout: float | None) -> str | None:
+    """Returns the failed processes, in order, and the ones stopped because of them, as a text; None if all is well.
+
+    Args:
+      endings: from `wait_for`.
+      exit_timeout: the argument of `wait_for`.
+    """
+    if endings.late:
+        return (
+            f"{_processes(endings.ended)} ended well, still running after the exit timeout of {exit_timeout:g} s: "
+            f"{_processes(_at_work(endings))}, now stopped; do all take the same number of steps?"
+        )
+    if not endings.failed:
+        return None
+    parts = [
+        f"process {rank} " + (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+        for rank, code in endings.failed.items()
+    ]
+    if endings.running:
+        was = "was" if len(endings.running) == 1 else "were"
+        parts.append(f"{_processes(endings.running)} still ran and {was} stopped")
+    text = ", then ".join(parts)
+    before = _ended_before_others(endings)
+    return f"{text}; the script of {_processes(before)} had ended well before that" if before else text
+
+
+def _ended_before_others(endings: Endings) -> list[int]:
+    """Returns the processes whose scripts had ended before the first failure, unless all had."""
+    failure = endings.first_failure or 0.0
+    before = [rank for rank, since in endings.ended.items() if since < failure]
+    return before if set(before) < {*endings.failed, *endings.running, *endings.ended} else []
+
+
+def _told(messages: int) -> list[int]:
+    """Returns the processes whose scripts have ended since the last check."""
+    with suppress(OSError):  # the pipe is empty
+        return [int(line) for line in os.read(messages, 65536).split()]
+    return []
+
+
+def _at_work(endings: Endings) -> list[int]:
+    return [rank for rank in endings.running if rank not in endings.ended]
+
+
+def _notice(endings: Endings, waited: float, exit_timeout: float | None) -> str:
+    text = (
+        f"{_processes(endings.ended)} ended well, still running after {waited:.3g} s: "
+        f"{_processes(_at_work(endings))}; operations of all processes cannot continue"
+    )
+    if exit_timeout is None:
+        return text
+    return f"{text}; to be stopped " + ("now" if endings.late else f"in {exit_timeout - waited:.3g} s")
+
+
+def _processes(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in sorted(ranks)]
+    return f"process{'' if len(numbers) == 1 else 'es'} {', '.join(numbers)}"

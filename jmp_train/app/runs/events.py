@@ -1,0 +1,255 @@
+"""Events of a training run, as values and as JSON."""
+
+import dataclasses
+import math
+import statistics
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from jmp_train.steps import StepCosts
+from jmp_train.tools.documents import as_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+      step: from 1.
+      loss: the training loss.
+      grad_norm: the norm of the unscaled gradients.
+      loss_scale: the scale after the step, for the next one.
+      finite: True if the step was taken, False if it was skipped.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    finite: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """The results of `train_step(watch=...)` in one step.
+
+    Attributes:
+      step: from 1.
+      shares: `{watch: {group: fraction}}`, as in the step's metric "watch".
+    """
+
+    step: int
+    shares: dict[str, dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """The data are loaded, and the settings fit them.
+
+    Attributes:
+      epochs: passes over the data; 0 if only the number of steps is known.
+      total: total number of steps; None if the batches have no length.
+    """
+
+    epochs: int
+    total: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A line for the user about a run without errors.
+
+    Attributes:
+      text: the line.
+    """
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The step is compiled.
+
+    Attributes:
+      seconds: time of the compilation, tracing included.
+      memory_of: see `Run`.
+      costs: costs of the step on any device; see `Run`.
+    """
+
+    seconds: float
+    memory_of: str
+    costs: StepCosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a run with its own precision, which begins or continues.
+
+    Attributes:
+      policy: the name of its policy or AMP mode.
+      start: number of steps before it.
+      stop: number of steps by its end.
+      costs: costs of its step on any device.
+    """
+
+    policy: str
+    start: int
+    stop: int
+    costs: StepCosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The current state of a run.
+
+    Attributes:
+      total: total number of steps; None if the batches have no length.
+      skipped_steps: number of skipped steps since the start of the run.
+      recent: the steps since the last report; at least one.
+      watched: the fractions of the same steps, if the run has watches.
+    """
+
+    total: int | None
+    skipped_steps: int
+    recent: tuple[Step, ...]
+    watched: tuple[Watched, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """The report after an epoch.
+
+    Attributes:
+      epoch: from 1.
+      loss: the mean training loss of the steps taken; NaN if none was.
+      learning_rate: learning rate of the next step; NaN if the task does not define it.
+      seconds: training time, without compilation and evaluation.
+      memory_mb: peak memory so far, see `peak_memory`.
+      loss_scale: loss scale of the next step.
+      skipped_steps: number of skipped steps since the start of the run.
+    """
+
+    epoch: int
+    loss: float
+    learning_rate: float
+    seconds: float
+    memory_mb: float
+    loss_scale: float
+    skipped_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+      policy: the name of its policy or AMP mode, or of a schedule of them.
+      device: its devices, such as "cpu", "NVIDIA H200" or "8 x cpu".
+      metrics: metrics of the evaluation, by name; the first one is the headline. Empty if the task has none.
+      compile_seconds: time to compile the step.
+      memory_of: "device" or "process", whose peak memory the epochs report.
+      batch_size: examples per step; None if the batches do not determine it.
+      epochs: the reports of all epochs.
+      steps: the records of all steps.
+      costs: costs of a step on any device; for a schedule, the mean fraction of flops in half precision, and the
+        largest numbers of bytes.
+      higher_is_better: True if a larger headline metric is better.
+      watch: `{watch: {group: fraction}}`, the mean over the steps that this process took; empty without watches.
+      rules: the file with its autocast rules; None if it used those of its policy or mode.
+      phases: the phases of its schedule; empty if it has none.
+    """
+
+    policy: str
+    device: str
+    metrics: dict[str, float] = dataclasses.field(hash=False)
+    compile_seconds: float
+    memory_of: str
+    batch_size: int | None
+    epochs: tuple[Epoch, ...]
+    steps: tuple[Step, ...]
+    costs: StepCosts
+    higher_is_better: bool = True
+    watch: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict, hash=False)
+    rules: str | None = None
+    phases: tuple[Phase, ...] = ()
+
+    @property
+    def epoch_seconds(self) -> float:
+        """Seconds of the median epoch."""
+        return statistics.median(epoch.seconds for epoch in self.epochs)
+
+    @property
+    def iterations_per_second(self) -> float:
+        """Steps per second of the median epoch."""
+        return len(self.steps) / len(self.epochs) / self.epoch_seconds
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Examples per second of the median epoch; None if the number of examples per batch is unknown."""
+        return None if self.batch_size is None else self.batch_size * self.iterations_per_second
+
+    @property
+    def headline(self) -> str | None:
+        """The name of the first metric; None if there is none."""
+        return next(iter(self.metrics), None)
+
+    @property
+    def memory_mb(self) -> float:
+        """Peak memory of the whole run."""
+        return self.epochs[-1].memory_mb
+
+    @property
+    def skipped(self) -> tuple[Step, ...]:
+        """The skipped steps."""
+        return tuple(step for step in self.steps if not step.finite)
+
+
+Event = Planned | Note | Compiled | Phase | Progress | Epoch | Run
+
+_KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
+_PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched, "phases": Phase}
+_LEFT_OUT = ("watch", "watched", "rules", "phases")  # left out of the JSON of runs that have none
+_OF_0_1 = ("test_accuracy", "nonfinite_outputs", "bits_per_byte")  # metrics that were fields of a run in version 0.1
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """Returns an event as JSON data, with null for numbers that are not finite.
+
+    Example:
+      >>> event_to_json(Progress(total=330, skipped_steps=0, recent=()))
+      {'event': 'progress', 'total': 330, 'skipped_steps': 0, 'recent': []}
+    """
+    fields = {k: v for k, v in dataclasses.asdict(event).items() if v or k not in _LEFT_OUT}
+    fields |= metrics_of_0_1(event) if isinstance(event, Run) else {}
+    return {"event": type(event).__name__.lower(), **as_json(fields)}
+
+
+def metrics_of_0_1(run: Run) -> dict[str, float]:
+    """Returns the metrics that have had their own JSON keys since version 0.1.
+
+    Args:
+      run: the run.
+    """
+    return {name: run.metrics[name] for name in _OF_0_1 if name in run.metrics}
+
+
+def event_from_json(fields: dict[str, Any]) -> Event:
+    """Returns the event that `event_to_json` converted to `fields`; null becomes NaN."""
+    return _revive(_KINDS[fields["event"]], {k: v for k, v in fields.items() if k not in ("event", *_OF_0_1)})
+
+
+def _revive(kind: Callable[..., Any], fields: dict[str, Any]) -> Any:
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, list):
+            values[name] = tuple(_revive(_PARTS[name], part) for part in value)
+        elif name == "costs":
+            values[name] = StepCosts(**value)
+        elif name in ("total", "batch_size"):
+            values[name] = value
+        elif name == "metrics":
+            values[name] = {metric: math.nan if x is None else x for metric, x in value.items()}
+        else:
+            values[name] = math.nan if value is None else value
+    return kind(**values)

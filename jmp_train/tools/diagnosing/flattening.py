@@ -1,0 +1,275 @@
+"""A traced program as one list of operations, split into parts that are compiled together.
+
+Equal parts, such as those of a network's layers, are compiled once.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from jmp_train.policies.autocasting import PRODUCTS
+from jmp_train.policies.programs import INLINED, RUN_ONCE, Reading, bodies_of, opened
+from jmp_train.tools.diagnosing.arithmetic import dtype_of
+
+_LONGEST = 24  # operations of a part: of fewer there are more programs to compile, of more fewer are alike
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An equation with the numbers of the values that it reads and writes.
+
+    Attributes:
+      equation: an equation of a traced program.
+      inputs: for each operand, the number of the value or the literal. The starts of a slice follow as literals.
+      writes: numbers of its results.
+      callers: the equations whose bodies were inlined around it, the outermost first.
+    """
+
+    equation: Any
+    inputs: tuple[int | np.ndarray, ...]
+    writes: tuple[int, ...]
+    callers: tuple[Any, ...]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Numbers of the values that it reads."""
+        return tuple(x for x in self.inputs if isinstance(x, int))
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A program whose calls are inlined.
+
+    Attributes:
+      operands: numbers of its arguments.
+      constants: values of the constants by number.
+      operations: the operations in the order of execution.
+      results: numbers of its results, or literals.
+    """
+
+    operands: tuple[int, ...]
+    constants: dict[int, Any]
+    operations: list[Operation]
+    results: tuple[int | np.ndarray, ...]
+
+
+def flattened(program: Any) -> Flat:
+    """Returns a program with the bodies of `jit`, `remat` and custom derivatives inlined.
+
+    Args:
+      program: a jaxpr, with its constants if it has any.
+    """
+    operands = tuple(range(len(opened(program).invars)))
+    reading = _Flattening({}, [], itertools.count(len(operands)))
+    results = reading.evaluate(program, operands)
+    return Flat(operands, reading.arrays, reading.operations, tuple(results))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flattening(Reading[int | np.ndarray]):
+    """Inlines calls; values are their numbers, or literals."""
+
+    arrays: dict[int, Any]
+    operations: list[Operation]
+    numbers: Iterator[int]
+    callers: tuple[Any, ...] = ()
+
+    table = INLINED
+
+    def within(self, equation: Any) -> "_Flattening":
+        return dataclasses.replace(self, callers=(*self.callers, equation))
+
+    def constant(self, array: Any) -> int:
+        number = next(self.numbers)
+        self.arrays[number] = array
+        return number
+
+    def literal(self, atom: Any) -> np.ndarray:
+        return np.asarray(atom.val, dtype_of(atom))
+
+    def bind(self, equation: Any, inputs: list[int | np.ndarray]) -> tuple[int, ...]:
+        writes = tuple(itertools.islice(self.numbers, len(equation.outvars)))
+        self.operations.append(Operation(equation, (*inputs, *_starts(equation)), writes, self.callers))
+        return writes
+
+
+def operation_of(equation: Any) -> Operation:
+    """Returns an equation as an operation on values of its own."""
+    reads = range(len(equation.invars))
+    writes = range(len(reads), len(reads) + len(equation.outvars))
+    return Operation(equation, (*reads, *_starts(equation)), tuple(writes), ())
+
+
+def last_uses(flat: Flat) -> dict[int, int]:
+    """Returns the place of the last operation that reads each value; results of the program are read at the end."""
+    last = {number: i for i, op in enumerate(flat.operations) for number in op.reads}
+    return last | dict.fromkeys((x for x in flat.results if isinstance(x, int)), len(flat.operations))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of a program in the order of execution.
+
+    Attributes:
+      part: the operations that run together.
+      freed: numbers of the values that nothing reads afterwards.
+      runs: number of equal parts in the program.
+    """
+
+    part: "Part"
+    freed: tuple[int, ...]
+    runs: int
+
+
+@functools.lru_cache(maxsize=256)
+def staged(program: Any) -> tuple[Flat, list[Stage]]:
+    """Returns a program as one list of operations and as the parts that run one after the other.
+
+    Args:
+      program: a jaxpr, with its constants if it has any.
+    """
+    flat = flattened(program)
+    last_use = last_uses(flat)
+    parts, freed, end = list[Part](), list[tuple[int, ...]](), 0
+    for operations in parts_of(flat.operations):
+        end += len(operations)
+        used = {number: last_use.get(number, -1) for op in operations for number in (*op.reads, *op.writes)}
+        parts.append(Part(operations, frozenset(number for number, last in used.items() if last >= end)))
+        freed.append(tuple(number for number, last in used.items() if last < end))
+    runs = collections.Counter(parts)
+    return flat, [Stage(part, own, runs[part]) for part, own in zip(parts, freed, strict=True)]
+
+
+def is_plain(equation: Any) -> bool:
+    """Returns whether an equation contains no program and has arrays as values, so that it is compiled with others."""
+    atoms = (*equation.invars, *equation.outvars)
+    are_arrays = all(hasattr(x.aval, "dtype") and hasattr(x.aval, "shape") for x in atoms)
+    return are_arrays and not bodies_of(equation) and not has_references(equation)
+
+
+def has_references(equation: Any) -> bool:
+    """Returns whether an equation makes, reads or writes a `jax.Ref`, which no compiled function returns."""
+    return any(hasattr(x.aval, "inner_aval") for x in (*equation.invars, *equation.outvars))
+
+
+def parts_of(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
+    """Yields operations that run together: each with a program separately, the others from product to product.
+
+    Args:
+      operations: the operations in the order of execution.
+    """
+    part: list[Operation] = []
+    for op in operations:
+        alone = not is_plain(op.equation)
+        if part and (alone or len(part) == _LONGEST or op.equation.primitive.name in PRODUCTS):  # which begins a layer
+            yield part
+            part = []
+        part.append(op)
+        if alone:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+class Part:
+    """Operations that run together; equal to others with the same operations on values of the same types.
+
+    Args:
+      operations: the operations in the order of execution.
+      wanted: numbers of the values that are read later.
+
+    Attributes:
+      operations: the operations in the order of execution.
+      given: values that they read but do not compute, each once: numbers, then literals.
+      wiring: for each operation, the places of its operands among given and computed values.
+      wanted: numbers of the results that are read later.
+      returned: their places.
+    """
+
+    def __init__(self, operations: Sequence[Operation], wanted: frozenset[int]) -> None:
+        self.operations = tuple(operations)
+        made = {number for op in operations for number in op.writes}
+        numbers = dict.fromkeys(x for op in operations for x in op.reads if x not in made)
+        literals = [x for op in operations for x in op.inputs if not isinstance(x, int)]
+        self.given: tuple[int | np.ndarray, ...] = (*numbers, *literals)
+        places: dict[int, int] = {number: place for place, number in enumerate(numbers)}
+        literal, result = len(numbers), len(self.given)
+        wiring = []
+        for op in operations:
+            own = []
+            for x in op.inputs:
+                own.append(places[x] if isinstance(x, int) else literal)
+                literal += not isinstance(x, int)
+            wiring.append(tuple(own))
+            places.update(zip(op.writes, range(result, result + len(op.writes)), strict=True))
+            result += len(op.writes)
+        self.wiring = tuple(wiring)
+        self.wanted = tuple(number for op in operations for number in op.writes if number in wanted)
+        self.returned = tuple(places[number] for number in self.wanted)
+        keys = tuple(_types(op.equation) if _starts(op.equation) else _key(op.equation) for op in operations)
+        self._key = keys, self.wiring, self.returned
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Part) and self._key == other._key
+
+
+def _key(equation: Any) -> Any:
+    """Returns a key, equal for equations with the same operation, parameters, programs and types."""
+    name = equation.primitive.name
+    if name in RUN_ONCE:
+        params: Any = _of_program(equation.params[RUN_ONCE[name]])
+    else:
+        params = tuple((key, _of_parameter(value)) for key, value in equation.params.items())
+    try:
+        hash(params)
+    except TypeError:  # a parameter that cannot be hashed
+        params = id(equation)
+    return params, _types(equation)
+
+
+def _types(equation: Any) -> Any:
+    """Returns the operation of an equation with the dtypes and shapes of its operands and results."""
+    atoms = (*equation.invars, *equation.outvars)
+    return equation.primitive, tuple((dtype_of(x), getattr(x.aval, "shape", ())) for x in atoms)
+
+
+def _starts(equation: Any) -> tuple[np.ndarray, ...]:
+    """Returns where a slice starts, as further operands: slices of the same size are one program, wherever they start.
+
+    Empty for other equations and for slices with strides.
+    """
+    if equation.primitive.name != "slice" or equation.params["strides"] is not None:
+        return ()
+    return tuple(np.asarray(start, np.int32) for start in equation.params["start_indices"])
+
+
+def _of_parameter(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_of_parameter, value))
+    return _of_program(value) if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr) else value
+
+
+def _of_program(program: Any) -> Any:
+    """Returns a key, equal for programs with the same equations and wiring, and the same arrays as constants."""
+    jaxpr = opened(program)
+    numbers: dict[Any, int] = {}
+
+    def number(variable: Any) -> Any:
+        if isinstance(variable, jex.Literal):
+            return np.asarray(variable.val).tobytes(), dtype_of(variable)
+        return numbers.setdefault(variable, len(numbers))
+
+    given = [(number(x), dtype_of(x), getattr(x.aval, "shape", ())) for x in (*jaxpr.constvars, *jaxpr.invars)]
+    equations = [(_key(e), *map(number, (*e.invars, *e.outvars))) for e in jaxpr.eqns]
+    constants = tuple(map(id, getattr(program, "consts", ())))
+    return tuple(given), tuple(equations), tuple(map(number, jaxpr.outvars)), constants

@@ -1,0 +1,35 @@
+"""Documents as plain data, and their renderings: pages, notebooks, text, JSON, charts in SVG."""
+
+from jmp_train.tools.documents.charts import Axis as Axis
+from jmp_train.tools.documents.charts import Box as Box
+from jmp_train.tools.documents.charts import Chart as Chart
+from jmp_train.tools.documents.charts import Color as Color
+from jmp_train.tools.documents.charts import Dot as Dot
+from jmp_train.tools.documents.charts import Label as Label
+from jmp_train.tools.documents.charts import Mark as Mark
+from jmp_train.tools.documents.charts import Path as Path
+from jmp_train.tools.documents.charts import Piece as Piece
+from jmp_train.tools.documents.charts import Row as Row
+from jmp_train.tools.documents.charts import Style as Style
+from jmp_train.tools.documents.charts import bar_chart as bar_chart
+from jmp_train.tools.documents.charts import curve as curve
+from jmp_train.tools.documents.charts import dashes as dashes
+from jmp_train.tools.documents.charts import series_styles as series_styles
+from jmp_train.tools.documents.elements import Block as Block
+from jmp_train.tools.documents.elements import Cell as Cell
+from jmp_train.tools.documents.elements import Code as Code
+from jmp_train.tools.documents.elements import Panels as Panels
+from jmp_train.tools.documents.elements import Section as Section
+from jmp_train.tools.documents.elements import Table as Table
+from jmp_train.tools.documents.elements import Text as Text
+from jmp_train.tools.documents.elements import as_json as as_json
+from jmp_train.tools.documents.elements import counted as counted
+from jmp_train.tools.documents.elements import text as text
+from jmp_train.tools.documents.elements import with_unit as with_unit
+from jmp_train.tools.documents.pages import fragment as fragment
+from jmp_train.tools.documents.pages import linear_axis as linear_axis
+from jmp_train.tools.documents.pages import log_axis as log_axis
+from jmp_train.tools.documents.pages import page as page
+from jmp_train.tools.documents.pages import placed as placed
+from jmp_train.tools.documents.pages import svg as svg
+from jmp_train.tools.documents.pages import svg_file as svg_file

@@ -1,0 +1,107 @@
+"""Classifies the arguments of a step by names on their paths, the types that hold them, or their moments."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import KeyPath
+
+from jmp_train.policies.pytrees import flax_nnx
+from jmp_train.tools.aot import Argument, is_shape
+
+PARAMETERS, OPTIMIZER_STATE, MODEL_STATE, OTHERS = "parameters", "optimizer state", "model state", "other arguments"
+_NAMES = {
+    **dict.fromkeys(("params", "parameters"), PARAMETERS),
+    **dict.fromkeys(("opt_state", "opt_states", "optimizer", "optimizer_state"), OPTIMIZER_STATE),
+    **dict.fromkeys(("model_state", "batch_stats"), MODEL_STATE),
+}
+_OPTIMIZERS = ("optax.", "jmp_train.policies.")  # modules, whose classes "...State" hold what optimizers carry
+
+_Leaf = tuple[KeyPath, jax.ShapeDtypeStruct, str]
+
+
+def arguments_of(paths: Sequence[str], state: Any) -> dict[int, Argument]:
+    """Returns the arguments of a step by their numbers, each in its group.
+
+    Args:
+      paths: paths of state and batch, such as "state.params['kernel']".
+      state: its shapes: a `TrainState`, flax's, nnx objects, or optax's states in tuples and dicts next to parameters.
+        Parameters are then the arrays shaped like the moments, otherwise all other floats.
+
+    Example:
+      >>> import optax
+      >>> params = {"w": jax.ShapeDtypeStruct((3,), "float32")}
+      >>> state = (params, jax.eval_shape(optax.adam(1e-3).init, params))
+      >>> paths = ["state[0]['w']", "state[1][0].count", "state[1][0].mu['w']", "state[1][0].nu['w']", "batch['x']"]
+      >>> [argument.group for argument in arguments_of(paths, state).values()]
+      ['parameters', 'optimizer state', 'optimizer state', 'optimizer state', 'batch']
+    """
+    groups = [group for _, _, group in _with_parameters(_leaves(state), _has_optimizer(state))]
+    groups += ["batch"] * (len(paths) - len(groups))
+    return {i: Argument(path, group) for i, (path, group) in enumerate(zip(paths, groups, strict=True))}
+
+
+def _leaves(state: Any) -> list[_Leaf]:
+    """Returns path, shape and group of the leaves that are arguments."""
+    found: list[_Leaf] = []
+    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: _group_of(x) is not None)[0]:
+        group = _group_of(node) or _group_by_name(path)
+        inner = jax.tree_util.tree_flatten_with_path(node)[0]
+        found += [((*path, *rest), leaf, group) for rest, leaf in inner if is_shape(leaf)]
+    return found
+
+
+def _group_by_name(path: KeyPath) -> str:
+    names = (str(getattr(key, "name", getattr(key, "key", ""))) for key in path)
+    return next((_NAMES[name] for name in names if name in _NAMES), OTHERS)
+
+
+def _group_of(node: object) -> str | None:
+    """Returns the group of a node's arrays if its type determines it."""
+    kind, nnx, equinox = type(node), flax_nnx(), sys.modules.get("equinox")
+    if kind.__module__.startswith(_OPTIMIZERS) and kind.__name__.endswith("State"):
+        return OPTIMIZER_STATE
+    if nnx is not None and isinstance(node, nnx.Variable):
+        kinds = {nnx.OptState: OPTIMIZER_STATE, nnx.Param: PARAMETERS, nnx.BatchStat: MODEL_STATE}
+        return next((group for kind, group in kinds.items() if isinstance(node, kind)), OTHERS)
+    if equinox is not None and isinstance(node, equinox.nn.State):
+        return MODEL_STATE
+    return None
+
+
+def _has_optimizer(state: Any) -> bool:
+    """Returns whether the state has an optimizer's state, perhaps without arrays."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: _group_of(x) is not None)
+    return any(_group_of(node) == OPTIMIZER_STATE for node in nodes)
+
+
+def _with_parameters(leaves: list[_Leaf], has_optimizer: bool) -> list[_Leaf]:
+    """Returns the leaves; if no path names parameters, those next to an optimizer's state become parameters."""
+    if not has_optimizer or any(group == PARAMETERS for _, _, group in leaves):
+        return leaves
+    moments = set(_floats_by_prefix(leaves, OPTIMIZER_STATE).values())
+    others = _floats_by_prefix(leaves, OTHERS)
+    trees = [prefix for prefix, floats in others.items() if floats in moments] or [()]
+
+    def group(path: KeyPath, shape: jax.ShapeDtypeStruct, known: str) -> str:
+        is_within = any(path[: len(prefix)] == prefix for prefix in trees)
+        return PARAMETERS if known == OTHERS and is_within and _is_float(shape) else known
+
+    return [(path, shape, group(path, shape, known)) for path, shape, known in leaves]
+
+
+def _floats_by_prefix(leaves: list[_Leaf], group: str) -> dict[KeyPath, frozenset[Any]]:
+    """Returns the paths and shapes of the floats in each subtree of a group, by the path to the subtree."""
+    found: defaultdict[KeyPath, set[Any]] = defaultdict(set)
+    for path, shape, known in leaves:
+        for n in range(len(path)):
+            if known == group and _is_float(shape):
+                found[path[:n]].add((path[n:], shape.shape))
+    return {prefix: frozenset(floats) for prefix, floats in found.items()}
+
+
+def _is_float(shape: jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(shape.dtype, jnp.inexact)

@@ -1,0 +1,224 @@
+"""`TunedRules`: the result of tuning, with the evidence for it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jmp_train.policies.autocasting import AutocastRules, rules_code
+from jmp_train.tools import documents as doc
+from jmp_train.tools.tuning.tolerance import Tolerance
+from jmp_train.tools.tuning.tuned_entries import Float32Entry, FrontPoint, Verification
+
+_LEAST_SHARE = 0.5  # in half precision: points below, such as all in float32, would compress the rest
+_ERRORS = (
+    "Errors are |half - float32| / |float32|, of gradients as norms. Sums, solvers, and what is computed of float32 "
+    "numbers only are float32 in any case."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedRules:
+    """Result of `tune`; it prints as a table.
+
+    Attributes:
+      rules: for `autocast`, `AutocastPolicy` and AMP modes.
+      dtype: name of the half type.
+      entries: operations that stay in float32, apart from sums and solvers.
+      choices: number of operations, or groups of operations, whose precision could be chosen.
+      complete: True if the search was completed, so that each entry is needed.
+      trials: number of choices that were tried.
+      seconds: time of the trials, without compilation.
+      compile_seconds: time to compile the programs.
+      loss_scale: loss scale of the trials.
+      tolerance: tolerance of the errors.
+      half_flops: fractions of the flops in half precision, with torch's table and with these rules.
+      half_elements: the same for elements of results.
+      front: Pareto front of the tried choices, the largest fraction of half precision first.
+      chosen: the result, as the trials measured it; None if the search stopped before a choice passed.
+      verification: verification by autocast itself.
+      steps_taken: training steps of the least trained state among the examples; None if no state counts them.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_train as jt
+      >>> w, x = jnp.full((2, 2), 0.5), jnp.full((2, 2), 300.0)
+      >>> tuned = jt.tune(lambda w, x: jnp.sqrt((x @ w) ** 2).mean(), [(w, x)])
+      >>> tuned.entries[0].primitives, tuned.entries[0].why
+      (('integer_pow',), '50% of its values overflow; without it: not finite')
+    """
+
+    rules: AutocastRules
+    dtype: str
+    entries: tuple[Float32Entry, ...]
+    choices: int
+    complete: bool
+    trials: int
+    seconds: float
+    compile_seconds: float
+    loss_scale: float
+    tolerance: Tolerance
+    half_flops: tuple[float, float]
+    half_elements: tuple[float, float]
+    front: tuple[FrontPoint, ...]
+    chosen: FrontPoint | None
+    verification: Verification
+    steps_taken: int | None = None
+
+    def code(self) -> str:
+        """Returns the rules as Python code."""
+        added = AutocastRules(operations=self.rules.operations)
+        return rules_code(added, base="jt.MOSTLY_HALF") or "rules = jt.MOSTLY_HALF"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as JSON values, with the rules as code."""
+        fields = {name: value for name, value in vars(self).items() if name != "rules"}
+        return doc.as_json(fields | {"code": self.code()})
+
+    def to_html(self, title: str = "Tuned rules") -> str:
+        """Returns an HTML page that needs no network: entries, rules as code, and charts.
+
+        Args:
+          title: title of the page, such as the name of the tuned function.
+
+        Example:
+          >>> import pathlib, tempfile
+          >>> import jax.numpy as jnp, jmp_train as jt
+          >>> tuned = jt.tune(lambda w, x: jnp.sqrt((x @ w) ** 2), [(jnp.eye(3), jnp.full((3, 3), 300.0))])
+          >>> file = pathlib.Path(tempfile.mkdtemp()) / "tuned.html"
+          >>> file.write_text(tuned.to_html("a norm"), encoding="utf-8") > 1000
+          True
+        """
+        made = f"Compiling took {self.compile_seconds:.1f} s. The loss scale of the trials was {self.loss_scale:g}."
+        return doc.page(title, self._blocks, [f"{_tolerated(self.tolerance)} {made} {_ERRORS}"])
+
+    def _repr_html_(self) -> str:
+        return doc.fragment(self._blocks)
+
+    @property
+    def _blocks(self) -> list[doc.Block | None]:
+        use = f'policy = dataclasses.replace(jt.get_policy("autocast_{self.dtype}"), rules=rules)'
+        shares = {"flops": self.half_flops, "elements of results": self.half_elements}
+        rows = [(name, f"{ours:.1%}", f"{torchs:.1%}") for name, (torchs, ours) in shares.items()]
+        none = doc.Text("No operation has to, beside sums and solvers.")
+        return [
+            doc.Text(self._summary, "summary"),
+            doc.Table(("in half precision", "by these rules", "by torch's table"), rows, "shares"),
+            doc.Section("What stays in float32", [_entry(entry) for entry in self.entries] or [none]),
+            doc.Section("The rules", [doc.Code(f"{self.code()}\n{use}", "rules")]),
+            front_chart(self.front, self.chosen, self.tolerance.gradient),
+            doc.Section("Under autocast itself", _verified(self.verification, self._note)),
+        ]
+
+    @property
+    def _summary(self) -> str:
+        kept = f"{len(self.entries)} entr{'y' if len(self.entries) == 1 else 'ies'} in float32"
+        head = f"{kept} of {self.choices} that could be {self.dtype}; {self.trials} trials in {self.seconds:.1f} s"
+        return head if self.complete else f"{head}; not all of them may be needed: the search was stopped"
+
+    @property
+    def _note(self) -> str:
+        """Notes about the loss scale and the examples; empty if there are none."""
+        notes = []
+        if self.loss_scale < 1:
+            notes.append(
+                f"the gradients fit {self.dtype} only with a loss scale of {self.loss_scale:.2g}: training needs one "
+                "whose min_loss_scale is not above it"
+            )
+        if self.steps_taken == 0:
+            notes.append(
+                "the examples' state is from before the first step of training: tune again after some hundred steps"
+            )
+        return "; ".join(notes)
+
+    def __str__(self) -> str:
+        (table, tuned), (table_elements, tuned_elements) = self.half_flops, self.half_elements
+        lines = [
+            self._summary,
+            *(f"  {entry}" for entry in self.entries),
+            f"in half precision: {tuned:.1%} of the flops (torch's table: {table:.1%}),",
+            f"  {tuned_elements:.1%} of the elements of results (torch's table: {table_elements:.1%})",
+            self.verification.verdict,
+            self._note,
+        ]
+        return "\n".join(filter(None, lines))
+
+
+def _entry(entry: Float32Entry) -> doc.Section:
+    where = f"{entry.place} {entry.path}".strip()
+    place = doc.Text(f"{where}, {doc.counted(entry.operations, 'operation')}", look="soft")
+    return doc.Section(" ".join(entry.primitives), [place, doc.Code(entry.code), doc.Text(entry.why)])
+
+
+def _verified(verification: Verification, note: str) -> Sequence[doc.Block | None]:
+    look, held_out = "" if verification.passed else "failed", verification.held_out or "none"
+    verdict = doc.Text(f"{verification.verdict}, on all examples, {held_out} of them held out.", "verdict", look)
+    chart = loss_chart(verification.float32_losses, verification.tuned_losses)
+    said = ""
+    if chart is not None:
+        last = f"{verification.tuned_losses[-1]:.4g}, in float32 {verification.float32_losses[-1]:.4g}"
+        said = f"The loss of step {len(verification.tuned_losses)} is {last}."
+    return [verdict, doc.Text(f"{note}." if note else "", "note"), chart, doc.Text(said)]
+
+
+def _tolerated(tolerance: Tolerance) -> str:
+    if tolerance.loss == math.inf:
+        return "What is tolerated a function of one's own said."
+    return (
+        f"Tolerated were errors of {tolerance.loss:.2g} in the loss, {tolerance.gradient:.2g} in the gradient, "
+        f"{tolerance.leaf:.2g} in that of a single parameter, and a cosine of {tolerance.cosine:.2g}."
+    )
+
+
+def front_chart(front: Sequence[FrontPoint], chosen: FrontPoint | None, tolerance: float) -> doc.Chart | None:
+    """Returns a chart of gradient error (logarithmic) over the fraction of flops in half precision.
+
+    Args:
+      front: the Pareto front. Points mostly in float32 are omitted. Without any gradient error, the result is None.
+      chosen: the choice of tuning.
+      tolerance: tolerance of the gradient's error, drawn as a line; infinite for no line.
+    """
+    front = [p for p in front if p.half_flops >= _LEAST_SHARE and p.gradient_error < math.inf]
+    points = [*front, *([] if chosen is None else [chosen])]
+    errors = [p.gradient_error for p in points if 0 < p.gradient_error < math.inf]
+    if not errors:
+        return None
+    least = min(0.9, math.floor(10 * min(p.half_flops for p in points)) / 10)
+    ordered = sorted(front, key=lambda p: p.half_flops)
+    marks: list[doc.Mark] = [doc.curve(doc.Style("first"), [(p.half_flops, p.gradient_error) for p in ordered])]
+    tried = doc.Style("first", "tried, the best of their share")
+    marks += [doc.Dot(tried, p.half_flops, p.gradient_error, title=_point(p)) for p in ordered]
+    if tolerance < math.inf:
+        errors.append(tolerance)
+        line = [(least, tolerance), (1.0, tolerance)]
+        marks.append(doc.Path(doc.Style("bad", "tolerance", dash="6 4"), [line], f"{tolerance:.2g}"))
+    if chosen is not None:
+        said = f"chosen: {_point(chosen)}"
+        marks.append(doc.Dot(doc.Style("second", "chosen"), chosen.half_flops, chosen.gradient_error, 7, said))
+    x = doc.linear_axis(least, 1.0, "{:.1%}".format, title="share of the flops in half precision", has_grid=False)
+    title = "What was tried: gradient error and share of the flops in half precision"
+    return doc.Chart(title, x, doc.log_axis(errors, "{:.0e}".format), marks)
+
+
+def _point(point: FrontPoint) -> str:
+    share = f"{point.half_flops:.1%} of the flops in half precision"
+    operations = doc.counted(point.float32_operations, "operation")
+    return f"{share}, gradient off by {point.gradient_error:.2g}, {operations} in float32"
+
+
+def loss_chart(float32: Sequence[float], tuned: Sequence[float]) -> doc.Chart | None:
+    """Returns a chart of the losses of the same steps in float32 and with the rules; None without losses.
+
+    Args:
+      float32: losses in float32.
+      tuned: losses with the rules, a thinner line. Curves have gaps at losses that are not finite.
+    """
+    finite = [loss for loss in (*float32, *tuned) if math.isfinite(loss)]
+    if not finite:
+        return None
+    x = doc.linear_axis(1, max(len(float32), len(tuned), 2), title="step", has_grid=False, least_step=1)
+    marks = [
+        doc.curve(doc.Style("first", "loss in float32", 5), enumerate(float32, 1)),
+        doc.curve(doc.Style("second", "loss by the rules"), enumerate(tuned, 1)),
+    ]
+    y = doc.linear_axis(min(finite), max(finite))
+    return doc.Chart("Losses of the same steps in float32 and by the rules", x, y, marks)

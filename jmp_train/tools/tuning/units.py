@@ -1,0 +1,165 @@
+"""Units of tuning: operations with their addresses, the run-time flags of their precision, and entries of rules.
+
+An entry has the shortest expressions that match only its operations.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+
+from jmp_train.policies.autocasting import PRODUCTS, elements_of, flops_of
+from jmp_train.policies.autocasting.emulating import Bit, both, emulated_autocast
+from jmp_train.policies.programs import repeats_of
+from jmp_train.tools.tuning.tuned_functions import Example, Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Operations whose precision one entry of the rules sets together.
+
+    Attributes:
+      addresses: addresses for `AutocastRules.operations`; several for a function with a custom derivative.
+      operations: number of operations.
+      flops: their flops in the forward pass.
+      elements: number of elements of their results.
+    """
+
+    addresses: tuple[str, ...]
+    operations: int
+    flops: int
+    elements: int
+
+    @property
+    def path(self) -> str:
+        """The path of modules and scopes."""
+        return self.addresses[0].partition("@")[0].rpartition(":")[0]
+
+    @property
+    def primitives(self) -> tuple[str, ...]:
+        """The names of jax's primitives."""
+        return tuple(sorted({primitive_of(address) for address in self.addresses}))
+
+    @property
+    def is_product(self) -> bool:
+        """True if the unit has a matrix product or convolution, where half precision gains most."""
+        return not PRODUCTS.isdisjoint(self.primitives)
+
+    @property
+    def group(self) -> str:
+        """The module of the unit or, without one, its line."""
+        return self.path or self.addresses[0].partition("@")[2]
+
+
+def primitive_of(address: str) -> str:
+    """Returns the name of the primitive in an address."""
+    return address.partition("@")[0].rpartition(":")[2]
+
+
+def find_units(subject: Subject, example: Example, dtype: Any) -> list[Unit]:
+    """Returns the operations that may run in half precision, in the order in which they run.
+
+    Args:
+      subject: the tuned function or step.
+      example: its arguments.
+      dtype: the half type.
+    """
+    together: dict[str, set[str]] = {}
+    counted: dict[str, list[int]] = {}
+
+    def note(addresses: tuple[str, ...], equations: tuple[Any, ...]) -> Bit:
+        merged = set(addresses).union(*(together.get(address, ()) for address in addresses))
+        together.update(dict.fromkeys(merged, merged))
+        repeats = math.prod(map(repeats_of, equations[:-1]))
+        counts = counted.setdefault(addresses[0], [0, 0, 0])
+        for i, count in enumerate((1, repeats * flops_of(equations[-1]), repeats * elements_of(equations[-1]))):
+            counts[i] += count
+        return True
+
+    transform = functools.partial(emulated_autocast, dtype=dtype, flags=note)
+    jax.eval_shape(lambda: subject.objective(transform, *example))
+    units: dict[frozenset[str], list[int]] = {}
+    for address, counts in counted.items():
+        total = units.setdefault(frozenset(together[address]), [0, 0, 0])
+        total[:] = [a + b for a, b in zip(total, counts, strict=True)]
+    return [Unit(tuple(sorted(addresses)), *counts) for addresses, counts in units.items()]
+
+
+def index_of(units: Sequence[Unit]) -> dict[str, int]:
+    """Returns the number of the unit that an address belongs to."""
+    return {address: number for number, unit in enumerate(units) for address in unit.addresses}
+
+
+def flags_from(array: jax.Array, numbers: dict[str, int]) -> Callable[..., Bit]:
+    """Returns the flags of an emulation.
+
+    Args:
+      array: bool [units], True if the unit may run in half precision.
+      numbers: see `index_of`.
+    """
+
+    def flag(addresses: tuple[str, ...], equations: tuple[Any, ...]) -> Bit:
+        del equations
+        bit: Bit = True
+        for number in sorted({numbers[address] for address in addresses}):
+            bit = both(bit, array[number])
+        return bit
+
+    return flag
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An entry of the rules.
+
+    Attributes:
+      expressions: for `AutocastRules.operations`.
+      units: numbers of the units that it matches.
+    """
+
+    expressions: tuple[str, ...]
+    units: frozenset[int]
+
+
+def entries_of(chosen: Collection[int], units: Sequence[Unit]) -> list[Entry]:
+    """Returns entries that match only the chosen units, in their order.
+
+    Args:
+      chosen: numbers of units.
+      units: all units.
+    """
+    found: dict[tuple[str, ...], set[int]] = {}
+    for number in sorted(chosen):
+        expressions = tuple(dict.fromkeys(_expression(x, chosen, units) for x in units[number].addresses))
+        found.setdefault(expressions, set()).add(number)
+    return [Entry(expressions, frozenset(numbers)) for expressions, numbers in found.items()]
+
+
+def _expression(address: str, chosen: Collection[int], units: Sequence[Unit]) -> str:
+    """Returns the shortest expression that matches an address, and no unit that was not chosen."""
+    head, _, lines = address.partition("@")
+    path = head.rpartition(":")[0]
+    inner, _, outer = lines.partition(" from ")
+    operation = f"^{re.escape(path)}:{re.escape(primitive_of(address))}@"
+    at_line = f"{operation}.*{_file(inner)}"
+    of_caller = f"{at_line} from .*{_file(outer)}$" if outer else f"{at_line}$"
+    shorter = [operation] if path else []
+    shorter += [f"{at_line}( from |$)", of_caller]
+    for expression in shorter:
+        if re.search(expression, address) and _reached(expression, units) <= set(chosen):
+            return expression.replace("( from |$)", "$") if not outer else expression
+    return f"^{re.escape(address)}$"
+
+
+def _file(line: str) -> str:
+    """Returns an expression for a line that also matches on other machines: folder, file and line number."""
+    return re.escape("/".join(line.replace("\\", "/").split("/")[-2:]))
+
+
+def _reached(expression: str, units: Sequence[Unit]) -> set[int]:
+    search = re.compile(expression).search
+    return {number for number, unit in enumerate(units) if any(map(search, unit.addresses))}

@@ -1,0 +1,240 @@
+import dataclasses
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from image_files import write_mnist
+from made_runs import make_run
+from process_helpers import jmp_train_command as run
+
+import jmp_train as jt
+from jmp_train.app.cli import compare as compare_command
+from jmp_train.app.cli import entry as cli
+from jmp_train.app.cli.entry import main, provide_cpu_devices, turn_ynn_fusion_off
+from jmp_train.app.cli.errors import Failure
+from jmp_train.app.runs.events import Compiled, Epoch, Planned, Run, event_from_json
+
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(300)]
+
+COMMAND = (sys.executable, "-m", "jmp_train")
+
+
+def check_schema(report: Any, policies: list[str], epochs: int, task: str = "digits", device: str = "cpu") -> None:
+    assert set(report) == {"task", "runs"}
+    assert report["task"] == task
+    assert [entry["policy"] for entry in report["runs"]] == policies
+    for entry in report["runs"]:
+        assert set(entry) == {
+            "policy", "device", "metrics", "higher_is_better", "test_accuracy", "compile_seconds", "memory_of",
+            "epochs",
+            "iterations_per_second", "samples_per_second", "nonfinite_outputs", "costs",
+        }  # fmt: skip
+        assert 0 < entry["iterations_per_second"] < entry["samples_per_second"]
+        assert 0 <= entry["test_accuracy"] <= 1
+        assert entry["nonfinite_outputs"] == 0
+        assert entry["compile_seconds"] > 0
+        costs = entry["costs"]
+        assert costs["residual_bytes"] > 0 < costs["params_bytes"] <= costs["opt_state_bytes"]
+        assert (costs["half_flops_share"] > 0) == (entry["policy"] != "float32")
+        assert (entry["device"], entry["memory_of"]) == (device, "process")
+        assert [epoch["epoch"] for epoch in entry["epochs"]] == list(range(1, epochs + 1))
+        for epoch in entry["epochs"]:
+            assert set(epoch) == {
+                "epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps",
+            }  # fmt: skip
+            assert epoch["loss"] > 0 < epoch["seconds"] < 100 < epoch["memory_mb"]
+
+
+@pytest.mark.full
+def test_compare_prints_a_line_an_epoch_a_table_and_writes_the_report(tmp_path: Path) -> None:
+    policies = ["float32", "apex-O2"]
+    result = run("compare", "karate:task", "--modes", *policies, "--epochs", "2", "--out", "a/b", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert [line.split("  ")[0].split()[0] for line in lines[:4]] == [p for p in policies for _ in "12"]
+    for line in lines[:4]:
+        for part in ("epoch", "loss", "learning rate", " s ", "loss scale", "skipped steps"):
+            assert part in line
+        assert "memory" not in line  # the process' says little
+    assert any("test accuracy" in line and "memory" not in line for line in lines[5:])
+    assert any("flops in half" in line and "saved" in line for line in lines[5:])
+    assert re.search(r"apex-O2 +\d\d\.\d% +[\d.]+ kB +0\.\d\dx +[\d.]+ kB +[\d.]+ kB +1\.\d\dx", result.stdout)
+    assert re.search(r"peak memory of the process.*: float32 \d+ MB,\s+apex-O2 \d+ MB", result.stdout)
+    assert re.search(r"apex-O2 +[\d.]+ +[\d.]+ +[\d.]+( \([\d.]+ to [\d.]+\))? +\d+\.\d\dx *\n", result.stdout)
+    check_schema(json.loads((tmp_path / "a/b/report.json").read_text()), policies, 2, task="karate:task")
+    assert sorted(os.listdir(tmp_path / "a/b")) == ["report.html", "report.json", "report.svg"]
+
+
+@pytest.mark.full
+def test_compare_json_on_eight_devices_and_a_run_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("earlier")
+    result = run(
+        "compare", "--policies", "float8_e4m3fn", "bf16", "--epochs", "1", "--json", "--out", ".",
+        "--devices", "8", cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith(
+        "jmp-train: error: float8_e4m3fn: Input dtypes ('float8_e4m3fn', 'float32')"
+    )
+    check_schema(json.loads(result.stdout), ["bf16"], epochs=1, device="8 x cpu")
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(result.stdout)
+
+
+@pytest.mark.full
+def test_reports_and_logs_of_earlier_runs_are_kept(tmp_path: Path) -> None:
+    report, log = tmp_path / "report.json", tmp_path / "log/float32/metrics.jsonl"
+    log.parent.mkdir(parents=True)
+    report.write_text("earlier")
+    log.write_text("earlier")
+    assert run("compare", "--policies", "float8_e4m3fn", "--out", ".", cwd=tmp_path).returncode == 1
+    for command in (("train", "--policy", "float32"), ("compare",)):
+        result = run(*command, "--logdir", "log", cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr == "jmp-train: error: --logdir: log/float32 holds the log of another run\n"
+    assert report.read_text() == log.read_text() == "earlier"
+
+
+@pytest.mark.full
+def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
+    result = run(
+        "train", "--policy", "mixed_bfloat16", "--epochs", "2", "--json", "--logdir", "log",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    events = [event_from_json(json.loads(line)) for line in result.stdout.splitlines()]
+    assert events[0] == Planned(epochs=2, total=44)
+    assert isinstance(events[1], Compiled)
+    assert [event.epoch for event in events if isinstance(event, Epoch)] == [1, 2]
+    final = events[-1]
+    assert isinstance(final, Run)
+    assert len(final.steps) == 44
+    assert final.metrics["test_accuracy"] > 0.5
+    logged = (tmp_path / "log/mixed_bfloat16/metrics.jsonl").read_text().splitlines()
+    assert json.loads(logged[-1]) == {"test_accuracy": final.metrics["test_accuracy"]}
+    assert len(list((tmp_path / "log/mixed_bfloat16").glob("events.out.tfevents.*"))) == 1
+
+
+@pytest.mark.full
+def test_the_last_skipped_steps_are_written_as_capsules(tmp_path: Path) -> None:
+    result = run("train", "--mode", "naive", "--epochs", "2", "--json", "--capsules", "made/capsules", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    final = event_from_json(json.loads(result.stdout.splitlines()[-1]))
+    assert isinstance(final, Run)
+    skipped = [step.step - 1 for step in final.steps if not step.finite]
+    assert len(skipped) > 3
+    assert sorted(os.listdir(tmp_path / "made/capsules")) == [f"step_{number:08d}.capsule" for number in skipped[-3:]]
+
+
+@pytest.mark.full
+def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
+    terminal, side_of_the_process = pty.openpty()
+    process = subprocess.Popen(
+        (*COMMAND, "compare", "--policies", "float32", "--epochs", "2"),
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "100", "LINES": "40", "TERM": "xterm-256color"},
+        stdin=side_of_the_process,
+        stdout=side_of_the_process,
+        stderr=side_of_the_process,
+    )
+    os.close(side_of_the_process)
+    chunks = []
+    try:
+        while chunk := os.read(terminal, 65536):
+            chunks.append(chunk)
+    except OSError:  # what Linux says when the other side is closed
+        pass
+    os.close(terminal)
+    assert process.wait(60) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(chunks).decode())
+    assert re.search(r"float32 [━╺╸ ]+44/44 steps", text)
+    assert re.search(r"float32 +compiling", text)
+    assert "float32         epoch 2/2  loss" in text
+    assert re.search(r"float32 +\d+\.\d\d +\d+\.\d s +\d+\.\d+% .* 1 +0", text)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
+    write_mnist(tmp_path, train=64, test=16)
+    policies = ["float32", "mixed_float16"]
+    result = run(
+        "compare", "mnist:task", "--data-dir", ".", "--policies", *policies, "--epochs", "1",
+        "--batch-size", "16", "--train-size", "32", "--out", "out", cwd=tmp_path,
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    check_schema(report, policies, epochs=1, task="mnist:task")
+
+
+def test_compare_says_why_a_mode_fell_behind_or_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run_in_process(args: Any, name: str, display: Any) -> Run:
+        del args, display
+        if name == "apex-O3-bfloat16":
+            raise Failure("the output is not finite")
+        return dataclasses.replace(make_run(name), metrics={"test_accuracy": 0.9 if "-O" in name else 0.95})
+
+    monkeypatch.setattr(compare_command, "_run_in_process", run_in_process)
+    modes = ("float32", "apex-O2", "apex-O3", "apex-O3-bfloat16")
+    assert main(["compare", "karate:task", "--out", str(tmp_path), "--modes", *modes]) == 1
+    out, error = capsys.readouterr()
+    behind = [line for line in out.splitlines() if "below float32" in line]
+    assert len(behind) == 1
+    assert behind[0].startswith("apex-O3 is 5.00 points of test accuracy below float32. apex-O3 has")
+    reason = "apex-O3-bfloat16: the output is not finite. apex-O3-bfloat16 has no float32"
+    assert error.startswith(f"jmp-train: error: {reason}")
+    page = (tmp_path / "report.html").read_text()
+    assert f"<p>{behind[0]}</p>" in page
+    assert "did not end: the output is not finite. apex-O3-bfloat16 has no float32" in page
+
+
+def test_a_missing_package_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(["train"]) == 1
+    assert "this needs the package sklearn.datasets: pip install 'jmp_train[train]'" in (capsys.readouterr().err)
+
+
+def test_the_reason_of_a_died_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_command._reason(-9, "") == "killed by signal 9"
+    assert compare_command._reason(1, "Traceback\nboom\n") == "ended with exit code 1"
+    assert "boom" in capsys.readouterr().err
+    assert compare_command._reason(1, "warning\njmp-train: error: why\n") == "why"
+    assert compare_command._reason(2, "jmp-train: error: no:\n  a\n  b\n") == "no:\n  a\n  b"
+
+
+def test_the_environment_of_a_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = "--xla_cpu_experimental_ynn_fusion_type="
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+    turn_ynn_fusion_off()
+    turn_ynn_fusion_off()
+    assert os.environ["XLA_FLAGS"] == f"--xla_cpu_multi_thread_eigen=false {flag}"
+    monkeypatch.setenv("NPROC", "40")
+    provide_cpu_devices(4)
+    assert os.environ["NPROC"] == "40"
+    assert jax.local_device_count() == 8  # as conftest.py has it
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"jmp-train {jt.__version__}\n"
+
+
+@pytest.mark.full
+def test_who_names_no_policy_trains_under_autocast(capsys: pytest.CaptureFixture[str]) -> None:
+    with jax.numpy_dtype_promotion("standard"):  # as in a user's process
+        assert main(["train", "karate:task", "--epochs", "1", "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(lines[-1])["policy"] == "autocast_float16"
+    assert cli.DEFAULT_POLICIES == ("float32", "autocast_float16", "autocast_bfloat16")

@@ -1,0 +1,47 @@
+"""The files that commands write, and the line of JSON that they print."""
+
+import json
+from pathlib import Path
+
+import pytest
+from plan_rows import DATA_PARALLEL, ODD, found_batch, planned_row
+
+from jmp_train.app.reports import json_line, write_plan
+from jmp_train.tools.planning import Allowances, Plan
+
+pytestmark = pytest.mark.quick
+
+PLAN = Plan(
+    (planned_row(largest=found_batch(100, 100_000_000)), planned_row("V100-16GB", placement=DATA_PARALLEL)),
+    Allowances(),
+)
+
+
+def test_the_page_is_written_where_it_can_be(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    assert write_plan(file, f"vit {ODD}", PLAN) == ([file], [])
+    assert file.read_text(encoding="utf-8") == PLAN.to_html(f"vit {ODD}")
+    assert write_plan(None, "vit", PLAN) == ([], [])
+    missing = tmp_path / "missing" / "plan.html"
+    assert write_plan(missing, "vit", PLAN) == ([], [f"{missing}: No such file or directory"])
+
+
+def test_a_title_that_utf_8_lacks_is_written_all_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    assert write_plan(file, "vit\udcff", PLAN)[1] == []
+    assert r"vit\udcff" in file.read_text(encoding="utf-8")
+
+
+def test_json_has_the_rows_and_the_subject() -> None:
+    text = json_line({"step": "vit-b16"}, PLAN.to_json())
+    assert text.endswith("}\n")
+    assert text.count("\n") == 1
+    found = json.loads(text)
+    assert found["step"] == "vit-b16"
+    assert found["allowances"]["memory_fraction"] == 0.75
+    assert [(row["gpu"], row["fits"], row["largest_batch"]) for row in found["rows"]] == [
+        ("A100-40GB", True, 100), ("V100-16GB", True, None),
+    ]  # fmt: skip
+    assert found["rows"][0]["tried_batches"] == {"64": 6_400_000_000, "100": 10_000_000_000, "101": 10_100_000_000}
+    (sent,) = found["rows"][1]["communication"]
+    assert (sent["kind"], sent["group_size"]) == ("all-reduce", 8)

@@ -1,0 +1,243 @@
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpu_steps
+import jax
+import pytest
+
+from jmp_train.tools.aot import CompiledProgram, compile_for_gpu
+from jmp_train.tools.aot.buffers import Argument, Buffer, buffers_at_peak
+from jmp_train.tools.aot.hlo import read_hlo
+
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(500)]
+
+# A step with a layer, its gradient and an update in place, as XLA's dumps describe it. At time 6, when the gradient of
+# the weights is computed, 512 of the block's 1024 bytes are a workspace.
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "/home/me/train.py"
+
+FunctionNames
+1 "loss"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=3}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+ENTRY %main (w: f32[8,8], x: f16[8,8], m: f32[8,8]) -> (f32[8,8], f32[]) {
+  %w = f32[8,8]{1,0} parameter(0)
+  %x = f16[8,8]{1,0} parameter(1)
+  %half = f16[8,8]{1,0} convert(%w), metadata={op_name="jit(step)/jvp(M)/convert_element_type" stack_frame_id=1}
+  %y = f16[8,8]{1,0} sine(%x), metadata={op_name="jit(step)/jvp(M)/sin" stack_frame_id=1}
+  %sum = f32[] custom-call(%y, %half), metadata={op_name="jit(step)/jvp(M)/reduce_sum" stack_frame_id=1}
+  %dy = f16[8,8]{1,0} custom-call(%half), metadata={op_name="jit(step)/transpose(jvp(M))/mul" stack_frame_id=1}
+  %dot = (f16[8,8]{1,0}, s8[512]{0}) custom-call(%y, %dy), custom_call_target="__cublas$gemm"
+  %dw = f16[8,8]{1,0} get-tuple-element(%dot), index=0
+  %unscaled = f32[8,8]{1,0} convert(%dw), metadata={op_name="jit(step)/mul" stack_frame_id=1}
+  %new = f32[8,8]{1,0} subtract(%w, %unscaled), metadata={op_name="jit(step)/sub" stack_frame_id=1}
+  ROOT %out = (f32[8,8]{1,0}, f32[]) tuple(%new, %sum)
+}
+"""
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 256, parameter 0, shape |f32[8,8]| at ShapeIndex {}, maybe-live-out:
+ value: <9 new @0> (size=256,offset=0): f32[8,8]{1,0}
+ value: <1 w @0> (size=256,offset=0): f32[8,8]{1,0}
+allocation 1: size 128, parameter 1, shape |f16[8,8]| at ShapeIndex {}:
+ value: <2 x @0> (size=128,offset=0): f16[8,8]{1,0}
+allocation 2: size 16, output shape is |(f32[8,8], f32[])|, maybe-live-out:
+ value: <10 out{} @0> (size=16,offset=0): (f32[8,8]{1,0}, f32[])
+allocation 3: size 4, maybe-live-out:
+ value: <5 sum @0> (size=4,offset=0): f32[]
+allocation 4: size 1024, preallocated-temp:
+ value: <3 half @0> (size=128,offset=640): f16[8,8]{1,0}
+ value: <4 y @0> (size=128,offset=768): f16[8,8]{1,0}
+ value: <6 dy @0> (size=128,offset=512): f16[8,8]{1,0}
+ value: <7 dot{} @0> (size=16,offset=896): (f16[8,8]{1,0}, s8[512]{0})
+ value: <8 dot{0} @0> (size=128,offset=640): f16[8,8]{1,0}
+ value: <11 dot{1} @0> (size=512,offset=0): s8[512]{0}
+ value: <12 unscaled @0> (size=256,offset=0): f32[8,8]{1,0}
+allocation 5: size 4, thread-local:
+ value: <0 p @0> (size=4,offset=0): f32[]
+"""
+LIVE_RANGE = """HloLiveRange (max 11):
+  InstructionSequence:
+    0:w
+    1:x
+    2:half
+    3:y
+    4:sum
+    5:dy
+    6:dot
+    7:dw
+    8:unscaled
+    9:new
+    10:out
+  BufferLiveRange:
+    w{}:0-9
+    x{}:0-11
+    half{}:2-5
+    y{}:3-6
+    sum{}:4-11
+    dy{}:5-6
+    dot{}:6-7
+    dot{0}:6-8
+    dot{1}:6-6
+    unscaled{}:8-9
+    new{}:9-11
+    out{}:10-11
+"""
+ARGUMENTS = {0: Argument("state.params['w']", "parameters"), 1: Argument("batch['x']", "batch")}
+LINE = "/home/me/train.py:3 (loss)"
+
+
+def test_buffers_of_a_step_that_is_checked_by_hand() -> None:
+    assert set(buffers_at_peak(ASSIGNMENT, LIVE_RANGE, read_hlo(PROGRAM), ARGUMENTS)) == {
+        Buffer(512, "workspaces", "dot_general", "s8", (512,), LINE, "M"),
+        Buffer(256, "parameters", "argument", "f32", (8, 8), "state.params['w']", ""),
+        Buffer(128, "batch", "argument", "f16", (8, 8), "batch['x']", ""),
+        Buffer(128, "activations saved for the backward pass", "sin", "f16", (8, 8), LINE, "M"),
+        Buffer(128, "temporaries", "mul", "f16", (8, 8), LINE, "M"),
+        Buffer(128, "gradients", "dot_general", "f16", (8, 8), LINE, "M"),
+        Buffer(112, "padding", "", "", (), "", ""),
+        Buffer(16, "temporaries", "dot_general", "", (), LINE, "M"),
+        Buffer(16, "results", "sub", "", (), LINE, ""),
+        Buffer(4, "results", "reduce_sum", "f32", (), LINE, "M"),
+    }
+
+
+def test_memory_for_collectives_is_a_block_of_its_own() -> None:
+    moved = " value: <6 dy @0> (size=128,offset=512): f16[8,8]{1,0}\n"
+    apart = "allocation 6: size 192, color 1, preallocated-temp:\n" + moved.replace("@0", "@1").replace("512", "0")
+    one, two = (
+        buffers_at_peak(text, LIVE_RANGE, read_hlo(PROGRAM), ARGUMENTS)
+        for text in (ASSIGNMENT, ASSIGNMENT.replace(moved, "") + apart)
+    )
+    assert sum(b.n_bytes for b in two) == sum(b.n_bytes for b in one) + 192
+    same = {b for b in one if b.kind != "padding"}
+    assert set(two) == same | {Buffer(112 + 128 + 64, "padding", "", "", (), "", "")}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A compiled step and its buffers."""
+
+    program: CompiledProgram
+    buffers: tuple[Buffer, ...]
+    expected: Mapping[str, int]  # bytes of each group of arguments
+
+    def bytes_of(self, kind: str) -> int:
+        return sum(buffer.n_bytes for buffer in self.buffers if buffer.kind == kind)
+
+
+Compile = Callable[..., Found]
+
+
+@pytest.fixture
+def compiled(plan_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compile:
+    """Returns what compiles one of the steps in `gpu_steps`."""
+
+    def compile_step(name: str, *arguments: str, gpu: str, devices: int = 1) -> Found:
+        dump = tmp_path / f"{gpu}{arguments}"
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={dump} --xla_dump_hlo_as_text")
+        target = f"{gpu_steps.__file__}:{name}"
+        program = compile_for_gpu(target, *arguments, gpu=gpu, devices=devices, python=plan_python, timeout=250)
+        assignment, live_range = (_largest(dump, kind) for kind in ("buffer-assignment", "live-range"))
+        build = gpu_steps.stack if name == "stack" else gpu_steps.mlp
+        leaves = jax.tree_util.tree_leaves_with_path(build(*("mixed_float16",) if name == "mlp_on" else arguments)[1])
+        known = {i: Argument(jax.tree_util.keystr(path), _group(path)) for i, (path, _) in enumerate(leaves)}
+        expected = Counter[str]()
+        for path, leaf in leaves:
+            is_shared = devices > 1 and (_group(path) == "batch" or arguments == ("True",)) and gpu_steps.is_split(leaf)
+            expected[_group(path)] += leaf.size * leaf.dtype.itemsize // (devices if is_shared else 1)
+        buffers = buffers_at_peak(assignment, live_range, read_hlo(program.hlo), known)
+        return Found(program, buffers, expected)
+
+    return compile_step
+
+
+def _largest(dump: Path, kind: str) -> str:
+    return max((file.read_text() for file in dump.glob(f"*gpu_after_optimizations-{kind}.txt")), key=len)
+
+
+def _group(path: tuple[Any, ...]) -> str:
+    text = jax.tree_util.keystr(path)
+    groups = {"[0].params": "parameters", "[0].opt_state": "optimizer state", "[1]": "batch"}
+    return next((group for start, group in groups.items() if text.startswith(start)), "other arguments")
+
+
+def holds(found: Found) -> None:
+    """Asserts what holds for any step."""
+    program, buffers = found.program, found.buffers
+    allocated = program.argument_bytes + program.temp_bytes + program.output_bytes - program.alias_bytes
+    assert sum(buffer.n_bytes for buffer in buffers) == allocated + found.bytes_of("constants")
+    assert list(buffers) == sorted(buffers, key=lambda buffer: -buffer.n_bytes)
+    assert {kind: found.bytes_of(kind) for kind in found.expected} == found.expected
+    named = [buffer for buffer in buffers if buffer.operation == "argument" or _line(buffer.source)]
+    assert sum(buffer.n_bytes for buffer in named) > 0.95 * allocated
+    for buffer in buffers:
+        if buffer.n_bytes > 0.01 * allocated and buffer.operation != "argument":
+            assert _line(buffer.source), buffer
+    assert found.bytes_of("padding") < 0.01 * allocated
+
+
+def _line(source: str) -> str:
+    """Returns the text of the innermost line that a source names, "" if it names none."""
+    file, _, rest = source.partition(" ")[0].rpartition(":")
+    return Path(file).read_text().splitlines()[int(rest) - 1].strip() if file else ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("gpu", "after_relu"), [("V100-16GB", 1), ("H100-80GB", 2)])
+@pytest.mark.parametrize("policy", ["mixed_float16", "autocast", "float32"])
+def test_a_plain_mlp_saves_what_the_chain_rule_needs(compiled: Compile, policy: str, gpu: str, after_relu: int) -> None:
+    found = compiled("mlp", policy, gpu=gpu)
+    holds(found)
+    dtype = "f32" if policy == "float32" else "f16"
+    saved = [b for b in found.buffers if b.kind == "activations saved for the backward pass"]
+    wide = (gpu_steps.ROWS, gpu_steps.WIDTH)
+    large = Counter((b.dtype, b.shape) for b in saved if b.n_bytes > gpu_steps.ROWS * 32)
+    inputs = {} if policy == "float32" else {(dtype, (gpu_steps.ROWS, gpu_steps.INPUTS)): 1}  # else they are the batch
+    # Of both hidden layers, what is before relu and after it. On a V100 the peak is within the backward pass, when the
+    # last has been used; on an H100 it is when the last layer multiplies, for which cuBLAS has a workspace of 32 MiB.
+    assert large == {(dtype, wide): 2 + after_relu, **inputs}
+    assert Counter(b.operation for b in saved if b.shape == wide) == {"dot_general": 2, "max": after_relu}
+    assert found.bytes_of("workspaces") == (2**25 if after_relu == 2 else 0)
+    lines = {_line(b.source.rpartition(" from ")[2]) for b in saved if b.shape == wide}
+    assert lines == {"return self.third(nnx.relu(self.second(nnx.relu(self.first(x)))))"}
+    copies = {b.shape for b in found.buffers if b.kind == "copies of parameters"}
+    assert ((gpu_steps.WIDTH, gpu_steps.WIDTH) in copies) == (policy != "float32")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gpu", ["A100-40GB", "H100-80GB"])
+def test_recomputing_saves_only_what_goes_into_a_layer(compiled: Compile, gpu: str) -> None:
+    kept, recomputed = (compiled("stack", str(remat), gpu=gpu) for remat in (False, True))
+    holds(kept)
+    holds(recomputed)
+    saved = "activations saved for the backward pass"
+    rows = (gpu_steps.DEPTH, gpu_steps.ROWS)
+    inputs = 2 * gpu_steps.DEPTH * gpu_steps.ROWS * gpu_steps.WIDTH
+    assert [b.shape for b in recomputed.buffers if b.kind == saved and len(b.shape) == 3] == [(*rows, gpu_steps.WIDTH)]
+    assert inputs <= recomputed.bytes_of(saved) < 1.5 * inputs
+    assert kept.bytes_of(saved) > 4 * recomputed.bytes_of(saved)
+    stacked = [b for b in kept.buffers if b.kind == saved and b.shape[:2] == rows]
+    assert {b.module.rpartition("/")[0] or b.module for b in stacked} <= {"Stack", "Stack/blocks"}
+    assert "dot_general" in {b.operation for b in stacked}
+    assert all(_line(b.source) for b in stacked)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_state_shared", [False, True])
+def test_eight_gpus_share_the_batch_and_what_is_made_of_it(compiled: Compile, is_state_shared: bool) -> None:
+    found = compiled("mlp_on", str(is_state_shared), gpu="H100-80GB", devices=8)
+    holds(found)
+    saved = [b for b in found.buffers if b.kind == "activations saved for the backward pass"]
+    assert (gpu_steps.ROWS // 8, gpu_steps.WIDTH) in {b.shape for b in saved}
+    copies = {b.shape for b in found.buffers if b.kind == "copies of parameters"}
+    assert (gpu_steps.WIDTH, gpu_steps.WIDTH) in copies  # gathered, in half precision

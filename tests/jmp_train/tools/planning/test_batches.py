@@ -1,0 +1,78 @@
+"""Batches of any size, as shapes."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp_train import graphs
+from jmp_train.tools.planning.batches import batches_of, shapes_of
+from jmp_train.tools.planning.variants import variants_of
+
+pytestmark = pytest.mark.quick
+
+BATCH = {"image": jax.ShapeDtypeStruct((16, 8, 8, 3), jnp.bfloat16), "label": np.zeros(16, np.int32), "rate": 0.5}
+
+
+def test_all_first_axes_grow_and_scalars_stay() -> None:
+    batches, size = batches_of(BATCH, None)
+    assert size == 16
+    grown = batches(24)
+    assert grown["image"] == jax.ShapeDtypeStruct((24, 8, 8, 3), jnp.bfloat16)
+    assert (grown["label"].shape, grown["label"].dtype) == ((24,), jnp.int32)
+    assert (grown["rate"].shape, grown["rate"].dtype, grown["rate"].weak_type) == ((), jnp.float32, True)
+
+
+def test_another_size_to_begin_with() -> None:
+    batches, size = batches_of(BATCH, 4)
+    assert size == 4
+    assert batches(4)["image"].shape == (4, 8, 8, 3)
+
+
+def test_a_function_of_the_size_stays() -> None:
+    def graph(size: int) -> Any:
+        return {"nodes": jax.ShapeDtypeStruct((30 * size, 5), jnp.float32)}
+
+    assert batches_of(graph, 8) == (graph, 8)
+
+
+def test_a_graph_that_need_not_grow_stays_as_it_is() -> None:
+    padded = graphs.pad(graphs.from_edges([0, 1], [1, 0], 2, nodes={"h": jnp.ones((2, 3))}), 4, 8)
+    batch = {"graph": padded, "label": jnp.zeros(2, jnp.int32)}
+    batches, size = batches_of(batch, None, grows=False)
+    assert size == 1 and batches(1) == shapes_of(batch)
+    (variant,) = variants_of(lambda state, batch: (state, batch["label"].sum()), 0.0, batch, None, None, grows=False)
+    assert (variant.batch_size, variant.batches(1)) == (1, shapes_of(batch))
+    with pytest.raises(ValueError, match="or find_largest=False"):
+        batches_of(batch, None)
+    assert batches_of(BATCH, None, grows=False)[1] == 16  # examples along all first axes are still counted
+
+
+def test_keys_and_numpy_arrays_become_shapes_as_jax_takes_them() -> None:
+    shapes = shapes_of({"key": jax.random.key(0), "x": np.zeros((2, 3), np.float64), "count": 3, "none": None})
+    assert shapes["key"].dtype == jax.random.key(0).dtype
+    assert (shapes["x"].shape, shapes["x"].dtype) == ((2, 3), jnp.float32)
+    assert shapes["none"] is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "batch_size", "kind", "message"),
+    [
+        (BATCH, 0, ValueError, "batch_size=0 must be an integer of at least 1"),
+        (BATCH, 2.0, ValueError, "batch_size=2.0 must be an integer of at least 1"),
+        (lambda size: size, None, TypeError, "batch is a function of the number of examples, and so batch_size must"),
+        ({"rate": 0.5}, None, ValueError, "batch has no array with a first axis: give a function"),
+        (None, None, ValueError, "batch has no array with a first axis: give a function"),
+        (
+            {"a": np.zeros(4), "b": {"c": np.zeros((3, 2))}, "d": np.zeros((4, 1))}, None, ValueError,
+            ("batch 'b/c' has a first axis of 3, others of 4: where the examples are not along all first axes, give a "
+            "function of the number of examples and batch_size"),
+        ),
+    ],
+)  # fmt: skip
+def test_bad_batches(batch: Any, batch_size: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        batches_of(batch, batch_size)
