@@ -8,8 +8,8 @@ include, and decides whether a step is taken.
 from jmp_train.policies import autocasting as autocasting
 from jmp_train.policies.amp_modes.batch_norms import batch_norm_paths as batch_norm_paths
 from jmp_train.policies.amp_modes.config import amp_from_config as amp_from_config
+from jmp_train.policies.amp_modes.config import amp_mode as amp_mode
 from jmp_train.policies.amp_modes.mode import Amp as Amp
-from jmp_train.policies.amp_modes.mode import amp_mode as amp_mode
 from jmp_train.policies.amp_modes.mode_options import AmpType as AmpType
 from jmp_train.policies.autocasting import APEX_O1 as APEX_O1
 from jmp_train.policies.autocasting import MOSTLY_HALF as MOSTLY_HALF

@@ -8,104 +8,30 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import KeyPath
-from jax.typing import DTypeLike
 
 from jmp_train.policies.amp_modes.batch_norms import (
+    as_torch,
     batch_norm_paths,
-    float32_batch_norms,
-    float32_batch_norms_called,
+    batch_norms_called,
     float32_nnx_statistics,
-    half_batch_norms,
-    torch_batch_norms_called,
+    in_float32,
+    with_batch_norms,
 )
-from jmp_train.policies.amp_modes.mode_options import FLOAT32, AmpOptions, AmpType, Precision, amp_options
+from jmp_train.policies.amp_modes.mode_options import FLOAT32, AmpType, Precision, loss_scale_of, precision_of
 from jmp_train.policies.autocasting import autocast
 from jmp_train.policies.dtype_policies import FirstTrace, Policy, with_float32_sums
-from jmp_train.policies.loss_scaling import (
-    AUTOCASTS_BY_AMP,
-    CASTS_BY_AMP,
-    LossScales,
-    NoOpLossScale,
-    check_takes_state,
-    unpack_loss,
-)
-from jmp_train.policies.optimizers import (
-    SkipRule,
-    as_transformation,
-    count_zero_gradients,
-    with_loss_scale,
-    with_master_weights,
-)
-from jmp_train.policies.pytrees import (
-    cast_floating,
-    cast_leaf,
-    cast_like,
-    check_half,
-    is_float_array,
-    is_half,
-    named_leaves,
-    path_name,
-)
+from jmp_train.policies.loss_scaling import AUTOCASTS_BY_AMP, CASTS_BY_AMP, LossScales, check_takes_state, unpack_loss
+from jmp_train.policies.optimizers import SkipRule, count_zero_gradients, with_loss_scale, with_master_weights
+from jmp_train.policies.pytrees import cast_floating, cast_leaf, cast_like, is_float_array, named_leaves, path_name
 from jmp_train.policies.types import Params, PyTree
 
 _LOGGER = logging.getLogger("jmp_train.amp")
-
-
-def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: object) -> "Amp":
-    """Returns the mixed precision of a mode, with the options of its original.
-
-    | mode | parameters | computation | BatchNorm | outputs | loss scale | the optimizer steps on |
-    | --- | --- | --- | --- | --- | --- | --- |
-    | torch | float32 | by autocast | float32 parameters | as they come | dynamic, 2**16 | parameters |
-    | apex, O0 | float32 | float32 | float32 | float32 | 1 | parameters |
-    | apex, O1 | float32 | by autocast | float32 parameters | as they come | dynamic, 2**16 | parameters |
-    | apex, O2 | half | half | float32 | float32 | dynamic, 2**16 | float32 master weights |
-    | apex, O3 | half | half | half | float32 | 1 | parameters |
-    | naive | half | half | half | float32 | dynamic, 2**32, hysteresis 2 | float32 master weights |
-
-    Args:
-      mode: "torch", "apex" or "naive", or an `AmpType`.
-      dtype: the half type, float16 or bfloat16. bfloat16 has no loss scale, but still skips non-finite steps.
-      **options: those of `TorchOptions`, `ApexOptions` or `NaiveOptions`, by name.
-
-    Returns:
-      An `Amp`.
-
-    Raises:
-      ValueError: the mode or an option is unknown, an option is invalid, or two exclude each other; the
-        message names them and the choices.
-      OSError: a file of rules is missing or cannot be read.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> import jmp_train as jt
-      >>> loss_fn = jt.stateless(lambda w, x: ((x @ w).astype(jnp.float32) ** 2).mean())
-      >>> amp = jt.amp_mode("naive", initial_scale=2.0**10)
-      >>> loss_fn, optimizer = amp.transform(loss_fn, optax.sgd(0.1))
-      >>> step = jax.jit(jt.train_step(loss_fn, optimizer))
-      >>> state = jt.TrainState.create(jnp.ones((2, 1)), optimizer, cast_params=amp.cast_params)
-      >>> state, metrics = step(state, jnp.full((4, 2), 0.25))
-      >>> state.params.dtype.name, jt.get_master_weights(state.opt_state).dtype.name
-      ('float16', 'float32')
-
-    Reference: torch.amp; NVIDIA Apex e13873de; ColossalAI e79ea4424^, colossalai/amp.
-    """
-    half = check_half(dtype, "dtype")
-    chosen = amp_options(mode, options)
-    amp = Amp(chosen, chosen.half_dtype(half))
-    unused = [name for name in chosen.scaling if name in options]
-    if unused and amp.enabled and isinstance(amp.loss_scale, NoOpLossScale):
-        raise ValueError(f"{unused[0]} is for float16: {amp.dtype} has float32's range and needs no loss scale")
-    return amp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,17 +45,15 @@ class Amp:
         not known. `for_model` sets it.
 
     Example:
-      >>> print(amp_mode("apex", opt_level="O2"))
-      apex: model float16, BatchNorm float32, master weights float32, outputs float32, loss scale 65536
+      >>> from jmp_train.policies import amp_mode
+      >>> amp = amp_mode("apex", opt_level="O2")
+      >>> amp.mode.value, amp.precision.model_dtype.name, amp.precision.master_weights
+      ('apex', 'float16', True)
     """
 
-    options: AmpOptions
+    options: Any
     dtype: np.dtype
     batch_norms: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.batch_norms, str):
-            raise TypeError(f"batch_norms={self.batch_norms!r} must be a tuple of paths")
 
     @property
     def mode(self) -> AmpType:
@@ -139,33 +63,21 @@ class Amp:
     @property
     def enabled(self) -> bool:
         """True if the mode is active; otherwise everything is computed in float32."""
-        return self.options.enabled
+        return getattr(self.options, "enabled", True)
 
     @property
     def precision(self) -> Precision:
         """The dtypes of the mode."""
-        return self.options.precision(self.dtype) if self.enabled else Precision()
+        return precision_of(self.options, self.dtype)
 
     @property
     def loss_scale(self) -> LossScales:
         """The initial loss scale."""
-        return self.options.make_loss_scale(self.dtype) if self.enabled else NoOpLossScale()
+        return loss_scale_of(self.options, self.dtype)
 
-    def __str__(self) -> str:
-        if not self.enabled:
-            return f"{self.mode}: not enabled"
-        precision = self.precision
-        model = f"model {precision.model_dtype or 'as it is'}"
-        scales = ", ".join(f"{scale:g}" for scale in np.ravel(self.loss_scale.loss_scale))
-        by = " by the rules given" if self.options.rules else ""
-        parts = (
-            f"autocast {self.dtype}{by}" if precision.autocast_rules else model,
-            "BatchNorm float32" if precision.keep_batchnorm_fp32 else "",
-            "master weights float32" if precision.master_weights else "",
-            f"outputs {precision.output_dtype or 'as they come'}",
-            f"loss scale {scales}",
-        )
-        return f"{self.mode}: {', '.join(filter(None, parts))}"
+    @property
+    def _is_verbose(self) -> bool:
+        return bool(getattr(self.options, "verbosity", 0) or getattr(self.options, "verbose", False))
 
     def for_model(self, model: object, *args: object, **kwargs: object) -> tuple["Amp", Any]:
         """Returns this mode with the model's BatchNorms known to it, and the model to train.
@@ -183,19 +95,12 @@ class Amp:
           TypeError: `model` is of another kind; for others see `batch_norms`.
         """
         precision = self.precision
-        if precision.keep_batchnorm_fp32:
-            try:
-                paths = batch_norm_paths(model, *args, **kwargs)
-            except TypeError as error:
-                raise TypeError(
-                    f"{error}; for another kind of model, give the paths of its BatchNorm modules, or () if it has "
-                    "none: dataclasses.replace(amp, batch_norms=(...))"
-                ) from error
-            known = dataclasses.replace(self, batch_norms=paths)
-            return known, float32_batch_norms(model, self.dtype)
-        if precision.model_dtype is not None and is_half(precision.model_dtype):
-            return self, half_batch_norms(model, self.dtype)
-        return self, model
+        if precision.model_dtype in (None, FLOAT32):
+            return self, model
+        keep, known = precision.keep_batchnorm_fp32, self
+        if keep:
+            known = dataclasses.replace(self, batch_norms=batch_norm_paths(model, *args, **kwargs))
+        return known, with_batch_norms(model, self.dtype, in_float32=keep)
 
     def cast_params(self, params: Params) -> Any:
         """Returns parameters in the dtypes in which the mode stores them.
@@ -210,16 +115,11 @@ class Amp:
         if not self.enabled:
             return params
         if self.mode is not AmpType.NAIVE:
-            self._refuse_half(params)
-        if self.precision.model_dtype is None:
-            return params
-
-        self._check_batch_norms(params)
-
-        def cast(path: KeyPath, x: object) -> Any:
-            return cast_leaf(x, self._stored_dtype(path_name(path)))
-
-        return jax.tree_util.tree_map_with_path(cast, params)
+            _check_dtypes(params, _float32_dtypes(params), f"must be in float32; mode {self.mode.value!r} casts them")
+        stored = self._stored_dtypes(params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: cast_leaf(x, stored.get(path_name(path), FLOAT32)), params
+        )
 
     def cast_model_state(self, model_state: PyTree) -> Any:
         """Returns batch statistics in the dtypes of the mode: half precision if the whole model is in half precision.
@@ -231,6 +131,15 @@ class Amp:
         if precision.model_dtype is None or precision.keep_batchnorm_fp32:
             return model_state
         return cast_floating(model_state, precision.model_dtype)
+
+    def cast_outputs(self, outputs: object) -> Any:
+        """Returns a model's outputs in the output dtype of the mode; for use inside a loss function.
+
+        Args:
+          outputs: pytree, such as logits.
+        """
+        dtype = self.precision.output_dtype
+        return outputs if dtype is None else cast_floating(outputs, dtype)
 
     def transform(
         self,
@@ -262,23 +171,24 @@ class Amp:
         check_takes_state(loss_fn)
         if not self.enabled:
             return loss_fn, optimizer
-        first_trace = FirstTrace()
-        if self.options.verbosity:
-            _log(f"AMP mode {self}; {self.options}")
+        precision = self.precision
+        if self._is_verbose:
+            _log(f"AMP mode {self.mode.value}: {self.options}; {precision}; loss scale {self.loss_scale}")
+        run = self._running()
 
         @functools.wraps(loss_fn)
         def with_amp(params: Params, model_state: PyTree, batch: PyTree, rng: jax.Array | None) -> Any:
-            def model(params: Params, state: object, batch: PyTree) -> Any:
-                return loss_fn(params, state, batch, rng)
-
-            result = self._run(model, params, model_state, batch, first_trace)
+            result = run(lambda params, state, batch: loss_fn(params, state, batch, rng), params, model_state, batch)
             loss, (new_state, aux) = unpack_loss(result)
             # train_step checks other differences in the model state.
             return loss, (cast_like(new_state, model_state), self.cast_outputs(aux))
 
-        setattr(with_amp, CASTS_BY_AMP, self.precision.model_dtype is not None)
-        setattr(with_amp, AUTOCASTS_BY_AMP, self.dtype if self.precision.autocast_rules else None)
-        return with_amp, self._optimizer(optimizer, skip)
+        setattr(with_amp, CASTS_BY_AMP, precision.model_dtype is not None)
+        setattr(with_amp, AUTOCASTS_BY_AMP, self.dtype if precision.autocast_rules else None)
+        if getattr(self.options, "log_num_zeros_in_grad", False):
+            optimizer = count_zero_gradients(optimizer)
+        optimizer = with_loss_scale(optimizer, self.loss_scale, skip=skip)
+        return with_amp, with_master_weights(optimizer) if precision.master_weights else optimizer
 
     def forward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a model's function as it runs in this mode, for evaluation.
@@ -288,11 +198,11 @@ class Amp:
         """
         if not self.enabled:
             return fn
-        first_trace = FirstTrace()
+        run = self._running()
 
         @functools.wraps(fn)
         def with_amp(params: Params, model_state: PyTree, batch: PyTree) -> Any:
-            return self.cast_outputs(self._run(fn, params, model_state, batch, first_trace))
+            return self.cast_outputs(run(fn, params, model_state, batch))
 
         return with_amp
 
@@ -304,114 +214,78 @@ class Amp:
         Args:
           metrics: metrics of `train_step`, outside of jit.
         """
-        if not (self.enabled and self.options.verbosity):
+        if not (self.enabled and self._is_verbose):
             return
+        count = int(np.max(metrics["skipped_steps"]))
         if np.any(np.equal(metrics.get("skip_reason", 0), 2)):
-            _log(f"gradient spike: step skipped, {int(np.max(metrics['skipped_steps']))} so far")
+            _log(f"gradient spike: step skipped, {count} so far")
         if not np.all(metrics["grads_finite"]):
             scales = ", ".join(f"{scale:g}" for scale in np.ravel(metrics["loss_scale"]))
-            count = int(np.max(metrics["skipped_steps"]))
             _log(f"gradient overflow: step skipped, {count} so far; the loss scale is now {scales}")
 
-    def _run(
-        self, fn: Callable[..., Any], params: Params, model_state: PyTree, batch: PyTree, first_trace: FirstTrace
-    ) -> Any:
-        """Returns the result of a function of parameters, model state and batch in this mode."""
-        self._check_params(params)
-        precision = self.precision
-        state = float32_nnx_statistics(self.cast_model_state(model_state))
+    def _running(self) -> Callable[..., Any]:
+        """Returns a function that calls `fn(params, model_state, batch)` in this mode, and warns in its first trace."""
+        first_trace, precision = FirstTrace(), self.precision
+        dtype, rules, keep = precision.model_dtype, precision.autocast_rules, precision.keep_batchnorm_fp32
 
-        def run(params: Params, batch: PyTree) -> Any:
-            # Rebuilt here, because nnx lets variables change only in the trace that made them.
-            return fn(params, jax.tree_util.tree_map(lambda x: x, state), batch)
+        def run_in_mode(fn: Callable[..., Any], params: Params, model_state: PyTree, batch: PyTree) -> Any:
+            stored = self._stored_dtypes(params)
+            _check_dtypes(params, stored, f"must be in the dtypes of mode {self.mode.value!r}; call amp.cast_params")
+            state = float32_nnx_statistics(self.cast_model_state(model_state))
 
-        if precision.autocast_rules is not None:
-            with torch_batch_norms_called():
-                return autocast(run, self.dtype, rules=precision.autocast_rules)(params, batch)
-        if precision.model_dtype is not None:
-            batch = cast_floating(batch, precision.model_dtype)
-        keep = precision.keep_batchnorm_fp32
-        with float32_batch_norms_called() if keep else contextlib.nullcontext():
-            if precision.model_dtype is not None:
-                stored = Policy(*(precision.model_dtype,) * 3)
-                first_trace.look(run, stored, (params, batch), {}, mode=str(self.mode))
-            try:
-                return (run if precision.model_dtype is None else with_float32_sums(run))(params, batch)
-            except (TypeError, ValueError, NotImplementedError) as error:
-                if re.search(rf"\b{self.dtype.name}\b", str(error)):  # "float16" is in "bfloat16"
-                    error.add_note(
-                        f"AMP mode {self} runs the model in {self.dtype}. For operations without a half-precision "
-                        "version, such as an fft or a decomposition, cast the operand with x.astype(jnp.float32), or "
-                        "use mode 'torch', which casts it"
-                    )
-                raise
+            def run(params: Params, batch: PyTree) -> Any:
+                # Rebuilt here, because nnx lets variables change only in the trace that made them.
+                return fn(params, jax.tree_util.tree_map(lambda x: x, state), batch)
 
-    def cast_outputs(self, outputs: object) -> Any:
-        """Returns a model's outputs in the output dtype of the mode; for use inside a loss function.
+            if rules is not None:
+                with batch_norms_called(as_torch):
+                    return autocast(run, self.dtype, rules=rules)(params, batch)
+            if dtype is None:
+                return run(params, batch)
+            batch = cast_floating(batch, dtype)
+            with batch_norms_called(in_float32) if keep else contextlib.nullcontext():
+                first_trace.look(run, Policy(dtype, dtype, dtype), (params, batch), {}, mode=str(self.mode))
+                try:
+                    return with_float32_sums(run)(params, batch)
+                except (TypeError, ValueError, NotImplementedError) as error:
+                    if dtype.name in str(error):
+                        error.add_note(
+                            f"AMP mode {self.mode.value} runs the model in {dtype}. For operations without a half-precision "
+                            "version, such as an fft, cast the operand with x.astype(jnp.float32), or use mode 'torch'"
+                        )
+                    raise
 
-        Args:
-          outputs: pytree, such as logits.
-        """
-        dtype = self.precision.output_dtype
-        return outputs if dtype is None else cast_floating(outputs, dtype)
+        return run_in_mode
 
-    def _optimizer(self, optimizer: object, skip: SkipRule[Any] | None) -> Any:
-        optimizer = as_transformation(optimizer)
-        if self.options.counts_zeros:
-            optimizer = count_zero_gradients(optimizer)
-        optimizer = with_loss_scale(optimizer, self.loss_scale, skip=skip)
-        return with_master_weights(optimizer) if self.precision.master_weights else optimizer
+    def _stored_dtypes(self, params: Params) -> dict[str, np.dtype]:
+        """Returns the dtypes in which the mode stores the floating parameters, by path."""
+        dtypes, precision, norms = _float32_dtypes(params), self.precision, ()
+        if precision.keep_batchnorm_fp32:
+            norms = self.batch_norms
+            if norms is None:
+                raise ValueError(
+                    "keep_batchnorm_fp32=True needs the paths of the BatchNorms, () for none: call amp, model = "
+                    "amp.for_model(model, *inputs), or dataclasses.replace(amp, batch_norms=(...))"
+                )
+            if unmatched := [norm for norm in norms if not any(_is_under(norm, path) for path in dtypes)]:
+                raise ValueError(
+                    f"batch_norms: {', '.join(map(repr, unmatched))} match no floating parameter; set them with "
+                    "dataclasses.replace(amp, batch_norms=(...)). The paths are:\n  " + "\n  ".join(dtypes)
+                )
+        if precision.model_dtype is None:
+            return dtypes
+        return {path: FLOAT32 if any(_is_under(x, path) for x in norms) else precision.model_dtype for path in dtypes}
 
-    def _stored_dtype(self, path: str) -> np.dtype:
-        """Returns the dtype of the parameter at a path in a mode that casts the model."""
-        precision = self.precision
-        assert precision.model_dtype is not None
-        if not precision.keep_batchnorm_fp32:
-            return precision.model_dtype
-        if self.batch_norms is None:
-            raise ValueError(
-                "keep_batchnorm_fp32=True needs to know the BatchNorm parameters; call amp, model = "
-                "amp.for_model(model, *inputs), or give the paths of the BatchNorm modules, () if there are none: "
-                "dataclasses.replace(amp, batch_norms=(...))"
-            )
-        is_norm = any(_is_under(norm, path) for norm in self.batch_norms)
-        return FLOAT32 if is_norm else precision.model_dtype
 
-    def _check_batch_norms(self, params: Params) -> None:
-        if not self.precision.keep_batchnorm_fp32:
-            return
-        paths = [path for path, x in named_leaves(params) if is_float_array(x)]
-        unmatched = [norm for norm in self.batch_norms or () if not any(_is_under(norm, path) for path in paths)]
-        if unmatched:
-            raise ValueError(
-                f"batch_norms: {', '.join(map(repr, unmatched))} match no floating parameter; set them with "
-                "dataclasses.replace(amp, batch_norms=(...)). The paths are:\n  " + "\n  ".join(paths)
-            )
+def _float32_dtypes(params: Params) -> dict[str, np.dtype]:
+    floats = [(path, x.dtype) for path, x in named_leaves(params) if is_float_array(x)]
+    return {path: FLOAT32 if dtype.itemsize < 4 else dtype for path, dtype in floats}
 
-    def _check_params(self, params: Params) -> None:
-        if self.precision.model_dtype is None:
-            self._refuse_half(params)
-            return
-        self._check_batch_norms(params)
-        wrong = [
-            f"{path!r} is {x.dtype.name}, not {wanted.name}"
-            for path, x in named_leaves(params)
-            if is_float_array(x) and x.dtype != (wanted := self._stored_dtype(path))
-        ]
-        if wrong:
-            raise ValueError(
-                f"params are not in the dtypes of mode {str(self.mode)!r}; call amp.cast_params(params) before the "
-                "first step:\n  " + "\n  ".join(wrong)
-            )
 
-    def _refuse_half(self, params: Params) -> None:
-        half = [
-            f"{path!r} is {x.dtype.name}" for path, x in named_leaves(params) if is_float_array(x) and is_half(x.dtype)
-        ]
-        if half:
-            raise ValueError(
-                f"params must be in float32; mode {str(self.mode)!r} casts them itself:\n  " + "\n  ".join(half)
-            )
+def _check_dtypes(params: Params, wanted: dict[str, np.dtype], message: str) -> None:
+    leaves = [(path, x.dtype) for path, x in named_leaves(params) if path in wanted]
+    if wrong := [f"{path!r} is {x.name}, not {wanted[path].name}" for path, x in leaves if x != wanted[path]]:
+        raise ValueError("\n  ".join([f"params {message}:", *wrong]))
 
 
 def _is_under(module: str, path: str) -> bool:

@@ -1,33 +1,25 @@
-"""The options of the three families of mixed precision, under the names of their originals.
+"""The options of the AMP modes under the names of their originals, and the table of what the modes do."""
 
-Each is a frozen dataclass whose fields are the keys of the tutorials' `fp16` dictionaries, with their
-defaults, checked on creation; `precision` and `make_loss_scale` return their effects.
-"""
-
+import contextlib
 import dataclasses
 import enum
-import warnings
+import inspect
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import APEX_O1, TORCH_CUDA, AutocastRules
 from jmp_train.policies.loss_scaling import (
-    LossScale,
     LossScales,
     NoOpLossScale,
     PerLossScale,
-    StaticLossScale,
     apex_loss_scale,
-    check_range,
-    check_scale,
     megatron_loss_scale,
     torch_loss_scale,
 )
-from jmp_train.policies.pytrees import check_choice, check_count, check_flag, dtype_name, is_integer
+from jmp_train.policies.pytrees import check_choice, check_count, check_flag, checked_path, dtype_name, shown
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -49,7 +41,7 @@ class AmpType(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The dtypes of a mode.
+    """A row of the table of modes, and the precision of a mode with the options that override its row.
 
     Args:
       model_dtype: dtype of parameters, inputs and buffers; None leaves them unchanged.
@@ -57,375 +49,152 @@ class Precision:
       keep_batchnorm_fp32: whether BatchNorms stay in float32 in a half-precision model.
       master_weights: whether the optimizer stores float32 master weights.
       output_dtype: dtype of the model's outputs; None leaves them unchanged.
+      loss_scale: a number, or "dynamic" for the preset of the mode.
     """
 
-    model_dtype: np.dtype | None = None
-    autocast_rules: AutocastRules | None = None
+    model_dtype: Any = None
+    autocast_rules: AutocastRules | None = dataclasses.field(default=None, repr=False)  # hundreds of entries
     keep_batchnorm_fp32: bool = False
     master_weights: bool = False
     output_dtype: np.dtype | None = None
-
-
-class _Options:
-    """The common options of all modes."""
-
-    mode: ClassVar[AmpType]
-    scaling: ClassVar[tuple[str, ...]]  # the options of a loss scale, which bfloat16 does not have
-    enabled: bool = True
-    verbosity: int = 0  # 0 logs nothing
-    counts_zeros: bool = False
-    rules: AutocastRules | None = None  # None for the mode's own
-
-    def half_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Returns the half type, given the requested one."""
-        return dtype
-
-    def precision(self, half: np.dtype) -> Precision:
-        """Returns the dtypes, given the half type."""
-        raise NotImplementedError
-
-    def make_loss_scale(self, half: np.dtype) -> LossScales:
-        """Returns the initial loss scale, given the half type."""
-        return self._dynamic_scale() if half == jnp.float16 else NoOpLossScale()
-
-    def _dynamic_scale(self) -> LossScale:
-        raise NotImplementedError
-
-    def _scaling_options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.scaling}
-
-
-@dataclasses.dataclass(frozen=True)
-class TorchOptions(_Options):
-    """Mode "torch": autocast, float32 parameters and torch's `GradScaler`.
-
-    Args:
-      init_scale: see `torch_loss_scale`.
-      growth_factor: see `torch_loss_scale`.
-      backoff_factor: see `torch_loss_scale`.
-      growth_interval: see `torch_loss_scale`.
-      enabled: False computes as in float32.
-      rules: autocast rules, or the path of a file of them; None for torch's, which has no such option.
-
-    Example:
-      >>> TorchOptions().growth_interval
-      2000
-
-    Reference: ColossalAI's AMP_TYPE.TORCH; torch.amp.
-    """
-
-    mode: ClassVar[AmpType] = AmpType.TORCH
-    scaling: ClassVar[tuple[str, ...]] = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    enabled: bool = True
-    rules: AutocastRules | None = dataclasses.field(default=None, repr=False)  # hundreds of entries
-
-    def __post_init__(self) -> None:
-        check_flag("enabled", self.enabled)
-        self._dynamic_scale()
-
-    def precision(self, half: np.dtype) -> Precision:
-        """Returns autocast by the given rules, or by torch's."""
-        del half
-        return Precision(autocast_rules=self.rules or TORCH_CUDA)
-
-    def _dynamic_scale(self) -> LossScale:
-        return torch_loss_scale(**self._scaling_options())
-
-
-@dataclasses.dataclass(frozen=True)
-class NaiveOptions(_Options):
-    """Mode "naive": the whole model in half precision, and float32 master weights.
-
-    Args:
-      log_num_zeros_in_grad: True to count zero gradients (metric `num_zeros_in_grad`).
-      initial_scale: see `megatron_loss_scale`.
-      min_scale: see `megatron_loss_scale`.
-      max_scale: see `megatron_loss_scale`.
-      growth_factor: see `megatron_loss_scale`.
-      backoff_factor: see `megatron_loss_scale`.
-      growth_interval: see `megatron_loss_scale`.
-      hysteresis: see `megatron_loss_scale`.
-      verbose: True to log the settings and the skipped steps.
-
-    Example:
-      >>> NaiveOptions().initial_scale == 2.0**32
-      True
-
-    Reference: ColossalAI's AMP_TYPE.NAIVE of 2022 (e79ea4424^).
-    """
-
-    mode: ClassVar[AmpType] = AmpType.NAIVE
-    scaling: ClassVar[tuple[str, ...]] = (
-        "initial_scale",
-        "min_scale",
-        "max_scale",
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "hysteresis",
-    )
-
-    log_num_zeros_in_grad: bool = False
-    initial_scale: float = 2.0**32
-    min_scale: float = 1.0
-    max_scale: float = 2.0**32
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    verbose: bool = False
-
-    def __post_init__(self) -> None:
-        check_flag("log_num_zeros_in_grad", self.log_num_zeros_in_grad)
-        check_flag("verbose", self.verbose)
-        self._dynamic_scale()
-
-    @property
-    def verbosity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """1 if settings and skipped steps are logged."""
-        return int(self.verbose)
-
-    @property
-    def counts_zeros(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True if zero gradients are counted."""
-        return self.log_num_zeros_in_grad
-
-    def precision(self, half: np.dtype) -> Precision:
-        """Returns half precision for everything except master weights and outputs."""
-        return Precision(model_dtype=half, master_weights=True, output_dtype=FLOAT32)
-
-    def _dynamic_scale(self) -> LossScale:
-        return megatron_loss_scale(**self._scaling_options())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Level:
-    """The settings of one of Apex's levels, which options override."""
-
-    cast_model_type: str | None
-    patch_torch_functions: bool
-    keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
-    loss_scale: float | str
+    loss_scale: float | str = 1.0
 
 
 _HALF = "half"  # the half type of the mode
-_LEVELS = {
-    "O0": _Level("float32", False, None, False, 1.0),
-    "O1": _Level(None, True, None, None, "dynamic"),
-    "O2": _Level(_HALF, False, True, True, "dynamic"),
-    "O3": _Level(_HALF, False, False, False, 1.0),
+_TABLE = {
+    "torch": Precision(None, TORCH_CUDA, False, False, None, "dynamic"),
+    "O0": Precision(FLOAT32, None, False, False, FLOAT32, 1.0),
+    "O1": Precision(None, APEX_O1, False, False, None, "dynamic"),
+    "O2": Precision(_HALF, None, True, True, FLOAT32, "dynamic"),
+    "O3": Precision(_HALF, None, False, False, FLOAT32, 1.0),
+    "naive": Precision(_HALF, None, False, True, FLOAT32, "dynamic"),
 }
+_PRESETS = {"torch": torch_loss_scale, "apex": apex_loss_scale, "naive": megatron_loss_scale}
+_ARGUMENTS = {
+    mode: {name: argument.default for name, argument in inspect.signature(preset).parameters.items()}
+    for mode, preset in _PRESETS.items()
+}
+_APEX_OR_NONE = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "torch": {**_ARGUMENTS["torch"], "rules": None},
+    "apex": {
+        "enabled": True,
+        "opt_level": "O1",
+        **_ARGUMENTS["apex"],
+        **dict.fromkeys((*_APEX_OR_NONE, "cast_model_outputs", "rules")),
+        "num_losses": 1,
+        "verbosity": 1,
+        "min_loss_scale": 1.0,
+    },
+    "naive": {"log_num_zeros_in_grad": False, **_ARGUMENTS["naive"], "max_scale": 2.0**32, "verbose": False},
+}
+_OPTIONS: dict[str, Any] = {
+    mode: dataclasses.make_dataclass(
+        f"{mode.title()}Options",
+        # Rules have hundreds of entries.
+        [(name, Any, dataclasses.field(default=value, repr=name != "rules")) for name, value in defaults.items()],
+        namespace={"mode": AmpType(mode), "scaling": _ARGUMENTS[mode].keys() - {"enabled", "loss_scale"}},
+        frozen=True,
+    )
+    for mode, defaults in _DEFAULTS.items()
+}
+ApexOptions = _OPTIONS["apex"]
+_FLAGS = ("enabled", "log_num_zeros_in_grad", "verbose")
+_CHOICES = {
+    "opt_level": ("O0", "O1", "O2", "O3"),
+    **dict.fromkeys(("keep_batchnorm_fp32", "patch_torch_functions", "master_weights"), (None, True, False)),
+}
+_COUNTS = {"num_losses": 1, "verbosity": 0}  # and the least of each
 _DTYPES = ("float32", "float16", "bfloat16")
+# Per option, the values that all levels take, and the levels that take others.
+_LEVELS: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "cast_model_type": ((None, False, FLOAT32), ("O0", "O2", "O3")),
+    "keep_batchnorm_fp32": ((None,), ("O0", "O2", "O3")),
+    "master_weights": ((None,), ("O0", "O2", "O3")),
+    "patch_torch_functions": ((None, False), ("O1",)),
+    "rules": ((None,), ("O1",)),
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class ApexOptions(_Options):
-    """Mode "apex": NVIDIA Apex's levels; an option that is not None overrides its level's.
-
-    Args:
-      enabled: False computes as in float32.
-      opt_level: "O0" is float32, "O1" autocast, "O2" a half model with BatchNorms and master weights in float32 and
-        a dynamic loss scale, "O3" only a half model.
-      cast_model_type: dtype of the model, or its name; False for none.
-      patch_torch_functions: True to choose each operation's precision by autocast; O1 only.
-      keep_batchnorm_fp32: whether BatchNorms stay in float32; "True" and "False" are accepted too. Not for O1.
-      master_weights: whether the optimizer stores float32 master weights of half parameters. Not for O1.
-      loss_scale: a number, its text, or "dynamic".
-      cast_model_outputs: dtype of the model's outputs; None for float32, or under O1 for no cast.
-      num_losses: number of losses with their own scales; see `PerLossScale`.
-      verbosity: 0 logs nothing, 1 settings and skipped steps.
-      min_loss_scale: the lower bound of a dynamic scale; None for 1, 0 for none.
-      max_loss_scale: its upper bound.
-      scale_window: steps without overflow before it grows, as in Apex's `LossScaler`; its `initialize`
-        has no such option.
-      rules: autocast rules, or the path of a file of them; None for Apex's, which has no such option.
-        O1 only.
-
-    Example:
-      >>> ApexOptions(opt_level="O2").max_loss_scale == 2.0**24
-      True
-
-    Reference: NVIDIA Apex e13873de, apex/amp/frontend.py.
-    """
-
-    mode: ClassVar[AmpType] = AmpType.APEX
-    scaling: ClassVar[tuple[str, ...]] = ("min_loss_scale", "max_loss_scale", "scale_window")
-
-    enabled: bool = True
-    opt_level: str = "O1"
-    cast_model_type: Any = None
-    patch_torch_functions: bool | None = None
-    keep_batchnorm_fp32: bool | str | None = None
-    master_weights: bool | None = None
-    loss_scale: float | str | None = None
-    cast_model_outputs: Any = None
-    num_losses: int = 1
-    verbosity: int = 1
-    min_loss_scale: float | None = None
-    max_loss_scale: float = 2.0**24
-    scale_window: int = 2000
-    rules: AutocastRules | None = dataclasses.field(default=None, repr=False)  # hundreds of entries
-
-    def __post_init__(self) -> None:
-        check_flag("enabled", self.enabled)
-        _check_level(self.opt_level)
-        for name in ("cast_model_type", "cast_model_outputs"):
-            object.__setattr__(self, name, _dtype_option(name, getattr(self, name)))
-        keep = {"True": True, "False": False}.get(str(self.keep_batchnorm_fp32))
-        check_choice("keep_batchnorm_fp32", self.keep_batchnorm_fp32, (None, True, False, "True", "False"))
-        object.__setattr__(self, "keep_batchnorm_fp32", keep)
-        for name in ("patch_torch_functions", "master_weights"):
-            check_choice(name, getattr(self, name), (None, True, False))
-        object.__setattr__(self, "loss_scale", _scale_option(self.loss_scale))
-        check_count("num_losses", self.num_losses)
-        if not is_integer(self.verbosity) or self.verbosity < 0:
-            raise ValueError(f"verbosity={self.verbosity!r} must be a whole number of at least 0")
-        self._check_combinations()
-        if self._level_or("loss_scale") == "dynamic":
-            self._dynamic_scale()
-        elif any(getattr(self, name) != getattr(ApexOptions, name) for name in self.scaling):
-            warnings.warn(
-                "min_loss_scale, max_loss_scale and scale_window are ignored: they are for loss_scale='dynamic', got "
-                f"loss_scale={self._level_or('loss_scale')}",
-                stacklevel=4,
-            )
-
-    def _check_combinations(self) -> None:
-        if self.rules is not None and not self._level_or("patch_torch_functions"):
-            given = "" if self.patch_torch_functions is None else " with patch_torch_functions=False"
-            raise ValueError(
-                f"rules: opt_level={self.opt_level!r}{given} does not autocast; leave them out, or choose "
-                "opt_level='O1'"
-            )
-        if self.opt_level != "O1":
-            if self.patch_torch_functions:
-                raise ValueError(
-                    "patch_torch_functions=True is for opt_level='O1', got opt_level="
-                    f"{self.opt_level!r}; leave it out, or choose False or None"
-                )
-            return
-        if self.cast_model_type not in (None, False, FLOAT32):
-            raise ValueError(
-                f"cast_model_type={self.cast_model_type.name!r}: opt_level='O1' leaves the model in "
-                "float32; choose None, False or 'float32', or opt_level 'O2' or 'O3'"
-            )
-        for name in ("keep_batchnorm_fp32", "master_weights"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: opt_level='O1' keeps all parameters in float32; "
-                    "leave it out, or choose opt_level 'O2' or 'O3'"
-                )
-
-    def _level_or(self, name: str) -> Any:
-        """Returns an option, or the level's value if it is None."""
-        value = getattr(self, name)
-        return getattr(_LEVELS[self.opt_level], name) if value is None else value
-
-    def half_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Returns `cast_model_type` if it is a half type, otherwise the requested one."""
-        half = self.cast_model_type not in (None, False, FLOAT32)
-        return self.cast_model_type if half else dtype
-
-    def precision(self, half: np.dtype) -> Precision:
-        """Returns the dtypes of the level and the options."""
-        if self._level_or("patch_torch_functions"):
-            return Precision(autocast_rules=self.rules or APEX_O1, output_dtype=self.cast_model_outputs)
-        cast = self._level_or("cast_model_type")
-        if not cast:
-            return Precision(output_dtype=self.cast_model_outputs)
-        model_dtype = half if cast == _HALF else np.dtype(cast)
-        is_half = model_dtype != FLOAT32
-        return Precision(
-            model_dtype=model_dtype,
-            keep_batchnorm_fp32=is_half and bool(self._level_or("keep_batchnorm_fp32")),
-            master_weights=is_half and bool(self._level_or("master_weights")),
-            output_dtype=self.cast_model_outputs or FLOAT32,
-        )
-
-    def make_loss_scale(self, half: np.dtype) -> LossScales:
-        """Returns the initial loss scale, or one per loss."""
-        scale = self._level_or("loss_scale")
-        if scale != "dynamic":
-            one = StaticLossScale(scale)
-        elif self.loss_scale is None and half != jnp.float16:
-            one = NoOpLossScale()
-        else:
-            one = self._dynamic_scale()
-        return one if self.num_losses == 1 else PerLossScale((one,) * self.num_losses)
-
-    def _dynamic_scale(self) -> LossScale:
-        check_range("max_loss_scale", self.max_loss_scale)
-        floor = self.min_loss_scale
-        floor = min(1.0, self.max_loss_scale) if floor is None else floor
-        return apex_loss_scale(scale_window=self.scale_window, min_loss_scale=floor, max_loss_scale=self.max_loss_scale)
-
-
-def _check_level(level: object) -> None:
-    if isinstance(level, str) and level in _LEVELS:
-        return
-    hint = "; the first character is the letter O" if str(level)[:1] == "0" else ""
-    raise ValueError(f"opt_level={level!r} must be one of {', '.join(map(repr, _LEVELS))}{hint}")
-
-
-def _dtype_option(name: str, value: object) -> Any:
-    """Returns the dtype of an option, also for torch's names; None and False are unchanged."""
-    if value is None or (value is False and name == "cast_model_type"):
-        return value
-    found = dtype_name(value.removeprefix("torch.") if isinstance(value, str) else value)
-    if found not in _DTYPES:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, _DTYPES))}, or None")
-    return jnp.dtype(found)
-
-
-def _scale_option(value: float | str | None) -> float | str | None:
-    if value is None or (isinstance(value, str) and value == "dynamic"):
-        return value
-    number = value
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            raise ValueError(f"loss_scale={value!r} must be 'dynamic', a number, or a number as text") from None
-    check_scale("loss_scale", number)
-    return float(number)
-
-
-AmpOptions: TypeAlias = TorchOptions | ApexOptions | NaiveOptions
-
-_OPTIONS: dict[AmpType, type[AmpOptions]] = {kind.mode: kind for kind in (TorchOptions, ApexOptions, NaiveOptions)}
-
-
-def amp_options(mode: str, options: Mapping[str, Any]) -> AmpOptions:
-    """Returns a mode's options; raises ValueError for an unknown mode or key.
+def amp_options(mode: str, given: Mapping[str, Any]) -> Any:
+    """Returns a mode's options; raises ValueError if one is unknown or invalid, or two exclude each other.
 
     Args:
       mode: "torch", "apex" or "naive", or an `AmpType`.
-      options: values by the names of the mode's options.
+      given: values by the names of the mode's options.
     """
     check_choice("mode", mode, tuple(kind.value for kind in AmpType))
-    kind = _OPTIONS[AmpType(mode)]
-    names = [field.name for field in dataclasses.fields(kind)]
-    for name in options:
+    names = _DEFAULTS[mode]
+    for name in given:
         if name not in names:
             raise ValueError(f"{name!r} is not an option of mode {str(mode)!r}; choose from mode, {', '.join(names)}")
-    if "rules" in options:
-        options = {**options, "rules": _rules_option(options["rules"])}
-    return kind(**options)
+    options = _OPTIONS[mode](**{name: _checked(name, value) for name, value in given.items()})
+    for name, (values, levels) in _LEVELS.items() if mode == "apex" else ():
+        if options.opt_level not in levels and (value := getattr(options, name)) not in values:
+            raise ValueError(
+                f"{name}={shown(value)} is for opt_level {', '.join(map(repr, levels))}, got opt_level="
+                f"{options.opt_level!r}; leave it out, or choose another level"
+            )
+    loss_scale_of(options, FLOAT32)
+    return options
 
 
-def _rules_option(value: object) -> AutocastRules | None:
-    """Returns rules, read from a file if a path is given."""
-    if value is None or isinstance(value, AutocastRules):
-        return value
-    if not isinstance(value, str | Path):
-        raise ValueError(f"rules={value!r} must be AutocastRules, or the path of a rules file")
-    try:
-        return AutocastRules.load(value)
-    except ValueError as error:
-        raise ValueError(f"rules: {error}") from error
+def precision_of(options: Any, half: np.dtype) -> Precision:
+    """Returns the row of a mode or level, with the options that override it.
+
+    Args:
+      options: the options of a mode.
+      half: the half type.
+    """
+    if not getattr(options, "enabled", True):
+        return Precision()
+    row = _TABLE[getattr(options, "opt_level", options.mode)]
+    given = {name: x for name, x in vars(options).items() if x is not None and hasattr(row, name)}
+    row = dataclasses.replace(row, **given)
+    cast, output = (getattr(options, name, None) for name in ("cast_model_type", "cast_model_outputs"))
+    if row.autocast_rules and getattr(options, "patch_torch_functions", None) is not False:
+        return dataclasses.replace(row, autocast_rules=options.rules or row.autocast_rules, output_dtype=output)
+    dtype = row.model_dtype if cast is None else cast or None
+    dtype = half if dtype == _HALF else dtype
+    keep, masters = (dtype not in (None, FLOAT32) and x for x in (row.keep_batchnorm_fp32, row.master_weights))
+    return Precision(dtype, None, keep, masters, output or (dtype and FLOAT32), row.loss_scale)
+
+
+def loss_scale_of(options: Any, half: np.dtype) -> LossScales:
+    """Returns the initial loss scale of a mode, or one per loss; its preset checks the options.
+
+    Args:
+      options: the options of the mode.
+      half: the half type.
+    """
+    scale = precision_of(options, half).loss_scale
+    arguments = {name: x for name, x in vars(options).items() if name in _ARGUMENTS[options.mode]}
+    if "loss_scale" in arguments:
+        arguments["loss_scale"] = scale
+    one = _PRESETS[options.mode](**arguments)
+    is_chosen = scale != "dynamic" or getattr(options, "loss_scale", None) is not None
+    if not getattr(options, "enabled", True) or (half != jnp.float16 and not is_chosen):
+        return NoOpLossScale()
+    count = getattr(options, "num_losses", 1)
+    return one if count == 1 else PerLossScale((one,) * count)
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Returns the value of an option; the loss scale checks its own."""
+    if name in _FLAGS:
+        check_flag(name, value)
+    elif name in _CHOICES:
+        check_choice(name, value, _CHOICES[name])
+    elif name in _COUNTS:
+        check_count(name, value, _COUNTS[name])
+    elif name == "rules" and value is not None and not isinstance(value, AutocastRules):
+        return AutocastRules.load(checked_path(name, value))
+    elif name in ("cast_model_type", "cast_model_outputs") and value is not None:
+        if (found := dtype_name(value)) in _DTYPES:
+            return jnp.dtype(found)
+        if value is not False or name == "cast_model_outputs":
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, _DTYPES))}, or None")
+    elif name == "loss_scale" and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value

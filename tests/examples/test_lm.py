@@ -16,7 +16,7 @@ from models.gpt import GPTConfig
 from promotion import promoting_task, relaxed
 
 from jmp_train.app.runs.setups import setup_of
-from jmp_train.policies.amp_modes.mode import amp_mode
+from jmp_train.policies.amp_modes.config import amp_mode
 from jmp_train.steps.step import train_step
 from jmp_train.steps.train_state import TrainState
 from jmp_train.task import Task

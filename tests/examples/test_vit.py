@@ -19,7 +19,7 @@ from jmp_train.app.runs.precisions import precision_of
 from jmp_train.app.runs.task_batches import evaluation_batches as batches_of_test
 from jmp_train.app.runs.task_batches import train_batches
 from jmp_train.data.array_loading import example_seeds
-from jmp_train.policies.amp_modes.mode import amp_mode
+from jmp_train.policies.amp_modes.config import amp_mode
 from jmp_train.steps.step import train_step
 from jmp_train.steps.train_state import TrainState
 from jmp_train.task import Task

@@ -365,5 +365,5 @@ def test_an_operation_without_half_precision_is_told_of_the_mode() -> None:
     fn, optimizer, state = o2(spectrum)
     with pytest.raises(ValueError, match="RFFT input must be float32") as raised:
         run(optimizer, state, fn)
-    assert "AMP mode apex: model float16" in raised.value.__notes__[0]
+    assert "AMP mode apex runs the model in float16" in raised.value.__notes__[0]
     assert "x.astype(jnp.float32)" in raised.value.__notes__[0]

@@ -16,8 +16,8 @@ from jax.tree_util import tree_map_with_path
 from promotion import promoting
 from pytrees import assert_bitwise_equal
 
-from jmp_train.policies.amp_modes.batch_norms import batch_norm_paths, float32_batch_norms, float32_batch_norms_called
-from jmp_train.policies.amp_modes.mode import amp_mode
+from jmp_train.policies.amp_modes.batch_norms import batch_norm_paths, batch_norms_called, in_float32, with_batch_norms
+from jmp_train.policies.amp_modes.config import amp_mode
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast
 from jmp_train.policies.pytrees.casting import cast_floating
 from jmp_train.policies.pytrees.paths import named_leaves, path_name
@@ -67,7 +67,7 @@ class Case:
 
 
 def called(float32: bool) -> Any:
-    return float32_batch_norms_called() if float32 else contextlib.nullcontext()
+    return batch_norms_called(in_float32) if float32 else contextlib.nullcontext()
 
 
 @functools.cache
@@ -118,7 +118,7 @@ def flax_nnx(norm: Any) -> Case:
     params, stats = nnx.state(net, nnx.Param), nnx.state(net, nnx.BatchStat)
 
     def run(float32: bool, params: Any, stats: Any, x: jax.Array) -> Any:
-        graph = nnx.split(float32_batch_norms(net, x.dtype) if float32 else net, ...)[0]
+        graph = nnx.split(with_batch_norms(net, x.dtype, in_float32=True) if float32 else net, ...)[0]
         # A copy, since merge keeps the variables, and grad refuses to change those from outside it.
         new = nnx.merge(graph, params, jax.tree.map(lambda x: x, stats))
         return new(x), nnx.state(new, nnx.BatchStat)
@@ -149,7 +149,7 @@ def equinox(norm: Any, mode: Any = "batch") -> Case:
     net, stats = eqx.nn.make_with_state(make)()
 
     def run(float32: bool, params: Any, stats: Any, x: jax.Array) -> Any:
-        new = float32_batch_norms(net, x.dtype) if float32 else net
+        new = with_batch_norms(net, x.dtype, in_float32=True) if float32 else net
         arrays, rest = eqx.partition(new, eqx.is_inexact_array)
         new = eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), jax.tree.leaves(params)), rest)
         return jax.vmap(new, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, stats)
@@ -326,7 +326,7 @@ def test_linen_lifted_transforms_and_containers() -> None:
     net = Net()
     x = jnp.asarray(X)
     rngs = {"params": jax.random.key(0), "noise": jax.random.key(1)}
-    with float32_batch_norms_called():  # scan wants a carry of one dtype
+    with batch_norms_called(in_float32):  # scan wants a carry of one dtype
         variables = jax.jit(net.init)(rngs, x)
         paths = batch_norm_paths(net, x)
     leaves = [name for name, _ in named_leaves(variables["params"])]
@@ -335,7 +335,7 @@ def test_linen_lifted_transforms_and_containers() -> None:
     assert {"jitted/odd", "rematerialized_0/odd", "scanned/odd", "norm", "given_a/layers_0"} <= norms
 
     def loss(params: Any) -> Any:
-        with float32_batch_norms_called():
+        with batch_norms_called(in_float32):
             y, updated = net.apply({**variables, "params": params}, x, mutable=["batch_stats"], rngs=rngs)
         return jnp.asarray(y, jnp.float32).sum(), (y, updated)
 
@@ -358,7 +358,7 @@ def test_traces_from_outside_are_not_used_within(lift: Any) -> None:
 
     for _ in range(2):
         assert result_dtype() == jnp.float32
-        with float32_batch_norms_called():
+        with batch_norms_called(in_float32):
             assert result_dtype() == jnp.float16
     assert batch_norm_paths(net, x) == batch_norm_paths(net, x) == ("",)
 
@@ -381,7 +381,7 @@ def test_nnx_containers_and_shared_modules() -> None:
     assert paths == ("a/odd", "given/b", "sequential/layers/1")
     leaves = [name for name, _ in named_leaves(nnx.state(net, nnx.Param))]
     assert {name.rpartition("/")[0] for name in leaves} == set(paths)
-    new = float32_batch_norms(net, jnp.bfloat16)
+    new = with_batch_norms(net, jnp.bfloat16, in_float32=True)
     assert new.a is new.z and new.a.odd is not net.a.odd
     assert [name for name, _ in named_leaves(nnx.state(new, nnx.Param))] == leaves
     assert net.a.odd.dtype is None and new.a.odd.dtype == jnp.bfloat16
@@ -392,12 +392,12 @@ def test_nnx_containers_and_shared_modules() -> None:
 @pytest.mark.full
 def test_equinox_states_fit_before_and_after() -> None:
     net, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
-    new = float32_batch_norms({"norm": net, "other": 3}, jnp.float16)
+    new = with_batch_norms({"norm": net, "other": 3}, jnp.float16, in_float32=True)
     assert new["other"] == 3 and type(net) is eqx.nn.BatchNorm
     assert new["norm"].batch_state_index is net.batch_state_index
     assert new["norm"].weight is net.weight
     assert isinstance(new["norm"], eqx.nn.BatchNorm)
-    again = float32_batch_norms({"norm": net, "other": 3}, jnp.float16)
+    again = with_batch_norms({"norm": net, "other": 3}, jnp.float16, in_float32=True)
     assert jax.tree.structure(new) == jax.tree.structure(again)
     x = jnp.asarray(X)
     run = eqx.filter_jit(
@@ -442,7 +442,7 @@ def test_haiku_transforms_within_and_running_averages() -> None:
     assert sorted(params) == ["lifted/in", "odd"]
 
     def run(train: bool, params: Any, state: Any) -> Any:
-        with float32_batch_norms_called():
+        with batch_norms_called(in_float32):
             return net.apply(params, state, jax.random.key(0), jnp.asarray(X), train)
 
     run = promoting(jax.jit(run, static_argnums=0))
@@ -469,14 +469,11 @@ def test_other_transformed_haiku_functions() -> None:
 
 def test_linen_and_haiku_models_come_back_and_others_are_errors() -> None:
     for model in (nn.BatchNorm(), hk.transform(lambda x: x)):
-        assert float32_batch_norms(model, jnp.float16) is model
+        assert with_batch_norms(model, jnp.float16, in_float32=True) is model
     for model in ({"w": jnp.ones(2)}, nn.BatchNorm, lambda x: x, None):
-        for call in (batch_norm_paths, functools.partial(float32_batch_norms, dtype=jnp.float16)):
-            wanted = f"model is of type {type(model).__name__}; it must be a flax linen or nnx module, a"
-            with pytest.raises(TypeError, match=wanted):
-                call(model)
-    with pytest.raises(ValueError, match="dtype='int32' must be a floating dtype"):
-        float32_batch_norms(nn.BatchNorm(), "int32")
+        wanted = f"model is of type {type(model).__name__}; it must be a flax linen or nnx module, a"
+        with pytest.raises(TypeError, match=wanted):
+            batch_norm_paths(model)
 
 
 @pytest.mark.parametrize(("make", "norm"), [(linen, nn.BatchNorm), (haiku, hk.BatchNorm)])

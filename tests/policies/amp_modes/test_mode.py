@@ -85,8 +85,6 @@ def test_norms_that_are_not_there_are_named() -> None:
         apex("O2").cast_params(two_models)
     both = dataclasses.replace(amp, batch_norms=("g/bn", "d/bn")).cast_params(two_models)
     assert both["d"]["bn"]["scale"].dtype == jnp.float32
-    with pytest.raises(TypeError, match="batch_norms='bn' must be a tuple of paths"):
-        dataclasses.replace(amp, batch_norms="bn")
 
 
 def test_outputs_are_cast_inside_a_loss_where_asked_for() -> None:
@@ -207,7 +205,7 @@ def test_half_parameters_are_refused_by_name(mode: str) -> None:
     fn, _ = amp.transform(loss_fn, optax.sgd(0.1))
     calls = (lambda: amp.cast_params(params), lambda: fn(params, None, BATCH, None))
     for call in (*calls, lambda: apex("O2").cast_params(params)):
-        with pytest.raises(ValueError, match=r"params must be in float32; mode .*\n  'dense/w' is bfloat16$"):
+        with pytest.raises(ValueError, match=r"params must be in .*mode .*\n  'dense/w' is bfloat16, not float32$"):
             call()
 
 
@@ -225,7 +223,7 @@ def test_naive_takes_a_model_that_was_created_in_half() -> None:
 def test_parameters_that_are_not_stored_as_the_mode_says_are_named() -> None:
     fn, optimizer = apex("O2").transform(loss_fn, optax.sgd(0.1))
     state = jt.TrainState.create(make_params(), optimizer)
-    with pytest.raises(ValueError, match=r"cast_params\(params\).*\n  'dense/w' is float32, not float16"):
+    with pytest.raises(ValueError, match=r"call amp.cast_params:\n  'dense/w' is float32, not float16"):
         jt.train_step(fn, optimizer)(state, BATCH)
 
 

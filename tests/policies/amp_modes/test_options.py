@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 RULES = jt.AutocastRules(primitives=(("dot_general", "float32"), ("exp", "lower")))
 
-# As documented by torch, Apex (frontend.py) and ColossalAI; see the reference in each options class.
+# As documented by torch, Apex (frontend.py) and ColossalAI; see the reference of `amp_mode`.
 DEFAULTS = {
     "torch": {
         "init_scale": 2.0**16,
@@ -35,9 +35,11 @@ DEFAULTS = {
         "cast_model_outputs": None,
         "num_losses": 1,
         "verbosity": 1,
-        "min_loss_scale": None,
+        "min_loss_scale": 1.0,  # there None
         "max_loss_scale": 2.0**24,
-        "scale_window": 2000,  # of its LossScaler; `initialize` does not take it
+        "init_scale": 2.0**16,  # this and the next two are of its LossScaler; `initialize` does not take them
+        "scale_factor": 2.0,
+        "scale_window": 2000,
         "rules": None,  # ours
     },
     "naive": {
@@ -86,12 +88,12 @@ def test_apex_levels_are_its_table() -> None:
 def test_an_option_of_apex_overrides_its_level() -> None:
     for level, options, field, wanted in (
         ("O1", {"patch_torch_functions": False}, "autocast_rules", None),
-        ("O3", {"keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32", True),
-        ("O2", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32", False),
+        ("O3", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32", True),
+        ("O2", {"keep_batchnorm_fp32": False}, "keep_batchnorm_fp32", False),
         ("O3", {"master_weights": True}, "master_weights", True),
         ("O2", {"master_weights": False}, "master_weights", False),
         ("O2", {"cast_model_type": "bfloat16"}, "model_dtype", jnp.bfloat16),
-        ("O3", {"cast_model_type": "torch.bfloat16"}, "model_dtype", jnp.bfloat16),
+        ("O3", {"cast_model_type": "bfloat16"}, "model_dtype", jnp.bfloat16),
         ("O2", {"cast_model_type": jnp.float32}, "model_dtype", jnp.float32),
         ("O2", {"cast_model_type": jnp.float32}, "master_weights", False),
         ("O2", {"cast_model_type": False}, "model_dtype", None),
@@ -100,7 +102,7 @@ def test_an_option_of_apex_overrides_its_level() -> None:
     ):
         found = getattr(apex(level, **options).precision, field)
         assert found is None if wanted is None else found == wanted, (level, options)
-    assert apex("O3", cast_model_type="torch.bfloat16").dtype == jnp.bfloat16
+    assert apex("O3", cast_model_type="bfloat16").dtype == jnp.bfloat16
     assert apex("O1", cast_model_type=False) != apex("O1")
 
 
@@ -111,8 +113,8 @@ def test_options_of_apex_reach_the_loss_scale() -> None:
     bounded = apex("O2", min_loss_scale=4.0, max_loss_scale=2.0**10).loss_scale
     assert bounded == jt.apex_loss_scale(min_loss_scale=4.0, max_loss_scale=2.0**10)
     assert apex("O1", scale_window=30).loss_scale == jt.apex_loss_scale(scale_window=30, min_loss_scale=1.0)
-    floors = [apex("O1", min_loss_scale=x).loss_scale.min_loss_scale for x in (None, 0.0)]  # pyright: ignore[reportAttributeAccessIssue]
-    assert floors == [1.0, 2.0**-126]
+    floors = [apex("O1", min_loss_scale=x).loss_scale.min_loss_scale for x in (1.0, 0.0, None)]  # pyright: ignore[reportAttributeAccessIssue]
+    assert floors == [1.0, 2.0**-126, 2.0**-126]
     several = apex("O1", num_losses=3).loss_scale
     assert isinstance(several, jt.policies.PerLossScale)
     assert len(several.loss_scales) == 3
@@ -136,8 +138,8 @@ def test_bfloat16_skips_without_a_scale(mode: str) -> None:
 def test_a_scale_that_is_asked_for_is_there_in_bfloat16() -> None:
     amp = apex("O2", cast_model_type="bfloat16", loss_scale="dynamic", max_loss_scale=2.0**8)
     assert float(amp.loss_scale.loss_scale) == 2.0**8
-    half = apex("O2", dtype=jnp.bfloat16, cast_model_type="float16", max_loss_scale=0.5)
-    assert float(half.loss_scale.loss_scale) == 0.5
+    half = apex("O2", dtype=jnp.bfloat16, cast_model_type="float16", max_loss_scale=2.0)
+    assert float(half.loss_scale.loss_scale) == 2.0
 
 
 # What loss scales refuse themselves is in test_presets.py: here are some, to see that it gets through.
@@ -157,43 +159,57 @@ WRONG = [
     ("naive", {"min_scale": 2.0**33}, "min_scale=8589934592.0 must not exceed the initial scale"),
     ("naive", {"initial_scale": 2.0**33}, "initial_scale=8589934592.0 must not exceed max_scale"),
     ("apex", {"opt_level": "O4"}, "opt_level='O4' must be one of 'O0', 'O1', 'O2', 'O3'"),
-    ("apex", {"opt_level": "02"}, "opt_level='02' must be .*; the first character is the letter O"),
     ("apex", {"opt_level": []}, r"opt_level=\[\] must be one of"),
-    ("apex", {"cast_model_type": "float16"}, "cast_model_type='float16': opt_level='O1' leaves .*'O2'"),
+    (
+        "apex",
+        {"cast_model_type": "float16"},
+        r"cast_model_type=dtype\('float16'\) is for opt_level 'O0', 'O2', 'O3', got",
+    ),
     ("apex", {"cast_model_type": "int8"}, "cast_model_type='int8' must be one of 'float32', 'float16'"),
     ("apex", {"cast_model_outputs": False}, "cast_model_outputs=False must be one of 'float32', 'f"),
     ("apex", {"cast_model_outputs": "float64"}, "cast_model_outputs='float64' must be one of 'flo"),
-    ("apex", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True: opt_level='O1' .* 'O2' or"),
+    (
+        "apex",
+        {"keep_batchnorm_fp32": True},
+        "keep_batchnorm_fp32=True is for opt_level 'O0', 'O2', 'O3', got opt_level='O1'; leave it out, or choose ",
+    ),
     ("apex", {"keep_batchnorm_fp32": "true"}, "keep_batchnorm_fp32='true' must be one of None, True"),
-    ("apex", {"master_weights": False}, "master_weights=False: opt_level='O1' .* choose opt_level"),
+    (
+        "apex",
+        {"master_weights": False},
+        "master_weights=False is for opt_level 'O0', 'O2', 'O3', got",
+    ),
     ("apex", {"master_weights": 1}, "master_weights=1 must be one of None, True, False"),
     (
         "apex",
         {"opt_level": "O2", "patch_torch_functions": True},
-        "patch_torch_functions=True is for opt_level='O1', got opt_level='O2'; .*choose False or None",
+        "patch_torch_functions=True is for opt_level 'O1', got opt_level='O2'",
     ),
     ("apex", {"patch_torch_functions": "no"}, "patch_torch_functions='no' must be one of None, True"),
-    ("apex", {"loss_scale": "static"}, "loss_scale='static' must be 'dynamic', a number, or a num"),
+    ("apex", {"loss_scale": "static"}, "loss_scale='static' must be a finite number"),
     ("apex", {"loss_scale": 0.0}, r"loss_scale=0.0 must be between 2\*\*-126 and 2\*\*126"),
     ("apex", {"loss_scale": [2.0]}, r"loss_scale=\[2.0\] must be a finite number"),
-    ("torch", {"rules": 3}, "rules=3 must be AutocastRules, or the path of a rules file"),
-    ("torch", {"rules": "/"}, "rules: / is not a regular file"),
-    ("apex", {"opt_level": "O2", "rules": RULES}, "rules: opt_level='O2' does not autocast; .* opt_level='O1'"),
+    ("torch", {"rules": "/"}, "/ is not a regular file"),
     (
         "apex",
-        {"patch_torch_functions": False, "rules": RULES},
-        "rules: opt_level='O1' with patch_torch_functions=False does not autocast; leave",
+        {"opt_level": "O2", "rules": RULES},
+        "rules=AutocastRules.* is for opt_level 'O1', got opt_level='O2'",
     ),
+    ("apex", {"opt_level": "O3", "min_loss_scale": 2.0}, r"min_loss_scale is for a dynamic .*got StaticLossScale\("),
     ("apex", {"num_losses": 0}, "num_losses=0 must be an integer of at least 1"),
-    ("apex", {"verbosity": -1}, "verbosity=-1 must be a whole number of at least 0"),
+    ("apex", {"verbosity": -1}, "verbosity=-1 must be an integer of at least 0"),
     ("apex", {"min_loss_scale": 2.0**30}, "min_loss_scale=1073741824.0 must not exceed"),
     ("apex", {"max_loss_scale": -1.0}, "max_loss_scale=-1.0 must be between"),
     ("torch", {"dtype": "float32"}, "dtype=float32 must be float16 or bfloat16"),
-    ("torch", {"dtype": "bfloat16", "init_scale": 2.0}, "init_scale is for float16: bfloat16 has float32's range"),
+    (
+        "torch",
+        {"dtype": "bfloat16", "init_scale": 2.0},
+        r"init_scale is for a dynamic .*, got NoOpLossScale\(\)",
+    ),
     (
         "apex",
         {"opt_level": "O2", "cast_model_type": "bfloat16", "max_loss_scale": 2.0},
-        "max_loss_scale is for float16: bfloat16 has float32's range and needs no loss scale",
+        "max_loss_scale is for a dynamic loss scale, got NoOp",
     ),
 ]
 
@@ -205,12 +221,6 @@ def test_wrong_options_are_named_with_the_choices(mode: Any, options: Any, messa
     where = re.escape("config: fp16: ")
     with pytest.raises(ValueError, match=where + message):
         jt.amp_from_config({"fp16": {"mode": mode, **options}})
-
-
-def test_bounds_of_a_static_scale_are_warned_of() -> None:
-    ignored = "min_loss_scale, max_loss_scale and scale_window are ignored: they are for loss_scale='dynamic'"
-    with pytest.warns(UserWarning, match=ignored + r", got loss_scale=1\.0"):
-        apex("O3", min_loss_scale=2.0)
 
 
 def test_the_tutorials_dictionaries() -> None:
@@ -250,7 +260,6 @@ def test_rules_of_autocast_or_a_file_of_them(mode: Any, tmp_path: Path, monkeypa
     assert amp.precision.autocast_rules == RULES
     assert amp != jt.amp_mode(mode)
     assert jt.amp_mode(mode).precision.autocast_rules == (jt.TORCH_CUDA if mode == "torch" else jt.APEX_O1)
-    assert str(amp).startswith(f"{mode}: autocast float16 by the rules given, outputs")
     assert len(repr(amp)) < 500  # it is logged
     x = jnp.ones((2, 2))
     run = amp.forward(lambda params, state, batch: (params @ batch, jnp.exp(batch)))
@@ -264,8 +273,10 @@ def test_rules_of_autocast_or_a_file_of_them(mode: Any, tmp_path: Path, monkeypa
         assert jt.amp_from_config({"fp16": {"mode": mode, "rules": rules}}) == amp
     with pytest.raises(FileNotFoundError, match=r"none\.toml"):
         jt.amp_mode(mode, rules="none.toml")
+    with pytest.raises(TypeError, match="rules=3 must be a path"):
+        jt.amp_mode(mode, rules=3)
     (tmp_path / "folder" / "rules.toml").write_text("[")
-    with pytest.raises(ValueError, match=r"config.toml: fp16: rules: .*rules.toml is not a TOML file: "):
+    with pytest.raises(ValueError, match=r"config.toml: fp16: .*rules.toml is not a TOML file: "):
         jt.amp_from_config(config)
 
 
@@ -274,7 +285,5 @@ def test_configurations_of_another_type() -> None:
         jt.amp_from_config({"fp16": {"opt_level": "O2"}})
     with pytest.raises(TypeError, match="fp16 must be a dictionary of options, got 'O2'"):
         jt.amp_from_config({"fp16": "O2"})
-    with pytest.raises(ValueError, match="fp16: 1 is not an option; names of options are strings"):
-        jt.amp_from_config({"fp16": {"mode": "torch", 1: 2}})
     with pytest.raises(TypeError, match="config must be a dictionary or a TOML file's path, got 3"):
         jt.amp_from_config(3)  # pyright: ignore[reportArgumentType]
