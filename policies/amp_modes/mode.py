@@ -250,8 +250,8 @@ class Amp:
                 except (TypeError, ValueError, NotImplementedError) as error:
                     if dtype.name in str(error):
                         error.add_note(
-                            f"AMP mode {self.mode.value} runs the model in {dtype}. For operations without a half-precision "
-                            "version, such as an fft, cast the operand with x.astype(jnp.float32), or use mode 'torch'"
+                            f"AMP mode {self.mode.value} runs the model in {dtype}. For operations that have no half "
+                            "version, as an fft, cast the operand with x.astype(jnp.float32), or use mode 'torch'"
                         )
                     raise
 

@@ -98,7 +98,6 @@ _OPTIONS: dict[str, Any] = {
     )
     for mode, defaults in _DEFAULTS.items()
 }
-ApexOptions = _OPTIONS["apex"]
 _FLAGS = ("enabled", "log_num_zeros_in_grad", "verbose")
 _CHOICES = {
     "opt_level": ("O0", "O1", "O2", "O3"),

@@ -18,7 +18,6 @@ from jmp_train.app.runs.precisions import autocasts, check_float64, loss_scale_f
 from jmp_train.app.runs.run_settings import DEFAULT_SETTINGS, RunSettings
 from jmp_train.app.runs.task_batches import batch_shapes, with_shared
 from jmp_train.policies import Amp, Params, PyTree, apply_policy, with_state_dtypes
-from jmp_train.policies.amp_modes import ApexOptions
 from jmp_train.policies.dtype_policies import Policy
 from jmp_train.policies.loss_scaling import DynamicLossScale, LossScale, LossScales, NoOpLossScale
 from jmp_train.policies.optimizers import scaled_states, with_loss_scale, with_master_weights
@@ -233,7 +232,7 @@ def _growing_after(amp: Amp, steps: int | None) -> Amp:
     """Returns a mode whose dynamic loss scale, if any, grows after this many steps without overflow."""
     if steps is None or not isinstance(amp.loss_scale, DynamicLossScale):
         return amp
-    name = "scale_window" if isinstance(amp.options, ApexOptions) else "growth_interval"
+    name = "scale_window" if hasattr(amp.options, "scale_window") else "growth_interval"
     return dataclasses.replace(amp, options=dataclasses.replace(amp.options, **{name: steps}))
 
 
