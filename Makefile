@@ -72,7 +72,7 @@ run-test-newest:
 
 # DGL's side runs where `make .venv-dgl/.dgl` has made its environment, of 5 GB.
 test-migration: .venv/.dev .venv-peers/.peers
-	$(BIN)/python -m pytest tests/house/test_migration.py $(ALLOWED)
+	$(BIN)/python -m pytest tests/project/test_migration.py $(ALLOWED)
 
 # GPU_PYTHON=/path/to/python names an environment that has jax for a GPU; else one is made for the driver.
 test-gpu:

@@ -1,4 +1,4 @@
-"""Floor 2: message passing on graphs that accumulates half precision in float32."""
+"""Message passing on graphs that accumulates half precision in float32."""
 
 from jmp_train.graphs import fn as fn
 from jmp_train.graphs.datasets.graph_data import GraphData as GraphData

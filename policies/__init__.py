@@ -1,4 +1,4 @@
-"""Floor 1: dtypes, casting, loss scales and their optax wrapper.
+"""Precision: dtypes, casting, loss scales and their optax wrapper.
 
 A `Policy` sets the dtypes of parameters, computation, outputs and gradient reductions. A loss scale keeps
 half-precision gradients from underflow. `with_loss_scale` stores that scale in the optax state, which checkpoints

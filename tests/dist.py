@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = {"jmp_train": "jmp_train", "policies": "jmp_train/policies", "graphs": "jmp_train/graphs"}
+LAYERS = {"jmp_train": "jmp_train", "policies": "jmp_train/policies", "graphs": "jmp_train/graphs"}
 NEEDED = (
     "jmp_train/py.typed",
     "jmp_train/tools/aot/gpus.toml",
@@ -114,7 +114,7 @@ def expected() -> set[str]:
     """Returns the files of the tree where an sdist has them, `policies/` and `graphs/` within `jmp_train/`."""
     files = (name for name in tree_files() if not (ROOT / name).is_symlink() and not name.startswith("."))
     parts = (name.partition("/") for name in files)
-    return {str(PurePosixPath(FLOORS.get(top, top), rest)) for top, _, rest in parts}
+    return {str(PurePosixPath(LAYERS.get(top, top), rest)) for top, _, rest in parts}
 
 
 def wheel_names(wheel: Path) -> set[str]:

@@ -68,9 +68,9 @@ class Recording:
     def tests(self, file: str, text: str, line: int) -> list[str]:
         """Returns the tests that may notice a change of a line, in the order in which they find it soonest.
 
-        First come those of the module's room, then the others; among each the tests that ran the line, by file and
+        First come those of the module's folder, then the others; among each the tests that ran the line, by file and
         cost, then the others of these files: what jax or Python has cached runs in the first test only. Tests of a
-        line that no test ran are those that ran any of the module, and if there are none, those of the room.
+        line that no test ran are those that ran any of the module, and if there are none, those of the folder.
 
         Args:
           file: the module's path from the root.
@@ -80,15 +80,15 @@ class Recording:
         lines = self.lines(file)
         known = self.texts.get(file) == checksum(text)
         ran = set().union(*(lines.get(number, ()) for number in statement_lines(text, line))) if known else set()
-        ran = ran or set().union(*lines.values()) or {test for test in self.costs if room_of(test) == room_of(file)}
+        ran = ran or set().union(*lines.values()) or {test for test in self.costs if folder_of(test) == folder_of(file)}
         files = set(map(file_of, ran))
         near = {test for test in self.costs if file_of(test) in files}
         own = f"test_{Path(file).name}"
 
         def order(test: str) -> tuple[Any, ...]:
-            of_room, at = room_of(test) == room_of(file), file_of(test)
+            of_folder, at = folder_of(test) == folder_of(file), file_of(test)
             cost = self.costs.get(test, 0.0)
-            return (not of_room, test not in ran, Path(at).name != own, by_file.get(at, 0.0), at, cost, test)
+            return (not of_folder, test not in ran, Path(at).name != own, by_file.get(at, 0.0), at, cost, test)
 
         by_file: dict[str, float] = {}
         for test in ran:
@@ -107,8 +107,8 @@ def file_of(test: str) -> str:
     return test.partition("::")[0]
 
 
-def room_of(name: str) -> str:
-    """Returns the room of a module, or the one that a test mirrors: "policies/optimizers"."""
+def folder_of(name: str) -> str:
+    """Returns the folder of a module, or the one that a test mirrors: "policies/optimizers"."""
     parts = Path(file_of(name)).parts[:-1]
     if len(parts) > 1 and (parts[0] == "tests" or parts[1] in ("policies", "graphs")):
         parts = parts[1:]  # doctests of `policies` are collected through the link `jmp_train/policies`

@@ -1,8 +1,8 @@
 """Plants random faults and looks whether the tests notice: `python tests/mutate.py --count 10 --seed 1`.
 
 A fault changes one operator, constant or call of a module. Of the quick ring run the tests that ran its line in a
-recording (`--record`; see `line_tests.py`), those of its room first, up to two minutes of CPU. `equivalent_faults.txt`
-lists faults that change nothing that could be seen, each with its reason; they are not planted.
+recording (`--record`; see `line_tests.py`), those of its folder first, up to two minutes of CPU.
+`equivalent_faults.txt` lists faults that change nothing that could be seen, each with its reason; they are not planted.
 """
 
 import argparse
@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from line_tests import ROOT, Outcome, Recording, outcome_of, preload, record, room_of
+from line_tests import ROOT, Outcome, Recording, folder_of, outcome_of, preload, record
 from mutations import compiled_once, copied_tree
 
-ROOMS = ("policies", "graphs", "jmp_train/steps", "jmp_train/parallel", "jmp_train/checkpoints")
+FOLDERS = ("policies", "graphs", "jmp_train/steps", "jmp_train/parallel", "jmp_train/checkpoints")
 EQUIVALENT = Path(__file__).parent / "equivalent_faults.txt"
-FLOORS = ("policies", "graphs", "jmp_train")
+LAYERS = ("policies", "graphs", "jmp_train")
 _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -92,11 +92,11 @@ class Caught:
 
     @property
     def where(self) -> str:
-        """Which tests noticed it: those of its room, others of the ring, or none."""
+        """Which tests noticed it: those of its folder, others of the ring, or none."""
         failed = self.outcome.failed
         if failed is None:
             return "SURVIVES"
-        return "ring" if "::" in failed and room_of(failed) != room_of(self.fault.file) else "room"
+        return "ring" if "::" in failed and folder_of(failed) != folder_of(self.fault.file) else "folder"
 
     def __str__(self) -> str:
         by = self.outcome.failed or f"{self.tests} tests, of which {self.outcome.left_out} were left out"
@@ -202,23 +202,23 @@ def equivalent_faults() -> dict[tuple[str, str], str]:
     return {(file, planted): reason for file, planted, reason in parts}
 
 
-def drawn_faults(rooms: Sequence[str], count: int, seed: int) -> list[Fault]:
-    """Returns random faults of rooms, the same for the same seed and tree; those that are equivalent are left out.
+def drawn_faults(folders: Sequence[str], count: int, seed: int) -> list[Fault]:
+    """Returns random faults of folders, the same for the same seed and tree; those that are equivalent are left out.
 
     Args:
-      rooms: folders, from the root.
+      folders: folders, from the root.
       count: how many.
       seed: of the choice.
     """
     equivalent = equivalent_faults()
-    found = [fault for file in modules(rooms) for fault in faults_of(file, (ROOT / file).read_text())]
+    found = [fault for file in modules(folders) for fault in faults_of(file, (ROOT / file).read_text())]
     found = [fault for fault in found if (fault.file, fault.planted_line) not in equivalent]
     return random.Random(seed).sample(found, min(count, len(found)))
 
 
-def modules(rooms: Sequence[str]) -> list[str]:
-    """Returns the tracked modules of rooms, from the root."""
-    command = ["git", "ls-files", "--", *(f"{room}/*.py" for room in rooms)]
+def modules(folders: Sequence[str]) -> list[str]:
+    """Returns the tracked modules of folders, from the root."""
+    command = ["git", "ls-files", "--", *(f"{folder}/*.py" for folder in folders)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split()
 
 
@@ -253,7 +253,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Plants random faults and looks whether the quick tests notice.")
     parser.add_argument("--count", type=int, default=10, help="how many faults; default: 10")
     parser.add_argument("--seed", type=int, default=1, help="of the choice; default: 1")
-    parser.add_argument("--room", nargs="+", default=ROOMS, help=f"folders; default: {' '.join(ROOMS)}")
+    parser.add_argument("--folder", nargs="+", default=FOLDERS, help=f"folders; default: {' '.join(FOLDERS)}")
     parser.add_argument("--record", action="store_true", help="record anew which tests run which line")
     parser.add_argument(
         "--recording", type=Path, default=ROOT / "out" / "mutate", help="its folder; default: out/mutate"
@@ -262,13 +262,13 @@ def main() -> int:
     with compiled_once():
         if options.record or not (options.recording / "texts.json").exists():
             print("recording which tests run which line: the whole quick ring, once", flush=True)
-            record(options.recording, modules(FLOORS))
+            record(options.recording, modules(LAYERS))
         preload()
-        faults = drawn_faults(options.room, options.count, options.seed)
+        faults = drawn_faults(options.folder, options.count, options.seed)
         found = check(faults, Recording(options.recording), lambda line: print(line, flush=True))
     caught = [one for one in found if one.where != "SURVIVES"]
-    by_room = sum(one.where == "room" for one in found)
-    print(f"{by_room} of {len(found)} caught by the tests of their room, {len(caught)} in all; seed {options.seed}")
+    by_folder = sum(one.where == "folder" for one in found)
+    print(f"{by_folder} of {len(found)} caught by the tests of their folder, {len(caught)} in all; seed {options.seed}")
     return int(10 * len(caught) < 9 * len(found))
 
 

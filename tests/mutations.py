@@ -32,7 +32,7 @@ sys.exit(pytest.main(sys.argv[1:], plugins=[WithoutShrinking()]))
 """
 NOTHING_RAN = 5  # pytest's exit code
 # It holds that faults can be planted, which is so no more in the copy that has one.
-CHECK_OF_THE_LIST = "tests/house/test_mutations.py"
+CHECK_OF_THE_LIST = "tests/project/test_mutations.py"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@
        loss_scaling.*
 
 Each name is given once. Of functions and classes the docstrings are shown. The last line stands for all names from this
-room that no page gives.
+package that no page gives.
 """
 
 import importlib

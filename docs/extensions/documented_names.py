@@ -29,7 +29,7 @@ def documented_names(folder: Path = API) -> dict[str, str]:
 
 
 def listed_names(folder: Path = API) -> dict[str, str]:
-    """Returns the same of the names that pages give themselves, not as those of a room.
+    """Returns the same of the names that pages give themselves, not as those of a package.
 
     Args:
       folder: of the pages.
@@ -48,21 +48,21 @@ def listed_names(folder: Path = API) -> dict[str, str]:
     return found
 
 
-def names_from(module: str, room: str) -> list[str]:
-    """Returns the names that a face imports from a room.
+def names_from(module: str, package: str) -> list[str]:
+    """Returns the names that an `__init__` imports from a package.
 
     Args:
-      module: the face: `jmp_train.graphs`.
-      room: with a star: `layers.*`.
+      module: the module with that `__init__`: `jmp_train.graphs`.
+      package: with a star: `layers.*`.
     """
     source = Path(str(importlib.import_module(module).__file__)).read_text()
     imports = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
-    start = f"{module}.{room.removesuffix('*')}"
+    start = f"{module}.{package.removesuffix('*')}"
     return [alias.name for node in imports if f"{node.module}.".startswith(start) for alias in node.names]
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields the page's name, the module and the name, or the room with a star, of each line below `api`."""
+    """Yields the page's name, the module and the name, or the package with a star, of each line below `api`."""
     for page in sorted(folder.glob("*.rst")):
         blocks = re.findall(r"^\.\. api:: (\S+)\n\n((?:   \S.*\n)+)", page.read_text(), re.MULTILINE)
         for module, block in blocks:

@@ -62,8 +62,8 @@ def test_each_import_of_an_extra_has_the_remedy() -> None:
     assert set(CALLS) <= modules
     bare = [
         f"{path.relative_to(ROOT)}:{line}"
-        for floor in ("jmp_train", "policies", "graphs")
-        for path in sorted((ROOT / floor).rglob("*.py"))
+        for layer in ("jmp_train", "policies", "graphs")
+        for path in sorted((ROOT / layer).rglob("*.py"))
         if any(module in (text := path.read_text()) for module in modules)
         for name, line in bare_imports(ast.parse(text))
         if name.partition(".")[0] in modules

@@ -18,7 +18,7 @@ from jmp_train.tools.aot.tpus import TPU
 Device = GPU | TPU
 """A device that programs can be compiled for without having it.
 
-This room and plans read the attributes that both classes have: `name`, `description`, `platform`, `memory_bytes`,
+This package and plans read the attributes that both classes have: `name`, `description`, `platform`, `memory_bytes`,
 `bandwidth`, `rates`, `matrix_rate`, `link`, `link_bandwidth`, `l2_cache_size`, `overlaps` and `topology`.
 """
 

@@ -22,15 +22,15 @@ from jmp_train.tools.diagnosing.measures import is_float, is_low
 
 Direction = Literal["forward", "backward", "update"]
 
-_HOUSE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 # What runs a user's loss function: lines further out are of the script that calls the step.
-_STEPS = tuple(os.path.join(_HOUSE, room) for room in ("steps", "parallel"))
+_STEPS = tuple(os.path.join(_PACKAGE, folder) for folder in ("steps", "parallel"))
 _LARGE = 40  # equations of a function that is more than one operation
 _OF_AUTOCAST = re.compile(rf"{re.escape(DECIDED)}(?::\w+)?(?:/|$)")  # its own scope, which no rule sees
 _STARTS = frozenset(("max", "min", "reduce_max", "reduce_min", "clamp"))  # from an infinity, of which nothing is left
 _STANDARD = sysconfig.get_path("stdlib")
 _PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # which may be below it
-LAYERS = os.path.join(_HOUSE, "graphs")
+LAYERS = os.path.join(_PACKAGE, "graphs")
 
 
 @dataclasses.dataclass(frozen=True)

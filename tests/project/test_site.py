@@ -3,7 +3,6 @@
 import html
 import inspect
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,6 @@ from documented_names import documented_names
 from process_helpers import run_python
 from selenium import webdriver
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.wait import WebDriverWait
 from site_links import broken_links
 
 import jmp_train as jt
@@ -24,7 +22,7 @@ import jmp_train.policies
 pytestmark = pytest.mark.quick
 
 DOCS = Path(__file__).parents[2] / "docs"
-FACES = (jt, jmp_train.policies, jmp_train.graphs)
+INTERFACES = (jt, jmp_train.policies, jmp_train.graphs)
 NOT_SHOWN = {"PyTree"}  # any tree: a name for readers of signatures
 GENERATED = ("genindex", "search")
 TUTORIALS = sorted(path.stem for path in (DOCS / "tutorials").glob("*.md"))
@@ -32,27 +30,18 @@ TUTORIALS = sorted(path.stem for path in (DOCS / "tutorials").glob("*.md"))
 
 def missing_names(folder: Path) -> set[str]:
     """Returns the public names that the pages in a folder lack."""
-    return {name for face in FACES for name in _names(face)} - documented_names(folder).keys() - NOT_SHOWN
+    return {name for module in INTERFACES for name in _names(module)} - documented_names(folder).keys() - NOT_SHOWN
 
 
-def _names(face: ModuleType) -> Iterator[str]:
-    yield from ("plan",) if face is jt else ()
-    yield from (name for name, thing in vars(face).items() if not name.startswith("_") and not inspect.ismodule(thing))
+def _names(module: ModuleType) -> Iterator[str]:
+    yield from ("plan",) if module is jt else ()
+    yield from (
+        name for name, thing in vars(module).items() if not name.startswith("_") and not inspect.ismodule(thing)
+    )
 
 
 def test_the_reference_has_every_public_name() -> None:
     assert missing_names(DOCS / "api") == set()
-
-
-def test_a_name_that_the_reference_lacks_or_has_twice_is_found(tmp_path: Path) -> None:
-    for page in (DOCS / "api").glob("*.rst"):
-        text = re.sub(r"^   (train_step|SGConv)\n", "", page.read_text(), flags=re.MULTILINE)
-        (tmp_path / page.name).write_text(text)
-    assert missing_names(tmp_path) == {"train_step"}
-    assert documented_names(tmp_path)["SGConv"] == "jmp_train.graphs.SGConv"  # by `layers.*`
-    (tmp_path / "twice.rst").write_text(".. api:: jmp_train\n\n   autocast\n")
-    with pytest.raises(ValueError, match=r"jmp_train\.autocast is documented twice, as jmp_train\.autocast too"):
-        documented_names(tmp_path)
 
 
 @pytest.fixture(name="site", scope="module")
@@ -80,45 +69,6 @@ def test_every_link_leads_to_a_page_an_anchor_or_a_file(site: Path) -> None:
     ] == []
 
 
-PAGE = """<img src="a/picture.svg"><a href="#here">1</a><a href="a/b.html?x=1#there">2</a><p id="here"></p>
-<a href="https://example.org#nowhere">3</a><a href="a/b.html">4</a><link href="style.css?v=1">"""
-
-
-@pytest.mark.parametrize(
-    ("good", "broken"),
-    [
-        ("", None),
-        ('href="#here"', "#her"),
-        ("a/b.html?x=1#there", "a/b.html#ther"),
-        ('href="a/b.html"', "a/c.html"),
-        ("a/picture.svg", "a/picture.png"),
-        ("style.css?v=1", "styles.css"),
-    ],
-)
-def test_a_broken_link_or_anchor_is_found(good: str, broken: str | None, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b.html").write_text('<h1 id="there"></h1><a href="../index.html#here">back</a>')
-    (tmp_path / "a" / "picture.svg").touch()
-    (tmp_path / "style.css").touch()
-    link = f'href="{broken}"' if good.startswith("href") else broken
-    (tmp_path / "index.html").write_text(PAGE if link is None else PAGE.replace(good, link, 1))
-    wanted = [] if broken is None else [f"index.html: {broken}"]
-    assert broken_links(tmp_path) == wanted
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_link_that_is_broken_in_the_site_is_found(site: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "site"
-    shutil.copytree(site, copy)
-    page = copy / "autocast.html"
-    page.write_text(page.read_text().replace('id="rules-in-a-file"', 'id="rules"'))
-    (copy / "fp8.html").unlink()
-    found = broken_links(copy)
-    assert "tune.html: autocast.html#rules-in-a-file" in found
-    assert "index.html: fp8.html" in found
-
-
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_names_of_other_projects_lead_there(site: Path) -> None:
@@ -133,53 +83,6 @@ def test_names_of_other_projects_lead_there(site: Path) -> None:
     jit = 'href="https://docs.jax.dev/en/latest/_autosummary/jax.jit.html#jax.jit"'
     assert jit in (site / "autocast.html").read_text()
     assert 'href="api/parallel.html#jmp_train.data_parallel"' in (site / "parallel.html").read_text()
-
-
-@pytest.mark.full
-def test_an_inventory_is_an_excerpt_of_what_a_project_publishes(site: Path) -> None:
-    import refresh_inventories as refresh  # and with it sphinx
-
-    published = (site / "objects.inv").read_bytes()
-    text = refresh.excerpt("jmp_train", published, ["jmp_train.train_step", "jmp_train.TrainState"])
-    assert text.splitlines()[3:] == [
-        "jmp_train.TrainState class api/train_steps.html",
-        "jmp_train.train_step function api/train_steps.html",
-    ]
-    assert refresh.names_in(text) == ["jmp_train.TrainState", "jmp_train.train_step"]
-    with pytest.raises(ValueError, match=r"jmp_train does not document jmp_train\.steps, numpy\.where"):
-        refresh.excerpt("jmp_train", published, ["numpy.where", "jmp_train.steps", "jmp_train.train_step"])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("code", "wanted"),
-    [
-        ("jnp.where(a, b, c)", "jax.numpy.where"),
-        ("optax.l2_loss", "optax.losses.l2_loss"),
-        ("jt.train_step", "jmp_train.train_step"),
-        ("TrainState", "jmp_train.TrainState"),
-        ("plan", None),
-        ("jax.jit(f).lower(x)", None),
-        ("jax.nowhere", None),
-    ],
-)
-def test_what_prose_names_is_found(code: str, wanted: str | None) -> None:
-    from linked_names import documented_name  # and with it sphinx
-
-    ours = {"train_step": "jmp_train.train_step", "TrainState": "jmp_train.TrainState", "plan": "jmp_train.plan"}
-    assert documented_name(code, ours, {"jax.numpy.where", "optax.losses.l2_loss", "jax.jit"}) == wanted
-
-
-@pytest.mark.full
-def test_a_plot_is_described_by_its_labels() -> None:
-    from plots import description  # and with it sphinx
-
-    assert description('ax.set(xlabel="step", ylabel="loss")') == "Plot: loss by step"
-    assert description('ax.set(xlim=(0, 1), xlabel="share")') == "Plot: share"
-    assert description("print(1)") == ""
-    for tutorial in (DOCS / "tutorials").glob("*.md"):
-        for cell in re.findall(r"```{code-cell} ipython3\n(.*?)```", tutorial.read_text(), re.DOTALL):
-            assert "plt.subplots" not in cell or description(cell), f"{tutorial.name}: a plot without labels"
 
 
 @pytest.mark.full
@@ -223,32 +126,6 @@ def test_pages_are_readable_on_phone_and_desk(browser: webdriver.Chrome, site: P
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     wanted = [entry["message"] for entry in browser.get_log("performance") if "requestWillBeSent" in entry["message"]]
     assert wanted and not [message for message in wanted if '"url":"http' in message]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("width", "beside"), [(390, False), (1440, True)])
-def test_other_code_is_beside_ours_on_a_desk_and_above_it_on_a_phone(
-    browser: webdriver.Chrome, site: Path, width: int, beside: bool
-) -> None:
-    show(browser, site / "migration" / "torch_amp.html", width, "light")
-    theirs, ours = browser.find_element(By.CLASS_NAME, "sides").find_elements(By.CSS_SELECTOR, ":scope > div")
-    assert theirs.text.startswith("torch\n") and ours.text.startswith("jmp_train\n")
-    assert (theirs.rect["y"] == ours.rect["y"]) == beside
-    assert (theirs.rect["x"] == ours.rect["x"]) == (not beside)
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_the_search_finds_a_name_and_the_link_to_it_leads_there(browser: webdriver.Chrome, site: Path) -> None:
-    show(browser, site / "search.html", 1300, "light", query="?q=torch_loss_scale")
-    found = "#search-results li a[href*='loss_scales']"
-    link = WebDriverWait(browser, 30).until(lambda page: page.find_element(By.CSS_SELECTOR, found))
-    address = link.get_attribute("href")
-    assert address is not None
-    browser.get(address)
-    assert browser.find_element(By.ID, "jmp_train.torch_loss_scale").is_displayed()
 
 
 @pytest.mark.full

@@ -40,9 +40,9 @@ def command_line_words(source: str) -> list[str]:
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("floor", ["policies", "graphs", "jmp_train"])
-def test_the_library_does_not_speak_of_the_command_line(floor: str) -> None:
-    paths = [path for path in library() if path.relative_to(ROOT).parts[0] == floor]
+@pytest.mark.parametrize("layer", ["policies", "graphs", "jmp_train"])
+def test_the_library_does_not_speak_of_the_command_line(layer: str) -> None:
+    paths = [path for path in library() if path.relative_to(ROOT).parts[0] == layer]
     assert paths
     found = {str(path): words for path in paths if (words := command_line_words(path.read_text()))}
     assert found == {}

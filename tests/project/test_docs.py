@@ -24,10 +24,10 @@ PUBLIC = {
     for name, thing in vars(module).items()
     if not name.startswith("_") and not inspect.ismodule(thing) and name not in ALIASES
 } | {"plan": jt.plan}
-# Names that other faces offer beside those that the top level has.
+# Names that other interfaces offer beside those that the top level has.
 PUBLIC |= {
-    name: getattr(face, name)
-    for face, names in {
+    name: getattr(interface, name)
+    for interface, names in {
         jt.steps: ("StepCosts", "TrainStep", "step_costs", "with_fp8_state"),
         jt.parallel: ("Stages", "specs_by_path", "state_shardings"),
         jt.tuning: ("Tolerance", "TunedRules"),
@@ -121,7 +121,7 @@ def test_the_index_of_recipes_names_every_page() -> None:
     assert {f"docs/recipes/{page}" for page in linked} | {"docs/recipes/index.md"} == set(RECIPES)
 
 
-def test_every_name_in_docs_and_examples_is_reachable_from_a_face() -> None:
+def test_every_name_in_docs_and_examples_is_reachable_from_a_interface() -> None:
     files = [ROOT / page for page in PAGES] + sorted((ROOT / "examples").rglob("*.*"))
     found = set()
     for path in (path for path in files if path.suffix in (".md", ".py")):
@@ -140,7 +140,7 @@ def test_every_name_in_docs_and_examples_is_reachable_from_a_face() -> None:
 
 
 def _is_private_module(thing: Any) -> bool:
-    """A module that is not a folder's face; `fn` is offered as one."""
+    """A module that is not a folder's interface; `fn` is offered as one."""
     return inspect.ismodule(thing) and not hasattr(thing, "__path__") and thing is not jt.graphs.fn
 
 

@@ -51,7 +51,7 @@ def imports(path: Path) -> list[str]:
     return names
 
 
-FLOORS = {"jmp_train": "jmp_train", "jmp_train.policies": "policies", "jmp_train.graphs": "graphs"}
+LAYERS = {"jmp_train": "jmp_train", "jmp_train.policies": "policies", "jmp_train.graphs": "graphs"}
 COMMANDS = ("jmp_train.__main__",)  # `python -m` runs it, nothing imports it
 APPLICATION = "jmp_train.app"
 
@@ -59,15 +59,15 @@ APPLICATION = "jmp_train.app"
 def _sources() -> dict[str, Path]:
     """Returns the file of each module of the library and the application."""
     found = {}
-    for floor, folder in FLOORS.items():
+    for layer, folder in LAYERS.items():
         for path in modules(folder):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join((floor, *(part for part in parts if part != "__init__")))] = path
+            found[".".join((layer, *(part for part in parts if part != "__init__")))] = path
     return found
 
 
 SOURCES = _sources()
-FACES = {module: path for module, path in SOURCES.items() if path.name == "__init__.py"}
+INTERFACES = {module: path for module, path in SOURCES.items() if path.name == "__init__.py"}
 
 
 @functools.cache
@@ -80,27 +80,27 @@ def imported_modules(path: Path) -> set[str]:
         else:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                passes = path != FACES.get(node.module or "") and alias.name in passed_on(node.module)
+                passes = path != INTERFACES.get(node.module or "") and alias.name in passed_on(node.module)
                 is_module = full in SOURCES and not passes
                 found |= {full if is_module else node.module or ""} & SOURCES.keys()
     return found
 
 
 @functools.cache
-def passed_on(face: str | None) -> set[str]:
-    """Returns the names that users of a folder may import from its face, modules among them."""
-    if face is None or face not in FACES:
+def passed_on(interface: str | None) -> set[str]:
+    """Returns the names that users of a folder may import from its interface, modules among them."""
+    if interface is None or interface not in INTERFACES:
         return set()
-    return {alias.asname for node in imports_in(FACES[face]) for alias in node.names if alias.asname}
+    return {alias.asname for node in imports_in(INTERFACES[interface]) for alias in node.names if alias.asname}
 
 
-@pytest.mark.parametrize("floor", ALLOWED)
-def test_lower_floors_import_downwards_only(floor: str) -> None:
-    for path in modules(floor):
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_lower_layers_import_downwards_only(layer: str) -> None:
+    for path in modules(layer):
         for name in imports(path):
             parts = name.split(".")
             top = ".".join(parts[:2]) if parts[0] == "jmp_train" else parts[0]
-            assert top in STANDARD or top in ALLOWED[floor], f"{path} imports {name}"
+            assert top in STANDARD or top in ALLOWED[layer], f"{path} imports {name}"
 
 
 @pytest.mark.quick_cases(4)
@@ -112,58 +112,58 @@ def test_private_jax_is_not_used(folder: str) -> None:
 
 def test_one_folder_knows_what_jax_calls_the_parameters_of_loops_and_branches() -> None:
     words = re.compile(r"\"(num_carry|(cond|body)_(nconsts|jaxpr)|branches(_platforms)?|ft_in|_split_transpose)\"")
-    named = {path for folder in FLOORS.values() for path in modules(folder) if words.search(path.read_text())}
+    named = {path for folder in LAYERS.values() for path in modules(folder) if words.search(path.read_text())}
     assert {path.parent for path in named} == {ROOT / "policies" / "programs"}
 
 
 def test_no_module_imports_from_inside_another_folder() -> None:
-    """Its own folder's modules, those directly in a folder around it, and faces: nothing else."""
+    """Its own folder's modules, those directly in a folder around it, and interfaces: nothing else."""
     for module, path in SOURCES.items():
         own = module if path.name == "__init__.py" else module.rpartition(".")[0]
         for name in imported_modules(path):
-            if name in FACES:
+            if name in INTERFACES:
                 around = f"{own}.".startswith(f"{name}.") and name != own
                 assert not around or name == "jmp_train", f"{path}: {name} imports this module"
             else:
                 folder = name.rpartition(".")[0]
-                face_of_floor = path.name == "__init__.py" and module in {*FLOORS, "jmp_train.tools"}
+                interface_of_layer = path.name == "__init__.py" and module in {*LAYERS, "jmp_train.tools"}
                 inside = not f"{own}.".startswith(f"{folder}.")
-                assert not inside or face_of_floor, f"{path} imports {name} and not {folder}"
+                assert not inside or interface_of_layer, f"{path} imports {name} and not {folder}"
 
 
 @pytest.mark.parametrize("folder", ["examples", "docs", "benchmarks"])
-def test_who_uses_the_library_imports_faces(folder: str) -> None:
+def test_who_uses_the_library_imports_interfaces(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
-        assert not imported_modules(path) - FACES.keys(), path
+        assert not imported_modules(path) - INTERFACES.keys(), path
 
 
-def test_faces_only_pass_names_on() -> None:
-    for module, path in FACES.items():
+def test_interfaces_only_pass_names_on() -> None:
+    for module, path in INTERFACES.items():
         tree = ast.parse(path.read_text())
         kinds = (ast.Expr, ast.Import, ast.ImportFrom)
         if module != "jmp_train":  # which has its version, and loads some folders when they are asked for
             assert all(isinstance(node, kinds) for node in tree.body), path
 
 
-@pytest.mark.parametrize("floor", ["jmp_train.policies", "jmp_train.graphs"])
-def test_a_name_for_users_is_in_the_face_of_the_floor_alone(floor: str) -> None:
-    """Unless another folder of the floor imports it; `autocasting` is a face for users too."""
-    offered = passed_on(floor)
-    rooms = {face for face in FACES if face.rpartition(".")[0] == floor} - {"jmp_train.policies.autocasting"}
-    within = {path for module, path in SOURCES.items() if module.startswith(f"{floor}.")}
-    for room in rooms:
+@pytest.mark.parametrize("layer", ["jmp_train.policies", "jmp_train.graphs"])
+def test_a_name_for_users_is_in_the_interface_of_the_layer_alone(layer: str) -> None:
+    """Unless another folder of the layer imports it; `autocasting` is an interface for users too."""
+    offered = passed_on(layer)
+    folders = {name for name in INTERFACES if name.rpartition(".")[0] == layer} - {"jmp_train.policies.autocasting"}
+    within = {path for module, path in SOURCES.items() if module.startswith(f"{layer}.")}
+    for folder in folders:
         used = {
             alias.name
             for path in within
             for node in imports_in(path)
-            if isinstance(node, ast.ImportFrom) and node.module == room
+            if isinstance(node, ast.ImportFrom) and node.module == folder
             for alias in node.names
         }
-        assert offered & passed_on(room) <= used, room
+        assert offered & passed_on(folder) <= used, folder
 
 
-def test_no_name_of_a_face_hides_a_module() -> None:
-    for module, path in FACES.items():
+def test_no_name_of_an_interface_hides_a_module() -> None:
+    for module, path in INTERFACES.items():
         if module == "jmp_train":
             continue
         for node in imports_in(path):
