@@ -8,6 +8,8 @@ NEWEST := .venv-newest/bin
 # Two processes, a file of tests at a time: more would need more memory than cores are worth.
 PARALLEL := -n 2 --dist loadfile
 ALLOWED := --allowed-skips tests/allowed_skips.txt
+# `make SHARE=1/2 test-newest` runs every second test.
+SHARED = $(if $(SHARE),--share $(SHARE))
 # The rings of tests; docs/contributing/tests.md says what is in each.
 QUICK := -m "quick and not full"
 REST := -m "full and not gpu"
@@ -68,7 +70,7 @@ test-newest:
 .PHONY: run-test-newest
 run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
-	$(NEWEST)/python -m pytest $(PARALLEL) -m "newest and not full" $(ALLOWED)
+	$(NEWEST)/python -m pytest $(PARALLEL) -m "newest and not full" $(ALLOWED) $(SHARED)
 
 # DGL's side runs where `make .venv-dgl/.dgl` has made its environment, of 5 GB.
 test-migration: .venv/.dev .venv-peers/.peers
@@ -76,7 +78,7 @@ test-migration: .venv/.dev .venv-peers/.peers
 
 # GPU_PYTHON=/path/to/python names an environment that has jax for a GPU; else one is made for the driver.
 test-gpu:
-	@.ci/gpu-python -m pytest --durations 5 -m gpu tests/gpu
+	@.ci/gpu-python -m pytest --durations 5 -m gpu tests/gpu $(SHARED)
 
 bench-gpu: MINUTES ?= 9
 bench-gpu:
