@@ -163,6 +163,7 @@ def test_weighted_degrees_and_self_loops_of_the_others(name: str) -> None:
     assert np.abs(plain - weighted["in"]).max() > 0.1
 
 
+@pytest.mark.full
 def test_attention_has_no_self_loops_unless_they_are_added() -> None:
     left, right = RANDOM.normal(size=(2, 2))
     rows = X @ KERNEL
@@ -219,6 +220,7 @@ def test_self_loops_and_directions_of_transforms() -> None:
     assert graphs.radius_graph(points, 1.0).in_degrees[0] == 39  # not 32
 
 
+@pytest.mark.full
 def test_what_is_empty_or_too_long() -> None:
     values, ids = jnp.array([-1.0, -2.0]), jnp.array([0, 0])
     assert graphs.segment_max(values, ids, 2).tolist() == [-1, -np.inf]  # 0 in PyTorch Geometric
@@ -246,6 +248,7 @@ def test_rows_and_encodings() -> None:
     np.testing.assert_allclose(graphs.random_walk_pe(GRAPH, 2, "w")[:, 1], np.diag(walk @ walk), atol=1e-6)
 
 
+@pytest.mark.full
 def test_nodes_that_only_some_edge_types_enter() -> None:
     follows, plays = ("user", "follows", "user"), ("game", "played", "user")
     ends = {follows: ([0, 1], [0, 1]), plays: ([0], [0])}
@@ -259,6 +262,7 @@ def test_nodes_that_only_some_edge_types_enter() -> None:
     assert found == {"sum": [-6, -2, 0], "mean": [-3, -1, 0], "max": [-1, -2, 0], "min": [-5, -2, 0]}
 
 
+@pytest.mark.full
 def test_jraphs_self_edges_are_added_to_those_there_are() -> None:
     tuple_ = graphs.to_jraph(GRAPH)._replace(nodes=jnp.float32(X), edges=None)
     with jax.numpy_dtype_promotion("standard"):
@@ -268,6 +272,7 @@ def test_jraphs_self_edges_are_added_to_those_there_are() -> None:
     np.testing.assert_allclose(found, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_graphs_of_other_libraries() -> None:
     ends = np.array(nx.path_graph(4).to_directed().edges).T  # DGL takes an undirected graph in both directions
     both = graphs.to_bidirected(graphs.from_edges([0, 1, 2], [1, 2, 3], 4))
@@ -287,6 +292,7 @@ def test_graphs_of_other_libraries() -> None:
         assert function(graphs.from_jraph(jraphs)) is not None, name
 
 
+@pytest.mark.full
 def test_running_variances_are_over_all_rows() -> None:
     norm = graphs.BatchNorm(1, momentum=0.9, rngs=nnx.Rngs(0))
     norm(jnp.array([[1.0], [3.0]]))

@@ -76,6 +76,7 @@ def test_policy_strings_mean_what_they_mean_in_jmp(text: str) -> None:
     assert jmp.get_policy(str(ours)) == theirs
 
 
+@pytest.mark.full
 @MANY
 @given(
     st.floats(0.5, 2.0**20, width=32),

@@ -198,7 +198,7 @@ def test_ties_share_the_gradient() -> None:
         np.testing.assert_allclose(np.asarray(grad, float), 1 / 13_161, rtol=0.01)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rows", [5, 3_000])
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "softmax", "normalize"])
 def test_equal_to_jraph_in_float32(name: str, rows: int) -> None:
@@ -243,7 +243,7 @@ def test_a_masked_segment_is_zero_and_so_is_its_gradient() -> None:
     assert weights.tolist() == grads.tolist() == [0.0] * 5
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "float32", "complex64"])
 def test_other_types_keep_theirs(dtype: str) -> None:
     x = jnp.asarray(np.arange(6), dtype)
@@ -271,7 +271,7 @@ def test_under_every_transform(name: str) -> None:
     assert (again == jax.jit(fn)(x[0])).all()
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_no_rows_and_no_segments(name: str) -> None:
     @jax.jit
@@ -358,6 +358,7 @@ def test_integers_do_not_overflow_and_their_means_are_floats(dtype: str) -> None
     assert largest.dtype == dtype
 
 
+@pytest.mark.full
 def test_segments_without_rows_have_what_jraph_gives_them_and_nodes_without_messages_have_zeros() -> None:
     graph = graphs.from_edges([0, 0], [1, 1], 3)  # nothing enters nodes 0 and 2
     pair = graphs.batch([graph, graphs.from_edges([], [], 0)])
@@ -438,6 +439,7 @@ def test_the_number_of_segments_is_found_outside_of_jit_as_by_jraph(name: str) -
         jax.jit(ours)(data, ids)
 
 
+@pytest.mark.full
 def test_extremes_of_no_rows_may_be_a_constant() -> None:
     data, ids = jnp.array([-3, -1, -2], jnp.float16), jnp.array([0, 3, 0])
     for name in ("max", "min"):
@@ -449,6 +451,7 @@ def test_extremes_of_no_rows_may_be_a_constant() -> None:
     assert slope.tolist() == [0, -2, -4]
 
 
+@pytest.mark.full
 def test_a_scalar_is_a_segment() -> None:
     for function in (graphs.segment_softmax, graphs.segment_normalize):
         assert function(jnp.float32(3), jnp.int32(0), 1).shape == ()

@@ -168,7 +168,7 @@ def half_of_emulation(fn: Callable[..., Any], args: Any, rules: AutocastRules) -
 CASES = [(program, rules) for rules in RULES for program in PROGRAMS if program != "loops" or rules == "mostly half"]
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("program", "rules"), CASES)
 def test_what_may_be_half_is_what_autocast_runs_in_half(program: str, rules: str) -> None:
     fn, args = PROGRAMS[program]()
@@ -199,6 +199,7 @@ def test_gradients_are_off_as_those_of_autocast(program: str) -> None:
     assert errors[2] < 1.5 * errors[1]
 
 
+@pytest.mark.full
 def test_a_flag_is_an_operation() -> None:
     def run(w: Any, x: Any) -> Any:
         return jnp.exp(jnp.tanh(x @ w) * 3)
@@ -215,6 +216,7 @@ def test_a_flag_is_an_operation() -> None:
     assert not np.array_equal(rounded(found, F16), found)
 
 
+@pytest.mark.full
 def test_derivatives_that_leave_half_are_emulated_in_float32() -> None:
     def run(x: Any, w: Any) -> Any:
         return (jnp.exp2(x @ w) / (x @ w + 300)).sum()

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.quick
 HEAD = 'format = "jmp_train autocast rules"\nversion = 1\n'
 
 
+@pytest.mark.full
 @settings(max_examples=10, deadline=None)
 @given(any_rules())
 def test_any_rules_come_back(tmp_path_factory: pytest.TempPathFactory, rules: jt.AutocastRules) -> None:

@@ -59,6 +59,7 @@ def test_disabled_is_the_plain_function_to_the_bit() -> None:
         assert_bitwise_equal(autocast(fn, enabled=False)(x), fn(x))
 
 
+@pytest.mark.full
 def test_a_decorator_around_a_region_is_not_a_region() -> None:
     def squared(fn: Any) -> Any:
         @functools.wraps(fn)

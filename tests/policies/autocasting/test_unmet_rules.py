@@ -32,6 +32,7 @@ MET: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 def test_rules_that_match_and_names_of_jax_are_no_reason_to_warn() -> None:
     rules = jt.TORCH_CUDA.replace(**MET)
     assert jnp.isfinite(jt.autocast(loss_fn, rules=rules)(X, X))

@@ -243,6 +243,7 @@ def test_a_conv_is_a_product() -> None:
     assert "conv_general_dilated of float32[1,2,4,4] and float32[2,2,3,3]" in text
 
 
+@pytest.mark.full
 def test_the_other_trace_leaves_no_mark_on_models_with_state() -> None:
     class Net(nnx.Module):
         def __init__(self) -> None:
@@ -305,6 +306,7 @@ def test_other_errors_have_no_note() -> None:
     assert not any("autocast" in note for note in getattr(info.value, "__notes__", []))
 
 
+@pytest.mark.full
 def test_equinox_models_are_seen_through() -> None:
     model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
 

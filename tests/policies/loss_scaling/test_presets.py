@@ -261,6 +261,7 @@ def test_apex_bit_by_bit(seed: int, start: float, interval: int, low: float | No
     check(scale, Apex(start, interval, low, 2.0**high), seed, 0.2)
 
 
+@pytest.mark.full
 @FEW
 @given(seeds, powers, growths, backoffs, intervals, st.integers(1, 4), st.sampled_from([24.0, 32.0]))
 @pytest.mark.filterwarnings("ignore:.*is not a power of two")
@@ -272,6 +273,7 @@ def test_megatron_and_colossalai_bit_by_bit(
     check(jt.megatron_loss_scale(*options), reference, seed, 0.25)
 
 
+@pytest.mark.full
 @FEW
 @given(seeds, st.integers(4, 20), intervals, st.integers(1, 4), st.booleans())
 def test_deepspeed_bit_by_bit(seed: int, power: int, window: int, hysteresis: int, consecutive: bool) -> None:

@@ -122,6 +122,7 @@ def test_half_gradients_make_updates_in_float32(dtype: str) -> None:
     np.testing.assert_allclose(jt.policies.compensated_params(params, state), exact, rtol=eps * eps, atol=1e-7)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=50)
 @given(
     st.sampled_from(HALVES),

@@ -331,6 +331,7 @@ def test_optaxs_own_functions_find_what_is_kept() -> None:
     np.testing.assert_allclose(averaged["w"], PARAMS["w"], atol=0.3)
 
 
+@pytest.mark.full
 def test_accumulating_steps_leave_the_moments() -> None:
     optimizer = small(relaxed(optax.MultiSteps(adam(), 3).gradient_transformation()), BOTH)
     state, update = optimizer.init(PARAMS), jax.jit(optimizer.update)

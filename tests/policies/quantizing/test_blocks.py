@@ -84,6 +84,7 @@ def test_the_largest_magnitude_of_a_block_stays() -> None:
         np.testing.assert_allclose(np.take_along_axis(after, place, -1), largest, rtol=2e-7)
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None)
 @given(shape=st.lists(st.integers(1, 400), max_size=3).map(tuple), block_size=st.integers(1, 300))
 def test_codes_have_the_arrays_shape_and_blocks_are_short_enough(shape: tuple[int, ...], block_size: int) -> None:
