@@ -229,8 +229,7 @@ class FlaxTrainState(_TrainStateOfFlax):
 
         Raises:
           ValueError: the optimizer's wrappers are in an order that `train_step` refuses, for example a chain with
-            clipping, which is not linear in the scaled gradients, before `with_loss_scale`. The message has the right
-            order.
+            clipping before `with_loss_scale`. The message has the right order.
         """
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         if has_nested_scale(state.opt_state):

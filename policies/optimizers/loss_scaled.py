@@ -15,6 +15,7 @@ import optax
 
 from jmp_train.policies.loss_scaling import LossScales, check_loss_scales, unscale_and_check
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
+from jmp_train.policies.optimizers.passed_updates import noting_scaled
 from jmp_train.policies.optimizers.skip_rules import SkipRule, judged, with_rule_state, wrapped_state
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_train.policies.optimizers.stored_parameters import (
@@ -24,7 +25,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     add_updates,
     as_transformation,
 )
-from jmp_train.policies.pytrees import Reached, find_nodes, refuse_overwritten, select_tree, upcast_to_float32
+from jmp_train.policies.pytrees import find_nodes, refuse_overwritten, select_tree, upcast_to_float32
 from jmp_train.policies.types import Grads, Params
 
 
@@ -116,8 +117,6 @@ def with_loss_scale(
         on_addition: Callable[[Addition], None] | None = None,
         **extra_args: Any,
     ) -> tuple[Any, Any]:
-        if isinstance(state, Reached):
-            return jax.tree_util.tree_map(jnp.zeros_like, params), Reached(updates)
         grads, finite, next_scale = unscale_and_check(state.loss_scale, upcast_to_float32(updates), axis_names)
         if "grad" in extra_args:  # a line search compares it with the loss
             extra_args = {**extra_args, "grad": grads}
@@ -139,7 +138,7 @@ def with_loss_scale(
         # x + -0.0 is x for every x; 0.0 would turn a parameter of -0.0 into 0.0. Complex numbers have two signs.
         return jax.tree_util.tree_map(lambda u: jnp.where(taken, u, -jnp.zeros_like(u)), new_updates), new_state
 
-    return ParamsOptimizer(init, update)
+    return ParamsOptimizer(init, noting_scaled(update))
 
 
 class ZeroGradientsState(NamedTuple):

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from jmp_train.policies.optimizers.loss_scaled_state import scaled_states
-from jmp_train.policies.pytrees import Reached, find_nodes, select_tree, upcast_to_float32
+from jmp_train.policies.optimizers.passed_updates import note_stored
+from jmp_train.policies.pytrees import find_nodes, select_tree, upcast_to_float32
 from jmp_train.policies.types import Grads, OptState, Params
 
 
@@ -103,12 +104,12 @@ def storing_optimizer(init: optax.TransformInitFn, step: Callable[..., tuple[Any
     ) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("params must be given: update(updates, state, params)")
-        if isinstance(state, Reached):
-            return updates, Reached(updates)
         new_params, state = step(updates, state, params, **extra_args)
         if return_params:
             return new_params, state
-        return jax.tree_util.tree_map(difference, new_params, params), state
+        differences = jax.tree_util.tree_map(difference, new_params, params)
+        note_stored(differences)
+        return differences, state
 
     return StoringOptimizer(init, update)
 

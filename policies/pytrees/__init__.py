@@ -64,7 +64,6 @@ from jmp_train.policies.pytrees.paths import check_regexes as check_regexes
 from jmp_train.policies.pytrees.paths import check_rules as check_rules
 from jmp_train.policies.pytrees.paths import named_leaves as named_leaves
 from jmp_train.policies.pytrees.paths import path_name as path_name
-from jmp_train.policies.pytrees.tree_nodes import Reached as Reached
 from jmp_train.policies.pytrees.tree_nodes import change_nodes as change_nodes
 from jmp_train.policies.pytrees.tree_nodes import check_values as check_values
 from jmp_train.policies.pytrees.tree_nodes import find_nodes as find_nodes

@@ -1,7 +1,7 @@
 """Finds the nodes of a type in a tree, in any nesting: wrappers' states in optax's, modules in models."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -12,12 +12,6 @@ from jmp_train.policies.types import PyTree
 
 Node = TypeVar("Node")
 Tree = TypeVar("Tree")
-
-
-class Reached(NamedTuple):
-    """Replaces a wrapper's state while `check_nesting` traces which updates reach it."""
-
-    updates: Any
 
 
 def has_tracers(tree: PyTree) -> bool:

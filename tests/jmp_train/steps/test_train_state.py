@@ -153,7 +153,7 @@ def test_steps_that_are_taken_are_flaxs_to_the_bit() -> None:
 def test_clipping_of_scaled_gradients_is_refused() -> None:
     scaled = jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale())
     params = {"w": jnp.ones(3)}
-    with pytest.raises(ValueError, match="optimizer: a transformation before with_loss_scale in the chain is"):
+    with pytest.raises(ValueError, match="optimizer: a transformation before with_loss_scale changes"):
         jt.FlaxTrainState.create(apply_fn=None, params=params, tx=optax.chain(optax.clip_by_global_norm(1.0), scaled))
-    in_order = optax.chain(optax.scale(0.5), scaled)
+    in_order = optax.chain(scaled, optax.scale(0.5))
     assert jt.FlaxTrainState.create(apply_fn=None, params=params, tx=in_order).loss_scale.loss_scale == 2.0**16

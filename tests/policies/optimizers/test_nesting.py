@@ -1,7 +1,7 @@
 """Wrappers in an order in which they compute something else are refused, the others train as ever."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,35 @@ def scaled(inner: Any = None) -> Any:
     return jt.with_loss_scale(inner or optax.sgd(1.0), jt.StaticLossScale(SCALE))
 
 
+class OwnState(NamedTuple):
+    steps: jax.Array
+    inner: Any
+
+
+def own(inner: Any, change: Callable[[Any], Any] = lambda g: g, jit: bool = False) -> Any:
+    """Returns a user's wrapper, which optax does not know, and which changes the gradients."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        updates, after = inner.update(jax.tree.map(change, updates), state.inner, params, **extra)
+        return updates, OwnState(state.steps + 1, after)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: OwnState(jnp.zeros(()), inner.init(params)), jax.jit(update) if jit else update
+    )
+
+
+def bare(inner: Any, before: Callable[[Any], Any] = lambda g: g, after: Callable[[Any], Any] = lambda g: g) -> Any:
+    """Returns a user's wrapper whose state is that of the optimizer in it."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        updates, state = inner.update(jax.tree.map(before, updates), state, params, **extra)
+        return jax.tree.map(after, updates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
 def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
     y = batch @ params["w"].astype(jnp.float32) + params["b"].astype(jnp.float32)
     return (y**2).mean()
@@ -36,8 +65,8 @@ def one_step(optimizer: Any, dtype: Any = jnp.float32) -> tuple[Any, jt.TrainSta
     return jax.grad(loss_fn)(params, batch), step(state, batch)[0]
 
 
-BEFORE = "optimizer: a transformation before with_loss_scale in the chain is not linear, such as"
-NOT_LINEAR: dict[str, Callable[[], Any]] = {
+BEFORE = "optimizer: a transformation before with_loss_scale changes the scaled gradients, such as clipping"
+CHANGING: dict[str, Callable[[], Any]] = {
     "clip_by_global_norm": lambda: optax.clip_by_global_norm(0.1),
     "clip": lambda: optax.clip(0.1),
     "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
@@ -47,15 +76,16 @@ NOT_LINEAR: dict[str, Callable[[], Any]] = {
     "noise": lambda: relaxed(optax.add_noise(0.1, 0.1, 0)),
     "zero_nans": optax.zero_nans,
     "sign": optax.scale_by_sign,
+    "scale": lambda: optax.scale(0.5),
     "masked clip": lambda: optax.masked(optax.clip(0.1), {"w": True, "b": False}),
 }
 
 
 @pytest.mark.quick_cases(8)
-@pytest.mark.parametrize("name", NOT_LINEAR)
-def test_what_is_not_linear_before_the_loss_scale_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_changes_gradients_before_the_loss_scale_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=BEFORE):
-        one_step(optax.chain(NOT_LINEAR[name](), scaled()))
+        one_step(optax.chain(CHANGING[name](), scaled()))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +99,12 @@ def test_what_is_not_linear_before_the_loss_scale_is_refused(name: str) -> None:
         lambda bad: optax.masked(optax.chain(bad, scaled()), {"w": True, "b": True}),
         lambda bad: optax.multi_transform({"a": optax.chain(bad, scaled())}, {"w": "a", "b": "a"}),
         lambda bad: optax.inject_hyperparams(lambda rate: optax.chain(bad, scaled()))(rate=0.1),
+        lambda bad: optax.chain(bad, jt.with_master_weights(scaled())),
+        lambda bad: jt.with_state_dtypes(optax.chain(bad, scaled(optax.trace(0.9))), {".*": "int8"}, min_size=1),
+        lambda bad: own(optax.chain(bad, scaled())),
+        lambda bad: own(scaled(), lambda g: jnp.clip(g, -0.1, 0.1)),
+        lambda bad: own(scaled(), lambda g: jnp.clip(g, -0.1, 0.1), jit=True),
+        lambda bad: bare(optax.chain(scaled()), lambda g: jnp.clip(g, -0.1, 0.1)),
     ],
 )
 def test_it_is_found_in_any_combinator(nest: Any) -> None:
@@ -82,12 +118,14 @@ def test_it_is_found_in_any_combinator(nest: Any) -> None:
     [
         (lambda: optax.chain(scaled()), 1),
         (lambda: optax.chain(optax.identity(), scaled(), optax.scale(0.5)), 0.5),
-        (lambda: optax.chain(optax.scale(0.5), scaled()), 0.5),
         (lambda: optax.flatten(scaled()), 1),
+        (lambda: own(scaled()), 1),
+        (lambda: own(optax.chain(scaled()), jit=True), 1),
+        (lambda: bare(optax.chain(scaled()), after=lambda u: 0.5 * u), 0.5),
+        (lambda: jt.with_state_dtypes(optax.chain(scaled(optax.trace(0.9))), {"trace": "bfloat16"}, min_size=1), -1),
         (lambda: optax.masked(scaled(), {"w": True, "b": True}), 1),
         (lambda: optax.multi_transform({"a": scaled()}, {"w": "a", "b": "a"}), 1),
-        (lambda: jt.with_master_weights(optax.chain(optax.scale(0.5), scaled())), 0.5),
-        (lambda: optax.chain(optax.scale(0.5), jt.with_master_weights(scaled())), 0.5),
+        (lambda: jt.with_master_weights(optax.chain(scaled(), optax.scale(0.5))), 0.5),
         (lambda: optax.chain(jt.with_master_weights(scaled()), optax.identity()), 1),
         (lambda: optax.inject_hyperparams(lambda rate: scaled(optax.sgd(rate)))(rate=1.0), 1),
         (lambda: scaled(optax.multi_transform({"a": optax.sgd(1.0)}, {"w": "a", "b": "a"})), 1),
@@ -109,12 +147,15 @@ def test_parameters_whose_gradients_reach_no_loss_scale_are_named() -> None:
     split = optax.multi_transform({"a": scaled(), "b": optax.sgd(1.0)}, LABELS)
     with pytest.raises(ValueError, match=r"optimizer: the gradients of these parameters are.*\n  b$"):
         one_step(split)
-    with pytest.raises(ValueError, match="optimizer: the gradients of these parameters are"):
-        one_step(optax.masked(scaled(), {"w": True, "b": False}))
+    masked = optax.masked(scaled(), {"w": True, "b": False})
+    for optimizer in (masked, own(masked), optax.chain(masked, optax.scale(0.5)), jt.with_master_weights(split)):
+        with pytest.raises(ValueError, match=r"optimizer: the gradients of these parameters are.*\n  b$"):
+            one_step(optimizer)
     frozen = optax.multi_transform({"a": scaled(), "b": optax.set_to_zero()}, LABELS)
-    grads, state = one_step(frozen)
-    np.testing.assert_allclose(state.params["w"], 1 - grads["w"], rtol=1e-6)
-    assert float(state.params["b"]) == 1
+    for optimizer in (frozen, jt.with_master_weights(frozen)):
+        grads, state = one_step(optimizer)
+        np.testing.assert_allclose(state.params["w"], 1 - grads["w"], rtol=1e-6)
+        assert float(state.params["b"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -149,6 +190,8 @@ def test_what_changes_the_updates_of_stored_parameters_is_refused(store: Any) ->
     for optimizer in (
         optax.chain(store(optax.sgd(0.1)), optax.scale(0.5)),
         optax.chain(store(scaled()), optax.clip(0.1)),
+        optax.chain(optax.masked(store(scaled()), {"w": True, "b": True}), optax.scale(0.5)),
+        bare(store(scaled()), after=lambda u: 0.5 * u),
         optax.named_chain(("sgd", optax.chain(store(optax.sgd(0.1)))), ("half", optax.scale(0.5))),
     ):
         with pytest.raises(ValueError, match=AFTER):
@@ -180,7 +223,7 @@ def test_over_devices_it_is_the_same() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     params = {"w": jnp.ones(3), "b": jnp.ones(())}
     batch = jnp.full((4, 3), 0.5)
-    for before, wrong in ((optax.scale(0.5), False), (optax.clip(0.1), True)):
+    for before, wrong in ((optax.identity(), False), (optax.clip(0.1), True)):
         optimizer = optax.chain(before, scaled())
         step = jt.train_step(jt.stateless(loss_fn), optimizer)
         state = jt.TrainState.create(params, optimizer)
@@ -190,5 +233,5 @@ def test_over_devices_it_is_the_same() -> None:
                     run(state, batch)
             else:
                 after, _ = run(state, batch)
-                expected = 1 - 0.5 * jax.grad(loss_fn)(params, batch)["w"]
+                expected = 1 - jax.grad(loss_fn)(params, batch)["w"]
                 np.testing.assert_allclose(after.params["w"], expected, rtol=1e-6)
