@@ -32,6 +32,7 @@ from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
+from jmp_train.planning import PlanSearch, Workload
 
 Optimizer = Callable[..., optax.GradientTransformation]
 
@@ -184,7 +185,7 @@ def bytes_of(model: str, choices: list[str], *, with_peaks: bool) -> dict[str, A
 
 def peak_bytes(step: Any, state: Any, batch: Any) -> int:
     """Returns the peak of a step on an A100, whose program has these bytes of state as its arguments."""
-    (row,) = jt.plan(step, state, batch, gpus="A100-40GB", find_largest=False, remedies=False).rows
+    (row,) = jt.plan(Workload(step, state, batch), "A100-40GB", PlanSearch(largest_batch=False)).rows
     return row.peak_bytes
 
 

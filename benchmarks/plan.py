@@ -26,6 +26,7 @@ from result_files import write_results
 import jmp_train as jt
 from jmp_train.aot import GPUS, Measured, devices_here, export_program, measure_program
 from jmp_train.app.runs import planned_step
+from jmp_train.planning import Machine, PlanSearch, Workload
 
 PARTS = ("largest", "shardings", "tables", "measured")
 TASKS = {"mnist": "mnist", "resnet34": "cifar10", "vit-b16": "vit-b16"}
@@ -72,8 +73,8 @@ def largest(args: argparse.Namespace) -> list[dict[str, Any]]:
     for case in args.cases:
         make, size = case_of(case)
         for gpu in args.gpus:
-            plan = jt.plan(make, policies=[args.policy], gpus=gpu, batch_size=size, remedies=False, progress=note)
-            (row,) = plan.rows
+            workload = Workload(make, policies=args.policy, batch_size=size)
+            (row,) = jt.plan(workload, gpu, PlanSearch(progress=note)).rows
             found, named = row.largest, share_with_source(row)
             if found is None or found.bytes is None:
                 print(f"{case:10}{gpu:12}{'none':>9}")
@@ -95,17 +96,9 @@ def shardings(args: argparse.Namespace) -> list[dict[str, Any]]:
         if case == "gat":  # a whole graph, which is not sharded
             continue
         make, size = case_of(case)
-        plan = jt.plan(
-            make,
-            policies=[args.policy],
-            gpus="A100-40GB",
-            devices=[1, 8],
-            shardings=["replicated", "zero1", "fsdp"],
-            batch_size=size,
-            find_largest=False,
-            remedies=False,
-            progress=note,
-        )
+        machines = [Machine("A100-40GB", gpus) for gpus in (1, 8)]
+        search = PlanSearch(largest_batch=False, shardings=["replicated", "zero1", "fsdp"], progress=note)
+        plan = jt.plan(Workload(make, policies=args.policy, batch_size=size), machines, search)
         print(f"\n{case}, A100-40GB: MB of parameters and optimizer state on each device, shares of those on one, peak")
         first = plan.rows[0].bytes_by_kind
         for row in plan.rows:
@@ -135,8 +128,8 @@ def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append(("gat " + entry["heads"], entry["policy"], of_reddit(entry["heads"]), 1, entry))
     results = []
     for name, policy, make, size, entry in rows:
-        options = {"batch_size": size, "find_largest": False, "remedies": False, "progress": note}
-        (row,) = jt.plan(make, policies=[policy], gpus=entry["gpu"], **options).rows
+        workload = Workload(make, policies=policy, batch_size=size)
+        (row,) = jt.plan(workload, entry["gpu"], ONE_SIZE).rows
         found = {"table": entry["peak_bytes"], "live": row.live_bytes, "plan": row.peak_bytes}
         print(f"{name:10}{policy:20}{''.join(f'{n / 1e9:11.2f}' for n in found.values())}", flush=True)
         results.append({"name": name, "policy": policy, **found})
@@ -152,21 +145,20 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     for case in args.cases:
         make, size = case_of(case)
         for policy in ("float32", args.policy):
-            options = {"batch_size": size, "find_largest": False, "remedies": False, "progress": note}
-            (row,) = jt.plan(make, policies=[policy], gpus=gpu or "V100-16GB", measure=gpu is not None, **options).rows
-            found = on_cpu(make, policy, size) if gpu is None else row.measured
+            workload = Workload(make, policies=policy, batch_size=size)
+            (row,) = jt.plan(workload, gpu or "V100-16GB", ONE_SIZE).rows
+            found = measured_here(make, policy, size, "cpu" if gpu is None else "cuda") if row.fits else None
             print(f"{case:10}{policy:20}{comparison(row, found)}", flush=True)
             results.append({"case": case, **row.to_json(buffers=0), "measured": None if found is None else vars(found)})
     return results
 
 
-def on_cpu(make: Make, policy: str, size: int) -> Measured:
-    """Returns what the step takes on the CPU that is here."""
+def measured_here(make: Make, policy: str, size: int, platform: str) -> Measured:
+    """Returns what the step takes on the device that is here."""
     step, state, batches = make(policy)
     arguments = (jax.eval_shape(lambda: state), jax.eval_shape(lambda: batches(size)))
-    return measure_program(
-        export_program(step, arguments, names=("state", "batch"), donated=(0,), platform="cpu"), runs=1
-    )
+    program = export_program(step, arguments, names=("state", "batch"), donated=(0,), platform=platform)
+    return measure_program(program, runs=1 if platform == "cpu" else 10)
 
 
 def comparison(row: jt.planning.PlanRow, found: Measured | None) -> str:
@@ -211,6 +203,8 @@ def note(done: int, what: str) -> None:
     """Says on standard error what is compiled next."""
     print(f"  {done:3} {what}", file=sys.stderr, flush=True)
 
+
+ONE_SIZE = PlanSearch(largest_batch=False, progress=note)
 
 if __name__ == "__main__":
     main()

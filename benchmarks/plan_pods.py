@@ -19,7 +19,7 @@ import json
 import os
 import resource
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,15 @@ from result_files import write_results
 import jmp_train as jt
 from jmp_train.aot import CompiledProgram, compile_program, export_program, tpu_slice
 from jmp_train.app.runs import planned_step
-from jmp_train.planning import Plan, PlanRow
+from jmp_train.planning import Machine, Plan, PlanRow, PlanSearch, Workload
 from jmp_train.policies.files import cache_folder
 
 SLICES = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:8x8", "v5e:16x16")
 CLUSTERS = ("1x1", "1x8", "2x8", "8x8")  # hosts, GPUs of each
 GPU = "H100-80GB"
-SEARCHES: dict[str, tuple[int, dict[str, Any]]] = {  # chips of the larger machine, and both as arguments of `plan`
-    "8 and 64 H100": (64, {"gpus": GPU, "devices": 8, "hosts": [1, 8]}),
-    "64 and 256 v5e": (256, {"tpus": ["v5e:8x8", "v5e:16x16"]}),
+SEARCHES = {  # the smaller machine and the larger one
+    "8 and 64 H100": (Machine(GPU, 8), Machine(GPU, 8, hosts=8)),
+    "64 and 256 v5e": (Machine("v5e:8x8"), Machine("v5e:16x16")),
 }
 TASKS = ("digits", "karate", "cora", "lm", "mnist", "proteins", "reddit", "cifar10", "vit-b16")
 CHIPS = ("v5e:1x1", "v6e:1x1")
@@ -86,13 +86,11 @@ def scaling(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     )
     print(f"{'':42}{'peak GB':>9}{'of':>8}{'products':>10}{'compute':>9}{'links':>8}{'hosts':>8}{'CPU s':>8}")
     clusters = [tuple(map(int, name.split("x"))) for name in args.clusters]
-    machines = [
-        *({"tpus": name} for name in args.slices),
-        *({"gpus": GPU, "hosts": hosts, "devices": devices} for hosts, devices in clusters),
-    ]
+    machines = [*map(Machine, args.slices), *(Machine(GPU, gpus, hosts) for hosts, gpus in clusters)]
     for machine in machines:
-        for sharding in args.shardings if chips_of(machine) > 1 else ["replicated"]:
-            plan, seconds = timed(args.model, WINDOWS * chips_of(machine), shardings=sharding, **machine)
+        for sharding in args.shardings if machine.devices > 1 else ["replicated"]:
+            search = PlanSearch(largest_batch=False, shardings=sharding)
+            plan, seconds = timed(args.model, WINDOWS * machine.devices, [machine], search)
             entry = {**entry_of(plan.rows[0]), "plan_cpu_seconds": seconds}
             print(line_of(entry), flush=True)
             yield f"{entry['device']}, {entry['placement']}", entry
@@ -101,9 +99,9 @@ def scaling(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 def search(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Prints and yields what the search for a placement has tried, with as many windows per chip on the largest."""
     for name in args.searches:
-        chips, machines = SEARCHES[name]
-        windows = WINDOWS * chips
-        plan, seconds = timed(args.model, windows, find_placement=True, **machines)
+        machines = SEARCHES[name]
+        windows = WINDOWS * machines[-1].devices
+        plan, seconds = timed(args.model, windows, machines, PlanSearch(placement=True))
         print(f"\nplacement of {windows} windows on {name}: {len(plan.rows)} compiled, {seconds:.0f} CPU seconds")
         print(plan, flush=True)
         best = plan.fastest
@@ -171,24 +169,18 @@ def published(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 PARTS = {"scaling": scaling, "search": search, "tasks": tasks, "published": published}
 
 
-def timed(model: str, windows: int, **options: Any) -> tuple[Plan, float]:
+def timed(model: str, windows: int, machines: Sequence[Machine], search: PlanSearch) -> tuple[Plan, float]:
     """Returns a plan of a language model, and the CPU seconds that it took."""
     before = cpu_seconds()
     task = load_task("lm", model=model)
-    options = {"find_largest": False, "remedies": False, "jobs": 1, **options}
-    plan = jt.plan(lambda policy: planned_step(task, policy), policies=POLICY, batch_size=windows, **options)
-    return plan, cpu_seconds() - before
+    workload = Workload(lambda policy: planned_step(task, policy), policies=POLICY, batch_size=windows)
+    return jt.plan(workload, machines, search), cpu_seconds() - before
 
 
 def cpu_seconds() -> float:
     """Returns the CPU seconds of this process, and of those that it has waited for."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)
-
-
-def chips_of(machine: Mapping[str, Any]) -> int:
-    """Returns the number of devices of a machine, by the arguments of `plan`."""
-    return tpu_slice(machine["tpus"]).devices if "tpus" in machine else machine["hosts"] * machine["devices"]
 
 
 def entry_of(row: PlanRow) -> dict[str, Any]:

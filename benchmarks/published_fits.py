@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jmp_train as jt
 from jmp_train.aot import GPUS, tpu_slice
+from jmp_train.planning import PlanSearch, Workload
 
 EPSILON = 1e-5  # of the norms
 OPTIMIZER = optax.adam(1e-4)
@@ -158,8 +159,8 @@ def planned(report: Report) -> dict[str, Any]:
         devices = tpu_slice(report.device).devices
         batch = jax.ShapeDtypeStruct((report.windows * devices, report.tokens + 1), jnp.int32)
         step = make_step(report, devices)
-        options: dict[str, Any] = {"shardings": shard_all, "find_largest": False, "remedies": False, "jobs": 1}
-        (row,) = jt.plan(step, state, batch, tpus=report.device, **options).rows
+        search = PlanSearch(largest_batch=False, shardings=shard_all)
+        (row,) = jt.plan(Workload(step, state, batch), report.device, search).rows
         needed, usable, by = row.peak_bytes, row.usable_bytes, "compiled"
     return {**found, "by": by, "needed_bytes": needed, "usable_bytes": usable, "fits": needed <= usable}
 

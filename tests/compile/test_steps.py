@@ -23,8 +23,8 @@ import jmp_train as jt
 from jmp_train.app.runs import planned_step
 from jmp_train.policies import with_state_dtypes
 from jmp_train.tools.aot import GPUS, CompiledProgram, compile_program, program_costs, read_hlo, tpu_slice
-from jmp_train.tools.planning import Placement
-from jmp_train.tools.planning.variants import Variant, variants_of
+from jmp_train.tools.planning import Placement, Workload
+from jmp_train.tools.planning.workloads import Variant
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
@@ -38,7 +38,7 @@ WIDTH = 256
 
 def of_task(name: str) -> Variant:
     step, state, batches = planned_step(load_task(name), "autocast_bfloat16")
-    (variant,) = variants_of(step, state, batches(None), None, None, grows=False)
+    (variant,) = Workload(step, state, batches(None)).variants(grows=False)
     return variant
 
 
@@ -52,7 +52,7 @@ def of_optimizer(optimizer: Any, policy: str = "mixed_bfloat16") -> Variant:
     step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy)
     state = jax.eval_shape(lambda: jt.TrainState.create([jnp.zeros((WIDTH, WIDTH))] * 3, optimizer))
     batch = jax.ShapeDtypeStruct((512, WIDTH), jnp.float32)
-    (variant,) = variants_of(step, state, batch, None, None)
+    (variant,) = Workload(step, state, batch).variants()
     return variant
 
 
@@ -74,7 +74,7 @@ PROGRAMS: dict[str, Callable[[], Variant]] = {
 def compiled(name: str, device: str) -> CompiledProgram:
     kind = DEVICES[device]
     variant = PROGRAMS[name]()
-    program = variant.exported(Placement(), variant.batch_size, donate=True, platform=kind.platform)
+    program = variant.exported(Placement(), variant.batch_size, kind.platform)
     return compile_program(program, kind)
 
 

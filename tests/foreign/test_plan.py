@@ -19,9 +19,8 @@ from training_scripts import nnx_mnist as mnist
 
 import jmp_train as jt
 from jmp_train.tools.aot import ExportedProgram
-from jmp_train.tools.planning import Placement, PlanRow
+from jmp_train.tools.planning import Placement, PlanRow, PlanSearch, Workload
 from jmp_train.tools.planning.arguments import arguments_of
-from jmp_train.tools.planning.variants import variants_of
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(500)]
 
@@ -100,8 +99,8 @@ QUICK = (nnx_mnist,)
 
 def exported(step: Any, state: Any, batch: Any, **options: Any) -> tuple[ExportedProgram, Any]:
     """Returns the program of a step, and the shapes of its state."""
-    (variant,) = variants_of(step, state, batch, options.get("batch_size"), None)
-    return variant.exported(Placement(), variant.batch_size, donate=True), variant.state
+    (variant,) = Workload(step, state, batch, **options).variants()
+    return variant.exported(Placement(), variant.batch_size), variant.state
 
 
 def cases(makers: Any) -> list[Any]:
@@ -133,7 +132,7 @@ def test_haikus_policies_are_those_of_the_thread_that_plans(compiler: None) -> N
     in_float32 = row_of(update, state, step.batch)
     with haiku_transformer.mixed_precision():
         in_half = row_of(lambda state, batch: update(state, batch), state, step.batch)
-    assert in_float32.costs.cast_bytes < in_half.costs.cast_bytes
+    assert set(in_float32.costs.operations) == {"f32"} != set(in_half.costs.operations)
     assert hk.mixed_precision.get_policy(haiku_transformer.LanguageModel) is None
 
 
@@ -156,7 +155,7 @@ def padded_graphs(size: int) -> Any:
 
 
 def row_of(step: Any, state: Any, batch: Any, **options: Any) -> PlanRow:
-    (row,) = jt.plan(step, state, batch, gpus="A100-40GB", find_largest=False, jobs=2, **options).rows
+    (row,) = jt.plan(Workload(step, state, batch, **options), "A100-40GB", PlanSearch(largest_batch=False)).rows
     assert sum(buffer.n_bytes for buffer in row.buffers) == row.peak_bytes
     return row
 

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 
 from jmp_train.tools.aot import GPU, GPUS, Buffer, Costs, program_costs, read_hlo
-from jmp_train.tools.planning import Allowances, LargestBatch, Placement, PlanRow, Remedy
+from jmp_train.tools.planning import LargestBatch, Machine, Placement, PlanRow
 
 ODD = "<&\">'"
 DATA_PARALLEL = Placement(8, "zero1")
 STEP_BYTES = {
     "parameters": 500_000_000,
     "optimizer state": 1_000_000_000,
-    "activations saved for the backward pass": 7_000_000_000,
-    "gradients": 500_000_000,
+    "saved for the backward pass": 7_000_000_000,
+    "temporaries": 500_000_000,
     f"of its own {ODD}": 2_000_000,
     "padding": 1_000,
 }
@@ -30,13 +30,6 @@ metadata={{op_name="jit(step)/<dense>/dot_general"}}
   ROOT %r = f32[8192]{{0}} all-reduce(%z), replica_groups={{{{{group}}}}}, to_apply=%add
 }}
 """
-_WITHOUT_PRODUCTS = """
-HloModule step
-ENTRY %main (x: f32[1024]) -> f32[1024] {
-  %x = f32[1024]{0} parameter(0)
-  ROOT %y = f32[1024]{0} negate(%x)
-}
-"""
 
 
 def planned_costs(gpu: GPU, dtype: str, examples: int = 4096, devices: int = 1) -> Costs:
@@ -53,15 +46,6 @@ def planned_costs(gpu: GPU, dtype: str, examples: int = 4096, devices: int = 1) 
     return program_costs(read_hlo(text), gpu)
 
 
-def costs_without_products(gpu: GPU) -> Costs:
-    """Returns what a program without matrix products takes.
-
-    Args:
-      gpu: that it runs on.
-    """
-    return program_costs(read_hlo(_WITHOUT_PRODUCTS), gpu)
-
-
 def planned_row(
     gpu: str = "A100-40GB",
     policy: str = "float32",
@@ -71,45 +55,39 @@ def planned_row(
     largest: LargestBatch | None = None,
     dtype: str = "f32",
     batch_size: int = 64,
+    price: float | None = None,
 ) -> PlanRow:
     """Returns a row.
 
     Args:
       gpu: the name of one of `GPUS`.
       policy: its name.
-      kinds: bytes by kind, which are what the step takes; those of activations are in two buffers.
+      kinds: bytes by kind, which are what the step takes; those that are saved are in two buffers.
       placement: one device if None.
       largest: what was searched for.
       dtype: of the products, XLA's name.
       batch_size: examples.
+      price: of an hour of a GPU.
     """
-    target, place = GPUS[gpu], placement or Placement()
-    total, usable = sum(kinds.values()), Allowances().usable_bytes(target, place.devices)
-    remedies = (
-        Remedy(f"smaller {ODD}", f"jt.smaller({ODD})", total // 2, total // 2 <= usable, 0.0123),
-        Remedy(
-            "policy mixed_float16", 'jt.train_step(..., policy="mixed_float16")', 3 * total, 3 * total <= usable, 0.2
-        ),
-    )
+    place = placement or Placement()
+    total = sum(kinds.values())
     return PlanRow(
-        kind=target,
+        machine=Machine(gpu, gpus=place.devices // place.hosts, hosts=place.hosts, price=price),
         policy=policy,
         placement=place,
         batch_size=batch_size,
         peak_bytes=total,
         live_bytes=total,
-        usable_bytes=usable,
-        largest=largest,
-        costs=planned_costs(target, dtype, devices=place.devices),
+        costs=planned_costs(GPUS[gpu], dtype, devices=place.devices),
         buffers=_buffers(kinds),
-        remedies=() if total <= usable else remedies,
+        largest=largest,
     )
 
 
 def _buffers(kinds: Mapping[str, int]) -> tuple[Buffer, ...]:
     found = []
     for kind, n_bytes in kinds.items():
-        parts = (n_bytes // 3, n_bytes - n_bytes // 3) if kind.startswith("activations") else (n_bytes,)
+        parts = (n_bytes // 3, n_bytes - n_bytes // 3) if kind.startswith("saved") else (n_bytes,)
         found += [Buffer(n, kind, f"op {ODD}", "f32", (8, n), f"model.py:7 ({ODD})", f"Dense_{ODD}") for n in parts]
     return tuple(sorted(found, key=lambda buffer: -buffer.n_bytes))
 

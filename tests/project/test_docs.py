@@ -31,7 +31,7 @@ PUBLIC |= {
         jt.steps: ("StepCosts", "TrainStep", "step_costs", "with_fp8_state"),
         jt.parallel: ("Stages", "specs_by_path", "state_shardings"),
         jt.tuning: ("Tolerance", "TunedRules"),
-        jt.planning: ("Allowances", "Plan", "PlanRow"),
+        jt.planning: ("Allowances", "Machine", "Plan", "PlanRow", "PlanSearch", "Workload"),
         jt.distributed: ("broadcast_state", "check_agreement", "initialize", "is_main_process"),
     }.items()
     for name in names

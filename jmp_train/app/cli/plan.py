@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +18,7 @@ from jmp_train.app.tasks import TaskSource, described, errors_of_file
 from jmp_train.task import Task, count_examples
 
 if TYPE_CHECKING:
-    from jmp_train.tools.planning import Plan
+    from jmp_train.tools.planning import Machine, Plan, PlanSearch
 
 PLANNED_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
 PLANNED_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
@@ -43,10 +43,8 @@ class PlanOptions:
       price: price of an hour of one GPU or chip, such as v5e=1.2, for the least cost of steps
       memory_fraction: fraction of a GPU's memory that jax takes; default: 0.75, as in jax
       no_largest: do not search for the largest batch that fits
-      remedies: compile possible remedies, even if the step fits
       buffers: print the N largest buffers at the peak
       page: write the report to FILE, an HTML page
-      measure: also run the step on this machine's GPU
       install: see below.
       cuda: CUDA version for --install; 13 has no V100; default: 12
     """
@@ -67,10 +65,8 @@ class PlanOptions:
     price: tuple[str, ...] = option(str, "NAME=X", default=())
     memory_fraction: float | None = option(fraction)
     no_largest: bool = False
-    remedies: bool = False
     buffers: int | None = option(positive)
     page: Path | None = option(path, "FILE")
-    measure: bool = False
     install: str | None = option(
         one_of(("cuda", "tpu")),
         "FOR",
@@ -97,7 +93,10 @@ def plan_command(args: argparse.Namespace) -> int:
         title = args.task
         code = show(
             output,
-            lambda: f"{title}:\n{found}" + (f"\n{found.largest_buffers(args.buffers)}" if args.buffers else ""),
+            lambda: (
+                f"{title}:\n{found}".replace("PlanSearch(placement=True)", "--find-placement")
+                + (f"\n{found.largest_buffers(args.buffers)}" if args.buffers else "")
+            ),
             lambda: json_line({"step": title}, found.to_json()),
             lambda: write_plan(args.page, title, found),
         )
@@ -118,46 +117,31 @@ def _install(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None) -> "Plan":
-    from jmp_train.tools.planning import Allowances, plan
+    from jmp_train.tools.planning import PlanSearch, Workload, plan
 
     with checking_the_call():
-        options: dict[str, Any] = {
-            "gpus": _gpus(args),
-            "devices": args.devices or 1,
-            "shardings": args.shardings or "replicated",
-            "find_largest": not args.no_largest,
-            "remedies": True if args.remedies else None,
-            "measure": args.measure,
-            "progress": progress,
-        }
-        if args.tpus:
-            options["tpus"] = _tpus(args)
-        for name in ("hosts", "interconnect"):
-            if getattr(args, name) is not None:
-                options[name] = getattr(args, name)
-        if args.find_placement:
-            options |= {"find_placement": True, "find_largest": False}
-        if args.price:
-            options["price"] = _prices(args)
-        if args.mesh:
-            options["mesh"] = _mesh(args)
-        if args.memory_fraction is not None:
-            options["allowances"] = Allowances(memory_fraction=args.memory_fraction)
-        if args.batch_size is not None:
-            options["batch_size"] = args.batch_size
+        machines = _machines(args)
+        search = PlanSearch(
+            largest_batch=not (args.no_largest or args.find_placement),
+            shardings=args.shardings or "replicated",
+            mesh=_mesh(args) if args.mesh else None,
+            placement=args.find_placement,
+            progress=progress,
+        )
     source: TaskSource = args.source
     if source.takes_policy:
         with _errors_while_planning(source):
-            return plan(source.function, policies=args.policies or _default_policies(args), **options)
+            policies = args.policies or _default_policies(args)
+            return plan(Workload(source.function, policies=policies, batch_size=args.batch_size), machines, search)
     with checking_the_call():
         given = _task_options(args)
         made = source.make(given)
     if isinstance(made, Task):
-        return _plan_of_task(args, made, run_settings(args, given, made), options)
+        return _plan_of_task(args, made, run_settings(args, given, made), machines, search)
     if not isinstance(made, tuple) or len(made) != 3:
         raise WrongCall(f"{args.task} returned {described(made)}; {_WANTED}")
     with _errors_while_planning(source):
-        return plan(*made, policies=args.policies, **options)
+        return plan(Workload(*made, policies=args.policies, batch_size=args.batch_size), machines, search)
 
 
 @contextmanager
@@ -172,12 +156,14 @@ def _errors_while_planning(source: TaskSource) -> Iterator[None]:
         raise Failure(f"{source.file or source.name}: {error}") from error
 
 
-def _plan_of_task(args: argparse.Namespace, task: Task, settings: RunSettings, options: dict[str, Any]) -> "Plan":
-    from jmp_train.tools.planning import plan
+def _plan_of_task(
+    args: argparse.Namespace, task: Task, settings: RunSettings, machines: Sequence["Machine"], search: "PlanSearch"
+) -> "Plan":
+    from jmp_train.tools.planning import Workload, plan
 
     with checking_the_call():
         check_shared(task, settings)
-    if settings.accumulate_steps != 1 and options["find_largest"]:
+    if settings.accumulate_steps != 1 and search.largest_batch:
         raise WrongCall(
             f"--accumulate-steps {settings.accumulate_steps}: the search for the largest batch needs 1; add "
             "--no-largest"
@@ -195,13 +181,10 @@ def _plan_of_task(args: argparse.Namespace, task: Task, settings: RunSettings, o
         step, state, batches = planned_step(task, policy, settings)
         return step, state, batches if batch_size is not None else batches(None)
 
-    sized = {} if batch_size is None else {"batch_size": batch_size}
+    workload = Workload(make, policies=args.policies or _default_policies(args), batch_size=batch_size)
     with checking_the_call(), errors_of_file(args.source.file):
-        return plan(
-            make,
-            policies=args.policies or _default_policies(args),
-            **{**options, **sized, "find_largest": options["find_largest"] and resizes},
-        )
+        search = dataclasses.replace(search, largest_batch=search.largest_batch and resizes)
+        return plan(workload, machines, search)
 
 
 def _task_options(args: argparse.Namespace) -> Any:
@@ -212,8 +195,9 @@ def _task_options(args: argparse.Namespace) -> Any:
     return read_task_options(args)
 
 
-def _gpus(args: argparse.Namespace) -> list[Any]:
-    from jmp_train.tools.aot import GPUS, read_gpus
+def _machines(args: argparse.Namespace) -> list["Machine"]:
+    from jmp_train.tools.aot import GPUS, read_gpus, tpu_slice
+    from jmp_train.tools.planning import Allowances, Machine
 
     own = {} if args.gpu_file is None else read_gpus(args.gpu_file)
     names = args.gpus or list(own) or ([] if args.tpus else list(PLANNED_GPUS))
@@ -221,16 +205,19 @@ def _gpus(args: argparse.Namespace) -> list[Any]:
     for name in names:
         if name not in known:
             raise WrongCall(f"--gpus {name} is unknown; choose from {', '.join(known)}")
-    return [known[name] for name in names]
-
-
-def _tpus(args: argparse.Namespace) -> list[Any]:
-    from jmp_train.tools.aot import tpu_slice
-
     try:
-        return [tpu_slice(name) for name in args.tpus]
+        slices = [tpu_slice(name) for name in args.tpus]
     except ValueError as error:
         raise WrongCall(f"--tpus: {error}") from error
+    given = {"gpus": args.devices, "hosts": args.hosts, "interconnect": args.interconnect}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.memory_fraction is not None:
+        given["allowances"] = Allowances(memory_fraction=args.memory_fraction)
+    prices = _prices(args)
+    kinds = {**{name: known[name] for name in names}, **{kind.name: kind for kind in slices}}
+    if unknown := prices.keys() - {name.partition(":")[0] for name in kinds}:
+        raise WrongCall(f"--price {min(unknown)} is not planned for; it must be one of {', '.join(kinds)}")
+    return [Machine(kind, price=prices.get(name.partition(":")[0]), **given) for name, kind in kinds.items()]
 
 
 def _mesh(args: argparse.Namespace) -> dict[str, int]:

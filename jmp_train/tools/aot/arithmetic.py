@@ -27,20 +27,11 @@ class Product:
       operations: number of operations on one device.
       precision: "default", "high" or "highest": how float32 operands may be rounded. GPUs round them to TF32 unless it
         is "highest"; TPUs take one, three or six passes in bfloat16.
-      op_name: the instruction's.
-      stack_frame: the instruction's.
     """
 
     dtype: str
     operations: int
     precision: str
-    op_name: str
-    stack_frame: int | None
-
-    @property
-    def allow_tf32(self) -> bool:
-        """Returns whether float32 operands may be rounded to TF32."""
-        return self.precision != "highest"
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,7 @@ def product(program: Program, instruction: Instruction) -> Product | None:
       ...   ROOT %z = f16[2,5]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
       ... }''')
       >>> product(program, program.instructions["z"])
-      Product(dtype='f16', operations=60, precision='default', op_name='', stack_frame=None)
+      Product(dtype='f16', operations=60, precision='default')
     """
     target = instruction.attribute("custom_call_target")
     if instruction.opcode == "dot":
@@ -125,7 +116,7 @@ def product(program: Program, instruction: Instruction) -> Product | None:
         return _convolution_product(program, instruction)
     lhs, rhs = (program.instructions[name].arrays[0] for name in instruction.operands[:2])
     operations = 2 * instruction.arrays[0].size * math.prod(lhs.shape[i] for i in contracted)
-    return _product(instruction, lhs, rhs, operations, precision, algorithm)
+    return _product(lhs, rhs, operations, precision, algorithm)
 
 
 def convolution(program: Program, instruction: Instruction) -> Convolution | None:
@@ -182,20 +173,16 @@ def _convolution_product(program: Program, instruction: Instruction) -> Product 
     if shapes is None:
         return None
     lhs, rhs = (program.instructions[name].arrays[0] for name in instruction.operands[:2])
-    return _product(instruction, lhs, rhs, shapes.operations, instruction.attribute("operand_precision"), "")
+    return _product(lhs, rhs, shapes.operations, instruction.attribute("operand_precision"), "")
 
 
-def _product(
-    instruction: Instruction, lhs: ArrayType, rhs: ArrayType, operations: int, precision: str, algorithm: str
-) -> Product:
+def _product(lhs: ArrayType, rhs: ArrayType, operations: int, precision: str, algorithm: str) -> Product:
     dtype = max(lhs.dtype, rhs.dtype, key=lambda dtype: _WIDTH.get(dtype, 1))
     named = _ALGORITHM.search(algorithm.lower())  # "dot_bf16_bf16_f32" on float32 operands computes in bfloat16
     exact = named is not None and named[1] == "f32"
     asked = "highest" if exact else next((p for p in ("highest", "high") if p in precision.lower()), "default")
     factor = 4 if dtype.startswith("c") else 1
-    return Product(
-        named[1] if named else dtype, factor * operations, asked, instruction.op_name, instruction.stack_frame
-    )
+    return Product(named[1] if named else dtype, factor * operations, asked)
 
 
 def _window(text: str) -> Mapping[str, list[int]]:

@@ -1,6 +1,7 @@
 """The contents of a device's memory at the peak of a compiled train step, with their purposes and origins."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -15,26 +16,17 @@ from jmp_train.tools.aot.allocations import (
     read_live_ranges,
     shares_at,
 )
-from jmp_train.tools.aot.array_types import ArrayType, array_types
-from jmp_train.tools.aot.data_flow import Array, DataFlow, data_flow
-from jmp_train.tools.aot.hlo import Instruction, Program
-from jmp_train.tools.aot.origins import UNKNOWN, Origin, Origins
+from jmp_train.tools.aot.array_types import array_types
+from jmp_train.tools.aot.hlo import Program
+from jmp_train.tools.aot.origins import UNKNOWN, Origin, origin_of
 
-PARAMETERS = "parameters"
 OTHER_ARGUMENTS = "other arguments"
 RESULTS = "results"
 CONSTANTS = "constants"
+SAVED = "saved for the backward pass"
+TEMPORARIES = "temporaries"
 KEPT = "kept for other moments"
 PADDING = "padding"
-
-ACTIVATIONS = "activations saved for the backward pass"
-PARAMETER_COPIES = "copies of parameters"
-GRADIENTS = "gradients"
-WORKSPACES = "workspaces"
-TEMPORARIES = "temporaries"
-
-Maker = tuple[Instruction, int]
-"""An instruction, and an array's place in its result."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +48,15 @@ class Buffer:
 
     Attributes:
       n_bytes: its length on one device.
-      kind: the group of an argument; otherwise "results", "constants", "activations saved for the backward pass",
-        "copies of parameters" (in another dtype or order, for the forward or backward pass), "gradients", "workspaces"
-        (of libraries such as cuBLAS), "temporaries", "kept for other moments" (free parts of the block for temporaries,
-        named by the largest value that has the place at another moment), or "padding" between temporaries.
+      kind: the group of an argument; otherwise "results", "constants", "saved for the backward pass" (activations, and
+        copies of parameters in half precision), "temporaries", "kept for other moments" (free parts of the block for
+        temporaries, named by the largest value that has the place at another moment), or "padding" between temporaries.
       operation: the primitive of jax that computes it, "argument", or the opcode of an instruction of the compiler.
       dtype: XLA's name: "f16", "bf16", "f32", "s32", "pred"; "" for tables of pointers and padding.
       shape: the shape on one device.
       source: "file.py:12 (function)", its line of code; if that is in a package, it comes after " from " and
         the user's line that led there; for an argument its path.
-      module: the path of modules: "Dense_0", or "Model.__call__ > Linear.__call__"; "" if unknown.
+      module: the path of scopes, such as flax.linen's "Dense_0"; "" if unknown.
       tile_bytes: the part of `n_bytes` that only fills tiles: TPUs store whole tiles, for example of 8 x 128 numbers.
     """
 
@@ -109,7 +100,7 @@ def buffers_at_peak(
     temporaries = _one_block(allocations)
     moment = fullest_moment(temporaries, live.ranges)
     shares = shares_at(moment, temporaries, live.ranges)
-    describe = _Describer(program, live, arguments or {}, moment)
+    describe = _Describer(program, live, arguments or {}, temporaries, moment)
     buffers = [describe.lasting(allocation) for allocation in allocations if BLOCK not in allocation.flags]
     buffers += [describe.temporary(share) for share in shares]
     block = max(temp_bytes, sum(a.size for a in allocations if BLOCK in a.flags))
@@ -129,15 +120,23 @@ def _one_block(allocations: Sequence[Allocation]) -> tuple[Value, ...]:
 class _Describer:
     """Describes values and their origins."""
 
-    def __init__(self, program: Program, live: LiveRanges, arguments: Mapping[int, Argument], moment: int) -> None:
-        self.flow = data_flow(program)
-        self.origins = Origins(program, self.flow)
-        self.uses = Uses(self.flow, self.origins, {n for n, a in arguments.items() if a.group == PARAMETERS})
-        self.live, self.arguments, self.moment = live, arguments, moment
+    def __init__(
+        self,
+        program: Program,
+        live: LiveRanges,
+        arguments: Mapping[int, Argument],
+        temporaries: Sequence[Value],
+        moment: int,
+    ) -> None:
+        self.program, self.live, self.arguments, self.moment = program, live, arguments, moment
+        self.running = {time: name for name, time in live.times.items()}
+        self.at = defaultdict[tuple[int, int], list[Value]](list)  # the values of each place, by their starts
+        for value in sorted(temporaries, key=self._range):
+            self.at[value.offset, value.size].append(value)
 
     def lasting(self, allocation: Allocation) -> Buffer:
         """Returns the buffer of a lasting allocation: an argument, a result or a constant."""
-        by_time = sorted(allocation.values, key=lambda value: self.live.ranges.get(value.position, (0, 0)))
+        by_time = sorted(allocation.values, key=self._range)
         if allocation.parameter is not None:
             argument = self.arguments.get(allocation.parameter, Argument(f"argument {allocation.parameter}"))
             values = [v for v in by_time if self._opcode(v) == "parameter"] or by_time  # others may overwrite it
@@ -146,23 +145,37 @@ class _Describer:
         return _buffer(allocation.size, kind, self._origin(by_time[-1]), by_time[-1].type)
 
     def temporary(self, share: Share) -> Buffer:
-        array = self.flow.array_at(*share.value.position)
-        kind = KEPT if not share.is_alive else TEMPORARIES if array is None else self.uses.kind(array)
-        return _buffer(share.n_bytes, kind, self._origin(share.value), share.value.type)
+        """Returns the buffer of a value, which has the origin of the last instruction that wrote it."""
+        if not share.is_alive:
+            return _buffer(share.n_bytes, KEPT, self._origin(share.value), share.value.type)
+        values = self._same(share.value)
+        writers = [v for v in values if self._range(v)[0] <= self.moment and self._opcode(v) not in _PASS]
+        origin = self._origin((writers or values)[-1])
+        reader = self.program.instructions.get(self.running.get(max(self._range(v)[1] for v in values), ""))
+        read = origin_of(self.program, reader) if reader else UNKNOWN
+        kind = SAVED if read.direction == "backward" and origin.direction != "backward" else TEMPORARIES
+        return _buffer(share.n_bytes, kind, origin if origin.source else read, share.value.type)
+
+    def _same(self, value: Value) -> list[Value]:
+        """Returns a value and those that replace it in place, as in loops, where each starts while the last lives."""
+        found, end = [value], self._range(value)[1]
+        for other in self.at[value.offset, value.size]:
+            if other is not value and self._range(value)[0] <= self._range(other)[0] <= end:
+                found.append(other)
+                end = max(end, self._range(other)[1])
+        return found
+
+    def _range(self, value: Value) -> tuple[int, int]:
+        return self.live.ranges.get(value.position, (0, 0))
 
     def _opcode(self, value: Value) -> str:
-        instruction = self.flow.instructions.get(value.position[0])
+        instruction = self.program.instructions.get(value.position[0])
         return instruction.opcode if instruction else ""
 
     def _origin(self, value: Value) -> Origin:
-        """Returns the origin of a value: the instruction that wrote it last before the moment."""
-        array = self.flow.array_at(*value.position)
-        makers = () if array is None else self.uses.makers(array)
-        if not makers:
-            instruction = self.flow.instructions.get(value.position[0])
-            return self.origins.of(instruction) if instruction else UNKNOWN
-        before = [maker for maker in makers if self.live.times.get(maker[0].name, 0) <= self.moment]
-        return self.origins.of(*(before[-1] if before else makers[0]))
+        name, index = value.position
+        instruction = self.program.instructions.get(name)
+        return origin_of(self.program, instruction, index[0] if index else 0) if instruction else UNKNOWN
 
 
 def _buffer(n_bytes: int, kind: str, origin: Origin, type_: str) -> Buffer:
@@ -174,113 +187,4 @@ def _buffer(n_bytes: int, kind: str, origin: Origin, type_: str) -> Buffer:
     return Buffer(n_bytes, kind, origin.operation, array.dtype, array.shape, origin.source, origin.module, filled)
 
 
-class Uses:
-    """Finds the purpose of arrays.
-
-    Args:
-      flow: the data flow of the program.
-      origins: the origins of the same program.
-      parameters: the numbers of the arguments that are the model's parameters.
-    """
-
-    def __init__(self, flow: DataFlow, origins: Origins, parameters: Collection[int]) -> None:
-        self._flow, self._origins = flow, origins
-        self._parameters = {str(number) for number in parameters}
-        self._gradients: dict[Array, bool] = {}
-        self._copies: dict[Array, bool] = {}
-
-    def kind(self, array: Array) -> str:
-        """Returns the purpose of an array, such as `ACTIVATIONS` or `WORKSPACES`.
-
-        Args:
-          array: a temporary array.
-        """
-        readers = {direction for reader in self._flow.readers.get(array, ()) for direction in self._directions(reader)}
-        if self._is_workspace(array):
-            return WORKSPACES
-        if readers - {""} and self._is_copy(array):
-            return PARAMETER_COPIES
-        if "backward" in readers and not self._is_made_backward(array):
-            return ACTIVATIONS
-        return GRADIENTS if self._is_gradient(array) else TEMPORARIES
-
-    def makers(self, array: Array) -> Sequence[Maker]:
-        """Returns the instructions that write an array, without those that only fill it, for example with zeros.
-
-        Args:
-          array: any array.
-        """
-        makers = self._flow.makers.get(array, ())
-        return [maker for maker in makers if self._sources(maker[0], array)] or makers
-
-    def _sources(self, maker: Instruction, array: Array) -> list[Array]:
-        """Returns the arrays that a maker of an array reads, without the array itself and without single numbers."""
-        return [other for other in self._flow.operands(maker) if other != array and self._size(other) > 1]
-
-    def _size(self, array: Array) -> int:
-        type_ = self._type(array)
-        return type_.size if type_ else 0
-
-    def _type(self, array: Array) -> ArrayType | None:
-        for maker, place in self._flow.makers.get(array, ()):
-            if place < len(maker.arrays):
-                return maker.arrays[place]
-        return None
-
-    def _directions(self, instruction: Instruction) -> set[str]:
-        places = range(len(self._flow.arrays[instruction.name]))
-        return {self._origins.of(instruction, place).direction for place in places}
-
-    def _is_workspace(self, array: Array) -> bool:
-        type_ = self._type(array)
-        is_bytes = type_ is not None and type_.dtype in ("s8", "u8") and len(type_.shape) == 1
-        return is_bytes and all(m.opcode == "custom-call" and place for m, place in self._flow.makers[array])
-
-    def _is_made_backward(self, array: Array) -> bool:
-        return any(self._origins.of(*maker).direction == "backward" for maker in self.makers(array))
-
-    def _is_copy(self, array: Array) -> bool:
-        """Returns whether an array is computed only from parameters, without a product."""
-        return self._follow(array, self._copies, self._is_parameter, _copies)
-
-    def _is_parameter(self, array: Array) -> bool:
-        makers = self._flow.makers.get(array, ())
-        return any(m.opcode == "parameter" and m.literal in self._parameters for m, _ in makers)
-
-    def _is_gradient(self, array: Array) -> bool:
-        """Returns whether an array is a result of the backward pass, or computed only from such results."""
-        return self._follow(array, self._gradients, self._is_left_by_backward, lambda _: True)
-
-    def _is_left_by_backward(self, array: Array) -> bool:
-        readers = self._flow.readers.get(array, ())
-        return self._is_made_backward(array) and any("" in self._directions(reader) for reader in readers)
-
-    def _follow(
-        self,
-        array: Array,
-        known: dict[Array, bool],
-        is_start: Callable[[Array], bool],
-        passes: Callable[[Instruction], bool],
-        depth: int = 20,
-    ) -> bool:
-        """Returns whether an array is a start, or all of its makers pass and read only such arrays."""
-        if array in known or depth == 0:
-            return known.get(array, False)
-        known[array] = False  # for cycles
-        makers = [maker for maker, _ in self.makers(array)]
-        sources = [source for maker in makers for source in self._sources(maker, array)]
-        known[array] = is_start(array) or (
-            bool(sources)
-            and all(map(passes, makers))
-            and all(self._follow(source, known, is_start, passes, depth - 1) for source in sources)
-        )
-        return known[array]
-
-
-def _copies(instruction: Instruction) -> bool:
-    return instruction.opcode.removesuffix("-start") in _COPIES
-
-
-_COPIES = frozenset(
-    ("fusion", "convert", "copy", "transpose", "slice", "dynamic-slice", "pad", "concatenate", "all-gather")
-)
+_PASS = ("while", "parameter", "broadcast", "constant")  # they only pass an array on, or fill it

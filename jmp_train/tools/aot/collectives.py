@@ -15,7 +15,6 @@ class Collective:
     """The arrays of one dtype that a collective operation works on.
 
     Attributes:
-      name: the instruction's.
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast" or
         "ragged-all-to-all"; the same for synchronous and asynchronous ones.
       dtype: XLA's name of the arrays' dtype.
@@ -26,11 +25,8 @@ class Collective:
         in a group of n, (n - 1) / n of an all-gather, a reduce-scatter and an all-to-all, and all bytes of the others.
         0 for a ragged-all-to-all, which depends on the data.
       times: number of its executions per run of the program.
-      op_name: the instruction's.
-      stack_frame: the instruction's.
     """
 
-    name: str
     kind: str
     dtype: str
     group_size: int
@@ -38,8 +34,6 @@ class Collective:
     n_bytes: int
     sent_bytes: float
     times: int
-    op_name: str
-    stack_frame: int | None
 
 
 KINDS = frozenset(
@@ -74,8 +68,7 @@ def collectives(
         by_dtype[array.dtype] = by_dtype.get(array.dtype, 0) + n_bytes
     for dtype, n_bytes in by_dtype.items():
         sent = fraction_sent(kind, size) * n_bytes
-        origin = (instruction.op_name, instruction.stack_frame)
-        yield Collective(instruction.name, kind, dtype, size, group, n_bytes, sent, times, *origin)
+        yield Collective(kind, dtype, size, group, n_bytes, sent, times)
 
 
 def n_devices(program: Program) -> int:

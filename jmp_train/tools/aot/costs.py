@@ -6,31 +6,14 @@ all bytes, because the compiler copies ahead of time.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jmp_train.tools.aot.collectives import Collective, n_devices
 from jmp_train.tools.aot.hlo import Program
 from jmp_train.tools.aot.kernels import Executed, Kernel
 from jmp_train.tools.aot.networks import Device, Network, Route
-from jmp_train.tools.aot.traffic import Places
-
-
-@dataclass(frozen=True)
-class Operation:
-    """The products of one operation of the model.
-
-    Attributes:
-      op_name: its name in jax: "jit(step)/jvp(Dense_0)/dot_general".
-      dtype: XLA's name of the operands' dtype: "f16", "bf16", "f32".
-      operations: number of operations in one run of the program, on one device.
-      stack_frame: the innermost line of Python, for `Program.frames`; None if unknown.
-    """
-
-    op_name: str
-    dtype: str
-    operations: int
-    stack_frame: int | None
+from jmp_train.tools.aot.traffic import Place, Places
 
 
 @dataclass(frozen=True)
@@ -86,26 +69,17 @@ class Costs:
 
     Attributes:
       kernels: the executed kernels, in order, each once, with its number of executions.
-      collectives: the executed collective operations, likewise.
-      arguments_and_results_seconds: least time to read the arguments and write the results.
+      memory_seconds: least time to move the kernels' bytes to and from the memory.
       compute_seconds: the bound for kernels, without communication.
-      compute_seconds_without_cache: the same if all bytes move to and from the memory, with gathered rows and
-        arguments of custom calls; not a bound, but closer to measured times.
       communication: collective operations by kind, dtype, group size and axis.
       communication_seconds: the bound for collective operations, of which those over different links may overlap.
-      unknown_loops: number of loops with unknown trip count, which count once.
-      conditionals: number of conditionals; all figures use the branch that can be the fastest.
     """
 
     kernels: tuple[Kernel, ...] = field(repr=False)
-    collectives: tuple[Collective, ...] = field(repr=False)
-    arguments_and_results_seconds: float
+    memory_seconds: float
     compute_seconds: float
-    compute_seconds_without_cache: float
     communication: tuple[Communication, ...]
     communication_seconds: float
-    unknown_loops: int
-    conditionals: int
 
     @property
     def seconds(self) -> float:
@@ -118,9 +92,11 @@ class Costs:
         return sum(kernel.times * kernel.seconds_of_products for kernel in self.kernels)
 
     @property
-    def seconds_without_cache(self) -> float:
-        """The same with all bytes of kernels; see `compute_seconds_without_cache`."""
-        return max(self.compute_seconds_without_cache, self.communication_seconds)
+    def bound_by(self) -> str:
+        """What takes the most of the bound: "arithmetic", "memory" or "links"."""
+        if self.communication_seconds > self.compute_seconds:
+            return "links"
+        return "arithmetic" if self.products_seconds >= self.memory_seconds else "memory"
 
     @property
     def operations(self) -> dict[str, int]:
@@ -129,43 +105,6 @@ class Costs:
         for kernel in self.kernels:
             for product in kernel.products:
                 counter[product.dtype] += kernel.times * product.operations
-        return dict(counter.most_common())
-
-    @property
-    def by_operation(self) -> tuple[Operation, ...]:
-        """Products by operation and dtype, the costliest first."""
-        counter: Counter[tuple[str, str]] = Counter()
-        frames: dict[tuple[str, str], int | None] = {}
-        for kernel in self.kernels:
-            for product in kernel.products:
-                key = product.op_name, product.dtype
-                counter[key] += kernel.times * product.operations
-                frames.setdefault(key, product.stack_frame)
-        return tuple(Operation(*key, n, frames[key]) for key, n in counter.most_common())
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that kernels read, each operand once; gathered rows count as if all were different."""
-        return sum(kernel.times * kernel.read_bytes for kernel in self.kernels)
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes that kernels write, without workspaces."""
-        return sum(kernel.times * kernel.written_bytes for kernel in self.kernels)
-
-    @property
-    def cast_bytes(self) -> int:
-        """Bytes of kernels that only convert between floating-point dtypes, or also change layouts."""
-        casts = (kernel for kernel in self.kernels if kernel.is_cast)
-        return sum(kernel.times * (kernel.read_bytes + kernel.written_bytes) for kernel in casts)
-
-    @property
-    def uncounted(self) -> dict[str, int]:
-        """Number of executed kernels with unknown operations, by target of the custom call or opcode."""
-        counter: Counter[str] = Counter()
-        for kernel in self.kernels:
-            if kernel.uncounted:
-                counter[kernel.uncounted] += kernel.times
         return dict(counter.most_common())
 
 
@@ -186,35 +125,34 @@ def program_costs(program: Program, device: Device, network: Network | None = No
       ...   ROOT %z = f16[1024,256]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
       ... }''')
       >>> found = program_costs(program, GPUS["A100-40GB"])
-      >>> found.operations, found.read_bytes, found.written_bytes
-      ({'f16': 33554432}, 163840, 524288)
+      >>> found.operations, found.bound_by
+      ({'f16': 33554432}, 'arithmetic')
     """
     places = Places(program)
     work = Executed(places, device).work(program.entry)
-    ends = _seconds_of_arguments_and_results(places, work.kernels, device)
+    kernels = tuple(done for done in work if isinstance(done, Kernel))
+    ends = _seconds_of_arguments_and_results(places, kernels, device)
+    products = sum(kernel.times * kernel.seconds_of_products for kernel in kernels)
+    if device.overlaps:
+        sizes = (kernel.times * n for kernel in kernels for part in _parts(kernel) for n in part.values())
+        memory = sum(sizes) / device.bandwidth
+        compute = max(products, memory)
+    else:  # one kernel after the other
+        memory = max(ends, sum(kernel.times * kernel.seconds_of_bytes for kernel in kernels))
+        compute = sum(kernel.times * kernel.seconds for kernel in kernels)
     links = network or Network(device, {"data": n_devices(program)})
-    routes = [(item, links.route(item)) for item in work.collectives]
+    routes = [(done, links.route(done)) for done in work if isinstance(done, Collective)]
     return Costs(
-        kernels=work.kernels,
-        collectives=work.collectives,
-        arguments_and_results_seconds=ends,
-        compute_seconds=max(ends, _least_seconds(work.kernels, device)),
-        compute_seconds_without_cache=sum(kernel.times * kernel.seconds_without_cache for kernel in work.kernels),
+        kernels=kernels,
+        memory_seconds=memory,
+        compute_seconds=max(ends, compute),
         communication=_communication(routes),
         communication_seconds=links.least_seconds([(item.times, route) for item, route in routes]),
-        unknown_loops=work.unknown_loops,
-        conditionals=work.conditionals,
     )
 
 
-def _least_seconds(kernels: Iterable[Kernel], device: Device) -> float:
-    """Returns the least time of all kernels: one after the other, or overlapped as far as products and bytes allow."""
-    if not device.overlaps:
-        return sum(kernel.times * kernel.seconds for kernel in kernels)
-    kernels = tuple(kernels)
-    traffics = [(k.times, access.least) for k in kernels for access in k.traffic.accesses]
-    least = sum(times * n_bytes for times, n_bytes in traffics)
-    return max(sum(kernel.times * kernel.seconds_of_products for kernel in kernels), least / device.bandwidth)
+def _parts(kernel: Kernel) -> tuple[Mapping[Place, int], Mapping[Place, int]]:
+    return kernel.traffic.reads, kernel.traffic.writes
 
 
 def _seconds_of_arguments_and_results(places: Places, kernels: Iterable[Kernel], device: Device) -> float:
@@ -222,13 +160,13 @@ def _seconds_of_arguments_and_results(places: Places, kernels: Iterable[Kernel],
     entry = places.program.computations[places.program.entry]
     names = {instruction.name for instruction in entry}
     arguments = {instruction.name for instruction in entry if instruction.opcode == "parameter"}
-    read: dict[tuple[str, int], int] = defaultdict(int)
-    written: dict[tuple[str, int], int] = {}
+    read: dict[Place, int] = defaultdict(int)
+    written: dict[Place, int] = {}
     for kernel in kernels:
         if kernel.name in names:
-            written.update({place: access.least for place, access in kernel.traffic.writes.items()})
-            for place, access in kernel.traffic.reads.items():
-                read[place] = max(read[place], access.least)
+            written.update(kernel.traffic.writes)
+            for place, n_bytes in kernel.traffic.reads.items():
+                read[place] = max(read[place], n_bytes)
     arguments_read = sum(n_bytes for (name, _), n_bytes in read.items() if name in arguments)
     root = next(instruction for instruction in entry if instruction.is_root)
     results_written = sum(written.get(place, 0) for place in set(places.of(root.name)))

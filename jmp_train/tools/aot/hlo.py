@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import groupby
 
 from jmp_train.tools.aot.array_types import COMMENT, ArrayType, array_types, split_outside
-from jmp_train.tools.aot.stack_frames import Frame, SourceLines, read_stack_frames
+from jmp_train.tools.aot.stack_frames import Frame, read_stack_frames
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ def read_hlo(text: str) -> Program:
     computations: dict[str, tuple[Instruction, ...]] = {}
     before: list[str] = []
     inside: list[Instruction] | None = None
-    entry, name, source_lines = "", "", SourceLines()
+    entry, name = "", ""
     for line in text.splitlines():
         if inside is None:
             header = _HEADER.match(line)
@@ -153,12 +153,10 @@ def read_hlo(text: str) -> Program:
         elif line == "}":
             computations[name], inside = tuple(inside), None
         else:
-            inside.append(_instruction(line, source_lines))
+            inside.append(_instruction(line))
     if not entry:
         raise ValueError(f"hlo must be the text of an HLO module, with its ENTRY, got {text[:80]!r}")
-    return Program(
-        computations, entry, {**read_stack_frames(before), **source_lines.frames()}, before[0] if before else ""
-    )
+    return Program(computations, entry, read_stack_frames(before), before[0] if before else "")
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -172,10 +170,11 @@ _CALLED = re.compile(
     r"(?:^|, )(?:body|condition|to_apply|calls|(?:true|false)_computation|branch_computations|called_computations"
     r"|select|scatter)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+_STACK_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 
 
-def _instruction(line: str, source_lines: SourceLines) -> Instruction:
+def _instruction(line: str) -> Instruction:
     start = _START.match(line)
     rest = start[3] if start else ""
     split = _type_length(rest)
@@ -186,7 +185,7 @@ def _instruction(line: str, source_lines: SourceLines) -> Instruction:
     opcode, between, attributes = operation[1], rest[operation.end() : end], rest[end + 1 :]
     metadata = _METADATA.search(attributes)
     origin = metadata[1] if metadata else ""
-    op_name = _OP_NAME.search(origin)
+    op_name, stack_frame = _OP_NAME.search(origin), _STACK_FRAME.search(origin)
     if metadata:
         attributes = attributes[: metadata.start()] + attributes[metadata.end() :]
     is_literal = opcode in ("parameter", "constant")
@@ -199,7 +198,7 @@ def _instruction(line: str, source_lines: SourceLines) -> Instruction:
         called=tuple(name for names in _CALLED.findall(attributes) for name in _WORD.findall(names)),
         attributes=attributes.removeprefix(", "),
         op_name=op_name[1] if op_name else "",
-        stack_frame=source_lines.stack_frame(origin),
+        stack_frame=int(stack_frame[1]) if stack_frame else None,
         is_root=start[1] is not None,
     )
 

@@ -1,15 +1,12 @@
 """The origins of the arrays of a compiled program: operation, module, line, forward or backward pass."""
 
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import jax
 
-from jmp_train.tools.aot.data_flow import Array, DataFlow, results_of_fusion
 from jmp_train.tools.aot.hlo import Instruction, Program
 from jmp_train.tools.aot.stack_frames import Frame
 
@@ -20,8 +17,7 @@ class Origin:
 
     Attributes:
       operation: jax's primitive, or if it is unknown the opcode of the instruction.
-      module: the path of scopes from modules of flax.linen: "Dense_0", "layers_1/attention"; without scopes,
-        the modules that were called: "Model.__call__ > Linear.__call__"; "" if neither is known.
+      module: the path of scopes from modules of flax.linen: "Dense_0", "layers_1/attention"; "" without scopes.
       source: "file.py:12 (function)", the innermost line outside jax; if that is in an installed package
         or in this library, the user's line follows: " from train.py:34 (loss)". "" if it is unknown.
       direction: "forward", "backward", or "" outside of gradients.
@@ -36,101 +32,61 @@ class Origin:
 UNKNOWN = Origin("", "", "", "")
 
 
-@dataclass(frozen=True, eq=False)
-class Origins:
-    """Finds the origins of the arrays of a program.
+def origin_of(program: Program, instruction: Instruction, place: int = 0) -> Origin:
+    """Returns the origin of one of the arrays of an instruction's result.
 
-    Attributes:
-      program: the program.
-      flow: its data flow.
+    Instructions added by the compiler have no origin of their own. A fusion gets that of its contents; others get
+    that of the nearest instruction that makes their inputs.
+
+    Args:
+      program: the program of the instruction.
+      instruction: an instruction outside of fusions.
+      place: the array's place in the result.
     """
+    name, frames = "", ()
+    for near in _near(program, instruction, place):
+        name = name or (near.op_name if _scopes(near.op_name)[1] else "")
+        frames = frames or tuple(f for f in program.frames(near.stack_frame) if not _is_internal(f.file))
+        if name and frames:
+            break
+    scopes, primitive = _scopes(name)
+    is_product = "cublas" in instruction.attribute("custom_call_target")  # its name may be that of a transpose
+    operation = "dot_general" if is_product else primitive or instruction.opcode
+    return Origin(operation, scopes, source_of(frames), direction(name))
 
-    program: Program
-    flow: DataFlow
 
-    def of(self, instruction: Instruction, place: int = 0) -> Origin:
-        """Returns the origin of one of the arrays of an instruction's result.
+def _near(program: Program, instruction: Instruction, place: int) -> Iterator[Instruction]:
+    """Yields the instructions that may have the origin of another: its contents, then its inputs, the nearest first."""
+    inside = {i.name for name in instruction.called for i in program.computations.get(name, ())}
+    inside = inside if instruction.opcode == "fusion" else set()
 
-        Instructions added by the compiler have no origin of their own. A fusion gets that of its contents; others get
-        that of the nearest instruction that makes their inputs, or of the nearest one that reads their result.
+    def inputs(near: Instruction) -> Sequence[str]:
+        if near.opcode == "parameter" and near.name in inside:
+            return (instruction.operands[int(near.literal)],)
+        return near.operands
 
-        Args:
-          instruction: an instruction outside of fusions.
-          place: the array's place in the result.
-        """
-        key = instruction.name, place
-        if key not in self._known:
-            self._known[key] = UNKNOWN  # for circular references
-            self._known[key] = self._find(instruction, place)
-        return self._known[key]
+    def through(near: Instruction, opcodes: Sequence[str]) -> Instruction:
+        while near.opcode in opcodes:
+            near = program.instructions[near.operands[0]]
+        return near
 
-    @cached_property
-    def _known(self) -> dict[tuple[str, int], Origin]:
-        return {}
-
-    def _find(self, instruction: Instruction, place: int) -> Origin:
-        inside = {i.name: i for name in instruction.called for i in self.program.computations.get(name, ())}
-        results = [inside[name] for name in results_of_fusion(instruction, self.program)]
-        result = results[min(place, len(results) - 1)] if results else instruction
-        stored = _stored(result, inside or self.flow.instructions)
-        if stored.opcode == "parameter" and inside:  # a loop stores it for the backward pass, but does not make it
-            stored = self.flow.instructions[instruction.operands[int(stored.literal)]]
-        if stored.name not in inside and stored is not instruction:
-            elsewhere = self._passed_on(stored)
-            if elsewhere != UNKNOWN:
-                return elsewhere
-            stored = result
-        near = self._near(instruction, stored, inside, is_named=len(results) < 2 and stored is result)
-        return self._origin(instruction, near)
-
-    def _passed_on(self, instruction: Instruction) -> Origin:
-        """Returns the origin of an array that an instruction passes on; in a loop, that of the loop's body."""
-        array = self.flow.array_at(instruction.name, ())
-        makers = () if array is None else self.flow.makers.get(array, ())
-        made = [maker for maker in makers if maker[0].opcode != "parameter"]
-        return self.of(*made[0]) if made else UNKNOWN
-
-    def _origin(self, instruction: Instruction, near: Iterable[Instruction]) -> Origin:
-        """Returns the origin of the first of some instructions with a known one."""
-        name, frames = "", ()
-        for other in near:
-            name = name or (other.op_name if _scopes(other.op_name)[1] else "")
-            frames = frames or tuple(f for f in self.program.frames(other.stack_frame) if not _is_internal(f.file))
-            if name and frames:
-                break
-        scopes, primitive = _scopes(name)
-        is_product = "cublas" in instruction.attribute("custom_call_target")  # its name may be that of a transpose
-        operation = "dot_general" if is_product else primitive or instruction.opcode
-        return Origin(operation, scopes or _modules(frames), source_of(frames), direction(name))
-
-    def _near(
-        self, instruction: Instruction, result: Instruction, inside: Mapping[str, Instruction], *, is_named: bool
-    ) -> Iterator[Instruction]:
-        """Yields the instructions that may have the origin of another, the best first."""
-
-        def inputs(near: Instruction) -> Iterable[Instruction]:
-            if near.name not in inside:
-                return self._makers(near)
-            if near.opcode == "parameter":
-                return self._makers_of(self.flow.arrays.get(instruction.operands[int(near.literal)], ()))
-            return [inside[name] for name in near.operands]
-
-        yield from (instruction, result) if is_named else (result, instruction)
-        yield from _breadth_first(result, inputs)
-        yield from _breadth_first(instruction, self._readers)
-
-    def _makers(self, instruction: Instruction) -> Iterable[Instruction]:
-        return self._makers_of(self.flow.operands(instruction))
-
-    def _makers_of(self, arrays: Iterable[Array]) -> Iterable[Instruction]:
-        """Returns the instructions that make arrays; readers of arrays of the backward pass belong to it too."""
-        makers = (maker for array in arrays for maker, _ in self.flow.makers.get(array, ()))
-        made = (maker for maker in makers if maker.opcode != "parameter")
-        return sorted(made, key=lambda maker: direction(maker.op_name) != "backward")
-
-    def _readers(self, instruction: Instruction) -> Iterable[Instruction]:
-        arrays = self.flow.arrays.get(instruction.name, ())
-        return (reader for array in arrays for reader in self.flow.readers.get(array, ()))
+    made, results = instruction, ()
+    if inside:
+        root = next(program.instructions[name] for name in inside if program.instructions[name].is_root)
+        results = root.operands if root.opcode == "tuple" else (root.name,)
+        made = program.instructions[results[min(place, len(results) - 1)]]
+    update = through(made, ("bitcast",))
+    if update.opcode == "dynamic-update-slice":  # what it stores
+        queue = [through(program.instructions[update.operands[1]], _MOVES)]
+    else:
+        queue = [instruction, made] if len(results) < 2 else [made, instruction]
+    seen = {near.name for near in queue}
+    for near in queue:  # grows during the loop
+        yield near
+        names = dict.fromkeys(name for name in inputs(near) if name not in seen and len(seen) < _MOST)
+        seen.update(names)
+        new = (program.instructions[name] for name in names)
+        queue += sorted(new, key=lambda made: direction(made.op_name) != "backward")  # what reads those belongs to it
 
 
 def direction(op_name: str) -> str:
@@ -165,18 +121,6 @@ def source_of(frames: Sequence[Frame]) -> str:
     return " from ".join(f"{f.file}:{f.line}" + (f" ({f.function})" if f.function else "") for f in named)
 
 
-def _modules(frames: Sequence[Frame]) -> str:
-    """Returns the modules that were called, the outermost first."""
-    return " > ".join(f.function for f in reversed(frames) if _is_module(f))
-
-
-def _is_module(frame: Frame) -> bool:
-    """Returns whether a line is in the call of a module, not of a transformation of flax or equinox."""
-    if not frame.function.endswith(".__call__") or frame.function.startswith("_") or _is_ours(frame.file):
-        return False
-    return "/nnx/transforms/" not in frame.file
-
-
 def _scopes(op_name: str) -> tuple[str, str]:
     """Returns the path of scopes and the primitive in one of jax's names, "" for a missing part."""
     if "(" not in op_name.partition("/")[0]:  # the name of an argument
@@ -192,37 +136,6 @@ def _scopes(op_name: str) -> tuple[str, str]:
 def _parts(path: str) -> list[str]:
     parts = _TRANSFORMATION.sub("", path).split("/")
     return [part for part in parts if part and not _STRUCTURE.fullmatch(part)]
-
-
-def _stored(result: Instruction, instructions: Mapping[str, Instruction]) -> Instruction:
-    """Returns the instruction whose result a slice update stores, up to its shape; otherwise the result itself."""
-    update = _through(result, instructions, ("bitcast",))
-    if update.opcode != "dynamic-update-slice":
-        return result
-    return _through(instructions[update.operands[1]], instructions, ("bitcast", "reshape", "broadcast", "copy"))
-
-
-def _through(
-    instruction: Instruction, instructions: Mapping[str, Instruction], opcodes: tuple[str, ...]
-) -> Instruction:
-    while instruction.opcode in opcodes:
-        instruction = instructions[instruction.operands[0]]
-    return instruction
-
-
-def _breadth_first(
-    start: Instruction, next_to: Callable[[Instruction], Iterable[Instruction]]
-) -> Iterator[Instruction]:
-    """Yields the instructions reachable from one, the nearest first, up to a limit."""
-    seen = {start.name}
-    queue = deque([start])
-    while queue and len(seen) < _MOST:
-        instruction = queue.popleft()
-        yield instruction
-        for other in next_to(instruction):
-            if other.name not in seen:
-                seen.add(other.name)
-                queue.append(other)
 
 
 def _is_internal(file: str) -> bool:
@@ -241,6 +154,7 @@ def _is_installed(file: str) -> bool:
 
 
 _MOST = 200  # instructions to visit; the nearest one with an origin is a few steps away
+_MOVES = ("bitcast", "reshape", "broadcast", "copy")
 _HERE = f"{Path(__file__).parent}/"
 _OURS = f"{Path(__file__).parents[2]}/"
 _TASKS = f"{_OURS}app/tasks/"

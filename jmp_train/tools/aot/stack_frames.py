@@ -20,29 +20,6 @@ class Frame:
     function: str
 
 
-class SourceLines:
-    """Finds stack frames in the metadata of instructions, and numbers the lines in older HLO, which has no frames."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[str, str], int] = {}
-
-    def stack_frame(self, metadata: str) -> int | None:
-        """Returns the number of the stack frame in an instruction's metadata, None if there is none.
-
-        Args:
-          metadata: the text in braces.
-        """
-        number = _STACK_FRAME.search(metadata)
-        if number:
-            return int(number[1])
-        line = _SOURCE_LINE.search(metadata)
-        return self._numbers.setdefault((line[1], line[2]), -1 - len(self._numbers)) if line else None
-
-    def frames(self) -> dict[int, tuple[Frame, None]]:
-        """Returns the lines by the numbers assigned to them, which are negative."""
-        return {number: (Frame(file, int(line), ""), None) for (file, line), number in self._numbers.items()}
-
-
 def read_stack_frames(lines: Iterable[str]) -> dict[int, tuple[Frame, int | None]]:
     """Returns the stack frames by number, each with the number of the one that called it.
 
@@ -99,6 +76,4 @@ def _number(key: str, text: str) -> int:
     return int(found[1]) if found else 0
 
 
-_STACK_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-_SOURCE_LINE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)".*? source_line=(\d+)')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")

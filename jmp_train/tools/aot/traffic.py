@@ -18,35 +18,19 @@ Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Access:
-    """Bytes of one array that a kernel reads or writes.
-
-    Attributes:
-      n_bytes: number of bytes. Gathered or scattered rows count as if all were different.
-      least: the least number of bytes, whatever the indices: 0 for gathers, scatters and the arguments of
-        a custom call other than XLA's products and convolutions.
-    """
-
-    n_bytes: int
-    least: int
-
-
-@dataclass(frozen=True)
 class Traffic:
-    """The reads and writes of a kernel. If it updates an array in place, it only writes the updated part.
+    """The least bytes that a kernel reads and writes, whatever the indices.
+
+    They are 0 for gathers, scatters and the arguments of a custom call other than XLA's products and convolutions. If
+    a kernel updates an array in place, it only writes the updated part.
 
     Attributes:
-      reads: by array.
-      writes: by array.
+      reads: bytes by array.
+      writes: bytes by array.
     """
 
-    reads: Mapping[Place, Access]
-    writes: Mapping[Place, Access]
-
-    @property
-    def accesses(self) -> tuple[Access, ...]:
-        """All reads and writes."""
-        return (*self.reads.values(), *self.writes.values())
+    reads: Mapping[Place, int]
+    writes: Mapping[Place, int]
 
 
 @dataclass(frozen=True)
@@ -106,7 +90,7 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def traffic(kernel: Instruction, places: Places) -> Traffic:
-    """Returns the reads and writes of a kernel.
+    """Returns the least bytes that a kernel reads and writes.
 
     Args:
       kernel: see `is_kernel`.
@@ -114,11 +98,10 @@ def traffic(kernel: Instruction, places: Places) -> Traffic:
     """
     program = places.program
     body = _body(program, kernel)
-    reads: dict[Place, Access] = {}
+    reads: dict[Place, int] = {}
     for operand, inner in zip(kernel.operands, body.inputs, strict=True):
         for i, place in enumerate(places.of(operand)):
-            access, known = _read(program, body, inner, i), reads.get(place, _NOTHING)
-            reads[place] = Access(max(known.n_bytes, access.n_bytes), max(known.least, access.least))
+            reads[place] = max(reads.get(place, 0), _read(program, body, inner, i))
     writes = {
         (kernel.name, i): _written(program, body, root, n_bytes) for i, (root, n_bytes) in enumerate(body.results)
     }
@@ -180,40 +163,32 @@ def _results(kernel: Instruction, *, has_workspace: bool) -> tuple[int, ...]:
     return tuple(0 if i and i == workspace else _in_memory(array) for i, array in enumerate(arrays))
 
 
-def _read(program: Program, body: _Body, name: str, i: int) -> Access:
-    """Returns how much a kernel reads of an input, or of the i-th array of a tuple."""
-    arrays = program.instructions[name].arrays
-    whole = _in_memory(arrays[i])
-    accesses = [_used(program, body, user, position, whole) for user, position in body.uses[name]]
-    n_bytes = min(whole, sum(access.n_bytes for access in accesses))
-    least = max((access.least for access in accesses), default=0)  # parts may overlap
-    return Access(n_bytes, least if body.is_known else 0)
+def _read(program: Program, body: _Body, name: str, i: int) -> int:
+    """Returns the least that a kernel reads of an input, or of the i-th array of a tuple."""
+    whole = _in_memory(program.instructions[name].arrays[i])
+    parts = [_used(program, body, user, position, whole) for user, position in body.uses[name]]
+    return max(parts, default=0) if body.is_known else 0  # parts may overlap
 
 
-def _used(program: Program, body: _Body, user: Instruction, position: int, whole: int) -> Access:
-    """Returns how much one instruction reads of an operand with `whole` bytes."""
+def _used(program: Program, body: _Body, user: Instruction, position: int, whole: int) -> int:
+    """Returns the least that one instruction reads of an operand with `whole` bytes."""
     if user.opcode == "fusion" and body.is_fused:  # TPUs have fusions in fusions
         inner = _body(program, user)
-        part = _read(program, inner, inner.inputs[position], 0)
-        return Access(min(whole, part.n_bytes), min(whole, part.least))
+        return min(whole, _read(program, inner, inner.inputs[position], 0))
     if user.opcode.removesuffix("-start") in ("slice", "dynamic-slice") and position == 0:
-        part = min(whole, user.arrays[-1 if user.opcode.endswith("-start") else 0].stored_bytes)
-        return Access(part, part)
+        return min(whole, user.arrays[-1 if user.opcode.endswith("-start") else 0].stored_bytes)
     if user.opcode == "gather" and position == 0:
-        return Access(min(whole, user.arrays[0].stored_bytes), 0)
+        return 0
     if user.name in body.in_place and position < _n_updated(user):
-        # A scatter combines the old values with the updates.
-        return Access(_updated_bytes(program, user) if user.opcode == "scatter" else 0, 0)
-    part = _image_bytes(program, user, whole) if position == 0 and _reads_image(user) else whole
-    return Access(part, part)
+        return 0
+    return _image_bytes(program, user, whole) if position == 0 and _reads_image(user) else whole
 
 
-def _written(program: Program, body: _Body, maker: Instruction, n_bytes: int) -> Access:
-    """Returns how much a kernel writes of a result with `n_bytes` bytes."""
-    if maker.name in body.in_place:
-        n_bytes = min(n_bytes, _updated_bytes(program, maker))
-    is_certain = body.is_known and not (maker.name in body.in_place and maker.opcode == "scatter")
-    return Access(n_bytes, n_bytes if is_certain else 0)
+def _written(program: Program, body: _Body, maker: Instruction, n_bytes: int) -> int:
+    """Returns the least that a kernel writes of a result with `n_bytes` bytes."""
+    if not body.is_known or (maker.name in body.in_place and maker.opcode == "scatter"):
+        return 0
+    return min(n_bytes, _updated_bytes(program, maker)) if maker.name in body.in_place else n_bytes
 
 
 def _in_memory(array: ArrayType) -> int:
@@ -233,9 +208,9 @@ def _n_updated(instruction: Instruction) -> int:
     return (len(instruction.operands) - 1) // 2 if instruction.opcode == "scatter" else 1
 
 
-def _updated_bytes(program: Program, instruction: Instruction) -> int:
-    position = 1 if instruction.opcode == "dynamic-update-slice" else _n_updated(instruction) + 1
-    return program.instructions[instruction.operands[position]].arrays[0].n_bytes
+def _updated_bytes(program: Program, update: Instruction) -> int:
+    """Returns the bytes that a dynamic-update-slice writes."""
+    return program.instructions[update.operands[1]].arrays[0].n_bytes
 
 
 def _reads_image(instruction: Instruction) -> bool:
@@ -253,7 +228,6 @@ def _image_bytes(program: Program, instruction: Instruction, whole: int) -> int:
     return whole * shapes.positions_read // max(positions, 1)
 
 
-_NOTHING = Access(0, 0)
 _NO_KERNELS = RUNS_OTHERS | {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "after-all"),
     *("add-dependency", "partition-id", "replica-id", "get-dimension-size", "domain"),

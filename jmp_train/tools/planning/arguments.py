@@ -1,7 +1,6 @@
-"""Classifies the arguments of a step by names on their paths, the types that hold them, or their moments."""
+"""Classifies the arguments of a step by names on their paths, or the types that hold them."""
 
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ def arguments_of(paths: Sequence[str], state: Any) -> dict[int, Argument]:
     Args:
       paths: paths of state and batch, such as "state.params['kernel']".
       state: its shapes: a `TrainState`, flax's, nnx objects, or optax's states in tuples and dicts next to parameters.
-        Parameters are then the arrays shaped like the moments, otherwise all other floats.
+        Parameters are then all other floats.
 
     Example:
       >>> import optax
@@ -79,28 +78,10 @@ def _has_optimizer(state: Any) -> bool:
 
 
 def _with_parameters(leaves: list[_Leaf], has_optimizer: bool) -> list[_Leaf]:
-    """Returns the leaves; if no path names parameters, those next to an optimizer's state become parameters."""
-    if not has_optimizer or any(group == PARAMETERS for _, _, group in leaves):
+    """Returns the leaves; if no path names parameters, the floats next to an optimizer's state become parameters."""
+    if not has_optimizer or any(group == PARAMETERS for *_, group in leaves):
         return leaves
-    moments = set(_floats_by_prefix(leaves, OPTIMIZER_STATE).values())
-    others = _floats_by_prefix(leaves, OTHERS)
-    trees = [prefix for prefix, floats in others.items() if floats in moments] or [()]
-
-    def group(path: KeyPath, shape: jax.ShapeDtypeStruct, known: str) -> str:
-        is_within = any(path[: len(prefix)] == prefix for prefix in trees)
-        return PARAMETERS if known == OTHERS and is_within and _is_float(shape) else known
-
-    return [(path, shape, group(path, shape, known)) for path, shape, known in leaves]
-
-
-def _floats_by_prefix(leaves: list[_Leaf], group: str) -> dict[KeyPath, frozenset[Any]]:
-    """Returns the paths and shapes of the floats in each subtree of a group, by the path to the subtree."""
-    found: defaultdict[KeyPath, set[Any]] = defaultdict(set)
-    for path, shape, known in leaves:
-        for n in range(len(path)):
-            if known == group and _is_float(shape):
-                found[path[:n]].add((path[n:], shape.shape))
-    return {prefix: frozenset(floats) for prefix, floats in found.items()}
+    return [(path, x, PARAMETERS if known == OTHERS and _is_float(x) else known) for path, x, known in leaves]
 
 
 def _is_float(shape: jax.ShapeDtypeStruct) -> bool:

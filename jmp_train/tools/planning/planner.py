@@ -1,135 +1,60 @@
 """`plan`: predicts memory and time of a training step on absent GPUs and TPUs."""
 
 import dataclasses
-import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 from jmp_train.tools.aot import (
-    GPU,
-    PASSES,
-    TPU,
-    Costs,
-    Device,
-    Devices,
-    Product,
+    CompiledProgram,
+    ExportedProgram,
+    Network,
     buffers_at_peak,
-    devices_here,
-    measure_program,
+    compile_program,
+    program_costs,
     read_hlo,
 )
-from jmp_train.tools.planning.allowances import Allowances
 from jmp_train.tools.planning.arguments import arguments_of
 from jmp_train.tools.planning.batches import LargestBatch, largest_batch
-from jmp_train.tools.planning.compiler import Compiler
-from jmp_train.tools.planning.remedies import Remedy, changes
+from jmp_train.tools.planning.machines import Machine
+from jmp_train.tools.planning.placements import PlanSearch, several
 from jmp_train.tools.planning.report import Plan
 from jmp_train.tools.planning.rows import PlanRow
-from jmp_train.tools.planning.search import candidates, searched
-from jmp_train.tools.planning.targets import (
-    Target,
-    checked_gpus,
-    checked_interconnect,
-    checked_placements,
-    checked_prices,
-    checked_tpus,
-    every_target,
-    placements_of_slice,
-    price_of,
-    targets_of,
-)
-from jmp_train.tools.planning.variants import REPLICATED, Placement, Precision, Shardings, variants_of
+from jmp_train.tools.planning.search import Target, searched
+from jmp_train.tools.planning.workloads import Workload
 
-DEFAULT_GPUS = ("V100-16GB", "A100-40GB", "H100-80GB")
-
-_EXACT = ", not rounded (precision 'highest')"
-_FLOAT16 = re.compile(r"\bf16\[")
-_EMULATED = (
-    "float16 is emulated: TPUs have no units for it, and libtpu converts it; use bfloat16, which needs no loss scale"
-)
+DEFAULT_MACHINES = ("V100-16GB", "A100-40GB", "H100-80GB")
+_BYTES_A_COMPILATION = 4 * 2**30
 
 
 def plan(
-    step: Callable[..., Any],
-    state: Any = None,
-    batch: Any = None,
-    *,
-    gpus: str | GPU | Sequence[str | GPU] | None = None,
-    tpus: str | TPU | Sequence[str | TPU] = (),
-    policies: Precision | Sequence[Precision] | None = None,
-    devices: int | Sequence[int] = 1,
-    hosts: int | Sequence[int] = 1,
-    interconnect: str | float = "NDR",
-    mesh: Mapping[str, int] | None = None,
-    shardings: Shardings | Sequence[Shardings] = REPLICATED,
-    batch_size: int | None = None,
-    find_placement: bool = False,
-    price: Mapping[str, float] | None = None,
-    find_largest: bool = True,
-    remedies: bool | None = None,
-    allowances: Allowances | None = None,
-    donate: bool = True,
-    measure: bool = False,
-    jobs: int | None = None,
-    timeout: float = 1800,
-    progress: Callable[[int, str], None] | None = None,
+    workload: Workload,
+    machines: str | Machine | Sequence[str | Machine] = DEFAULT_MACHINES,
+    search: PlanSearch | None = None,
 ) -> Plan:
     """Compiles a training step for absent GPUs and TPUs, and returns its memory and time on each.
 
-    Shapes suffice for state and batch. The step is traced here, and compiled by XLA's own compiler for CUDA or TPUs in
-    separate processes; `jt.aot.install_compiler()` and `jt.aot.install_tpu_compiler()` install them, once. Results are
-    cached in `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train.
+    The step is traced here, and compiled by XLA's own compiler for CUDA or TPUs in separate processes, as many at a
+    time as cores and memory allow; `jt.aot.install_compiler()` and `jt.aot.install_tpu_compiler()` install them, once.
+    Results are cached in `$JMP_TRAIN_CACHE` or ~/.cache/jmp_train.
 
     Args:
-      step: a function `(state, batch) -> anything`, such as a `TrainStep`, not yet parallel. Without `state` and
-        `batch`, a function of a policy that returns `(step, state, batch)`.
-      state: pytree of arrays or `jax.ShapeDtypeStruct`.
-      batch: the same, with the examples along all first axes; or, for batches that grow otherwise, such as graphs, a
-        function of the number of examples.
-      gpus: names of `jt.aot.GPUS`, or `GPU`s of your own; None for a V100, an A100 and an H100 if there are no `tpus`.
-      tpus: names of slices of TPUs, generation and chips along each axis: "v5e:2x2", "v5p:8x8x16". All devices of a
-        slice share the batch.
-      policies: one or several names, `Policy`s or AMP modes in which to plan a `TrainStep`; the state's parameters and
-        optimizer state are made anew for each. AMP modes want an optimizer without a loss scale. None for the step as
-        it is.
-      devices: number of GPUs of each host that share the batch, or several numbers. A slice of TPUs has its own.
-      hosts: number of hosts with that many GPUs, or several numbers.
-      interconnect: bandwidth from a GPU to other hosts, in one direction: "400Gb/s", bytes per second, or one of "HDR",
-        "NDR", "XDR" (an adapter of InfiniBand for each GPU), "p4d", "p5" (instances of AWS).
-      mesh: the axes of the mesh of all devices and their lengths, such as {"data": 16, "model": 16}; the batch is split
-        along "data". None for this one axis.
-      shardings: shardings of the state over several devices: "replicated"; "zero1" or "fsdp", over "data"; rules of
-        `specs_by_path` for the parameters; a function of the state's shapes and a mesh that returns shardings; or
-        several of these.
-      find_placement: whether to search for the fastest placement that fits, instead of planning the given one: over
-        "replicated", "zero1", "fsdp", and rules in `shardings` over meshes with an axis for them; where a step does not
-        fit, also micro-batches and rematerialization. At most 40 programs are compiled. `Plan.fastest`,
-        `Plan.smallest` and `Plan.cuts` have the result; largest batches and remedies are not searched for.
-      price: the price of an hour of one GPU, or of one chip of a generation of TPUs: {"v5e": 1.2, "H100-80GB": 3.0}.
-        Rows then have the least cost of a step.
-      batch_size: examples of a step, over all devices; None for those of `batch`.
-      find_largest: whether to search for the largest batch that fits, which takes about five compilations. Without
-        it, a batch without a common first axis, such as a graph, is planned as it is, as one example.
-      remedies: True to compile remedies; None to do so if the step does not fit.
-      allowances: memory that a step cannot have; None for `Allowances()`, in which jax takes 75% of a GPU's.
-      donate: whether the next state takes the place of the last.
-      measure: whether to run the step, too, for the rows whose GPUs are here, with zeros as arguments and each in a
-        process of its own; this process should have JAX_PLATFORMS=cpu, so that it does not hold the GPU.
-      jobs: number of simultaneous compilations; None for as many as cores and memory allow.
-      timeout: seconds after which a compilation is killed.
-      progress: called with the number of programs compiled so far and the name of the next.
+      workload: the step, its state and batch, and the precisions.
+      machines: names of GPUs and slices of TPUs, such as "A100-40GB" and "v5e:4x4", or `Machine`s.
+      search: what to search for; None for the largest batch that fits.
 
     Returns:
       A `Plan`; printed, it is a table.
 
     Raises:
       TypeError: an argument is of another type.
-      ValueError: there is no such GPU, slice, policy or sharding, the batch cannot be shared by the devices, or
-        nothing can be measured here.
+      ValueError: there is no such GPU, slice, policy or sharding, or the batch cannot be shared by the devices.
       PluginError: the compiler is not there; the message has the command.
       RuntimeError: a compilation failed.
-      TimeoutError: it took longer than `timeout`.
+      TimeoutError: it took longer than half an hour.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -137,154 +62,148 @@ def plan(
       >>> step = jt.train_step(jt.stateless(lambda w, x: ((x @ w) ** 2).mean()), optax.adam(1e-3))
       >>> state = jax.eval_shape(lambda: jt.TrainState.create(jnp.zeros((1024, 1024)), optax.adam(1e-3)))
       >>> batch = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
-      >>> plan = jt.plan(step, state, batch, gpus="A100-40GB", policies=["float32", "mixed_float16"])  # doctest: +SKIP
-      >>> [row.fits for row in plan.rows]  # doctest: +SKIP
+      >>> workload = Workload(step, state, batch, policies=["float32", "mixed_float16"])
+      >>> [row.fits for row in jt.plan(workload, "A100-40GB").rows]  # doctest: +SKIP
       [True, True]
     """
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"jobs={jobs!r} must be at least 1")
-    if not isinstance(allowances, Allowances | None):
-        raise TypeError(f"allowances must be jt.planning.Allowances, got {type(allowances).__name__}")
-    room = Allowances() if allowances is None else allowances
-    slices = checked_tpus(tpus)
-    kinds = [*_gpus_or_default(gpus, slices), *slices]
-    bandwidth = checked_interconnect(interconnect)
-    of_gpus = checked_placements(devices, shardings, mesh, hosts) if len(kinds) > len(slices) else []
-
-    def placements(kind: Device) -> Sequence[Placement]:
-        if find_placement:
-            return candidates(kind, shardings, mesh, devices, hosts)
-        return placements_of_slice(kind, shardings, mesh) if isinstance(kind, TPU) else of_gpus
-
-    prices = checked_prices(price, kinds)
-    variants = variants_of(step, state, batch, batch_size, policies, grows=find_largest and not find_placement)
+    if not isinstance(workload, Workload):
+        raise TypeError(f"workload must be a jt.planning.Workload, got {type(workload).__name__}")
+    search = PlanSearch() if search is None else search
+    given = several("machines", machines, (str, Machine))
+    all_machines = [machine if isinstance(machine, Machine) else Machine(machine) for machine in given]
+    finds_batch = search.largest_batch and not search.placement
+    variants = workload.variants(grows=finds_batch)
+    targets = [
+        Target(machine, variant, placement)
+        for machine in all_machines
+        for variant in variants
+        for placement in search.placements(machine)
+    ]
 
     def compile_all(wanted: Sequence[Target]) -> list[PlanRow]:
-        compiler = Compiler(donate, timeout, progress, bandwidth)
-        return compiler.each(lambda target: _row(compiler, target, room, prices), wanted, jobs)
+        return _Compiler(search.progress).each([_planned(target, finds_batch=finds_batch) for target in wanted])
 
-    if find_placement:
-        usable = lambda target: room.usable_bytes(target.kind, target.placement.devices)
-        rows, cuts = searched(every_target(kinds, variants, placements), usable, compile_all)
-        return Plan(tuple(rows), room, tuple(cuts))
-    targets = targets_of(kinds, variants, placements)
-    here = _devices_of(targets) if measure else None
-    compiler = Compiler(donate, timeout, progress, bandwidth)
-
-    def planned(target: Target) -> PlanRow:
-        row = _row(compiler, target, room, prices)
-        return dataclasses.replace(
-            row,
-            largest=_largest_batch(compiler, target, row.usable_bytes) if find_largest else None,
-            remedies=_remedies(compiler, target, row.usable_bytes) if _wanted(remedies, row) else (),
-        )
-
-    rows = compiler.each(planned, targets, jobs)
-    if here is not None:  # one at a time, when nothing is compiled any more
-        rows = [_measured(compiler, target, row, here) for target, row in zip(targets, rows, strict=True)]
-    return Plan(tuple(rows), room)
+    if search.placement:
+        rows, cuts = searched(targets, compile_all)
+        return Plan(tuple(rows), tuple(cuts))
+    for target in targets:
+        if (size := target.variant.batch_size) % target.multiple:
+            parts = f"a multiple of {target.multiple} for {target.placement} and its micro-batches"
+            raise ValueError(f"batch_size={size} must be {parts}")
+    return Plan(tuple(compile_all(targets)))
 
 
-def _gpus_or_default(gpus: str | GPU | Sequence[str | GPU] | None, slices: Sequence[TPU]) -> list[GPU]:
-    """Returns the requested GPUs; by default three, or none if there are TPUs."""
-    if slices and not isinstance(gpus, str | GPU) and not gpus:
-        return []
-    return checked_gpus(DEFAULT_GPUS if gpus is None else gpus)
+Compiling = Generator[tuple[Target, int], tuple[ExportedProgram, CompiledProgram], PlanRow]
+"""Yields programs to compile, a target and its batch size, receives them, and returns a row."""
 
 
-def _row(compiler: Compiler, target: Target, allowances: Allowances, prices: Mapping[str, float]) -> PlanRow:
+def _planned(target: Target, *, finds_batch: bool) -> Compiling:
     """Returns the row of a step with the requested batch size."""
-    size = target.variant.batch_size
-    compiled = compiler(target, size)
+    size, machine, placed = target.variant.batch_size, target.machine, target.placement
+    exported, compiled = yield target, size
     hlo = read_hlo(compiled.hlo)
-    costs = compiler.costs(target, compiled, hlo)
-    arguments = arguments_of(compiler.exported(target, size).paths, target.variant.state)
-    return PlanRow(
-        kind=target.kind,
+    links = (placed.hosts, machine.bandwidth_to_hosts, compiled.coordinates)
+    row = PlanRow(
+        machine=machine,
         policy=target.variant.policy,
-        placement=target.placement,
+        placement=placed,
         batch_size=size,
         peak_bytes=compiled.allocated_bytes,
         live_bytes=compiled.peak_bytes,
-        usable_bytes=allowances.usable_bytes(target.kind, target.placement.devices),
-        largest=None,
-        costs=costs,
+        costs=program_costs(hlo, machine.kind, Network(machine.kind, placed.axes, *links)),
         buffers=buffers_at_peak(
             compiled.buffer_assignment,
             compiled.live_range,
             hlo,
-            arguments,
-            platform=target.kind.platform,
-            temp_bytes=compiled.temp_bytes if target.kind.platform == "tpu" else 0,
+            arguments_of(exported.paths, target.variant.state),
+            platform=machine.kind.platform,
+            temp_bytes=compiled.temp_bytes if machine.kind.platform == "tpu" else 0,
         ),
-        remedies=(),
-        notes=tuple(_notes(target.kind, compiled.hlo, costs)),
-        price_per_hour=price_of(target.kind, target.placement.devices, prices),
     )
+    return dataclasses.replace(row, largest=(yield from _largest(target))) if finds_batch else row
 
 
-def _notes(device: Device, hlo: str, costs: Costs) -> Iterator[str]:
-    """Yields notes about the precision of a program on a device.
+def _largest(target: Target) -> Generator[tuple[Target, int], tuple[Any, CompiledProgram], LargestBatch | None]:
+    """Returns the largest batch that fits: the search starts again whenever it misses the bytes of a size."""
+    known: dict[int, int] = {}
+    usable, start = target.machine.usable_bytes, target.variant.batch_size
+    while True:
+        try:
+            return largest_batch(known.__getitem__, usable, start, target.multiple)
+        except KeyError as missing:
+            (size,) = missing.args
+        _, compiled = yield target, size
+        known[size] = compiled.allocated_bytes
 
-    The dtypes of products on GPUs are in `costs`; a note tells TF32 from float32 if the program has the latter.
+
+class _Compiler:
+    """Compiles the programs of a plan side by side, each traced once for all GPUs, and once for all TPUs.
+
+    Traces depend on contexts of the tracing thread: jax.default_matmul_precision, jax.set_mesh, haiku's policies. So
+    this thread traces, and others wait for the compiling processes.
     """
-    if isinstance(device, TPU) and _FLOAT16.search(hlo):
-        yield _EMULATED
-    shares: Counter[str] = Counter()
-    for kernel in costs.kernels:
-        for product in kernel.products:
-            shares[_computed(device, product)] += kernel.times * product.operations
-    total = sum(shares.values())
-    if total and (isinstance(device, TPU) or any(name.endswith(_EXACT) for name in shares)):
-        parts = (f"{count / total:.3g} in {name}" if len(shares) > 1 else name for name, count in shares.most_common())
-        yield f"products: {', '.join(parts)}"
+
+    def __init__(self, progress: Callable[[int, str], None] | None) -> None:
+        self._progress = progress
+        self._count = 0
+        self._traced: dict[tuple[Any, ...], ExportedProgram] = {}
+        self._stop = Event()
+
+    def each(self, tasks: Sequence[Compiling]) -> list[PlanRow]:
+        """Returns the rows of tasks, in order.
+
+        Raises:
+          Exception: the first error of tracing or compiling, which ends the others.
+        """
+        rows: dict[int, PlanRow] = {}
+        running: dict[Future[Any], int] = {}
+        with ThreadPoolExecutor(_jobs()) as pool:
+
+            def resume(number: int, answer: Any) -> None:
+                try:
+                    target, size = tasks[number].send(answer)
+                except StopIteration as end:
+                    rows[number] = end.value
+                else:
+                    running[pool.submit(self._compiled, target, self._exported(target, size), size)] = number
+
+            try:
+                for number in range(len(tasks)):
+                    resume(number, None)
+                while running:
+                    for done in wait(running, return_when=FIRST_COMPLETED).done:
+                        self._count += 1
+                        resume(running.pop(done), done.result())
+            except BaseException:  # Ctrl-C too
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return [rows[number] for number in range(len(tasks))]
+
+    def _exported(self, target: Target, size: int) -> ExportedProgram:
+        platform = target.machine.kind.platform
+        key = (target.variant, target.placement, size, platform)
+        if key not in self._traced:
+            self._traced[key] = target.variant.exported(target.placement, size, platform)
+        return self._traced[key]
+
+    def _compiled(self, target: Target, program: ExportedProgram, size: int) -> tuple[ExportedProgram, CompiledProgram]:
+        if self._progress is not None:
+            self._progress(self._count, f"{target}, batch {size}")
+        hosts = target.placement.hosts
+        return program, compile_program(program, target.machine.kind, hosts=hosts, stop=self._stop)
 
 
-def _computed(device: Device, product: Product) -> str:
-    """Returns how a device computes products of a dtype, XLA's name, at a precision of jax."""
-    dtype, precision = product.dtype, product.precision
-    if isinstance(device, GPU):
-        how = f" rounded to TF32 (precision {precision!r})" if product.allow_tf32 else _EXACT
-        return dtype + how if dtype in ("f32", "c64") and "tfloat32" in device.rates else dtype
-    if dtype == "f16":  # in some programs, libtpu leaves the conversion to its last stage
-        return "f16, emulated"
-    if dtype not in ("f32", "f64", "c64", "c128"):
-        return dtype
-    passes = PASSES[precision]
-    return f"{dtype} by {passes} pass{'es' * (passes > 1)} in bfloat16 (precision {precision!r})"
+def _jobs() -> int:
+    """Returns the number of simultaneous compilations that cores and memory allow."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _available_bytes() // _BYTES_A_COMPILATION))
 
 
-def _largest_batch(compiler: Compiler, target: Target, usable: int) -> LargestBatch | None:
-    def bytes_of(size: int) -> int:
-        return compiler(target, size).allocated_bytes
-
-    return largest_batch(bytes_of, usable, target.variant.batch_size, target.multiple)
-
-
-def _wanted(remedies: bool | None, row: PlanRow) -> bool:
-    return not row.fits if remedies is None else remedies
-
-
-def _remedies(compiler: Compiler, target: Target, usable: int) -> tuple[Remedy, ...]:
-    found = []
-    half = "mixed_bfloat16" if isinstance(target.kind, TPU) else "mixed_float16"
-    for name, code, variant, placement in changes(target.variant, target.placement, half):
-        changed = Target(target.kind, variant, placement)
-        compiled = compiler(changed, variant.batch_size)
-        needed, seconds = compiled.allocated_bytes, compiler.costs(changed, compiled, read_hlo(compiled.hlo)).seconds
-        found.append(Remedy(name, code, needed, needed <= usable, seconds))
-    return tuple(sorted(found, key=lambda remedy: remedy.peak_bytes))
-
-
-def _devices_of(targets: Sequence[Target]) -> Devices:
-    """Returns the present devices of a planned kind."""
-    here, planned = devices_here(), {target.kind.name: target.kind for target in targets}
-    if all(kind.description != here.device for kind in planned.values()):
-        raise ValueError(f"measure: here is {here.device}, which none of {', '.join(planned)} is")
-    return here
-
-
-def _measured(compiler: Compiler, target: Target, row: PlanRow, here: Devices) -> PlanRow:
-    if target.kind.description != here.device or target.placement.devices > here.devices or not row.fits:
-        return row
-    return dataclasses.replace(row, measured=measure_program(compiler.exported(target, row.batch_size)))
+def _available_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return _BYTES_A_COMPILATION
+    sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
+    return sizes.get("MemAvailable", _BYTES_A_COMPILATION)

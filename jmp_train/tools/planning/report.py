@@ -1,36 +1,29 @@
 """A plan: the rows as a table, as JSON, as a page."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jmp_train.tools.documents import Cell, Section, Table, Text, counted, page, series_styles, text
-from jmp_train.tools.planning.allowances import Allowances
-from jmp_train.tools.planning.charts import batch_chart, memory_chart, roofline_chart
-from jmp_train.tools.planning.details import buffers_table, details, remedies_table
-from jmp_train.tools.planning.rows import PlanRow, device_head, device_kinds, gigabytes, milliseconds, table_cells
+from jmp_train.tools import documents as doc
+from jmp_train.tools.documents import Cell, Section, Table, Text, counted, page, text, with_unit
+from jmp_train.tools.planning.rows import PlanRow, gigabytes, milliseconds, table_cells
 from jmp_train.tools.planning.search import Cut
 
 _UNLIMITED = 10_000  # characters of a line
+_BUFFERS = 20  # of a row, on the page
+_MOST_OF_PEAK = 3  # times the longest bar: marks beyond are left out, lest GPUs of 80 GB press bars of 1 GB together
 _CUTS = ("device", "policy", "placement", "not compiled because")
-_MEMORY = (
-    "Memory is what each {} allocates for a step: arguments (parameters, optimizer state, batch), results that take no "
-    "argument's place, constants, and one block for all temporaries, laid out by XLA's compiler. Nothing was run. "
+_SAID = (
+    "memory: what each device allocates for a step, of what it can have: jax's pool (XLA_PYTHON_CLIENT_MEM_FRACTION), "
+    "or what libtpu leaves to programs; least time: a roofline, by the peak rates of arithmetic, memory and links"
 )
-_USABLE_OF = {
-    "GPU": "Of the GPU's memory, a step can have jax's pool, or what CUDA, its libraries and collectives leave if that "
-    "is less, without what is lost in gaps: {}.",
-    "TPU": "Of the TPU's memory, a step can have what libtpu leaves to programs, without what is lost in gaps: {}.",
-}
-_TIMES = "Times are lower bounds: {}. Casts are bytes that kernels read and write only to convert between float dtypes."
-_TIMES_OF = {
-    "GPU": "each kernel at the GPU's peak rate or peak bandwidth, the L2 cache as useful as it can be",
-    "TPU": "all products at the TPU's peak rate, or all bytes at the peak bandwidth of its memory",
-}
-_ROOFLINE = (
-    "A large point is a step at its bound, which can be above the slanted roof; the line below it ends at its rate "
-    "without the L2 cache. Small points are the costliest kernels with matrix products, without the cache; the larger, "
-    "the more of the step's time. Other kernels are only in the steps' times."
+_HINT = (
+    "PlanSearch(placement=True) tries to make steps fit by shards of their state, micro-batches and rematerialization"
+)
+_MARKS = (
+    "A solid mark is at what a step can have of the device's memory, a dashed one at all of it. Marks that are further "
+    "right than the chart are left out."
 )
 
 
@@ -39,20 +32,18 @@ class Plan:
     """The result of `plan`; prints as a table.
 
     Attributes:
-      rows: the rows, ordered by device, precision and placement.
-      allowances: memory that a step cannot have.
+      rows: the rows, ordered by machine, precision and placement; of a search, the fastest that fit first.
       cuts: placements that a search did not compile, with reasons.
 
     Example:
       >>> import jmp_train as jt
-      >>> plan = jt.plan(step, state, batch, gpus=["V100-16GB", "A100-40GB"])  # doctest: +SKIP
+      >>> plan = jt.plan(Workload(step, state, batch), ["V100-16GB", "A100-40GB"])  # doctest: +SKIP
       >>> print(plan, plan.largest_buffers(5))  # doctest: +SKIP
-      >>> Plan(rows=(), allowances=Allowances(memory_fraction=0.9)).to_json()["allowances"]["memory_fraction"]
-      0.9
+      >>> Plan(rows=()).to_json()
+      {'rows': []}
     """
 
     rows: tuple[PlanRow, ...]
-    allowances: Allowances
     cuts: tuple[Cut, ...] = ()
 
     @property
@@ -70,7 +61,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON values."""
         cuts = {"cuts": [vars(cut) for cut in self.cuts]} if self.cuts else {}
-        return {"allowances": vars(self.allowances), "rows": [row.to_json() for row in self.rows], **cuts}
+        return {"rows": [row.to_json() for row in self.rows], **cuts}
 
     def to_html(self, title: str = "Plan") -> str:
         """Returns all of it as one HTML page, without scripts or network access.
@@ -87,15 +78,13 @@ class Plan:
         return page(
             title,
             [
-                Text(self._summary, "summary"),
+                *self._found(),
                 Table(heads, table, "rows", range(heads.index("batch"))),
                 memory_chart(self.rows),
-                batch_chart(self.rows),
-                _rooflines(self.rows),
                 Section("What was not compiled", [Table(_CUTS, cuts, texts=range(4))], is_folded=True),
-                Section("Row by row", [details(number, row) for number, row in enumerate(self.rows, 1)]),
+                Section("Row by row", [_details(number, row) for number, row in enumerate(self.rows, 1)]),
             ],
-            _footer(self.rows, self.allowances),
+            [_SAID],
         )
 
     def largest_buffers(self, count: int = 10) -> str:
@@ -105,79 +94,98 @@ class Plan:
           count: number of buffers per row.
         """
         titles = [Text(f"{_title(row)}, of {gigabytes(row.peak_bytes)}:") for row in self.rows]
-        tables = [buffers_table(row, count) for row in self.rows]
+        tables = [_buffers(row, count) for row in self.rows]
         return text([block for pair in zip(titles, tables, strict=True) for block in pair], _UNLIMITED)
 
-    @property
-    def _summary(self) -> str:
-        """Summary: the number of rows that fit, and those with the largest batch and the least time per example."""
-        fitting = sum(row.fits for row in self.rows)
-        said = [f"{fitting} of {len(self.rows)} fit{'s' * (len(self.rows) == 1)}"]
-        largest = max(self.rows, key=lambda row: row.largest_batch or 0, default=None)
-        if largest and largest.largest_batch:
-            said.append(f"the largest batch is {largest.largest_batch}, {_where(largest)}")
-        if fitting > 1 and self.fastest:
-            time = f"{milliseconds(self.fastest.step_seconds_bound)} a step of batch {self.fastest.batch_size}"
-            said.append(f"the least time of those that fit is {time}, {_where(self.fastest)}")
-        return "; ".join(said) + "."
-
     def _found(self) -> list[Text]:
-        """Returns the results of a search; empty for other plans."""
-        fastest, smallest = self.fastest, self.smallest
-        if not self.cuts or fastest is None or smallest is None:
-            return [Text("no placement fits")] if self.cuts else []
-        time = milliseconds(fastest.step_seconds_bound)
+        """Returns the results of a search; of another plan with steps that do not fit, how to search."""
+        if not self.cuts:
+            return [] if all(row.fits for row in self.rows) else [Text(_HINT)]
+        if self.fastest is None or self.smallest is None:
+            return [Text("no placement fits")]
+        time = milliseconds(self.fastest.step_seconds_bound)
         return [
-            Text(f"fastest that fits, at least {time}: {_title(fastest)}"),
-            Text(f"fewest devices that fit: {_title(smallest)}"),
+            Text(f"fastest that fits, at least {time}: {_title(self.fastest)}"),
+            Text(f"fewest devices that fit: {_title(self.smallest)}"),
             Text(f"not compiled: {counted(len(self.cuts), 'placement')}, see Plan.cuts"),
         ]
 
     def __str__(self) -> str:
         heads, *cells = table_cells(self.rows)
-        notes = dict.fromkeys(f"{row.device}, {row.policy}: {note}" for row in self.rows for note in row.notes)
-        helps = [
-            Section(f"{_title(row)}, {gigabytes(row.peak_bytes)}; what could help:", [remedies_table(row)])
-            for row in self.rows
-        ]
-        blocks = [Table(heads, cells), *helps, *map(Text, notes), *self._found()]
-        return text([*blocks, Text(_said(self.rows, self.allowances))], _UNLIMITED)
+        return text([Table(heads, cells), *self._found(), Text(_SAID)], _UNLIMITED)
 
 
-def _said(rows: Sequence[PlanRow], allowances: Allowances) -> str:
-    """Returns the notes about memory and time below the table."""
-    head = device_head(rows)
-    of = "of what libtpu leaves to programs"
-    if head != "TPU":
-        fraction = f"{allowances.memory_fraction:.0%} (XLA_PYTHON_CLIENT_MEM_FRACTION)"
-        of = f"of what it can have where jax's pool is {fraction}" + (f", or {of}" if head == "device" else "")
-    return f"memory: what a {head} allocates for a step, {of}; least time: a roofline"
+def memory_chart(rows: Sequence[PlanRow]) -> doc.Chart | None:
+    """Returns one bar per row: the memory at the peak, with marks at the usable memory and at all memory of the device.
+
+    Args:
+      rows: the rows of a plan; without any there is no chart.
+    """
+    if not rows:
+        return None
+    most = max(max(row.peak_bytes for row in rows), 1)
+    end = min(_MOST_OF_PEAK * most, max(most, *(row.machine.kind.memory_bytes for row in rows)))
+    axis = doc.linear_axis(0, end, lambda n_bytes: f"{n_bytes / 1e9:g} GB")
+    styles = doc.series_styles((kind for row in rows for kind in row.bytes_by_kind), ("", "6 3"))
+    groups: dict[str, list[doc.Row]] = defaultdict(list)
+    for row in rows:
+        label = row.policy if row.placement.devices == 1 else f"{row.policy}, {row.placement}"
+        groups[row.device].append(_memory_bar(row, label, styles))
+    return doc.bar_chart("Memory at the peak by kind", groups, axis, note=_MARKS, texts_at_edge=True)
+
+
+def _memory_bar(row: PlanRow, label: str, styles: dict[str, doc.Style]) -> doc.Row:
+    sizes = row.bytes_by_kind
+    pieces = [
+        doc.Piece(style, sizes[kind], f"{label}: {kind}, {gigabytes(sizes[kind])}")
+        for kind, style in styles.items()
+        if kind in sizes
+    ]
+    marks = [
+        doc.Piece(style, n_bytes, f"{name}: {gigabytes(n_bytes)}")
+        for name, n_bytes, style in (
+            ("usable", row.usable_bytes, doc.Style("ink")),
+            ("all memory", row.machine.kind.memory_bytes, doc.Style("soft", dash="3 2")),
+        )
+    ]
+    used = f"{gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)}"
+    return doc.Row(label, pieces, used, "soft" if row.fits else "bad", marks)
+
+
+def _details(number: int, row: PlanRow) -> Section:
+    """Returns a fold with a row's largest buffers and its communication."""
+    fits = "fits" if row.fits else "does not fit"
+    title = f"{_title(row)}: {gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)}, {fits}"
+    sections = [Section("Largest buffers at the peak", [_buffers(row, _BUFFERS)]), _communication(row)]
+    return Section(title, sections, f"row-{number}", "" if row.fits else "misfit", is_folded=True)
+
+
+def _buffers(row: PlanRow, count: int) -> Table:
+    cells = [
+        (
+            with_unit(b.n_bytes, "B"), f"{b.n_bytes / max(row.peak_bytes, 1):.1%}", b.kind, b.operation, b.dtype,
+            "x".join(map(str, b.shape)), f"{b.module} {b.source}".strip(),
+        )
+        for b in row.buffers[:count]
+    ]  # fmt: skip
+    return Table(("bytes", "share", "kind", "operation", "dtype", "shape", "from"), cells, texts=range(2, 7))
+
+
+def _communication(row: PlanRow) -> Section:
+    heads = ("collective", "dtype", "along", "count", "of devices", "all bytes", "sent by each", "least time",
+             "sent to other hosts", "least time there")  # fmt: skip
+    cells = [
+        (
+            item.kind, item.dtype, item.axis, str(item.count), str(item.group_size), with_unit(item.n_bytes, "B"),
+            with_unit(item.sent_bytes, "B"), milliseconds(item.seconds),
+            with_unit(item.sent_between_hosts, "B"), milliseconds(item.seconds_between_hosts),
+        )
+        for item in row.costs.communication
+    ]  # fmt: skip
+    link = f"Over {row.machine.kind.link}, {with_unit(row.machine.kind.link_bandwidth, 'B/s')} in one direction."
+    kept = len(heads) if row.placement.hosts > 1 else len(heads) - 2
+    return Section("Communication", [Table(heads[:kept], [x[:kept] for x in cells], texts=range(3), note=link)])
 
 
 def _title(row: PlanRow) -> str:
     return f"{row.device}, {row.policy}, {row.placement}, batch {row.batch_size}"
-
-
-def _where(row: PlanRow) -> str:
-    return f"{row.policy} on {row.device}, {row.placement}"
-
-
-def _rooflines(rows: Sequence[PlanRow]) -> Section | None:
-    styles = series_styles(row.policy for row in rows)
-    charts = [
-        roofline_chart(kind, [row for row in rows if row.kind == kind], styles)
-        for kind in dict.fromkeys(row.kind for row in rows)
-    ]
-    return Section("Roofline", [*charts, Text(_ROOFLINE, look="soft")]) if any(charts) else None
-
-
-def _footer(rows: Sequence[PlanRow], allowances: Allowances) -> list[str]:
-    """Returns the notes about memory and times."""
-    shares = ("memory_fraction", "fragmentation")
-    allowed = {name: f"{x:.0%}" if name in shares else gigabytes(x) for name, x in vars(allowances).items()}
-    of_gpu = ", ".join(f"{name} {value}" for name, value in allowed.items())
-    given = {"GPU": of_gpu, "TPU": f"fragmentation {allowed['fragmentation']}"}
-    heads = device_kinds(rows)
-    usable = " ".join(_USABLE_OF[head].format(given[head]) for head in heads)
-    times = _TIMES.format("; ".join(_TIMES_OF[head] for head in heads))
-    return [_MEMORY.format(device_head(rows)) + usable, times]

@@ -6,24 +6,45 @@ follow; then both together. Each placement that is not compiled has a reason.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from jmp_train.policies.autocasting import multiplies
 from jmp_train.steps import TrainStep
-from jmp_train.tools.aot import TPU, Device
-from jmp_train.tools.planning.remedies import changes
+from jmp_train.tools.planning.machines import Machine
+from jmp_train.tools.planning.placements import REPLICATED, Placement
 from jmp_train.tools.planning.rows import PlanRow, gigabytes, milliseconds
-from jmp_train.tools.planning.targets import Target, checked_placements, placements_of_slice
-from jmp_train.tools.planning.variants import DATA, FSDP, REPLICATED, ZERO1, Placement, several
+from jmp_train.tools.planning.segments import in_segments
+from jmp_train.tools.planning.workloads import Variant
 
 MOST_COMPILED = 40
-_LENGTHS = (2, 4, 8, 16)  # of the axis that rules shard over
-_CHANGES = ("2 micro-batches", "4 micro-batches", "rematerialization")
+_SEGMENTS = 8
+_PARTS, _REMATERIALIZED = "4 micro-batches", "rematerialization"
 
-CompileAll = Callable[[Sequence[Target]], list[PlanRow]]
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """The subject of a plan's row: a step in one precision on some devices of one kind.
+
+    Attributes:
+      machine: the devices.
+      variant: the step in one precision.
+      placement: the number of devices and the shardings of the state.
+    """
+
+    machine: Machine
+    variant: Variant
+    placement: Placement
+
+    @property
+    def multiple(self) -> int:
+        """Batch sizes must be multiples of this number."""
+        return self.variant.multiple(self.placement)
+
+    def __str__(self) -> str:
+        return f"{self.machine.kind.name}, {self.variant.policy}, {self.placement}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,51 +64,14 @@ class Cut:
     reason: str
 
 
-def candidates(
-    kind: Device, shardings: Any, mesh: Mapping[str, int] | None, devices: Any, hosts: Any
-) -> list[Placement]:
-    """Returns the placements to try: replicated, ZeRO-1 and FSDP, and rules over meshes with an axis for them.
-
-    Args:
-      kind: the GPU, or the slice of TPUs.
-      shardings: see `plan`; rules and functions are tried too.
-      mesh: see `plan`; None for those that the number of devices allows.
-      devices: see `plan`.
-      hosts: see `plan`.
-
-    Raises:
-      ValueError: see `checked_placements`.
-    """
-
-    def placed(shardings: Any, mesh: Mapping[str, int] | None) -> list[Placement]:
-        if isinstance(kind, TPU):
-            return placements_of_slice(kind, shardings, mesh)
-        return checked_placements(devices, shardings, mesh, hosts)
-
-    found = placed((REPLICATED, ZERO1, FSDP), mesh)
-    for own in several("shardings", shardings, (str, Callable, Mapping)):
-        if isinstance(own, str):
-            continue
-        axes = _axes(own) if isinstance(own, Mapping) else []
-        if mesh is not None or len(axes) != 1:
-            found += placed(own, mesh)
-            continue
-        for base in placed(own, None):
-            lengths = [n for n in _LENGTHS if base.devices % n == 0]
-            found += [dataclasses.replace(base, mesh=((DATA, base.devices // n), (axes[0], n))) for n in lengths]
-    return list(dict.fromkeys(found))
-
-
 def searched(
-    targets: Sequence[Target], usable: Callable[[Target], int], compile_all: CompileAll
+    targets: Sequence[Target], compile_all: Callable[[Sequence[Target]], list[PlanRow]]
 ) -> tuple[list[PlanRow], list[Cut]]:
     """Returns the compiled rows, the fastest that fit first, and the cuts.
 
     Args:
-      targets: see `candidates`, for each precision.
-      usable: returns the memory that a target's program can have on a device.
+      targets: the placements to try, in each precision.
       compile_all: returns the rows of some targets.
-
     """
     cuts: list[Cut] = []
     rows: list[PlanRow] = []
@@ -101,7 +85,7 @@ def searched(
 
     first = []
     for target in targets:
-        reason = _too_large(target, usable(target))
+        reason = _too_large(target)
         if reason is None:
             first.append(target)
         else:
@@ -124,16 +108,16 @@ def searched(
     second = [(target, name, changed) for target in misfits for name, changed in _changed(target)]
     helped = {id(t): r.fits for t, r in compiled([changed for *_, changed in second])}
     solved = {id(target) for target, _, changed in second if helped.get(id(changed))}
-    unsolved = [changed for target, name, changed in second if name == _CHANGES[1] and id(target) not in solved]
-    compiled([both for changed in unsolved for name, both in _changed(changed) if name == _CHANGES[2]])
+    unsolved = [changed for target, name, changed in second if name == _PARTS and id(target) not in solved]
+    compiled([both for changed in unsolved for name, both in _changed(changed) if name == _REMATERIALIZED])
     return sorted(rows, key=lambda row: (not row.fits, row.step_seconds_bound)), cuts
 
 
-def _too_large(target: Target, usable: int) -> str | None:
+def _too_large(target: Target) -> str | None:
     """Returns the reason not to compile a target, or None."""
     if target.variant.batch_size % target.multiple:
         return f"batch {target.variant.batch_size} is not a multiple of {target.multiple}"
-    least = target.variant.state_bytes(target.placement)
+    least, usable = target.variant.state_bytes(target.placement), target.machine.usable_bytes
     if least > usable:
         return f"the state alone takes {gigabytes(least)} of {gigabytes(usable)}"
     return None
@@ -147,7 +131,7 @@ def _is_replicated(target: Target) -> bool:
 
 def _devices(target: Target) -> tuple[Any, ...]:
     """Returns the key that placements of a step on the same devices share."""
-    return id(target.kind), id(target.variant), target.placement.devices, target.placement.hosts
+    return id(target.machine), id(target.variant)
 
 
 def _is_bound_by_products(target: Target, row: PlanRow) -> bool:
@@ -164,18 +148,19 @@ def _is_bound_by_products(target: Target, row: PlanRow) -> bool:
 
 def _changed(target: Target) -> Iterator[tuple[str, Target]]:
     """Yields micro-batches and rematerialization of a target, as targets with names of their own."""
-    for name, _, variant, placement in changes(target.variant, target.placement):
-        if name in _CHANGES and placement == target.placement:
-            variant = dataclasses.replace(variant, policy=f"{target.variant.policy}, {name}")
-            yield name, Target(target.kind, variant, placement)
+    step, variant = target.variant.step, target.variant
+    if not isinstance(step, TrainStep):
+        return
+    steps: dict[str, Any] = {}
+    for parts in (2, 4):
+        total = parts * step.accumulate_steps
+        if variant.batch_size // target.placement.batch_parts % total == 0:
+            steps[f"{total} micro-batches"] = dataclasses.replace(step, accumulate_steps=total)
+    steps[_REMATERIALIZED] = dataclasses.replace(step, loss_fn=in_segments(step.loss_fn, _SEGMENTS))
+    for name, changed in steps.items():
+        new = dataclasses.replace(variant, step=changed, policy=f"{variant.policy}, {name}")
+        yield name, dataclasses.replace(target, variant=new)
 
 
 def _cut(target: Target, reason: str) -> Cut:
-    return Cut(target.kind.name, target.variant.policy, str(target.placement), reason)
-
-
-def _axes(rules: Mapping[str, Any]) -> list[str]:
-    """Returns the axes that rules name, without the batch's."""
-    entries = [entry for spec in rules.values() for entry in (spec or ())]
-    names = [name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))]
-    return [name for name in dict.fromkeys(names) if isinstance(name, str) and name != DATA]
+    return Cut(target.machine.kind.name, target.variant.policy, str(target.placement), reason)

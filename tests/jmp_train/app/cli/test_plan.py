@@ -13,7 +13,8 @@ from plan_rows import planned_row
 import jmp_train as jt
 from jmp_train.app.cli.entry import main
 from jmp_train.tools import planning
-from jmp_train.tools.planning import Allowances
+from jmp_train.tools.aot import GPUS
+from jmp_train.tools.planning import Machine, PlanSearch
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(500)]
 
@@ -73,11 +74,10 @@ def fixture_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments with which `plan` was called, which then returns two made-up rows, of which one does not fit."""
     calls: list[Any] = []
 
-    def plan(*args: Any, **options: Any) -> jt.planning.Plan:
-        calls.append((args, options))
-        kinds = {"parameters": 10**9, "activations saved for the backward pass": 10**10}
-        rows = (planned_row(), planned_row("T4-16GB", kinds={**kinds, "gradients": 10**10}))
-        return jt.planning.Plan(rows[: 1 + ("T4-16GB" in [gpu.name for gpu in options["gpus"]])], Allowances())
+    def plan(workload: Any, machines: Any, search: Any) -> jt.planning.Plan:
+        calls.append((workload, machines, search))
+        rows = (planned_row(), planned_row("T4-16GB", kinds={"parameters": 2 * 10**10 + 10**9}))
+        return jt.planning.Plan(rows[: 1 + ("T4-16GB" in [machine.kind.name for machine in machines])])
 
     monkeypatch.setattr(planning, "plan", plan)
     return calls
@@ -97,19 +97,18 @@ def test_a_task_is_planned_with_the_options(calls: list[Any], capsys: pytest.Cap
         "2",
     )
     more = ("--shardings", "zero1", "fsdp", "--batch-size", "64", "--memory-fraction", "0.9", "--no-largest")
-    assert main(["plan", "digits", *options, *more, "--remedies", "--buffers", "3", "--page", "made/plan.html"]) == 3
-    ((make,), given), *_ = calls
-    assert [gpu.name for gpu in given.pop("gpus")] == ["T4-16GB", "Mine"]
-    assert given == {
-        "devices": 2, "shardings": ["zero1", "fsdp"], "find_largest": False, "remedies": True, "measure": False,
-        "progress": None, "allowances": Allowances(memory_fraction=0.9), "policies": ["float32", "torch"],
-        "batch_size": 64,
-    }  # fmt: skip
-    step, _, batches = make("float32")
+    assert main(["plan", "digits", *options, *more, "--buffers", "3", "--page", "made/plan.html"]) == 3
+    ((workload, machines, search),) = calls
+    assert [machine.kind.name for machine in machines] == ["T4-16GB", "Mine"]
+    assert {(machine.gpus, machine.hosts, machine.allowances.memory_fraction) for machine in machines} == {(2, 1, 0.9)}
+    assert search == PlanSearch(False, ["zero1", "fsdp"])
+    assert (workload.policies, workload.batch_size) == (["float32", "torch"], 64)
+    step, _, batches = workload.step("float32")
     assert isinstance(step, jt.steps.TrainStep)
     assert {x.shape[0] for x in batches(8).values()} == {8}
     out = capsys.readouterr().out
-    assert out.startswith("digits:\nGPU ")
+    assert out.startswith("digits:\ndevice ")
+    assert "\n--find-placement tries to make steps fit" in out
     assert "of 21.00 GB:\nbytes " in out
     assert out.endswith("wrote made/plan.html\n")
     assert "<title>digits</title>" in Path("made/plan.html").read_text()
@@ -117,12 +116,10 @@ def test_a_task_is_planned_with_the_options(calls: list[Any], capsys: pytest.Cap
 
 def test_the_defaults(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 0
-    ((_,), given), *_ = calls
-    assert [gpu.name for gpu in given["gpus"]] == ["V100-16GB", "A100-40GB", "H100-80GB"]
-    assert given["policies"] == ("float32", "autocast_float16", "autocast_bfloat16")
-    assert given["find_largest"]
-    assert given["remedies"] is None
-    assert "allowances" not in given
+    ((workload, machines, search),) = calls
+    assert machines == [Machine(GPUS[name]) for name in ("V100-16GB", "A100-40GB", "H100-80GB")]
+    assert workload.policies == ("float32", "autocast_float16", "autocast_bfloat16")
+    assert search == PlanSearch()
 
 
 def test_json_is_all_that_standard_output_gets(calls: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
@@ -130,24 +127,24 @@ def test_json_is_all_that_standard_output_gets(calls: list[Any], capfd: pytest.C
     out, error = capfd.readouterr()
     assert json.loads(out)["step"] == "karate:task"
     assert error == "wrote plan.html\n"
-    assert calls[0][1]["find_largest"] is False, "a whole graph does not grow"
+    assert not calls[0][2].largest_batch, "a whole graph does not grow"
 
 
 def test_a_script_whose_function_takes_no_policy(calls: list[Any]) -> None:
     for function in ("make_step", "with_default"):
         assert main(["plan", f"scripts/model.py:{function}", "--policies", "float32"]) == 0
-        (step, state, batch), given = calls.pop()
-        assert (callable(step), state.shape, batch.shape) == (True, (256, 256), (64, 256))
-        assert given["policies"] == ["float32"]
-        assert "batch_size" not in given
+        workload, _, _ = calls.pop()
+        shapes = (workload.state.shape, workload.batch.shape)
+        assert (callable(workload.step), *shapes) == (True, (256, 256), (64, 256))
+        assert (workload.policies, workload.batch_size) == (["float32"], None)
 
 
 def test_a_script_whose_function_takes_a_policy(calls: list[Any]) -> None:
     assert main(["plan", "scripts/model.py:of_policy", "--batch-size", "32"]) == 0
-    ((function,), given), *_ = calls
-    assert function.__name__ == "of_policy"
-    assert given["policies"] == ("float32", "autocast_float16", "autocast_bfloat16")
-    assert given["batch_size"] == 32
+    ((workload, _, _),) = calls
+    assert workload.step.__name__ == "of_policy"
+    assert workload.policies == ("float32", "autocast_float16", "autocast_bfloat16")
+    assert workload.batch_size == 32
 
 
 @pytest.mark.parametrize(
@@ -198,7 +195,7 @@ def test_a_task_as_json(compiler: None) -> None:
     assert done.stderr == "", "nothing of CUDA"
     found = json.loads(done.stdout)
     (row,) = found["rows"]
-    assert (found["step"], row["gpu"], row["policy"], row["fits"]) == ("digits", "V100-16GB", "float32", True)
+    assert (found["step"], row["device"], row["policy"], row["fits"]) == ("digits", "V100-16GB", "float32", True)
     assert sum(row["bytes_by_kind"].values()) == row["peak_bytes"] < row["usable_bytes"]
     assert {"parameters", "optimizer state", "batch"} <= set(row["bytes_by_kind"])
     assert row["largest_batch"] is None
@@ -218,7 +215,7 @@ def test_scripts_in_both_forms_on_a_gpu_of_ones_own(compiler: None, monkeypatch:
     assert (done.returncode, done.stderr) == (0, "")
     rows = json.loads(done.stdout)["rows"]
     assert [row["policy"] for row in rows] == ["float32", "mixed_float16"]
-    assert rows[0]["cast_bytes"] == 0 < rows[1]["cast_bytes"]
+    assert rows[0]["operations"].keys() == {"f32"} != rows[1]["operations"].keys()
     done = run("model.py:make_step", *options, "--batch-size", str(2**22))
     assert done.returncode == 3, done.stderr
     assert " no " in done.stdout.splitlines()[2], "what does not fit has its exit code"

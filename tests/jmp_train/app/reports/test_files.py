@@ -7,13 +7,12 @@ import pytest
 from plan_rows import DATA_PARALLEL, ODD, found_batch, planned_row
 
 from jmp_train.app.reports import json_line, write_plan
-from jmp_train.tools.planning import Allowances, Plan
+from jmp_train.tools.planning import Plan
 
 pytestmark = pytest.mark.quick
 
 PLAN = Plan(
     (planned_row(largest=found_batch(100, 100_000_000)), planned_row("V100-16GB", placement=DATA_PARALLEL)),
-    Allowances(),
 )
 
 
@@ -38,8 +37,7 @@ def test_json_has_the_rows_and_the_subject() -> None:
     assert text.count("\n") == 1
     found = json.loads(text)
     assert found["step"] == "vit-b16"
-    assert found["allowances"]["memory_fraction"] == 0.75
-    assert [(row["gpu"], row["fits"], row["largest_batch"]) for row in found["rows"]] == [
+    assert [(row["device"], row["fits"], row["largest_batch"]) for row in found["rows"]] == [
         ("A100-40GB", True, 100), ("V100-16GB", True, None),
     ]  # fmt: skip
     assert found["rows"][0]["tried_batches"] == {"64": 6_400_000_000, "100": 10_000_000_000, "101": 10_100_000_000}

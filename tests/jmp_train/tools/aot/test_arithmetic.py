@@ -32,7 +32,7 @@ def gemm(target: str = "__cublas$gemm", batch: int = 0, escaped: bool = False, p
 def operations(result: str, call: str, *operands: str) -> tuple[str, int, bool]:
     found = product(*program(result, call, *operands))
     assert found is not None
-    return found.dtype, found.operations, found.allow_tf32
+    return found.dtype, found.operations, found.precision != "highest"
 
 
 @pytest.mark.parametrize("escaped", [False, True])

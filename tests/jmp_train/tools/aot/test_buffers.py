@@ -98,12 +98,12 @@ LINE = "/home/me/train.py:3 (loss)"
 
 def test_buffers_of_a_step_that_is_checked_by_hand() -> None:
     assert set(buffers_at_peak(ASSIGNMENT, LIVE_RANGE, read_hlo(PROGRAM), ARGUMENTS)) == {
-        Buffer(512, "workspaces", "dot_general", "s8", (512,), LINE, "M"),
+        Buffer(512, "temporaries", "dot_general", "s8", (512,), LINE, "M"),
         Buffer(256, "parameters", "argument", "f32", (8, 8), "state.params['w']", ""),
         Buffer(128, "batch", "argument", "f16", (8, 8), "batch['x']", ""),
-        Buffer(128, "activations saved for the backward pass", "sin", "f16", (8, 8), LINE, "M"),
+        Buffer(128, "saved for the backward pass", "sin", "f16", (8, 8), LINE, "M"),
         Buffer(128, "temporaries", "mul", "f16", (8, 8), LINE, "M"),
-        Buffer(128, "gradients", "dot_general", "f16", (8, 8), LINE, "M"),
+        Buffer(128, "temporaries", "dot_general", "f16", (8, 8), LINE, "M"),
         Buffer(112, "padding", "", "", (), "", ""),
         Buffer(16, "temporaries", "dot_general", "", (), LINE, "M"),
         Buffer(16, "results", "sub", "", (), LINE, ""),
@@ -199,7 +199,7 @@ def test_a_plain_mlp_saves_what_the_chain_rule_needs(compiled: Compile, policy: 
     found = compiled("mlp", policy, gpu=gpu)
     holds(found)
     dtype = "f32" if policy == "float32" else "f16"
-    saved = [b for b in found.buffers if b.kind == "activations saved for the backward pass"]
+    saved = [b for b in found.buffers if b.kind == "saved for the backward pass"]
     wide = (gpu_steps.ROWS, gpu_steps.WIDTH)
     large = Counter((b.dtype, b.shape) for b in saved if b.n_bytes > gpu_steps.ROWS * 32)
     inputs = {} if policy == "float32" else {(dtype, (gpu_steps.ROWS, gpu_steps.INPUTS)): 1}  # else they are the batch
@@ -220,7 +220,7 @@ def test_recomputing_saves_only_what_goes_into_a_layer(compiled: Compile, gpu: s
     kept, recomputed = (compiled("stack", str(remat), gpu=gpu) for remat in (False, True))
     holds(kept)
     holds(recomputed)
-    saved = "activations saved for the backward pass"
+    saved = "saved for the backward pass"
     rows = (gpu_steps.DEPTH, gpu_steps.ROWS)
     inputs = 2 * gpu_steps.DEPTH * gpu_steps.ROWS * gpu_steps.WIDTH
     assert [b.shape for b in recomputed.buffers if b.kind == saved and len(b.shape) == 3] == [(*rows, gpu_steps.WIDTH)]
@@ -237,7 +237,7 @@ def test_recomputing_saves_only_what_goes_into_a_layer(compiled: Compile, gpu: s
 def test_eight_gpus_share_the_batch_and_what_is_made_of_it(compiled: Compile, is_state_shared: bool) -> None:
     found = compiled("mlp_on", str(is_state_shared), gpu="H100-80GB", devices=8)
     holds(found)
-    saved = [b for b in found.buffers if b.kind == "activations saved for the backward pass"]
+    saved = [b for b in found.buffers if b.kind == "saved for the backward pass"]
     assert (gpu_steps.ROWS // 8, gpu_steps.WIDTH) in {b.shape for b in saved}
     copies = {b.shape for b in found.buffers if b.kind == "copies of parameters"}
     assert (gpu_steps.WIDTH, gpu_steps.WIDTH) in copies  # gathered, in half precision

@@ -50,15 +50,15 @@ ENTRY %main (x: f32[16,4], y: bf16[8]) -> f32[16,4] {{
     ],
 )
 def test_what_a_collective_sends(line: str, expected: tuple[str, str, int, int, float]) -> None:
-    (item,) = found("  " + line + ', metadata={op_name="sum" stack_frame_id=4}')
+    (item,) = found("  " + line)
     assert (item.kind, item.dtype, item.group_size, item.n_bytes, item.sent_bytes) == expected
-    assert (item.name, item.times, item.op_name, item.stack_frame) == ("r", 3, "sum", 4)
+    assert item.times == 3
 
 
 def test_an_asynchronous_one_counts_once() -> None:
     lines = """  %s = (f32[16,4]{1,0}, f32[128,4]{1,0}) all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}
   ROOT %r = f32[128,4]{1,0} all-gather-done(%s)"""
-    assert [(item.name, item.kind, item.n_bytes) for item in found(lines)] == [("s", "all-gather", 2048)]
+    assert [(item.kind, item.n_bytes) for item in found(lines)] == [("all-gather", 2048)]
 
 
 def test_several_arrays_in_one() -> None:

@@ -59,7 +59,7 @@ ENTRY %main.5 (x: f32[8]) -> f32[8] {
   %start = (s32[], f32[8]{0}) tuple(%one, %x)
   %loop = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %pair = (f32[8]{0}, f32[]) fusion(f32[8]{0} %x, (s32[], f32[8]{0}) %loop), kind=kInput, calls=%fused, metadata={op_name="jit(f)/calls=%body}, b" stack_frame_id=3 profile_info={a=1}}, backend_config={"a":"x=1, y"}
-  ROOT %out = f32[8]{0} get-tuple-element(%pair), index=0, metadata={op_name="say \\"hi\\"" source_file="old.py" source_line=5}
+  ROOT %out = f32[8]{0} get-tuple-element(%pair), index=0, metadata={op_name="say \\"hi\\""}
 }
 """  # noqa: E501
 
@@ -123,13 +123,6 @@ def test_the_lines_that_an_instruction_comes_from(shift: int) -> None:
     assert program.frames(2) == (Frame("a folder/model.py", 7, layer), Frame("train.py", 30, "main"))
     assert program.frames(1) == (Frame("train.py", 30, "main"),)
     assert program.frames(None) == program.frames(77) == ()
-
-
-def test_the_line_of_older_texts() -> None:
-    program = read_hlo(PROGRAM)
-    out = program.computations["main.5"][-1]
-    assert out.op_name == 'say \\"hi\\"'
-    assert program.frames(out.stack_frame) == (Frame("old.py", 5, ""),)
 
 
 @pytest.mark.newest

@@ -14,7 +14,7 @@ BYTES = 800
 
 def collective(kind: str, group: tuple[int, ...]) -> Collective:
     sent = fraction_sent(kind, len(group)) * BYTES
-    return Collective("r", kind, "f32", len(group), group, BYTES, sent, 1, "", None)
+    return Collective(kind, "f32", len(group), group, BYTES, sent, 1)
 
 
 CLUSTER = Network(H100, {"data": 4, "model": 8}, hosts=4, interconnect=50e9)  # a host of eight is one row

@@ -1,4 +1,4 @@
-"""The groups of a step's arguments, by names, types and moments."""
+"""The groups of a step's arguments, by names and types."""
 
 from collections import Counter
 from typing import Any, NamedTuple
@@ -75,20 +75,7 @@ def test_the_outermost_name_counts() -> None:
     assert found["state['params']['opt_state']['w']"] == "parameters"
 
 
-def test_what_has_moments_in_a_tuple_is_the_parameters() -> None:
-    found = groups((PARAMS, STATISTICS, ADAM.init(PARAMS), KEY))
-    kinds = {path: group for path, group in found.items() if not path.startswith("state[2]")}
-    assert kinds == {
-        "state[0]['dense']['bias']": "parameters",
-        "state[0]['dense']['kernel']": "parameters",
-        "state[1]['norm']['mean']": "other arguments",
-        "state[1]['norm']['var']": "other arguments",
-        "state[3]": "other arguments",
-    }
-    assert {group for path, group in found.items() if path.startswith("state[2]")} == {"optimizer state"}
-
-
-def test_without_moments_all_floats_beside_the_optimizers_state_are_parameters() -> None:
+def test_without_names_all_floats_next_to_the_optimizers_state_are_parameters() -> None:
     assert groups((PARAMS, optax.sgd(1e-3).init(PARAMS), KEY, jnp.int32(0))) == {
         "state[0]['dense']['bias']": "parameters",
         "state[0]['dense']['kernel']": "parameters",

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jmp_train import graphs
+from jmp_train.tools.planning import Workload
 from jmp_train.tools.planning.batches import batches_of, shapes_of
-from jmp_train.tools.planning.variants import variants_of
 
 pytestmark = pytest.mark.quick
 
@@ -44,7 +44,7 @@ def test_a_graph_that_need_not_grow_stays_as_it_is() -> None:
     batch = {"graph": padded, "label": jnp.zeros(2, jnp.int32)}
     batches, size = batches_of(batch, None, grows=False)
     assert size == 1 and batches(1) == shapes_of(batch)
-    (variant,) = variants_of(lambda state, batch: (state, batch["label"].sum()), 0.0, batch, None, None, grows=False)
+    (variant,) = Workload(lambda state, batch: (state, batch["label"].sum()), 0.0, batch).variants(grows=False)
     assert (variant.batch_size, variant.batches(1)) == (1, shapes_of(batch))
     with pytest.raises(ValueError, match="or find_largest=False"):
         batches_of(batch, None)

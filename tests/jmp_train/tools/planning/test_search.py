@@ -1,7 +1,6 @@
 """The search for a placement: what is tried, what is cut, and that the result is that of the full table."""
 
 import dataclasses
-import re
 from typing import Any
 
 import jax
@@ -12,11 +11,9 @@ from plan_steps import batch_of_rows, state_of_layers, tanh_loss
 from promotion import relaxed
 
 import jmp_train as jt
-from jmp_train.tools.aot import GPUS, tpu_slice
-from jmp_train.tools.planning import Allowances, Cut, Placement
-from jmp_train.tools.planning.search import candidates, searched
-from jmp_train.tools.planning.targets import Target, checked_prices, every_target, price_of
-from jmp_train.tools.planning.variants import variants_of
+from jmp_train.tools.aot import GPUS
+from jmp_train.tools.planning import Allowances, Cut, Machine, Placement, PlanSearch, Workload
+from jmp_train.tools.planning.search import Target, searched
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(500)]
 
@@ -29,11 +26,11 @@ ALL_MEMORY = Allowances(memory_fraction=1, cuda_context=0, libraries=0, collecti
 
 STEP = jt.train_step(jt.stateless(tanh_loss), OPTIMIZER)
 STATE = state_of_layers(OPTIMIZER, WIDTH, DEPTH)
-(VARIANT,) = variants_of(STEP, STATE, BATCH, None, "float32")
+(VARIANT,) = Workload(STEP, STATE, BATCH, "float32").variants()
 
 
 def test_rules_are_tried_over_meshes_with_their_axis() -> None:
-    found = candidates(tpu_slice("v5e:2x4"), RULES, None, 1, 1)
+    found = PlanSearch(placement=True, shardings=RULES).placements(Machine("v5e:2x4"))
     assert [(p.shardings if isinstance(p.shardings, str) else "rules", p.axes) for p in found] == [
         ("replicated", {"data": 8}),
         ("zero1", {"data": 8}),
@@ -42,8 +39,9 @@ def test_rules_are_tried_over_meshes_with_their_axis() -> None:
         ("rules", {"data": 2, "model": 4}),
         ("rules", {"data": 1, "model": 8}),
     ]
-    on_hosts = candidates(GPUS["H100-80GB"], "replicated", None, 4, [1, 2])
-    assert [(p.devices, p.hosts) for p in on_hosts] == [(4, 1)] * 3 + [(8, 2)] * 3
+    on_hosts = PlanSearch(placement=True).placements(Machine("H100-80GB", 4, 2))
+    assert [(p.devices, p.hosts) for p in on_hosts] == [(8, 2)] * 3
+    assert PlanSearch(placement=True).placements(Machine("H100-80GB")) == [Placement()]
 
 
 def test_the_state_of_a_device_is_that_of_its_shards() -> None:
@@ -58,22 +56,27 @@ def made_up(target: Target) -> Any:
     """Returns a row whose memory is six of its state's, of which changes of the step save a half each."""
     needed = 6 * target.variant.state_bytes(target.placement) >> target.variant.policy.count(",")
     row = planned_row(placement=target.placement, policy=target.variant.policy, kinds={"parameters": needed})
-    return dataclasses.replace(row, usable_bytes=USABLE)
+    return dataclasses.replace(row, machine=target.machine)
+
+
+def machine(usable: int) -> Machine:
+    """Returns GPUs of which a step can have this memory."""
+    return Machine(dataclasses.replace(GPUS["A100-40GB"], memory_bytes=usable), allowances=ALL_MEMORY)
 
 
 USABLE = 3 * 4 * DEPTH * WIDTH**2  # a state
 
 
 def test_what_fits_is_not_changed_and_what_is_too_large_is_not_compiled() -> None:
-    kind = GPUS["A100-40GB"]
-    targets = every_target([kind], [VARIANT], lambda kind: [Placement(n, how) for n, how in PLACED])
+    placed = [(machine(USABLE if n > 1 else USABLE // 2), Placement(n, how)) for n, how in PLACED]
+    targets = [Target(gpus, VARIANT, placement) for gpus, placement in placed]
     batches = []
 
     def compile_all(wanted: Any) -> list[Any]:
         batches.append([(target.placement.devices, target.variant.policy) for target in wanted])
         return [made_up(target) for target in wanted]
 
-    rows, cuts = searched(targets, lambda target: USABLE if target.placement.devices > 1 else USABLE // 2, compile_all)
+    rows, cuts = searched(targets, compile_all)
     whole, sharded, changed, twice_changed = batches
     assert whole == [], "the replicated state is too large, or cannot be divided"
     assert sharded == [(8, "float32"), (4, "float32")]
@@ -112,8 +115,7 @@ def test_no_sharding_is_tried_where_products_alone_take_as_long(
 ) -> None:
     """On eight devices the replicated state fits; on four it does not, so sharding may help."""
     state = state_of_layers(optimizer, WIDTH, 2)
-    (variant,) = variants_of(jt.train_step(jt.stateless(tanh_loss), optimizer), state, BATCH, None, None)
-    placed = [Placement(n, how) for n in (8, 4) for how in ("replicated", "fsdp")]
+    (variant,) = Workload(jt.train_step(jt.stateless(tanh_loss), optimizer), state, BATCH).variants()
     asked = []
 
     def compile_all(wanted: Any) -> list[Any]:
@@ -124,10 +126,11 @@ def test_no_sharding_is_tried_where_products_alone_take_as_long(
         row = planned_row(placement=target.placement, kinds={"parameters": 8 - target.placement.devices})
         products = row.costs.products_seconds
         costs = dataclasses.replace(row.costs, compute_seconds=products * (1 if bound_by_products else 2))
-        return dataclasses.replace(row, costs=dataclasses.replace(costs, communication_seconds=0), usable_bytes=3)
+        return dataclasses.replace(row, costs=dataclasses.replace(costs, communication_seconds=0), machine=machine(3))
 
-    targets = every_target([GPUS["A100-40GB"]], [variant], lambda _: placed)
-    _, cuts = searched(targets, lambda _: 10**12, compile_all)
+    machines = {n: machine(10**12) for n in (8, 4)}
+    targets = [Target(machines[n], variant, Placement(n, how)) for n in machines for how in ("replicated", "fsdp")]
+    _, cuts = searched(targets, compile_all)
     assert names_of(asked) == compiled
     reasons = {cut.placement: cut.reason for cut in cuts if "products alone" in cut.reason}
     assert set(reasons) == {"8 devices, replicated", *names_of(targets)} - {"8 devices, replicated", *compiled}
@@ -139,22 +142,22 @@ def test_no_sharding_is_faster_than_products_alone(tpu_compiler: None) -> None:
     """What the search leaves out on a slice that the replicated state fits is no faster in the full table."""
     width, rows = 2048, 32768
     state, batch = state_of_layers(OPTIMIZER, width, 3), batch_of_rows(rows, width)
-    options: dict[str, Any] = {"tpus": "v5e:2x2", "policies": "mixed_bfloat16", "jobs": 2}
-    found = jt.plan(STEP, state, batch, find_placement=True, **options)
+    workload = Workload(STEP, state, batch, "mixed_bfloat16")
+    found = jt.plan(workload, "v5e:2x2", PlanSearch(placement=True))
     assert [str(row.placement) for row in found.rows] == ["4 devices, replicated"]
     products = found.rows[0].costs.products_seconds
     assert products == pytest.approx((3 * 3 - 1) * 2 * rows / 4 * width**2 / 197e12)
-    full = jt.plan(STEP, state, batch, shardings=["zero1", "fsdp"], find_largest=False, remedies=False, **options)
+    full = jt.plan(workload, "v5e:2x2", PlanSearch(largest_batch=False, shardings=["zero1", "fsdp"]))
     cut = [cut.placement for cut in found.cuts if "products alone" in cut.reason]
     assert cut == [str(row.placement) for row in full.rows]
     assert min(row.step_seconds_bound for row in full.rows) >= found.rows[0].step_seconds_bound == products
 
 
 def test_a_plan_knows_the_fastest_and_the_smallest() -> None:
-    one = dataclasses.replace(planned_row(), price_per_hour=3.6)
+    one = planned_row(price=3.6)
     eight = planned_row(placement=Placement(8, "zero1"), dtype="bf16")
     cut = Cut("A100-40GB", "float32", "8 devices, fsdp", "fits without, and with less arithmetic")
-    plan = jt.planning.Plan((one, eight), Allowances(), (cut,))
+    plan = jt.planning.Plan((one, eight), (cut,))
     assert (plan.fastest, plan.smallest) == (eight, one)
     text, page = str(plan), plan.to_html()
     assert "fastest that fits, at least " in text
@@ -164,32 +167,17 @@ def test_a_plan_knows_the_fastest_and_the_smallest() -> None:
     assert one.step_cost_bound == pytest.approx(one.step_seconds_bound / 1000)
     assert f"{one.step_seconds_bound:.3g}" in text, "the cost of 1000 steps"
     assert plan.to_json()["cuts"] == [vars(cut)]
-    none = jt.planning.Plan((planned_row("T4-16GB", kinds={"parameters": 30 * 10**9}),), Allowances(), (cut,))
+    none = jt.planning.Plan((planned_row("T4-16GB", kinds={"parameters": 30 * 10**9}),), (cut,))
     assert none.fastest is None
     assert "no placement fits" in str(none)
-
-
-def test_prices_are_of_a_gpu_or_a_chip() -> None:
-    kinds = [GPUS["H100-80GB"], tpu_slice("v5e:4x4"), tpu_slice("v3:2x2")]
-    prices = checked_prices({"v5e": 1.2, "H100-80GB": 3, "v3": 2}, kinds)
-    assert [price_of(kind, n, prices) for kind, n in zip(kinds, (16, 16, 8), strict=True)] == [48, 16 * 1.2, 8]
-    assert price_of(GPUS["T4-16GB"], 1, prices) is None
-    cases: list[tuple[Any, type[Exception], str]] = [
-        ({"v6e": 1.0}, ValueError, "price has 'v6e', which is not planned for; the names are H100-80GB, v3, v5e"),
-        ({"v5e": 0}, ValueError, "price['v5e']=0 must be a number above 0, for an hour"),
-        (1.2, TypeError, "price=1.2 must be a dict"),
-    ]
-    for given, error, message in cases:
-        with pytest.raises(error, match=re.escape(message)):
-            checked_prices(given, kinds)
 
 
 @pytest.mark.full
 def test_the_search_finds_what_the_full_table_has(compiler: None) -> None:
     """On a GPU for which only shards fit: the fastest of the search is the fastest of all that it could compile."""
     gpu = dataclasses.replace(GPUS["V100-16GB"], name="small", memory_bytes=24_000_000)  # the state has 25 MB
-    options: dict[str, Any] = {"gpus": gpu, "devices": 4, "policies": "float32", "allowances": ALL_MEMORY, "jobs": 2}
-    found = jt.plan(STEP, STATE, BATCH, find_placement=True, shardings=RULES, **options)
+    four = Machine(gpu, 4, allowances=ALL_MEMORY)
+    found = jt.plan(Workload(STEP, STATE, BATCH, "float32"), four, PlanSearch(placement=True, shardings=RULES))
     assert found.fastest is not None
     assert found.cuts
     meshes = [
@@ -198,8 +186,8 @@ def test_the_search_finds_what_the_full_table_has(compiler: None) -> None:
         (RULES, {"data": 1, "model": 4}),
     ]
     steps = [dataclasses.replace(STEP, accumulate_steps=parts) for parts in (1, 2, 4)]
-    options |= {"find_largest": False, "remedies": False}
-    plans = [jt.plan(step, STATE, BATCH, shardings=how, mesh=mesh, **options) for how, mesh in meshes for step in steps]
+    searches: list[PlanSearch] = [PlanSearch(False, how, mesh) for how, mesh in meshes]
+    plans = (jt.plan(Workload(step, STATE, BATCH, "float32"), four, search) for search in searches for step in steps)
     full = [row for plan in plans for row in plan.rows]
     assert {row.fits for row in full} == {True, False}
     assert found.fastest.step_seconds_bound == min(row.step_seconds_bound for row in full if row.fits)

@@ -1,14 +1,12 @@
 """Weak scaling of a small step: as many examples per chip, from one chip to a pod, by hand arithmetic."""
 
-from typing import Any
-
 import optax
 import pytest
 from plan_steps import batch_of_rows, state_of_layers, tanh_loss
 from promotion import relaxed
 
 import jmp_train as jt
-from jmp_train.tools.planning import Allowances, Plan, PlanRow
+from jmp_train.tools.planning import Machine, Plan, PlanRow, PlanSearch, Workload
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 
@@ -22,10 +20,10 @@ STEP = jt.train_step(jt.stateless(tanh_loss), OPTIMIZER)
 STATE = state_of_layers(OPTIMIZER, WIDTH, DEPTH)
 
 
-def planned(chips: int, **machine: Any) -> PlanRow:
+def planned(chips: int, machine: Machine) -> PlanRow:
     batch = batch_of_rows(chips * ROWS, WIDTH)
-    options: dict[str, Any] = {"policies": "mixed_bfloat16", "find_largest": False, "remedies": False, "jobs": 1}
-    (row,) = jt.plan(STEP, STATE, batch, **machine, **options).rows
+    workload = Workload(STEP, STATE, batch, policies="mixed_bfloat16")
+    (row,) = jt.plan(workload, machine, PlanSearch(largest_batch=False)).rows
     assert row.placement.devices == chips
     return row
 
@@ -44,7 +42,7 @@ def check_alike(rows: list[PlanRow]) -> None:
 
 def test_a_slice_of_tpus(tpu_compiler: None) -> None:
     """A ring sends 2 (n - 1) / n of the gradients, over two links of a chip; in a pod, whose axes wrap, over four."""
-    rows = [planned(chips, tpus=name) for name, chips in (("v5e:1x1", 1), ("v5e:4x4", 16), ("v5e:16x16", 256))]
+    rows = [planned(chips, Machine(name)) for name, chips in (("v5e:1x1", 1), ("v5e:4x4", 16), ("v5e:16x16", 256))]
     check_alike(rows)
     assert rows[0].costs.products_seconds == pytest.approx(OPERATIONS / 197e12)
     for row, links in zip(rows[1:], (2, 4), strict=True):
@@ -57,8 +55,7 @@ def test_a_slice_of_tpus(tpu_compiler: None) -> None:
 def test_hosts_of_gpus(compiler: None) -> None:
     """A host sums first, so each of its eight GPUs sends an eighth of the gradients around the ring of hosts."""
     machines = [(1, 1), (1, 8), (8, 8)]
-    options: dict[str, Any] = {"gpus": "H100-80GB", "interconnect": "400Gb/s"}
-    rows = [planned(hosts * n, hosts=hosts, devices=n, **options) for hosts, n in machines]
+    rows = [planned(hosts * n, Machine("H100-80GB", n, hosts, "400Gb/s")) for hosts, n in machines]
     check_alike(rows)
     for row, (hosts, n) in zip(rows[1:], machines[1:], strict=True):
         inside = sum(item.sent_bytes for item in row.costs.communication)
@@ -67,6 +64,6 @@ def test_hosts_of_gpus(compiler: None) -> None:
         assert between == pytest.approx(2 * (hosts - 1) / hosts * GRADIENT_BYTES / n, rel=0.01, abs=0)
         seconds = max(inside / 450e9, between / 50e9)
         assert row.costs.communication_seconds == pytest.approx(seconds, rel=0.02)
-    page = Plan((rows[-1],), Allowances()).to_html()
+    page = Plan((rows[-1],)).to_html()
     assert "64 devices on 8 hosts, replicated" in page
     assert "sent to other hosts" in page
