@@ -5,7 +5,7 @@ A shadow that decides for itself, in place of the actual whole numbers, has the 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from jmp_train.policies.autocasting import AutocastRules
 from jmp_train.tools.diagnosing.amplifying import (
@@ -31,22 +31,20 @@ _LINES = 3  # that are examined alone
 Again = Callable[[AutocastRules], Examination | None]
 
 
-def decisions(first: Examination, again: Again) -> Iterator[tuple[tuple[int, Problem], int]]:
-    """Yields problems with their rows, and the rows of the decisions that make results or gradients wrong.
+def harmful_decisions(first: Examination) -> list[tuple[int, Errors]]:
+    """Returns the rows of decisions that make results or gradients wrong, one per line, with the errors that they make.
 
     Args:
       first: the examination of the unchanged function.
-      again: returns the examination of the function that runs by rules, or None.
     """
     lines = _by_line(first)
     every = [row for rows in lines for row in rows]
     if not lines or not _is_harmful(first, every, own := _of_own(first, every)):
-        return
+        return []
     worst = sorted(lines, key=lambda rows: -_share(first.evidence, rows[0]))[:_LINES]
     alone = [(rows, _of_own(first, rows)) for rows in worst] if len(lines) > 1 else []
     harmful = [(rows, found) for rows, found in alone if _is_harmful(first, rows, found)]
-    for rows, found in harmful or [(lines[0], own)]:
-        yield _problem(first, rows[0], _errors(found), again), rows[0]
+    return [(rows[0], _errors(found)) for rows, found in harmful or [(lines[0], own)]]
 
 
 def errors_with_decisions(examination: Examination) -> Errors:
@@ -101,7 +99,8 @@ def _of_own(examination: Examination, rows: Sequence[int]) -> Examination:
 def _errors(examination: Examination) -> Errors:
     """Returns the errors of a function; without gradients those of all results, each as a norm."""
     errors = errors_of(examination.evidence)
-    return errors if errors.gradients is not None else dataclasses.replace(errors, results=examination.apart)
+    is_plain = errors.gradients is None
+    return dataclasses.replace(errors, results=max(examination.apart, default=0.0)) if is_plain else errors
 
 
 def _is_harmful(first: Examination, rows: Sequence[int], own: Examination) -> bool:
@@ -113,7 +112,11 @@ def _is_harmful(first: Examination, rows: Sequence[int], own: Examination) -> bo
     before, errors, limit = _errors(first), _errors(own), error_limit(first.evidence)
     if _has_nan(first) and not _has_nan(own):
         return True  # as of an index out of range
-    if errors.gradients is None or not math.isfinite(errors.gradients):
+    if errors.gradients is None:
+        held, made = (max(filter(math.isfinite, apart), default=0.0) for apart in (first.apart, own.apart))
+        is_lost = any(math.isinf(after) > math.isinf(held) for held, after in zip(first.apart, own.apart, strict=True))
+        return is_lost or made > max(limit, MENDED * held)
+    if not math.isfinite(errors.gradients):
         return errors.results > max(limit, MENDED * before.results)
     changes_results = errors.results > max(_WRONG, MENDED * before.results)
     of_indices = any(is_discrete(first.evidence.sites[row].equation) for row in rows)
@@ -129,7 +132,15 @@ def _has_nan(examination: Examination) -> bool:
     return bool(evidence.column("shadow_nan")[sorted(evidence.results)].any())
 
 
-def _problem(first: Examination, row: int, errors: Errors, again: Again) -> tuple[int, Problem]:
+def decision_problem(first: Examination, row: int, errors: Errors, again: Again) -> tuple[int, Problem]:
+    """Returns the problem of a decision, with the row where its operands' errors begin.
+
+    Args:
+      first: the examination of the unchanged function.
+      row: row of the decision.
+      errors: the errors that it makes.
+      again: returns the examination of the function that runs by rules, or None.
+    """
     evidence = first.evidence
     is_compared, begin = picks(evidence.sites[row].equation), named_row(evidence, row)
     said = "decided differently than in float32" if is_compared else "other whole numbers than those of float32"

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,8 @@ class Run:
       low_results: the rows from which results in lower precision come, except copies of float32 ones.
       steps: number of runs.
       has_effects: True if it calls back into Python, or prints.
-      apart: the largest difference of a result from its shadow: of floats as norms, of others as a share.
+      apart: the difference of each result from its shadow: of floats as norms, of others as a share; infinite if only
+        the result is not finite.
     """
 
     sites: list[Site]
@@ -54,7 +56,7 @@ class Run:
     low_results: frozenset[int]
     steps: int
     has_effects: bool
-    apart: float
+    apart: tuple[float, ...]
 
 
 def run_beside_shadow(
@@ -119,22 +121,21 @@ def run_beside_shadow(
     others = [rows for i, rows in enumerate(results) if i >= carried and is_low(program.out_avals[i].dtype)]
     low_results = frozenset().union(*others, *(leaf.rows for leaf in state))
     has_effects = bool(program.effects) or any("callback" in site.equation.primitive.name for site in sites)
-    matrix, apart = combined(np.stack(measures)), _apart(outputs)
+    apart = tuple(0.0 if pair.shadow is None else _apart(pair.actual, pair.shadow) for pair in outputs)
+    matrix = combined(np.stack(measures))
     return Run(sites, matrix, results, names, carried, state, low_results, done, has_effects, apart)
 
 
-def _apart(outputs: Sequence[Pair]) -> float:
-    """Returns the largest difference of a result from its shadow: of floats as norms, of others as a share."""
-    found = [0.0]
-    for actual, exact in ((x.actual, x.shadow) for x in outputs if x.shadow is not None):
-        if is_whole(actual.dtype):
-            found.append(float(jnp.mean(actual != exact)))
-        elif bool(jnp.isfinite(actual).all()):
-            size, difference = (
-                float(jnp.linalg.norm(jnp.ravel(x))) for x in (exact, actual.astype(exact.dtype) - exact)
-            )
-            found.append(difference / size if size else 0.0)
-    return max(found)
+def _apart(actual: jax.Array, exact: jax.Array) -> float:
+    """Returns the difference of a result from its shadow: of floats as norms, infinite if only they are not finite."""
+    if is_whole(actual.dtype):
+        return float(jnp.mean(actual != exact))
+    finite = jnp.isfinite(actual)
+    if bool((jnp.isfinite(exact) & ~finite).any()):
+        return math.inf
+    both = (jnp.where(finite, x, 0) for x in (exact, actual.astype(exact.dtype) - exact))
+    size, difference = (float(jnp.linalg.norm(jnp.ravel(x))) for x in both)
+    return difference / size if size else 0.0
 
 
 def _is_finite(x: jax.Array) -> bool:
@@ -204,7 +205,8 @@ class Examination:
       found: problems with their rows, worst first.
       steps: number of runs.
       has_effects: True if it has effects outside of jax, such as printing.
-      apart: the largest difference of a result from its shadow: of floats as norms, of others as a share.
+      apart: the difference of each result from its shadow: of floats as norms, of others as a share; infinite if only
+        the result is not finite.
       again: returns another examination, in which the shadow computes the whole numbers of some rows for itself; it
         runs once for the same rows.
       rounding: how the device rounds the float32 operands of products; None if it does not.
@@ -214,7 +216,7 @@ class Examination:
     found: list[tuple[int, Problem]]
     steps: int
     has_effects: bool
-    apart: float
+    apart: tuple[float, ...]
     again: Callable[[frozenset[int]], "Examination"]
     rounding: Rounding | None = None
 

@@ -24,8 +24,9 @@ from jmp_train.tools.diagnosing.deciding import (
     LEFT,
     MENDED,
     Again,
-    decisions,
+    decision_problem,
     errors_with_decisions,
+    harmful_decisions,
     share_left,
 )
 from jmp_train.tools.diagnosing.descriptions import is_by_policy
@@ -103,15 +104,22 @@ def with_trials(first: Examination, again: Again) -> Found:
       first: the examination of the unchanged function.
       again: returns the examination of the function that runs by rules, or None.
     """
-    decided = list(decisions(first, again))
-    found = sorted([*_checked_in_float32(first, again), *(item for item, _ in decided)], key=worst_first)
-    found, last = _completed(first, found, again)
+    decided = harmful_decisions(first)
+    found, last = _completed(_checked_in_float32(first, again), again)
     found, last = _amplified(first, found, last, again)
+    wrong = {row for row, problem in found if problem.severity == "problem"}
+    own = [
+        (decision_problem(first, row, errors, again), row)
+        for row, errors in decided
+        if not (wrong & first.evidence.before(row) and last is not None and share_left(first, row, last) <= LEFT)
+    ]  # decisions that the rules of an earlier problem put right have inherited its error
+    if own:
+        found, last = _completed(sorted([*found, *(item for item, _ in own)], key=worst_first), again)
     if last is None:
         return found
     before, after = (errors_with_decisions(x) if decided else errors_of(x.evidence) for x in (first, last))
     left = {_place(problem) for _, problem in last.found if problem.severity == "problem"}
-    left |= {_place(problem) for (_, problem), row in decided if share_left(first, row, last) > LEFT}
+    left |= {_place(problem) for (_, problem), row in own if share_left(first, row, last) > LEFT}
     in_half = [f"{_half_flops(x.evidence):.1%}" for x in (last, first)]
     shares = f"; in half precision: {in_half[0]} of the flops (before: {in_half[1]})"
     return [(row, _with_outcome(problem, before, after, last, left, shares)) for row, problem in found]
@@ -137,7 +145,7 @@ def _checked_in_float32(first: Examination, again: Again) -> Found:
     return [(row, checked(row, problem)) for row, problem in first.found]
 
 
-def _completed(first: Examination, found: Found, again: Again) -> tuple[Found, Examination | None]:
+def _completed(found: Found, again: Again) -> tuple[Found, Examination | None]:
     """Returns the problems with all rules that their function needs, and its examination under these."""
     last = None
     for _ in range(_ROUNDS):

@@ -224,3 +224,30 @@ def test_an_index_that_is_out_of_range_in_half_precision_is_named_and_not_its_na
     first, *_ = harmful(jt.diagnose(step, jnp.sin(jnp.arange(255.0)), POSITIONS[:256]))
     assert (first.kind, first.code) == ("integer precision lost", "place = x - 0.4  # 254.6 at the end")
     assert "with which the loss is not finite, gradients off by" in first.evidence
+
+
+@pytest.mark.parametrize("of", [lambda x: x, jnp.mean])
+def test_results_that_are_not_finite_are_not_off_by_nothing(of: Any) -> None:
+    def at(table: jax.Array, x: jax.Array) -> jax.Array:
+        place = x - 0.4  # decides
+        return of(jnp.take(table, place.astype(jnp.int32)).astype(F32))  # NaN at the end
+
+    first, *_ = harmful(jt.diagnose(jt.apply_policy(at, BF16_PARTS), jnp.sin(jnp.arange(255.0)), POSITIONS[:256]))
+    assert first.code.endswith("# decides")
+    assert first.evidence.endswith("with which results are not finite")
+    assert "results are off by 0% (before: not finite)" in first.trial
+
+
+def test_a_decision_that_inherits_an_earlier_error_is_not_named_again() -> None:
+    def loss(w: jax.Array, x: jax.Array, target: jax.Array) -> jax.Array:
+        apart = 224 * jnp.tanh(x @ w) - target  # wrong
+        return optax.huber_loss(apart.astype(F32)).mean()
+
+    x, w = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in ((3, (64, 16)), (4, (16, 8))))
+    target = 224 * jnp.tanh(x @ w / 8) + 0.3 * jax.random.normal(jax.random.key(5), (64, 8))
+    step = jax.value_and_grad(jt.apply_policy(loss, BF16_PARTS))
+    report = jt.diagnose(step, w / 8, x, target)
+    assert any(row.decided > 0.1 for row in report.rows if row.primitive in ("eq", "ge"))
+    assert [(problem.kind, problem.code.partition("# ")[2]) for problem in harmful(report)] == [
+        ("cancellation", "wrong")
+    ], report
