@@ -3,7 +3,6 @@
 from jmp_train.tools.tuning import Criterion as Criterion
 from jmp_train.tools.tuning import Errors as Errors
 from jmp_train.tools.tuning import Float32Entry as Float32Entry
-from jmp_train.tools.tuning import FrontPoint as FrontPoint
 from jmp_train.tools.tuning import Outcome as Outcome
 from jmp_train.tools.tuning import Tolerance as Tolerance
 from jmp_train.tools.tuning import TunedRules as TunedRules

@@ -20,7 +20,7 @@ from jmp_train.tools.diagnosing.arithmetic import decides, is_discrete, picks
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.examining import Examination
 from jmp_train.tools.diagnosing.problems import Problem, place_of, problem_at
-from jmp_train.tools.diagnosing.remedies import Remedy, everything_before, merged_rules, operands_in_float32
+from jmp_train.tools.diagnosing.remedies import Remedy, everything_before, operands_in_float32
 
 LEFT = 0.25  # of an error, or of a share, with which a search ends
 MENDED = 1.5  # times that an error becomes smaller, at least
@@ -162,7 +162,7 @@ def _remedy(first: Examination, row: int, again: Again) -> Remedy:
     evidence = first.evidence
     near, far = (operands_in_float32(evidence, row, shared=True, products=products) for products in (False, True))
     for remedy in (near, far, everything_before(evidence, row)):
-        run = again(merged_rules([remedy], AutocastRules()))
+        run = again(remedy.rules)
         if run is None:
             break
         if share_left(first, row, run) <= LEFT:

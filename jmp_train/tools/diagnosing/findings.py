@@ -3,6 +3,7 @@
 Each finder yields (row, problem). A problem is the origin of an error; the report omits operations that inherit it.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -215,7 +216,8 @@ def _nans(evidence: Evidence) -> Found:
             yield problem_at(evidence, i, "underflow", text, larger_epsilon(evidence, i), line=line)
         elif evidence.column("shadow_nan")[i]:
             remedy = Remedy("mathematics", "mend the mathematics: the operands are where it is not defined")
-            yield problem_at(evidence, i, "NaN made", f"{text}, in float32 too", remedy)
+            row, problem = problem_at(evidence, i, "NaN made", text, remedy)
+            yield row, dataclasses.replace(problem, in_float32="too")
         elif not overflowed[i] and not overflowed[sources].any() and not infinite[sources].any():
             begin = named_row(evidence, i)
             remedy = operands_in_float32(evidence, begin) if begin != i else in_float32(evidence, i)

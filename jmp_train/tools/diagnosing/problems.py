@@ -31,6 +31,14 @@ Kind = Literal[
     "invalid mask",
 ]
 Severity = Literal["problem", "note"]
+# How float32 does where a NaN is made: it has it too, for the same operands only, or not if all of it is float32.
+InFloat32 = Literal["", "too", "same operands", "not"]
+_IN_FLOAT32 = {
+    "": "",
+    "too": ", in float32 too",
+    "same operands": ", and so are those of the same operands in float32",
+    "not": ", and not where all of it is float32",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +57,8 @@ class Problem:
       remedy: the remedy.
       subject: its description if the user has no line for it: an argument's path, the loss, the update of a leaf.
       trial: the outcome of running the function by the report's rules; empty if it was not run.
+      in_float32: "too" if float32 makes the NaN too, "same operands" if it does so of the operands here, "not" if a run
+        in float32 does not; empty for other problems.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -68,6 +78,12 @@ class Problem:
     remedy: Remedy
     subject: str = ""
     trial: str = ""
+    in_float32: InFloat32 = ""
+
+    @property
+    def said(self) -> str:
+        """The evidence, with what float32 does."""
+        return self.evidence + _IN_FLOAT32[self.in_float32]
 
     @property
     def code(self) -> str:
@@ -119,9 +135,9 @@ def problem_at(
     if remedy.action == "rules":
         remedy = _by_the_user(evidence, row, remedy, is_whole=kind == "integer precision lost")
     if path := evidence.argument(row):
-        lost = evidence.collapsed.get(path, "")
-        said = [*([f"the argument {path!r}"] if number else []), *([lost] if lost and lost != text else [])]
-        text += f" ({': '.join(said)})" if said else ""
+        lost = "" if kind == "values collapse" else evidence.collapsed.get(path, "")
+        said = ": ".join(filter(None, (f"the argument {path!r}" if number else "", lost)))
+        text += f" ({said})" if said else ""
     where = direction, site.path, file, int(number or 0), site.equation.primitive.name
     return row, Problem(severity, kind, *where, text, remedy, "" if number else evidence.rows[row].subject)
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting import HALVES, PRODUCTS, TORCH_CUDA, AutocastRules, Rule, replace_arguments
+from jmp_train.policies.autocasting import HALVES, PRODUCTS, AutocastRules, Rule, replace_arguments
 from jmp_train.tools.diagnosing.arithmetic import SUMS, rounding_of
 from jmp_train.tools.diagnosing.descriptions import function_called, is_by_policy, is_of_graphs
 from jmp_train.tools.diagnosing.evidence import Evidence
@@ -17,7 +17,7 @@ from jmp_train.tools.diagnosing.measures import is_float, is_low
 
 Action = Literal["rules", "argument", "loss scale", "epsilon", "mask", "reduction", "state", "mathematics"]
 
-_NO_RULES = AutocastRules()
+NO_RULES = AutocastRules()
 # What passes the errors of its operands on as they are.
 LINEAR = SUMS | {"mul", "div", "neg", "integer_pow", "square", "convert_element_type"}
 _TO_WHOLE = frozenset(("floor", "ceil", "round", "rem"))
@@ -33,7 +33,7 @@ class Remedy:
       action: "rules": entries of `AutocastRules`; "argument": keep an argument in float32; "loss scale": another one;
         "epsilon": a larger one; "mask": a smaller fill value; "reduction": gradients that are averaged in float32;
         "state": master weights, stochastic rounding or float32; "mathematics": float32 has it too.
-      text: description of the action.
+      advice: description of the action.
       rules: the entries to add to `AutocastRules`; empty if rules do not help.
       value: the proposed loss scale, epsilon or fill value, or None.
 
@@ -43,9 +43,14 @@ class Remedy:
     """
 
     action: Action
-    text: str
-    rules: AutocastRules = _NO_RULES
+    advice: str
+    rules: AutocastRules = NO_RULES
     value: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The advice, with the entries as code."""
+        return self.advice + (f": rules.replace({replace_arguments(self.rules)})" if self.rules != NO_RULES else "")
 
     def __str__(self) -> str:
         return self.text
@@ -100,8 +105,8 @@ def in_half(evidence: Evidence, row: int) -> Remedy:
       row: row of the product.
     """
     name, line = _of_line(evidence, row), evidence.sites[row].line
-    rules = _NO_RULES.replace(operations={name: "lower"}) if line else _NO_RULES.replace(primitives={name: "lower"})
-    return Remedy("rules", f"half precision here: rules.replace({replace_arguments(rules)})", rules)
+    rules = NO_RULES.replace(operations={name: "lower"}) if line else NO_RULES.replace(primitives={name: "lower"})
+    return Remedy("rules", "half precision here", rules)
 
 
 def _operands(evidence: Evidence, row: int, *, shared: bool) -> set[int]:
@@ -133,12 +138,12 @@ def _is_half(evidence: Evidence, row: int) -> bool:
 
 def _together(evidence: Evidence, rows: Sequence[int], advice: str) -> Remedy:
     """Returns the entries for several operations."""
-    rules = _NO_RULES
+    rules = NO_RULES
     for row in rows:
         table, names = _entry(evidence, row)
         entries: dict[str, Rule] = dict.fromkeys(names, "float32")
         rules = rules.replace(**{table: entries})
-    return Remedy("rules", f"{advice}: rules.replace({replace_arguments(rules)})", rules)
+    return Remedy("rules", advice, rules)
 
 
 def larger_epsilon(evidence: Evidence, row: int) -> Remedy:
@@ -187,9 +192,9 @@ def float32_feature(path: str) -> Remedy:
     Args:
       path: path of the argument.
     """
-    rules = _NO_RULES.replace(functions={_GRAPH_STORAGE: "float32"})
-    text = f"AutocastPolicy(..., rules=report.rules) in place of this policy, with {replace_arguments(rules)}"
-    return Remedy("argument", f"normalize {path!r} before it is cast, or keep it in float32: {text}", rules)
+    by_rules = "keep it in float32 by AutocastPolicy(..., rules=report.rules) in place of this policy"
+    rules = NO_RULES.replace(functions={_GRAPH_STORAGE: "float32"})
+    return Remedy("argument", f"normalize {path!r} before it is cast, or {by_rules}", rules)
 
 
 def wide_reduction() -> Remedy:
@@ -205,7 +210,7 @@ def float32_sum(by_rules: Remedy | None) -> Remedy:
     """
     text = "add up in float32: jax.lax.psum(x.astype(jnp.float32), axis)"
     if by_rules is not None:
-        return dataclasses.replace(by_rules, text=f"{text}, or {by_rules.text}")
+        return dataclasses.replace(by_rules, advice=f"{text}, or {by_rules.advice}")
     return Remedy("reduction", f"{text}, or jt.reduce_gradients(grads, (axis,)), which averages gradients so")
 
 
@@ -267,34 +272,21 @@ def _room_for_gradients(evidence: Evidence) -> float:
     return min((float(jnp.finfo(row.dtype).max) / row.largest for row in in_low), default=1.0)
 
 
-def merged_rules(remedies: Sequence[Remedy], rules: AutocastRules = TORCH_CUDA) -> AutocastRules:
-    """Returns rules, torch's by default, with the entries of all remedies.
+def merged(*tables: AutocastRules) -> AutocastRules:
+    """Returns rules with the entries of others; later ones replace earlier ones.
 
     Args:
-      remedies: remedies of problems.
-      rules: the rules to extend.
+      *tables: the rules to extend, and the others.
     """
-    for remedy in remedies:
-        rules = rules.replace(**{f.name: dict(getattr(remedy.rules, f.name)) for f in dataclasses.fields(remedy.rules)})
+    rules, *others = tables
+    for other in others:
+        rules = rules.replace(**{name: dict(entries) for name, entries in vars(other).items()})
     return rules
-
-
-def extended(remedy: Remedy, rules: AutocastRules) -> Remedy:
-    """Returns a remedy with more entries.
-
-    Args:
-      remedy: a remedy with entries.
-      rules: the entries to add.
-    """
-    both = merged_rules([Remedy("rules", "", rules)], remedy.rules)
-    text = remedy.text.replace(replace_arguments(remedy.rules), replace_arguments(both))
-    return dataclasses.replace(remedy, text=text, rules=both)
 
 
 def lacks(rules: AutocastRules, others: AutocastRules) -> bool:
     """Returns whether rules lack some entry of others."""
-    tables = (f.name for f in dataclasses.fields(rules))
-    return any(not set(getattr(others, name)) <= set(getattr(rules, name)) for name in tables)
+    return any(not set(entries) <= set(getattr(rules, name)) for name, entries in vars(others).items())
 
 
 def _entry(

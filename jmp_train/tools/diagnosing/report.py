@@ -9,7 +9,7 @@ from typing import Any
 from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, rules_code
 from jmp_train.tools import documents as doc
 from jmp_train.tools.diagnosing.problems import Problem, place_of, where_is
-from jmp_train.tools.diagnosing.remedies import merged_rules
+from jmp_train.tools.diagnosing.remedies import NO_RULES, merged
 from jmp_train.tools.diagnosing.rows import OperationNumerics
 
 _LARGEST = "The largest error of an operation alone comes first; # is the order in which they run."
@@ -61,7 +61,7 @@ class NumericsReport:
     @property
     def rules(self) -> AutocastRules:
         """The function's autocast rules, torch's without any, with the entries that fix the problems."""
-        return merged_rules([problem.remedy for problem in self._harmful], self.base)
+        return merged(self.base, *(problem.remedy.rules for problem in self._harmful))
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as JSON values; non-finite numbers are None."""
@@ -86,7 +86,7 @@ class NumericsReport:
           >>> file.write_text(report.to_html("squares"), encoding="utf-8") > 1000
           True
         """
-        code = rules_code(merged_rules([problem.remedy for problem in self._harmful], AutocastRules()))
+        code = rules_code(merged(NO_RULES, *(problem.remedy.rules for problem in self._harmful)))
         use = 'policy = dataclasses.replace(jt.get_policy("autocast_float16"), rules=rules)'
         ordered = sorted(enumerate(self.rows, 1), key=lambda item: -item[1].local_error)
         operations = doc.Table(_HEADS, [_row(number, row) for number, row in ordered], "operations", texts=range(7))
@@ -131,7 +131,7 @@ def _section(problem: Problem, number: int = 0) -> doc.Section:
     """Returns the section of a problem; with a number, also its rules to copy."""
     where = where_is(problem) + (f" ({problem.path})" if problem.path else "")
     title = f"{f'{number}. ' * bool(number)}{problem.severity}: {problem.kind}, {problem.direction} pass, {where}"
-    said = (problem.evidence, f"-> {problem.remedy}", problem.trial)
+    said = (problem.said, f"-> {problem.remedy}", problem.trial)
     rules = doc.Code(rules_code(problem.remedy.rules)) if number else None
     blocks = [doc.Code(problem.code), *map(doc.Text, said), rules]
     return doc.Section(title, blocks, f"problem-{number}", problem.severity)
@@ -197,7 +197,7 @@ def _marks(rows: Sequence[OperationNumerics], problems: Sequence[Problem]) -> It
         row = rows[place]
         error = max(row.local_error, row.inherited_error)
         y = _AXIS.high if row.nan or row.infinite or not error > 0 else error
-        said = f"{problem.kind}: {problem.evidence}"
+        said = f"{problem.kind}: {problem.said}"
         yield doc.Dot(_MARKS[problem.severity], place + 0.5, y, 8, said, str(number), f"#problem-{number}")
 
 

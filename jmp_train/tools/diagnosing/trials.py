@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_train.policies.autocasting import AutocastRules, autocast, flops_of, trying
+from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast, flops_of, trying
 from jmp_train.policies.programs import repeats_of
 from jmp_train.tools.diagnosing.amplifying import (
     Errors,
@@ -35,19 +35,18 @@ from jmp_train.tools.diagnosing.examining import Examination, examine
 from jmp_train.tools.diagnosing.measures import is_float, is_low
 from jmp_train.tools.diagnosing.problems import Problem, worst_first
 from jmp_train.tools.diagnosing.remedies import (
+    NO_RULES,
     Remedy,
     everything_before,
-    extended,
     in_float32,
     lacks,
-    merged_rules,
+    merged,
 )
 
 _ROUNDS = 4  # in which rules are completed
 _CANDIDATES = (8, 3)  # sets of rules that are tried where no operation stands out, and once the best is followed
 _AS_GOOD = 2  # times the error that the best rules leave
 _EVERYTHING = AutocastRules(paths=(("", "float32"),))
-_SHADOW_TOO = ", in float32 too"
 
 Found = list[tuple[int, Problem]]
 Place = tuple[str, int, str, str]
@@ -82,7 +81,7 @@ def examine_by_rules(
     elif any(first.evidence.direction(row) == "update" for row in range(len(first.evidence.rows))):
         return None  # a step that casts for itself
     else:
-        by_rules = autocast(fn, half, rules=merged_rules([Remedy("rules", "", added)]))
+        by_rules = autocast(fn, half, rules=merged(TORCH_CUDA, added))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which the user was told of the function as it is
         try:
@@ -127,20 +126,18 @@ def with_trials(first: Examination, again: Again) -> Found:
 
 def _checked_in_float32(first: Examination, again: Again) -> Found:
     """Returns the problems, with a note for those that a float32 run has too."""
-    too = [problem for _, problem in first.found if problem.evidence.endswith(_SHADOW_TOO)]
+    too = [problem for _, problem in first.found if problem.in_float32 == "too"]
     if not too or not any(row.dtype in ("float16", "bfloat16") for row in first.evidence.rows):
         return first.found
     exact = again(_EVERYTHING)
-    lines = set() if exact is None else {_place(p) for _, p in exact.found if p.evidence.endswith(_SHADOW_TOO)}
+    places = {_place(problem) for _, problem in exact.found if problem.in_float32 == "too"} if exact else set[Place]()
 
     def checked(row: int, problem: Problem) -> Problem:
-        if problem not in too or _place(problem) in lines:
+        if problem not in too or _place(problem) in places:
             return problem
-        text = problem.evidence.removesuffix(_SHADOW_TOO)
         if exact is None:
-            return dataclasses.replace(problem, evidence=f"{text}, and so are those of the same operands in float32")
-        remedy = in_float32(first.evidence, row)
-        return dataclasses.replace(problem, evidence=f"{text}, and not where all of it is float32", remedy=remedy)
+            return dataclasses.replace(problem, in_float32="same operands")
+        return dataclasses.replace(problem, in_float32="not", remedy=in_float32(first.evidence, row))
 
     return [(row, checked(row, problem)) for row, problem in first.found]
 
@@ -149,11 +146,11 @@ def _completed(found: Found, again: Again) -> tuple[Found, Examination | None]:
     """Returns the problems with all rules that their function needs, and its examination under these."""
     last = None
     for _ in range(_ROUNDS):
-        remedies = [problem.remedy for _, problem in found if is_tried(problem)]
-        last = again(merged_rules(remedies, AutocastRules())) if remedies else None
+        rules = _rules_of(found)
+        last = again(rules) if rules != NO_RULES else None
         if last is None:
             break
-        known = merged_rules(remedies)
+        known = merged(TORCH_CUDA, rules)
         more = [problem for _, problem in last.found if is_tried(problem) and lacks(known, problem.remedy.rules)]
         if not more:
             break
@@ -168,7 +165,8 @@ def _with_rules_of(found: Found, later: Problem) -> Found:
     same = [number for number in numbers if _place(found[number][1])[:3] == _place(later)[:3]]
     number = (same or numbers)[0]
     row, problem = found[number]
-    problem = dataclasses.replace(problem, remedy=extended(problem.remedy, later.remedy.rules))
+    rules = merged(problem.remedy.rules, later.remedy.rules)
+    problem = dataclasses.replace(problem, remedy=dataclasses.replace(problem.remedy, rules=rules))
     return [*found[:number], (row, problem), *found[number + 1 :]]
 
 
@@ -181,8 +179,7 @@ def _amplified(
         before = errors_of(now.evidence)
         if now.evidence.nonfinite_arguments or not is_off(now.evidence, before):
             break
-        remedies = [problem.remedy for _, problem in found if is_tried(problem)]
-        tried = list(_tried(now.evidence, remedies, again, candidates))
+        tried = list(_tried(now.evidence, _rules_of(found), again, candidates))
         best = _chosen(tried, error_limit(now.evidence)) if tried else None
         if best is None or (now is not first and before.worst < MENDED * best.worst):
             break
@@ -227,14 +224,14 @@ def _chosen(tried: list[_Candidate], limit: float) -> _Candidate:
     return next(candidate for candidate in tried if candidate.worst <= enough)
 
 
-def _tried(evidence: Evidence, remedies: list[Remedy], again: Again, count: int) -> Iterator[_Candidate]:
+def _tried(evidence: Evidence, rules: AutocastRules, again: Again, count: int) -> Iterator[_Candidate]:
     """Yields candidates until one leaves hardly any error; the last one has all rules."""
     candidates = list(itertools.islice(amplifiers(evidence), count))
     if candidates:
         row = candidates[0][0]
         candidates.append((row, everything_before(evidence, row)))
     for row, remedy in candidates:
-        run = again(merged_rules([*remedies, remedy], AutocastRules()))
+        run = again(merged(rules, remedy.rules))
         if run is None:
             return
         worst = errors_of(run.evidence).worst
@@ -267,7 +264,12 @@ def _half_flops(evidence: Evidence) -> float:
 
 def is_tried(problem: Problem) -> bool:
     """Returns whether a problem has rules that can be tried."""
-    return problem.severity == "problem" and problem.remedy.rules != AutocastRules()
+    return problem.severity == "problem" and problem.remedy.rules != NO_RULES
+
+
+def _rules_of(found: Found) -> AutocastRules:
+    """Returns the entries of all problems that have rules."""
+    return merged(NO_RULES, *(problem.remedy.rules for _, problem in found if is_tried(problem)))
 
 
 def _place(problem: Problem) -> Place:

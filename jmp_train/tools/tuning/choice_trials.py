@@ -20,13 +20,11 @@ class Trial(NamedTuple):
       float32: numbers of the units that ran in float32.
       passed: True if the errors were tolerated on all examples.
       errors: errors of the worst example that was tried.
-      half_flops: fraction of the units' flops that ran in half precision.
     """
 
     float32: frozenset[int]
     passed: bool
     errors: Errors
-    half_flops: float
 
 
 class BudgetSpent(Exception):
@@ -40,7 +38,7 @@ class Trials:
       run: `run(flags, loss scale, example number)` -> errors.
       scale: loss scale of the first trials; set `scale` to continue with another and the trials made with it.
       examples: number of examples.
-      flops: [units], flops of each unit.
+      units: number of units.
       tolerance: tolerance of the errors.
       budget: maximum number of trials.
       progress: called with the number of trials so far and a text about the best one.
@@ -51,7 +49,7 @@ class Trials:
         run: Callable[[np.ndarray, float, int], Errors],
         scale: float,
         examples: int,
-        flops: np.ndarray,
+        units: int,
         tolerance: Tolerance,
         budget: int,
         progress: Callable[[int, str], None] | None,
@@ -59,7 +57,7 @@ class Trials:
         self._run = run
         self.scale = scale
         self._order = list(range(examples))
-        self._flops = flops
+        self._units = units
         self._tolerance = tolerance
         self._budget = budget
         self._progress = progress
@@ -109,7 +107,7 @@ class Trials:
         self.count += 1
         if self._progress is not None:
             best = self.best
-            kept = "none yet" if best is None else f"{len(best.float32)} of {len(self._flops)} in float32"
+            kept = "none yet" if best is None else f"{len(best.float32)} of {self._units} in float32"
             self._progress(self.count, kept)
         return trial
 
@@ -118,7 +116,7 @@ class Trials:
         return self(float32).passed
 
     def _try(self, float32: frozenset[int]) -> Trial:
-        flags = np.ones(len(self._flops), bool)
+        flags = np.ones(self._units, bool)
         flags[list(float32)] = False
         worst: Errors | None = None
         passed = True
@@ -131,18 +129,7 @@ class Trials:
                 self._order.insert(0, self._order.pop(place))  # the hardest example first, the next time
                 break
         assert worst is not None
-        share = float(self._flops[flags].sum() / max(1.0, self._flops.sum()))
-        return Trial(float32, passed, worst, share)
-
-
-def front_of(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Returns the Pareto front: trials that no other beats in both half-precision flops and gradient error."""
-    front: list[Trial] = []
-    finite = [trial for trial in trials if trial.errors.finite]
-    for trial in sorted(finite, key=lambda t: (-t.half_flops, t.errors.gradient, len(t.float32))):
-        if not front or trial.errors.gradient < front[-1].errors.gradient:
-            front.append(trial)
-    return tuple(front)
+        return Trial(float32, passed, worst)
 
 
 Item = TypeVar("Item", bound=Hashable)

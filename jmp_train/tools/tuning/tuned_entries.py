@@ -1,4 +1,4 @@
-"""Results of tuning: the entries in float32, the Pareto front, and the verification by autocast itself."""
+"""Results of tuning: the entries in float32, and the verification by autocast itself."""
 
 import dataclasses
 import linecache
@@ -63,21 +63,6 @@ class Float32Entry:
         without = "" if self.without is None else f"without it: {self.without}"
         reasons = lost, "added when autocast itself was run" if self.repaired else without
         return "; ".join(filter(None, reasons))
-
-
-@dataclasses.dataclass(frozen=True)
-class FrontPoint:
-    """A choice on the Pareto front.
-
-    Attributes:
-      half_flops: fraction of the flops of all units that runs in half precision.
-      gradient_error: error of the gradient relative to float32.
-      float32_operations: number of operations that stay in float32.
-    """
-
-    half_flops: float
-    gradient_error: float
-    float32_operations: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,10 +60,10 @@ def subject_of(fn: Callable[..., Any], examples: Sequence[Example]) -> tuple["Su
         for number, example in enumerate(examples):
             if len(example) != 2 or not isinstance(example[0], TrainState):
                 raise TypeError(f"examples[{number}] must be a TrainState and a batch, as the step takes them")
-        return _Step(fn), list(examples)
+        return Subject(fn, "step"), list(examples)
     if examples[0] and is_nnx_object(examples[0][0]):
         fn, examples = _of_parts(fn, examples)
-    return _Function(fn, _kind(fn, examples[0])), list(examples)
+    return Subject(fn, _kind(fn, examples[0])), list(examples)
 
 
 def steps_taken(examples: Sequence[Example]) -> int | None:
@@ -127,10 +127,15 @@ def _is_scalar(x: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Function:
-    """A loss, or any other function of arrays."""
+class Subject:
+    """A function or a step whose precision is tuned.
 
-    fn: Callable[..., Any]
+    Attributes:
+      fn: the function or the `TrainStep`.
+      kind: "step", "loss", "aux" for a loss with aux, or "results" of any other function.
+    """
+
+    fn: Any
     kind: str
 
     def outcome(self, transform: Transform, scale: Any, *example: Any) -> Outcome:
@@ -143,14 +148,26 @@ class _Function:
         """
         if self.kind == "results":
             return Outcome(_floats(transform(self.fn)(*example)), {})
-        policy = TransformPolicy(_F32, _F32, _F32, run=transform)
+        reduce_dtype = self.fn.reduce_dtype if self.kind == "step" else _F32
+        policy = TransformPolicy(_F32, _F32, _F32, reduce_dtype=reduce_dtype, run=transform)
+        if self.kind == "step":
+            state, batch = example
+            step = dataclasses.replace(self.fn, policy=policy, first_trace=FirstTrace.past())
+            key = _key_of(state)
+            found = step.gradients(StaticLossScale(scale), state.params, state.model_state, batch, key)
+            return Outcome([found.loss], _unscaled(found.grads, scale))
         value_and_grad = unwatched_value_and_grad(self.fn, policy, has_aux=self.kind == "aux")
         value, grads = value_and_grad(StaticLossScale(scale), *example)
         return Outcome([value[0] if self.kind == "aux" else value], _unscaled(grads, scale))
 
     def rounded(self, example: Example, dtype: Any) -> Example:
         """Returns the example with its parameters, if any, rounded to a half type once."""
-        return example if self.kind == "results" else (_rounded(example[0], dtype), *example[1:])
+        if self.kind == "results":
+            return example
+        first, *others = example
+        is_step = self.kind == "step"
+        params = _rounded(first.params if is_step else first, dtype)
+        return (dataclasses.replace(first, params=params) if is_step else params, *others)
 
     def objective(self, transform: Transform, *example: Any) -> jax.Array:
         """Returns the scalar to differentiate: the loss, or the squares of other results.
@@ -159,47 +176,20 @@ class _Function:
           transform: see `outcome`.
           *example: arguments.
         """
+        if self.kind == "step":
+            return _loss_of_step(self.fn, transform, *example)
         result = transform(self.fn)(*example)
         if self.kind == "results":
             return jnp.asarray(sum(jnp.vdot(jax.lax.stop_gradient(x), x) for x in _floats(result)))
         return jnp.asarray(result[0] if self.kind == "aux" else result, _F32)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A training step: loss and gradients of a batch, with its micro-batches."""
-
-    step: TrainStep
-
-    def outcome(self, transform: Transform, scale: Any, *example: Any) -> Outcome:
-        """See `_Function`."""
-        state, batch = example
-        found = self._under(transform).gradients(
-            StaticLossScale(scale), state.params, state.model_state, batch, _key_of(state)
-        )
-        return Outcome([found.loss], _unscaled(found.grads, scale))
-
-    def rounded(self, example: Example, dtype: Any) -> Example:
-        """See `_Function`."""
-        state, batch = example
-        return dataclasses.replace(state, params=_rounded(state.params, dtype)), batch
-
-    def objective(self, transform: Transform, *example: Any) -> jax.Array:
-        """See `_Function`."""
-        state, batch = example
-        batch = unstacked(batch, self.step.accumulate_steps)
-        with missing_key_explained(lambda: NO_KEY if state.rng is None else None):
-            result = transform(self.step.loss_fn)(state.params, state.model_state, batch, _key_of(state))
-        loss, _ = unpack_loss(result)
-        return jnp.asarray(sum(loss) if isinstance(loss, tuple | list) else loss, _F32)
-
-    def _under(self, transform: Transform) -> TrainStep:
-        policy = TransformPolicy(_F32, _F32, _F32, reduce_dtype=self.step.reduce_dtype, run=transform)
-        return dataclasses.replace(self.step, policy=policy, first_trace=FirstTrace.past())
-
-
-Subject = _Function | _Step
-"""A function or a step whose precision is tuned."""
+def _loss_of_step(step: TrainStep, transform: Transform, state: TrainState, batch: Any) -> jax.Array:
+    batch = unstacked(batch, step.accumulate_steps)
+    with missing_key_explained(lambda: NO_KEY if state.rng is None else None):
+        result = transform(step.loss_fn)(state.params, state.model_state, batch, _key_of(state))
+    loss, _ = unpack_loss(result)
+    return jnp.asarray(sum(loss) if isinstance(loss, tuple | list) else loss, _F32)
 
 
 def _rounded(params: Any, dtype: Any) -> Any:

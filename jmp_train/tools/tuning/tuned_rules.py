@@ -8,9 +8,8 @@ from typing import Any
 from jmp_train.policies.autocasting import AutocastRules, rules_code
 from jmp_train.tools import documents as doc
 from jmp_train.tools.tuning.tolerance import Tolerance
-from jmp_train.tools.tuning.tuned_entries import Float32Entry, FrontPoint, Verification
+from jmp_train.tools.tuning.tuned_entries import Float32Entry, Verification
 
-_LEAST_SHARE = 0.5  # in half precision: points below, such as all in float32, would compress the rest
 _ERRORS = (
     "Errors are |half - float32| / |float32|, of gradients as norms. Sums, solvers, and what is computed of float32 "
     "numbers only are float32 in any case."
@@ -34,8 +33,6 @@ class TunedRules:
       tolerance: tolerance of the errors.
       half_flops: fractions of the flops in half precision, with torch's table and with these rules.
       half_elements: the same for elements of results.
-      front: Pareto front of the tried choices, the largest fraction of half precision first.
-      chosen: the result, as the trials measured it; None if the search stopped before a choice passed.
       verification: verification by autocast itself.
       steps_taken: training steps of the least trained state among the examples; None if no state counts them.
 
@@ -59,8 +56,6 @@ class TunedRules:
     tolerance: Tolerance
     half_flops: tuple[float, float]
     half_elements: tuple[float, float]
-    front: tuple[FrontPoint, ...]
-    chosen: FrontPoint | None
     verification: Verification
     steps_taken: int | None = None
 
@@ -75,7 +70,7 @@ class TunedRules:
         return doc.as_json(fields | {"code": self.code()})
 
     def to_html(self, title: str = "Tuned rules") -> str:
-        """Returns an HTML page that needs no network: entries, rules as code, and charts.
+        """Returns an HTML page that needs no network: entries, rules as code, and the losses of training steps.
 
         Args:
           title: title of the page, such as the name of the tuned function.
@@ -105,7 +100,6 @@ class TunedRules:
             doc.Table(("in half precision", "by these rules", "by torch's table"), rows, "shares"),
             doc.Section("What stays in float32", [_entry(entry) for entry in self.entries] or [none]),
             doc.Section("The rules", [doc.Code(f"{self.code()}\n{use}", "rules")]),
-            front_chart(self.front, self.chosen, self.tolerance.gradient),
             doc.Section("Under autocast itself", _verified(self.verification, self._note)),
         ]
 
@@ -167,42 +161,6 @@ def _tolerated(tolerance: Tolerance) -> str:
         f"Tolerated were errors of {tolerance.loss:.2g} in the loss, {tolerance.gradient:.2g} in the gradient, "
         f"{tolerance.leaf:.2g} in that of a single parameter, and a cosine of {tolerance.cosine:.2g}."
     )
-
-
-def front_chart(front: Sequence[FrontPoint], chosen: FrontPoint | None, tolerance: float) -> doc.Chart | None:
-    """Returns a chart of gradient error (logarithmic) over the fraction of flops in half precision.
-
-    Args:
-      front: the Pareto front. Points mostly in float32 are omitted. Without any gradient error, the result is None.
-      chosen: the choice of tuning.
-      tolerance: tolerance of the gradient's error, drawn as a line; infinite for no line.
-    """
-    front = [p for p in front if p.half_flops >= _LEAST_SHARE and p.gradient_error < math.inf]
-    points = [*front, *([] if chosen is None else [chosen])]
-    errors = [p.gradient_error for p in points if 0 < p.gradient_error < math.inf]
-    if not errors:
-        return None
-    least = min(0.9, math.floor(10 * min(p.half_flops for p in points)) / 10)
-    ordered = sorted(front, key=lambda p: p.half_flops)
-    marks: list[doc.Mark] = [doc.curve(doc.Style("first"), [(p.half_flops, p.gradient_error) for p in ordered])]
-    tried = doc.Style("first", "tried, the best of their share")
-    marks += [doc.Dot(tried, p.half_flops, p.gradient_error, title=_point(p)) for p in ordered]
-    if tolerance < math.inf:
-        errors.append(tolerance)
-        line = [(least, tolerance), (1.0, tolerance)]
-        marks.append(doc.Path(doc.Style("bad", "tolerance", dash="6 4"), [line], f"{tolerance:.2g}"))
-    if chosen is not None:
-        said = f"chosen: {_point(chosen)}"
-        marks.append(doc.Dot(doc.Style("second", "chosen"), chosen.half_flops, chosen.gradient_error, 7, said))
-    x = doc.linear_axis(least, 1.0, "{:.1%}".format, title="share of the flops in half precision", has_grid=False)
-    title = "What was tried: gradient error and share of the flops in half precision"
-    return doc.Chart(title, x, doc.log_axis(errors, "{:.0e}".format), marks)
-
-
-def _point(point: FrontPoint) -> str:
-    share = f"{point.half_flops:.1%} of the flops in half precision"
-    operations = doc.counted(point.float32_operations, "operation")
-    return f"{share}, gradient off by {point.gradient_error:.2g}, {operations} in float32"
 
 
 def loss_chart(float32: Sequence[float], tuned: Sequence[float]) -> doc.Chart | None:

@@ -23,10 +23,10 @@ from jmp_train.policies.dtype_policies import FirstTrace
 from jmp_train.policies.pytrees import check_half, check_number
 from jmp_train.tools.diagnosing import nonfinite_allowed
 from jmp_train.tools.tuning.checks import check_finite, checked, why_no_choice
-from jmp_train.tools.tuning.choice_trials import BudgetSpent, Trial, Trials, front_of, needed, smallest_list
+from jmp_train.tools.tuning.choice_trials import BudgetSpent, Trials, needed, smallest_list
 from jmp_train.tools.tuning.scores import OVERFLOWING, best_scale, lost_of, no_scores, scales_of, with_loss_scale_at
 from jmp_train.tools.tuning.tolerance import Criterion, Errors, Tolerance, as_numbers, tolerance_of
-from jmp_train.tools.tuning.tuned_entries import Float32Entry, FrontPoint, Verification
+from jmp_train.tools.tuning.tuned_entries import Float32Entry, Verification
 from jmp_train.tools.tuning.tuned_functions import Example, Subject, steps_taken, subject_of
 from jmp_train.tools.tuning.tuned_rules import TunedRules
 from jmp_train.tools.tuning.tuning_programs import Programs
@@ -112,8 +112,7 @@ def tune(
     tolerance = programs.tolerance
     check_finite(programs.references)
     scales = scales_of(given, programs.references, half) if loss_scale is None else (float(loss_scale),)
-    flops = np.array([unit.flops for unit in units], np.float64)
-    trials = Trials(programs.trials(), scales[0], seen, flops, tolerance, budget, progress)
+    trials = Trials(programs.trials(), scales[0], seen, len(units), tolerance, budget, progress)
     ranking, scores = list(range(len(units))), no_scores(len(units))
     trials.settle(scales, frozenset())
     healthy = trials.suffices(frozenset()) and _verified(
@@ -143,8 +142,6 @@ def tune(
         tolerance=tolerance,
         half_flops=(reports[0].half_flops_share, reports[1].half_flops_share),
         half_elements=(reports[0].half_elements_share, reports[1].half_elements_share),
-        front=tuple(_point(trial, units) for trial in front_of(list(trials.made.values()))),
-        chosen=_point(trials.made[kept], units) if kept in trials.made else None,
         verification=verification,
         steps_taken=steps_taken(given),
     )
@@ -246,11 +243,6 @@ def _entries(
         )
         for entry in entries_of(kept, units)
     ]
-
-
-def _point(trial: Trial, units: Sequence[Unit]) -> FrontPoint:
-    operations = sum(units[i].operations for i in trial.float32)
-    return FrontPoint(trial.half_flops, trial.errors.gradient, operations)
 
 
 def _report(subject: Subject, example: Example, half: Any, rules: AutocastRules) -> AutocastReport:

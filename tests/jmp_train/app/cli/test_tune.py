@@ -21,7 +21,7 @@ ENTRY = Float32Entry(("^net:exp@",), ("exp",), "net", "model.py:3", 2, Errors(Fa
 TUNED = jt.tuning.TunedRules(
     rules=jt.MOSTLY_HALF.replace(operations={"^net:exp@": "float32"}), dtype="bfloat16", entries=(ENTRY,), choices=9,
     complete=True, trials=4, seconds=0.5, compile_seconds=3.0, loss_scale=1.0, tolerance=jt.tuning.Tolerance(),
-    half_flops=(0.5, 0.9), half_elements=(0.4, 0.8), front=(), chosen=None,
+    half_flops=(0.5, 0.9), half_elements=(0.4, 0.8),
     verification=Verification(True, Errors(True, 0.001, 0.02, 0.1, 1.0), 1),
 )  # fmt: skip
 

@@ -117,10 +117,10 @@ def test_float32_has_a_nan_too_only_where_a_run_in_float32_has_it() -> None:
 
     step, state = training(negative, jnp.ones(8), "mixed_float16")
     (problem,) = harmful(jt.diagnose(step, state, X))
-    assert problem.evidence.endswith(", in float32 too")
+    assert problem.in_float32 == "too" and problem.said.endswith(", in float32 too")
     assert problem.remedy.action == "mathematics"
     step, state = training(rounded, jnp.ones(8), "mixed_float16")
     report = jt.diagnose(step, state, X)
     (problem,) = harmful(report)
-    assert problem.evidence.endswith(", and not where all of it is float32")
+    assert problem.in_float32 == "not" and problem.said.endswith(", and not where all of it is float32")
     assert not harmful(jt.diagnose(by_rules(step, report, F16), state, X))

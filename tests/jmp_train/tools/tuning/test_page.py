@@ -9,15 +9,13 @@ import pytest
 from read_pages import Page
 
 import jmp_train as jt
-from jmp_train.tools.documents import Chart, Dot, Label, Path
-from jmp_train.tools.tuning import Errors, Float32Entry, FrontPoint, Verification
-from jmp_train.tools.tuning.tuned_rules import front_chart, loss_chart
+from jmp_train.tools.documents import Path
+from jmp_train.tools.tuning import Errors, Float32Entry, Verification
+from jmp_train.tools.tuning.tuned_rules import loss_chart
 
 pytestmark = pytest.mark.quick
 
 LINE = "    y = x * x  # <b>"
-FRONT = (FrontPoint(0.99, 0.2, 1), FrontPoint(0.9, 0.01, 2), FrontPoint(0.0, 1e-7, 40))
-CHOSEN = FrontPoint(0.95, 0.04, 3)
 PASSED = Verification(True, Errors(True, 1e-3, 0.02, 0.1, 1.0), 1, (2.0, 1.5, 1.0), (2.0, 1.6, 1.25))
 
 
@@ -31,7 +29,7 @@ def tuned_rules(file: pathlib.Path) -> jt.tuning.TunedRules:
         rules=jt.MOSTLY_HALF.replace(operations={x: "float32" for e in (entry, added) for x in e.expressions}),
         dtype="bfloat16", entries=(entry, added), choices=40, complete=True, trials=17, seconds=1.5,
         compile_seconds=20.0, loss_scale=4096.0, tolerance=jt.tuning.Tolerance(), half_flops=(0.5, 0.875),
-        half_elements=(0.25, 0.75), front=FRONT, chosen=CHOSEN, verification=PASSED,
+        half_elements=(0.25, 0.75), verification=PASSED,
     )  # fmt: skip
 
 
@@ -49,7 +47,7 @@ def test_the_page_has_entries_rules_charts_and_what_was_verified(tmp_path: pathl
         "The loss scale of the trials was 4096.", "errors of 0.01 in the loss, 0.05 in the gradient, 0.25 in that of a",
     ):  # fmt: skip
         assert said in page.text, said
-    assert page.tags.count("svg") == 2
+    assert page.tags.count("svg") == 1
     assert ("class", "failed") not in page.attributes
     assert ("id", "note") not in page.attributes
 
@@ -57,7 +55,7 @@ def test_the_page_has_entries_rules_charts_and_what_was_verified(tmp_path: pathl
 def test_what_does_not_hold_and_what_is_not_there_shows(tmp_path: pathlib.Path) -> None:
     failed = Verification(False, Errors(True, 0.1, 0.3, 0.4, 0.9), 0)
     tuned = dataclasses.replace(
-        tuned_rules(tmp_path / "model.py"), rules=jt.MOSTLY_HALF, entries=(), complete=False, front=(), chosen=None,
+        tuned_rules(tmp_path / "model.py"), rules=jt.MOSTLY_HALF, entries=(), complete=False,
         tolerance=jt.tuning.Tolerance(math.inf, math.inf, math.inf, -1.0), verification=failed,
     )  # fmt: skip
     page = Page(tuned.to_html())
@@ -93,37 +91,6 @@ def test_the_rules_can_be_copied(tmp_path: pathlib.Path) -> None:
     assert scope["rules"] == tuned.rules
 
 
-def dots(chart: Chart | None, legend: str) -> list[tuple[float, float]]:
-    """Returns where the dots with this legend are."""
-    assert chart is not None
-    return [(mark.x, mark.y) for mark in chart.marks if isinstance(mark, Dot) and mark.style.legend.startswith(legend)]
-
-
-def test_the_front_has_its_points_the_chosen_one_and_the_tolerance() -> None:
-    chart = front_chart(FRONT, CHOSEN, 0.05)
-    assert chart is not None
-    assert dots(chart, "tried") == [(0.9, 0.01), (0.99, 0.2)]  # what is all in float32 is far to the left of them
-    assert dots(chart, "chosen") == [(0.95, 0.04)]
-    (line,) = [mark for mark in chart.marks if isinstance(mark, Path) and mark.style.legend == "tolerance"]
-    assert line.runs == [[(0.9, 0.05), (1.0, 0.05)]]
-    assert chart.x.low <= 0.9
-    assert chart.y.low <= 0.01
-    assert chart.y.high >= 0.2
-    said = [mark.title for mark in chart.marks if not isinstance(mark, Label)]
-    assert "chosen: 95.0% of the flops in half precision, gradient off by 0.04, 3 operations in float32" in said
-
-
-def test_a_front_without_tolerance_without_a_choice_or_without_gradients() -> None:
-    without = front_chart(FRONT, CHOSEN, math.inf)
-    assert without is not None
-    assert [style.legend for style in without.legend] == ["tried, the best of their share", "chosen"]
-    assert not dots(front_chart(FRONT, None, 0.05), "chosen")
-    assert front_chart((FrontPoint(1.0, 0.0, 0),), FrontPoint(1.0, 0.0, 0), 0.05) is None
-    assert front_chart((), None, 0.05) is None
-    assert dots(front_chart((FRONT[0], FrontPoint(0.9, 0.0, 2)), None, 0.05), "tried")[0] == (0.9, 0.0)
-    assert len(dots(front_chart((*FRONT, FrontPoint(0.999, math.inf, 0)), None, 0.05), "tried")) == 2
-
-
 def test_losses_are_two_curves_with_gaps_where_they_are_not_finite() -> None:
     chart = loss_chart((3.0, 2.0, 1.5, 1.0, 0.5), (3.0, 2.0, math.nan, 1.0, 0.5))
     assert chart is not None
@@ -137,6 +104,5 @@ def test_losses_are_two_curves_with_gaps_where_they_are_not_finite() -> None:
 def test_json_has_no_numbers_that_are_not_finite(tmp_path: pathlib.Path) -> None:
     tuned = tuned_rules(tmp_path / "model.py")
     found = json.loads(json.dumps(tuned.to_json(), allow_nan=False))
-    assert found["chosen"] == {"half_flops": 0.95, "gradient_error": 0.04, "float32_operations": 3}
     assert found["entries"][0]["without"]["gradient"] is None
     assert found["code"] == tuned.code()

@@ -19,7 +19,7 @@ def trials_below(limit: float, ran: list[float], scale: float = SCALES[0], budge
         ran.append(scale)
         return Errors(scale <= limit or not flags[0], 0.0, 0.0, 0.0, 1.0)
 
-    return Trials(run, scale, 1, np.ones(2), Tolerance(), budget, None)
+    return Trials(run, scale, 1, 2, Tolerance(), budget, None)
 
 
 def test_the_largest_finite_loss_scale() -> None:
