@@ -41,13 +41,17 @@ class Errors:
         """The larger error."""
         return max(self.results, self.gradients or 0.0)
 
-    def compared_with(self, before: "Errors") -> str:
-        """Returns a sentence that compares these errors with earlier ones."""
-        what = "results are" if self.gradients is None else "the loss is"
-        said = f"{what} {off_text(self.results)} (before: {text_of(before.results)})"
-        if self.gradients is None or before.gradients is None:
-            return said
-        return f"{said}, gradients {off_text(self.gradients)} (before: {text_of(before.gradients)})"
+    def compared_with(self, before: "Errors | None" = None) -> str:
+        """Returns a sentence with these errors and, if there are any, earlier ones."""
+        said = [f"{'results are' if self.gradients is None else 'the loss is'} {off_text(self.results)}"]
+        said += [] if self.gradients is None else [f"gradients {off_text(self.gradients)}"]
+        earlier = () if before is None else (before.results, before.gradients)
+        for place, error in enumerate(error for error in earlier[: len(said)] if error is not None):
+            said[place] += f" (before: {text_of(error)})"
+        return ", ".join(said)
+
+    def __str__(self) -> str:
+        return self.compared_with()
 
 
 def off_text(error: float) -> str:
@@ -190,12 +194,7 @@ def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Errors) 
       errors: errors of the function.
     """
     row = named_row(evidence, row)
-    gradients = "" if errors.gradients is None else f", gradients by {text_of(errors.gradients)}"
-    whole = "results are" if errors.gradients is None else "the loss is"
-    text = (
-        f"{evidence.named(row)} makes more of the rounding of its operands than results can bear: "
-        f"{whole} off by {text_of(errors.results)}{gradients}"
-    )
+    text = f"{evidence.named(row)} makes more of the rounding of its operands than results can bear: {errors}"
     return problem_at(evidence, row, "cancellation", text, remedy)[1]
 
 

@@ -14,7 +14,6 @@ from jmp_train.tools.diagnosing.amplifying import (
     error_limit,
     errors_of,
     named_row,
-    off_text,
 )
 from jmp_train.tools.diagnosing.arithmetic import decides, is_discrete, picks
 from jmp_train.tools.diagnosing.evidence import Evidence
@@ -144,15 +143,9 @@ def decision_problem(first: Examination, row: int, errors: Errors, again: Again)
     evidence = first.evidence
     is_compared, begin = picks(evidence.sites[row].equation), named_row(evidence, row)
     said = "decided differently than in float32" if is_compared else "other whole numbers than those of float32"
-    whole = "results are" if errors.gradients is None else "the loss is"
-    has_gradients = errors.gradients is not None and math.isfinite(errors.gradients)
-    gradients = f", gradients {off_text(errors.gradients or 0.0)}" if has_gradients else ""
     found = evidence.rows[row]
     at = "" if evidence.sites[begin].line == evidence.sites[row].line else f" ({place_of(found.file, found.line)})"
-    text = (
-        f"{found.decided:.2%} of {evidence.named(row)}{at} are {said}, with which {whole} "
-        f"{off_text(errors.results)}{gradients}"
-    )
+    text = f"{found.decided:.2%} of {evidence.named(row)}{at} are {said}, with which {errors}"
     kind = "decided differently" if is_compared else "integer precision lost"
     return problem_at(evidence, begin, kind, text, _remedy(first, row, again))
 

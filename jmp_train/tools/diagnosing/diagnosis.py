@@ -1,5 +1,6 @@
 """`diagnose` finds the operations of a function or a training step that half precision harms."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ def diagnose(fn: Callable[..., Any], *args: object, steps: int = 1, device: Any 
         with none_key_explained(plain, given):
             first = examine(fn, args, steps, rounding)
         own: list[AutocastRules] = []
-        found = with_trials(first, lambda added: examine_by_rules(first, fn, args, added, own))
+        found = with_trials(first, functools.cache(lambda added: examine_by_rules(first, fn, args, added, own)))
     finally:
         forget_programs()
     problems = tuple(problem for _, problem in found)

@@ -5,8 +5,8 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -179,8 +179,7 @@ def _amplified(
         before = errors_of(now.evidence)
         if now.evidence.nonfinite_arguments or not is_off(now.evidence, before):
             break
-        tried = list(_tried(now.evidence, _rules_of(found), again, candidates))
-        best = _chosen(tried, error_limit(now.evidence)) if tried else None
+        best = _best(now.evidence, _rules_of(found), again, candidates)
         if best is None or (now is not first and before.worst < MENDED * best.worst):
             break
         problem = amplification(now.evidence, best.row, best.remedy, before)
@@ -201,16 +200,8 @@ def _is_explained(first: Examination, found: Found) -> bool:
     return is_right or any(wrong & evidence.before(row) for row in ends) or max(wrong) >= len(evidence.rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Candidate:
-    """Rules that were tried.
-
-    Attributes:
-      worst: the remaining error of results or gradients.
-      row: row of their operation.
-      remedy: the rules.
-      run: the run of the function by them.
-    """
+class _Candidate(NamedTuple):
+    """Rules that were tried, the row of their operation, and the remaining error of results or gradients."""
 
     worst: float
     row: int
@@ -218,26 +209,23 @@ class _Candidate:
     run: Examination
 
 
-def _chosen(tried: list[_Candidate], limit: float) -> _Candidate:
-    """Returns the first candidate whose remaining error is close to that of the best."""
-    enough = max(_AS_GOOD * min(candidate.worst for candidate in tried), LEFT * limit)
-    return next(candidate for candidate in tried if candidate.worst <= enough)
+def _best(evidence: Evidence, rules: AutocastRules, again: Again, count: int) -> _Candidate | None:
+    """Returns the first candidate whose remaining error is close to that of the best; the last one has all rules.
 
-
-def _tried(evidence: Evidence, rules: AutocastRules, again: Again, count: int) -> Iterator[_Candidate]:
-    """Yields candidates until one leaves hardly any error; the last one has all rules."""
+    No further ones are tried after one that leaves hardly any error, or that does not run.
+    """
+    hardly_any, tried = LEFT * error_limit(evidence), list[_Candidate]()
     candidates = list(itertools.islice(amplifiers(evidence), count))
-    if candidates:
-        row = candidates[0][0]
-        candidates.append((row, everything_before(evidence, row)))
+    candidates += [(row, everything_before(evidence, row)) for row, _ in candidates[:1]]
     for row, remedy in candidates:
         run = again(merged(rules, remedy.rules))
         if run is None:
-            return
-        worst = errors_of(run.evidence).worst
-        yield _Candidate(worst, row, remedy, run)
-        if worst < LEFT * error_limit(evidence):
-            return
+            break
+        tried.append(_Candidate(errors_of(run.evidence).worst, row, remedy, run))
+        if tried[-1].worst < hardly_any:
+            break
+    enough = max(_AS_GOOD * min((candidate.worst for candidate in tried), default=0.0), hardly_any)
+    return next((candidate for candidate in tried if candidate.worst <= enough), None)
 
 
 def _with_outcome(

@@ -56,8 +56,7 @@ def checked(
             got = type(example).__name__
             raise TypeError(f"examples[{number}] must be a tuple of arguments, got {got}: {wanted}")
     check_count("budget", budget)
-    if not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"steps={steps!r} must be an integer of at least 0")
+    check_count("steps", steps, least=0)
     if steps and not is_step:
         raise ValueError(f"steps={steps} needs a TrainStep, whose optimizer trains")
     check_alike(given)

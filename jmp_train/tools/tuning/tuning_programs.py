@@ -65,8 +65,8 @@ class Programs:
     def _example(self, arrays: Sequence[Any]) -> Example:
         return self._call.arguments(arrays)[0]
 
-    def _compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that compiles `run` for its arguments."""
+    def _compiled(self, run: Callable[..., Any], *, as_users: bool = False) -> Callable[..., Any]:
+        """Returns a function that compiles `run` for its arguments, with all roundings or as users compile it."""
         reachable = Carried((), self._subject.outcome)
 
         @functools.wraps(run)
@@ -75,7 +75,8 @@ class Programs:
                 return run(*args)
 
         # These keep all roundings and, on CPUs, halve the compile time.
-        options = COMPILER_OPTIONS | ({"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else {})
+        sooner = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else {}
+        options = None if as_users else COMPILER_OPTIONS | sooner
 
         def compile_for(*args: Any) -> Callable[..., Any]:
             began = time.perf_counter()
@@ -112,11 +113,9 @@ class Programs:
         def run(scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
             return self._errors(lambda fn: autocast(fn, self._dtype, rules=rules), scale, reference, arrays)
 
-        began = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InnerGradientWarning)  # a tuned step takes its own gradient
-            compiled = jax.jit(run).lower(np.float32(scale), self.references[0], self._arrays[0]).compile()
-        self.compile_seconds += time.perf_counter() - began
+            compiled = self._compiled(run, as_users=True)(np.float32(scale), self.references[0], self._arrays[0])
         return lambda number: compiled(np.float32(scale), self.references[number], self._arrays[number])
 
     def _errors(self, transform: Any, scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
