@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from jmp_train.policies.autocasting import LAYOUT, PRODUCTS
-from jmp_train.policies.programs import bodies_of, opened, walk
+from jmp_train.policies.programs import Reading, bodies_of, walk
 from jmp_train.tools.diagnosing.measures import is_float, is_low, is_whole, widened
 
 SUMS = frozenset(
@@ -154,28 +153,27 @@ def _by_its_program(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
     return None
 
 
+class _InFloat32(Reading[Any]):
+    """Runs a program of a few scalars in float32."""
+
+    def literal(self, atom: Any) -> jax.Array:
+        return jnp.asarray(atom.val, widened(atom.aval.dtype))
+
+    def bind(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        results = in_float32(equation, inputs)
+        if results is None:
+            raise NotImplementedError(equation.primitive.name)
+        return results
+
+
 def _of_scalars(jaxpr: Any) -> Callable[[Any, Any], Any]:
     """Returns a program of a few scalars in float32, as a function of the sums so far and the numbers to add."""
-    program = opened(jaxpr)
 
     def run(first: Any, second: Any) -> Any:
-        operands = [*jax.tree.leaves(first), *jax.tree.leaves(second)]
-        environment = dict(zip(program.invars, operands, strict=True))
-        for equation in program.eqns:
-            inputs = [_scalar(x) if isinstance(x, Literal) else environment[x] for x in equation.invars]
-            results = in_float32(equation, inputs)
-            if results is None:
-                raise NotImplementedError(equation.primitive.name)
-            environment.update(zip(equation.outvars, results, strict=True))
-        results = [_scalar(x) if isinstance(x, Literal) else environment[x] for x in program.outvars]
+        results = _InFloat32().evaluate(jaxpr, [*jax.tree.leaves(first), *jax.tree.leaves(second)])
         return jax.tree.unflatten(jax.tree.structure(first), results)
 
     return run
-
-
-def _scalar(literal: Literal) -> jax.Array:
-    dtype = literal.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    return jnp.asarray(literal.val, widened(dtype))
 
 
 _SCATTERS: dict[str, Callable[..., Any]] = {
