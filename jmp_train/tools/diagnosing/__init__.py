@@ -14,3 +14,4 @@ from jmp_train.tools.diagnosing.recording import Key as Key
 from jmp_train.tools.diagnosing.recording import Recorded as Recorded
 from jmp_train.tools.diagnosing.recording import key_of as key_of
 from jmp_train.tools.diagnosing.recording import record as record
+from jmp_train.tools.diagnosing.remedies import line_expression as line_expression

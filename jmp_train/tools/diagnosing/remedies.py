@@ -314,9 +314,13 @@ def _entry(
 
 def _of_line(evidence: Evidence, row: int) -> str:
     """Returns the expression for the operations of a row's name at its line; without a line the name."""
-    found = evidence.rows[row]
-    file = "/".join(found.file.replace("\\", "/").split("/")[-2:])
-    return f":{found.primitive}@.*{re.escape(file)}:{found.line}( |$)" if found.line else found.primitive
+    found, line = evidence.rows[row], evidence.sites[row].line
+    return f":{found.primitive}@.*{line_expression(line)}( |$)" if found.line else found.primitive
+
+
+def line_expression(line: str) -> str:
+    """Returns an expression for a file and line that also matches on other machines: folder, file and line number."""
+    return re.escape("/".join(line.replace("\\", "/").split("/")[-2:]))
 
 
 def product_of_cast(evidence: Evidence, row: int) -> int:

@@ -15,6 +15,7 @@ import jax
 from jmp_train.policies.autocasting import PRODUCTS, elements_of, flops_of
 from jmp_train.policies.autocasting.emulating import Bit, both, emulated_autocast
 from jmp_train.policies.programs import repeats_of
+from jmp_train.tools.diagnosing import line_expression
 from jmp_train.tools.tuning.tuned_functions import Example, Subject
 
 
@@ -145,19 +146,14 @@ def _expression(address: str, chosen: Collection[int], units: Sequence[Unit]) ->
     path = head.rpartition(":")[0]
     inner, _, outer = lines.partition(" from ")
     operation = f"^{re.escape(path)}:{re.escape(primitive_of(address))}@"
-    at_line = f"{operation}.*{_file(inner)}"
-    of_caller = f"{at_line} from .*{_file(outer)}$" if outer else f"{at_line}$"
+    at_line = f"{operation}.*{line_expression(inner)}"
+    of_caller = f"{at_line} from .*{line_expression(outer)}$" if outer else f"{at_line}$"
     shorter = [operation] if path else []
     shorter += [f"{at_line}( from |$)", of_caller]
     for expression in shorter:
         if re.search(expression, address) and _reached(expression, units) <= set(chosen):
             return expression.replace("( from |$)", "$") if not outer else expression
     return f"^{re.escape(address)}$"
-
-
-def _file(line: str) -> str:
-    """Returns an expression for a line that also matches on other machines: folder, file and line number."""
-    return re.escape("/".join(line.replace("\\", "/").split("/")[-2:]))
 
 
 def _reached(expression: str, units: Sequence[Unit]) -> set[int]:
