@@ -62,7 +62,7 @@ def scaled_value_and_grad(
       ValueError: when called, a static loss scale is not finite and above 0.
 
     Warns:
-      Float32ProductsWarning: on the first call or trace, which traces `loss_fn` once more.
+      Float32ProductsWarning: on the first call or trace.
       InnerGradientWarning: `loss_fn` takes a gradient, which runs in float16; `scaled_grad` scales it.
       CpuConvolutionWarning: the loss has bfloat16 convolutions that this jaxlib gets wrong on CPUs.
 
@@ -86,8 +86,7 @@ def scaled_value_and_grad(
 
     @functools.wraps(value_and_grad)
     def watched(loss_scale: LossScales, *args: object, **kwargs: object) -> Any:
-        with none_key_explained(loss_fn, args, kwargs):
-            first_trace.look(loss_fn, policy, args, kwargs)
+        with none_key_explained(loss_fn, args, kwargs), first_trace.look(loss_fn, policy, args, kwargs):
             return value_and_grad(loss_scale, *args, **kwargs)
 
     return watched

@@ -117,7 +117,8 @@ def nnx_value_and_grad(
 
     def value_and_grad(loss_scale: LossScales, *args: object, **kwargs: object) -> Any:
         check_loss_scale(loss_scale)
-        first_trace.look(loss_fn, policy, args, kwargs)
+        with first_trace.look(loss_fn, policy, args, kwargs):
+            pass
         before = _State((args, kwargs), loss_fn)
         several = isinstance(loss_scale, PerLossScale)
         pairs = []

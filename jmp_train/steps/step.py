@@ -87,7 +87,7 @@ def train_step(
       TypeError: an argument is of another type. When called: the model state changes its structure, shapes or dtypes.
 
     Warns:
-      Float32ProductsWarning: when the step is first traced, for which `loss_fn` is traced once more.
+      Float32ProductsWarning: when the step is first traced.
       InnerGradientWarning: `loss_fn` takes a gradient, which runs in float16; `scaled_grad` scales it.
       MissingLossScaleWarning: `policy` computes in float16, and the optimizer is no `with_loss_scale`.
       CpuConvolutionWarning: the loss has bfloat16 convolutions that this jaxlib gets wrong on CPUs.

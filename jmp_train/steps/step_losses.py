@@ -120,7 +120,7 @@ def loss_gradients(
             loss, extra = unpack_loss(loss_fn(params, state, batch, rng))
             return (loss if isinstance(loss_scale, PerLossScale) else _total(loss)), extra
 
-        first_trace.look(
+        look = first_trace.look(
             lambda params, batch, model_state, rng: loss_fn(params, model_state, batch, rng),
             policy,
             (params, batch),
@@ -129,7 +129,8 @@ def loss_gradients(
             names=("params", "batch", "model_state", "rng"),
         )
         value_and_grad = unwatched_value_and_grad(loss_of, policy, has_aux=True)
-        (loss, (new_state, aux)), grads = value_and_grad(loss_scale, params, batch)
+        with look:
+            (loss, (new_state, aux)), grads = value_and_grad(loss_scale, params, batch)
         if policy is not None:
             own = policy.default.cast_to_output(own_aux(aux))
             aux = Weighted(own, aux.weight) if isinstance(aux, Weighted) else own  # weights stay float32

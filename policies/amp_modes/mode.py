@@ -243,8 +243,8 @@ class Amp:
             if dtype is None:
                 return run(params, batch)
             batch = cast_floating(batch, dtype)
-            with batch_norms_called(in_float32) if keep else contextlib.nullcontext():
-                first_trace.look(run, Policy(dtype, dtype, dtype), (params, batch), {}, mode=str(self.mode))
+            look = first_trace.look(run, Policy(dtype, dtype, dtype), (params, batch), {}, mode=str(self.mode))
+            with batch_norms_called(in_float32) if keep else contextlib.nullcontext(), look:
                 try:
                     return with_float32_sums(run)(params, batch)
                 except (TypeError, ValueError, NotImplementedError) as error:

@@ -53,7 +53,7 @@ def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy | str) 
         by position.
 
     Warns:
-      Float32ProductsWarning: on the first call or trace, which traces `fn` once more.
+      Float32ProductsWarning: on the first call or trace. A call outside of jit and grad traces `fn` for it.
       CpuConvolutionWarning: `fn` has bfloat16 convolutions that this jaxlib may compute wrong on CPUs.
 
     Example:
@@ -72,9 +72,8 @@ def apply_policy(fn: Callable[Args, Result], policy: Policy | PathPolicy | str) 
     @functools.wraps(fn)
     def with_policy(*inputs: Args.args, **kwargs: Args.kwargs) -> Result:
         args = (*module, *inputs)
-        first_trace.look(plain, policy, args, kwargs)
-        explained = none_key_explained(plain, args, kwargs)
-        with explained, mixed_dtypes_explained(policy), cast_arguments(policy, args, kwargs) as call:
+        explained, look = none_key_explained(plain, args, kwargs), first_trace.look(plain, policy, args, kwargs)
+        with look, explained, mixed_dtypes_explained(policy), cast_arguments(policy, args, kwargs) as call:
             compute_args, compute_kwargs = call
             result = run(*compute_args, **compute_kwargs)
         return cast_results(result, policy.default.cast_to_output)

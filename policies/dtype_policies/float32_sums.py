@@ -6,10 +6,11 @@ float32 and rounded once.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import jax
@@ -40,6 +41,18 @@ _NEEDS_VALUES = (
 )
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+Read = Callable[[ClosedJaxpr, tuple[Any, ...], dict[str, Any]], None]
+_READ: contextvars.ContextVar[Read | None] = contextvars.ContextVar("who reads the next program", default=None)
+
+
+@contextlib.contextmanager
+def program_read(read: Read | None) -> Iterator[None]:
+    """Passes the program of the next function of `with_float32_sums` and its arguments to `read`."""
+    token = _READ.set(read)
+    try:
+        yield
+    finally:
+        _READ.reset(token)
 
 
 def with_float32_sums(fn: Callable[Args, Result]) -> Callable[Args, Result]:
@@ -57,14 +70,18 @@ def with_float32_sums(fn: Callable[Args, Result]) -> Callable[Args, Result]:
         if not _has_traced_halves((args, kwargs)) or in_module():
             return fn(*args, **kwargs)
         traced: list[bool] = []
+        read = _READ.get()
 
         def run_program(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
             traced.append(True)
+            if read is not None:
+                read(jaxpr, args, kwargs)
             active = [isinstance(x, Tracer) and is_inexact_array(x) for x in arrays]
             return _Sums(ReadCounts().of(jaxpr, active)).evaluate(jaxpr, arrays)
 
         try:
-            return run_traced(run_program, fn, args, kwargs, as_float32=False)
+            with program_read(None):  # functions within have readers of their own
+                return run_traced(run_program, fn, args, kwargs, as_float32=False)
         except Exception:
             if traced:
                 raise

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr
+
 from jmp_train.policies.autocasting import (
     Cause,
     Product,
@@ -19,17 +21,21 @@ from jmp_train.policies.autocasting import (
     warn_user,
 )
 from jmp_train.policies.dtype_policies.collapsed_values import check_narrowed, warn_of_collapse
-from jmp_train.policies.dtype_policies.float32_sums import in_module
+from jmp_train.policies.dtype_policies.float32_sums import in_module, program_read
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
 from jmp_train.policies.dtype_policies.policy_trace import (
     TracedOperation,
+    arguments_of,
     compute_dtypes,
     computes_in_float16,
     computes_in_half,
     operations_under,
+    origins_of,
+    traced_operations,
+    uncast_origin,
 )
-from jmp_train.policies.pytrees import has_tracers
+from jmp_train.policies.pytrees import has_tracers, is_array, is_nnx
 from jmp_train.policies.types import PyTree
 
 
@@ -114,6 +120,7 @@ class FirstTrace:
             MissingLossScaleWarning,
         )
 
+    @contextlib.contextmanager
     def look(
         self,
         fn: Callable[..., Any],
@@ -124,20 +131,35 @@ class FirstTrace:
         uncast: Sequence[Any] = (),
         names: Sequence[str] | None = None,
         mode: str | None = None,
-    ) -> None:
-        """Warns of float32 products, inner gradients and bfloat16 convolutions; takes arguments of `operations_under`.
+    ) -> Iterator[None]:
+        """Warns of float32 products, inner gradients and bfloat16 convolutions of `fn`, called within this context.
 
-        `mode` is the AMP mode of the policy, if there is one.
+        It takes the arguments of `operations_under`. The program is the one that `with_float32_sums` traces to run it;
+        only if there is none, or nnx objects are among the arguments, the function is traced once more. `mode` is the
+        AMP mode of the policy, if there is one.
         """
         if self.seen or in_module() or not (computes_in_half(policy) or _convolves(policy)):
+            yield
             return
         self.seen = True
         names = argument_names(fn, len(args)) if names is None else names
         self.look_at_values(dict(zip(names[1:], args[1:], strict=False)), policy)
-        try:
-            operations = operations_under(fn, policy, args, kwargs, uncast=uncast, names=names)
-        except Exception:  # noqa: BLE001  # the call itself comes after this, and raises any error
-            return
+        constants = {id(x): uncast_origin(path) for path, x in arguments_of(names[len(args) :], uncast, {})}
+        operations: list[TracedOperation] | None = None
+
+        def read(jaxpr: ClosedJaxpr, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal operations
+            paths = [path for path, x in arguments_of(names, args, kwargs, is_nnx) if is_array(x)]
+            if len(paths) == len(jaxpr.in_avals):  # not if nnx objects hold further ones
+                operations = traced_operations(jaxpr, origins_of(paths, jaxpr, names[:1]), constants)
+
+        with program_read(read):
+            yield
+        if operations is None:
+            try:
+                operations = operations_under(fn, policy, args, kwargs, uncast=uncast, names=names)
+            except Exception:  # noqa: BLE001  # the call itself came before this, and needed no trace
+                return
         products = [_product(operation) for operation in operations if operation.is_product]
         warn_of_convolutions(products)
         if policy is not None and computes_in_half(policy):

@@ -7,7 +7,7 @@ So among several origins, the one that is not such a cast is to blame.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,15 +108,18 @@ class TracedOperation(Place):
         return _to_blame(self.origins)
 
 
-def traced_operations(jaxpr: ClosedJaxpr, origins: Sequence[Origin | None]) -> list[TracedOperation]:
+def traced_operations(
+    jaxpr: ClosedJaxpr, origins: Sequence[Origin | None], constants: Mapping[int, Origin] | None = None
+) -> list[TracedOperation]:
     """Returns the operations of a program in order, including those within loops and branches.
 
     Args:
       jaxpr: a closed jaxpr.
       origins: origins of its arguments; None for those that are not float32.
+      constants: origins of arrays that it closes over, by their ids.
     """
     found: list[TracedOperation] = []
-    _Operations(found).evaluate(jaxpr, origins)
+    _Operations(found, constants or {}).evaluate(jaxpr, origins)
     return found
 
 
@@ -126,24 +129,29 @@ class _Operations(Reading[Origin | None]):
 
     Attributes:
       found: the operations so far.
+      closed_over: origins of known constants, by their ids.
       callers: the equations in whose bodies it is, the outermost first.
       repeats: how many times the loops around it run it.
     """
 
     found: list[TracedOperation]
+    closed_over: Mapping[int, Origin]
     callers: tuple[Any, ...] = ()
     repeats: int = 1
 
     table = ABSTRACTLY
 
     def within(self, equation: Any) -> "_Operations":
-        return _Operations(self.found, (*self.callers, equation), self.repeats * repeats_of(equation))
+        callers, repeats = (*self.callers, equation), self.repeats * repeats_of(equation)
+        return dataclasses.replace(self, callers=callers, repeats=repeats)
 
     def trial(self) -> "_Operations":
         return dataclasses.replace(self, found=[])
 
     def constant(self, array: Any) -> Origin | None:
-        return Origin(f"a closed-over {jax.typeof(array).str_short()}") if is_float32(array) else None
+        if not is_float32(array):
+            return None
+        return self.closed_over.get(id(array)) or Origin(f"a closed-over {jax.typeof(array).str_short()}")
 
     def literal(self, atom: Any) -> Origin | None:
         return super().literal(atom) if getattr(atom.aval, "shape", ()) else None
@@ -264,17 +272,27 @@ def operations_under(
 
     avals = jax.make_jaxpr(call.of_arrays(cast))(*call.avals).out_avals
     jaxpr = jax.make_jaxpr(call.of_arrays(lambda given, kwargs: fn(*given, **kwargs)))(*avals)
-    pairs = zip(names, (*args, *uncast), strict=True)
-    named = [leaf for name, x in (*pairs, *sorted(kwargs.items())) for leaf in named_leaves({name: x})]
-    paths = [path for path, _ in named]
-    parameters = f"{names[0]}/" if args else ""
-    origins = [
-        Origin(
-            f"{path!r}, which the policy does not cast",
-            of_policy=bool(parameters) and f"{path}/".startswith(parameters) and not is_complex(variable),
-        )
-        if is_float32(variable)
-        else None
-        for path, variable in zip(chosen(paths, call.are_arrays), jaxpr.jaxpr.invars, strict=True)
+    leaves = arguments_of(names, (*args, *uncast), kwargs)
+    return traced_operations(jaxpr, origins_of([path for path, _ in chosen(leaves, call.are_arrays)], jaxpr, names[:1]))
+
+
+def arguments_of(
+    names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any], is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+    """Returns (path, leaf) of the arguments of a call, each path with the name of the argument."""
+    pairs = (*zip(names[: len(args)], args, strict=True), *sorted(kwargs.items()))
+    return [leaf for name, x in pairs for leaf in named_leaves({name: x}, is_leaf)]
+
+
+def origins_of(paths: Sequence[str], jaxpr: ClosedJaxpr, parameters: Sequence[str]) -> list[Origin | None]:
+    """Returns the origins of a program's arguments, given their paths and the name of the argument with parameters."""
+    prefixes = tuple(f"{name}/" for name in parameters)
+    return [
+        uncast_origin(path, of_policy=f"{path}/".startswith(prefixes) and not is_complex(x)) if is_float32(x) else None
+        for path, x in zip(paths, jaxpr.jaxpr.invars, strict=True)
     ]
-    return traced_operations(jaxpr, origins)
+
+
+def uncast_origin(path: str, *, of_policy: bool = False) -> Origin:
+    """Returns the origin of an argument that a policy does not cast."""
+    return Origin(f"{path!r}, which the policy does not cast", of_policy=of_policy)

@@ -244,6 +244,29 @@ def test_a_conv_is_a_product() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda loss: jt.train_step(jt.stateless(loss), optax.sgd(0.1), policy="mixed_bfloat16"),
+        lambda loss: (
+            lambda state, x: jt.scaled_value_and_grad(loss, "mixed_bfloat16")(jt.NoOpLossScale(), state.params, x)
+        ),
+        lambda loss: lambda state, x: jax.grad(jt.apply_policy(loss, "mixed_bfloat16"))(state.params, x),
+    ],
+)
+def test_the_program_that_runs_is_the_one_that_is_looked_at(make: Any) -> None:
+    traces: list[int] = []
+
+    def loss_fn(w: Any, x: jax.Array) -> jax.Array:
+        traces.append(1)
+        return jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32)).mean()
+
+    state = jt.TrainState.create(W, optax.sgd(0.1))
+    (text,) = messages(lambda: jax.jit(make(loss_fn))(state, X))
+    assert "cast from bfloat16 to float32 there" in text
+    assert len(traces) == 1
+
+
 def test_the_other_trace_leaves_no_mark_on_models_with_state() -> None:
     class Net(nnx.Module):
         def __init__(self) -> None:
