@@ -34,10 +34,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 # The launcher without the package's other imports, which take seconds.
 LAUNCHER = """
-import sys, types
-package = types.ModuleType("jmp_train")
-package.__path__ = [sys.argv[1]]
-sys.modules["jmp_train"] = package
+import pathlib, sys, types
+for name in ("jmp_train", "jmp_train.policies", "jmp_train.policies.files"):
+    sys.modules[name] = package = types.ModuleType(name)
+    package.__path__ = [str(pathlib.Path(sys.argv[1], *name.split(".")[1:]))]
+from jmp_train.policies.files import printed_text
+package.escaped = printed_text.escaped
 from jmp_train.app.launch.launcher import LaunchError, launch
 try:
     launch(sys.argv[3:], int(sys.argv[2]), grace=60)

@@ -3,7 +3,7 @@
 Each command runs below a supervisor, a small process. It ends the command and everything that the command started
 when it is asked to, or when this process has ended in any way, even by SIGKILL or out of memory. Processes get SIGTERM
 and, after a grace time, SIGKILL. On Linux that also reaches processes that have left the command's session; on macOS,
-those in the command's process group; on Windows, without a supervisor, the command itself.
+those in the command's process group. Descriptors 0 to 2 must be open, see `lasting_output`.
 """
 
 import signal
@@ -54,30 +54,18 @@ class ChildProcess:
     ) -> None:
         self.grace = grace
         self._code: int | None = None
-        self._channel: socket.socket | None = None
-        options: dict[str, Any] = {
-            "env": environment,
-            "stdin": subprocess.DEVNULL,
-            "stdout": stdout,
-            "stderr": stderr,
-        }
-        if sys.platform == "win32":
-            self._process = subprocess.Popen(command, **options)
-        else:
-            self._channel, other = _socket_pair()
-            with other:
-                self._process = subprocess.Popen(
-                    # Isolated (-I) from the current folder and the environment, without site (-S), so that it starts
-                    # fast.
-                    [
-                        *(sys.executable, "-I", "-S", str(_SUPERVISOR)),
-                        *(str(other.fileno()), str(grace)),
-                        *command,
-                    ],
-                    pass_fds=[other.fileno(), *pass_files],
-                    start_new_session=True,  # so that only this process gets the terminal's Ctrl-C
-                    **options,
-                )
+        self._channel, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                # Isolated (-I) from the current folder and the environment, without site (-S), so that it starts fast.
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(other.fileno()), str(grace), *command],
+                pass_fds=[other.fileno(), *pass_files],
+                start_new_session=True,  # so that only this process gets the terminal's Ctrl-C
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+            )
         self.stdout: IO[bytes] | None = self._process.stdout
         self.stderr: IO[bytes] | None = self._process.stderr
 
@@ -92,47 +80,21 @@ class ChildProcess:
 
     def poll(self) -> int | None:
         """Returns the command's exit code, negative for the signal that ended it; None while it runs."""
-        return self._look(0.0)
+        return self.wait(0.0)
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Returns the exit code once the command has ended, or None after that many seconds."""
-        return self._look(timeout)
-
-    def _look(self, timeout: float | None) -> int | None:
-        if self._code is not None:
-            return self._code
-        if self._channel is None:
-            with suppress(subprocess.TimeoutExpired):
-                self._code = self._process.wait(timeout)
-            return self._code
-        self._channel.settimeout(timeout)
-        try:
-            text = self._channel.recv(64)
-        except (BlockingIOError, TimeoutError):
-            return None
-        except OSError:
-            text = b""
-        # SIGKILL if the supervisor itself was killed, which ends the command.
-        self._code = int(text) if text else -signal.SIGKILL
+        if self._code is None:
+            self._channel.settimeout(timeout)
+            try:
+                text = self._channel.recv(64)
+            except (BlockingIOError, TimeoutError):
+                return None
+            except OSError:
+                text = b""
+            # SIGKILL if the supervisor itself was killed, which ends the command.
+            self._code = int(text) if text else -signal.SIGKILL
         return self._code
-
-    def _order(self, letter: bytes) -> None:
-        if self._channel is None:
-            self._process.kill()
-            return
-        with suppress(OSError):  # everything has ended
-            self._channel.send(letter)
-
-    def _wait_for_all(self, seconds: float) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-
-    def _close(self) -> None:
-        self.poll()
-        if self._channel is not None:
-            self._channel.close()
-            if self._code is None:
-                self._code = -signal.SIGKILL
 
 
 def end(children: Sequence[ChildProcess]) -> None:
@@ -145,19 +107,25 @@ def end(children: Sequence[ChildProcess]) -> None:
       children: the processes to end. It also ends the children of processes that have ended.
     """
     try:
-        for child in children:
-            child._order(b"e")
-        for child in children:
-            child._wait_for_all(child.grace + _KILL_SECONDS)
+        _order(children, b"e", max((child.grace for child in children), default=0.0) + _KILL_SECONDS)
     except BaseException:
-        for child in children:
-            child._order(b"k")
-        for child in children:
-            child._wait_for_all(_KILL_SECONDS)
+        _order(children, b"k", _KILL_SECONDS)
         raise
     finally:
         for child in children:
-            child._close()
+            if child.poll() is None:
+                child._code = -signal.SIGKILL
+            child._channel.close()
+
+
+def _order(children: Sequence[ChildProcess], letter: bytes, seconds: float) -> None:
+    """Sends an order to the supervisors, and waits for their ends."""
+    for child in children:
+        with suppress(OSError):  # everything has ended
+            child._channel.send(letter)
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child._process.wait(seconds)
 
 
 @contextmanager
@@ -173,23 +141,11 @@ def signals_as_exceptions() -> Iterator[None]:
 
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
-            number = getattr(signal, name, None)  # Windows does not have all of them
-            if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) == signal.SIG_DFL:
                 previous[number] = signal.signal(number, leave)
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Returns a pair of sockets whose descriptors are not those of closed standard streams."""
-    pairs = []
-    while not pairs or min(end.fileno() for end in pairs[-1]) < 3:
-        pairs.append(socket.socketpair())
-    for pair in pairs[:-1]:
-        for end_of_pair in pair:
-            end_of_pair.close()
-    return pairs[-1]

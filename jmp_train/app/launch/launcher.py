@@ -6,12 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from jmp_train.app.launch.child_processes import ChildProcess, end, signals_as_exceptions
-from jmp_train.app.launch.ranks import STOPPED, Endings, RankOutput, log_path, reason, say, wait_for
+from jmp_train.app.launch.ranks import STOPPED, Endings, RankOutput, reason, say, wait_for
 
 _RUNNER = Path(__file__).with_name("rank.py")
 _COMMAND = "jmp-train"
@@ -67,12 +67,12 @@ def launch(
     """
     check_launch(command)
     command = [script_of(command[0]) or command[0], *command[1:]]
-    if logdir is not None:
-        logdir.mkdir(parents=True, exist_ok=True)
-        for rank in range(count):
-            log_path(logdir, rank).write_text("")
+    logs = None if logdir is None else [logdir / f"rank_{rank}.log" for rank in range(count)]
+    for log in logs or ():
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
     for number in range(restarts + 1):
-        failure = _run(command, count, devices_per_process, logdir, grace, exit_timeout)
+        failure = _run(command, count, devices_per_process, logs, grace, exit_timeout)
         if failure is None:
             return
         if number == restarts:
@@ -84,19 +84,24 @@ def _run(
     command: Sequence[str],
     count: int,
     devices_per_process: int,
-    logdir: Path | None,
+    logs: Sequence[Path] | None,
     grace: float,
     exit_timeout: float | None,
 ) -> LaunchError | None:
     """Runs the processes once; returns the failure, or None."""
-    address = f"127.0.0.1:{_free_port()}"
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
     children: list[ChildProcess] = []
     readers: list[threading.Thread] = []
-    output = RankOutput(logdir)
+    output = RankOutput(logs)
     endings = Endings()
     try:
         with ExitStack() as stack:
-            messages, write = stack.enter_context(_pipe())
+            messages, write = os.pipe()
+            stack.callback(os.close, messages)
+            stack.callback(os.close, write)
+            os.set_blocking(messages, False)
             stack.enter_context(signals_as_exceptions())
             stack.callback(_join, readers)
             stack.callback(end, children)  # runs first
@@ -120,8 +125,8 @@ def _run(
         return None
     if set(codes) <= STOPPED and not endings.running and not endings.late:
         sys.exit(codes[0])
-    if logdir is not None:
-        failure += f" (see {logdir}/rank_*.log)"
+    if logs:
+        failure += f" (see {logs[0].parent}/rank_*.log)"
     code = next(iter(codes), 1)
     return LaunchError(wrong or failure, code if code > 0 else 128 - code)
 
@@ -146,12 +151,6 @@ def script_of(name: str) -> str | None:
     return str(beside) if name == _COMMAND and beside.is_file() else None
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 def _environment(address: str, count: int, rank: int, devices: int) -> dict[str, str]:
     own = range(rank * devices, (rank + 1) * devices)
     environment = {
@@ -173,21 +172,6 @@ def _environment(address: str, count: int, rank: int, devices: int) -> dict[str,
 def threads_for(devices: int) -> int:
     """Returns NPROC for a CPU's virtual devices, which would wait for each other forever with too few threads."""
     return max(32, 2 * devices, os.cpu_count() or 1)
-
-
-@contextmanager
-def _pipe() -> Iterator[tuple[int, int]]:
-    """Yields a pipe with non-blocking reads; on Windows, which cannot pass pipes on, -1 for both ends."""
-    if sys.platform == "win32":
-        yield -1, -1
-        return
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    try:
-        yield read, write
-    finally:
-        os.close(read)
-        os.close(write)
 
 
 def _join(readers: Sequence[threading.Thread]) -> None:

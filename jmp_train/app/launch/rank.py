@@ -23,10 +23,8 @@ from importlib.machinery import SourceFileLoader
 
 
 def _main(pipe: int, rank: str, command: list[str]) -> None:
-    identity = None
-    with suppress(OSError):  # the file does not exist on Windows
-        os.set_inheritable(pipe, False)
-        identity = os.fstat(pipe)
+    os.set_inheritable(pipe, False)
+    identity = os.fstat(pipe)
     for stream in (sys.stdout, sys.stderr):
         if stream.errors == "strict":  # characters outside the encoding must not end the run
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
@@ -78,13 +76,13 @@ def _own_part(traceback: types.TracebackType | None) -> types.TracebackType | No
     return traceback
 
 
-def _tell_at_exit(process: int, pipe: int, identity: os.stat_result | None, rank: str) -> None:
+def _tell_at_exit(process: int, pipe: int, identity: os.stat_result, rank: str) -> None:
     """Notifies the launcher when the script and its threads have ended, before jax waits for others."""
 
     def tell() -> None:
         with suppress(OSError):  # the launcher has ended, or the script has closed all files
             # Checked because the script may have opened another file under this number.
-            if identity and os.path.samestat(os.fstat(pipe), identity):
+            if os.path.samestat(os.fstat(pipe), identity):
                 os.write(pipe, f"{rank}\n".encode())
 
     if os.getpid() == process:  # not in a fork of the script

@@ -4,7 +4,6 @@ Their output is read to its end, even if it cannot be written, because a process
 """
 
 import codecs
-import io
 import locale
 import os
 import re
@@ -16,11 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 from jmp_train.app.launch.child_processes import ChildProcess
 from jmp_train.app.launch.last_words import may_be_last, refusal, telling
 from jmp_train.app.launch.output import Output, warn_of_loss
+from jmp_train.policies.files import escaped
 
 LONGEST_LINE = 65536  # characters; longer lines are printed in pieces
 
@@ -37,16 +37,14 @@ class RankOutput:
     Lines with which a process may end are held back until it has ended, or has gone on for a while.
 
     Args:
-      logdir: an existing folder for logs, where process 0 is written to `rank_0.log`, byte by byte, and so on; None
-        for no logs.
+      logs: a file per process, to which its output is appended byte by byte; None for no logs.
     """
 
-    def __init__(self, logdir: Path | None) -> None:
-        self._logdir = logdir
+    def __init__(self, logs: Sequence[Path] | None) -> None:
+        self._logs = {} if logs is None else dict(enumerate(logs))
         self._lock = threading.Lock()  # keeps lines apart
         self._last_words: dict[int, list[str]] = {}  # held back
-        own = isinstance(sys.stdout, Output)  # which reports its own failures
-        self._screen = sys.stdout if own else Output(sys.stdout, lambda why: warn_of_loss(Output(sys.stderr), why))
+        self._screen = Output(sys.stdout, lambda why: warn_of_loss(Output(sys.stderr), why))
 
     def copy(self, pipe: IO[bytes], rank: int) -> None:
         """Copies the output of a process until its end.
@@ -57,8 +55,8 @@ class RankOutput:
         """
         held = self._last_words[rank] = []
         since = 0.0
-        with pipe, _Log(self._logdir, rank) as log:
-            for lines in _decoded(pipe, log, held):
+        with pipe:
+            for lines in self._lines(pipe, rank):
                 if held and (time.monotonic() - since > _HOLD_SECONDS or len(held) > _MOST_HELD):
                     self._print(rank, held)
                     held.clear()
@@ -84,6 +82,36 @@ class RankOutput:
             self._print(rank, lines)
         return wrong
 
+    def _lines(self, pipe: IO[bytes], rank: int) -> Iterator[list[str]]:
+        """Yields the lines of a process, as many at a time as have arrived, and logs their bytes.
+
+        While lines are held back, it also yields when none arrive for a while.
+        """
+        # The encoding of the processes.
+        named, _, _ = os.environ.get("PYTHONIOENCODING", "").partition(":")
+        decoder = codecs.getincrementaldecoder(named or locale.getpreferredencoding(False))("replace")
+        rest, data = "", b" "
+        while data:
+            if self._last_words[rank] and not select.select([pipe], [], [], _HOLD_SECONDS)[0]:
+                yield []
+                continue
+            data = os.read(pipe.fileno(), _CHUNK)
+            self._log(data, rank)
+            *lines, rest = _LINE_END.split(rest + decoder.decode(data, final=not data))
+            if rest and (len(rest) >= LONGEST_LINE or not data):
+                lines, rest = [*lines, rest], ""
+            if lines:
+                yield lines
+
+    def _log(self, data: bytes, rank: int) -> None:
+        """Appends to a process's log, up to the first error, which is a warning."""
+        try:
+            while data and rank in self._logs:
+                with self._logs[rank].open("ab", buffering=0) as file:
+                    data = data[file.write(data) or 0 :]
+        except OSError as error:
+            say(f"warning: {self._logs.pop(rank)}: {error.strerror}; the rest of its output is missing there")
+
     def _print(self, rank: int, lines: Sequence[str]) -> None:
         text = "".join(f"[{rank}] {line.rstrip()}\n" for line in lines)
         with self._lock:
@@ -91,73 +119,9 @@ class RankOutput:
             self._screen.flush()
 
 
-class _Log:
-    """A file to append to; the first failed write causes a warning."""
-
-    def __init__(self, logdir: Path | None, rank: int) -> None:
-        self._path = None if logdir is None else log_path(logdir, rank)
-        self._file: io.FileIO | None = None
-        self._warned = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def write(self, data: bytes) -> None:
-        """Writes the bytes, or as many as fit."""
-        if self._path is None:
-            return
-        try:
-            self._file = self._file or self._path.open("ab", buffering=0)
-            while data:
-                data = data[self._file.write(data) or 0 :]
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                say(f"warning: {self._path}: {error.strerror}; the rest of its output is missing there")
-
-
-def log_path(logdir: Path, rank: int) -> Path:
-    """Returns the path of a process's log."""
-    return logdir / f"rank_{rank}.log"
-
-
 def say(text: str) -> None:
     """Prints a line of the launcher's own on standard error."""
-    # As by `jmp_train.policies.files.escaped`, without importing jax.
-    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    print("jmp-train:", shown, file=Output(sys.stderr), flush=True)
-
-
-def _decoded(pipe: IO[bytes], log: _Log, held: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the lines from a pipe, as many at a time as have arrived; the log gets the bytes.
-
-    While lines are held back, it also yields when none arrive for a while.
-    """
-    # The encoding of the processes.
-    named, _, _ = os.environ.get("PYTHONIOENCODING", "").partition(":")
-    encoding = named or locale.getpreferredencoding(False)
-    decoder = codecs.getincrementaldecoder(encoding)("replace")
-    rest = ""
-    while True:
-        if held and sys.platform != "win32" and not select.select([pipe], [], [], _HOLD_SECONDS)[0]:
-            yield []
-            continue
-        data = os.read(pipe.fileno(), _CHUNK)
-        if not data:
-            break
-        log.write(data)
-        *lines, rest = _LINE_END.split(rest + decoder.decode(data))
-        if len(rest) >= LONGEST_LINE:
-            lines, rest = [*lines, rest], ""
-        if lines:
-            yield lines
-    rest += decoder.decode(b"", final=True)
-    if rest:
-        yield [rest]
+    print("jmp-train:", escaped(text, "\n"), file=Output(sys.stderr), flush=True)
 
 
 STOPPED = {129, 130, 143}  # exit codes after SIGHUP, SIGINT and SIGTERM of a run that saved

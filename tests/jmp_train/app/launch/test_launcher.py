@@ -28,9 +28,11 @@ def fixture_script(tmp_path: Path) -> Path:
 # `jmp-train launch` without the package's other imports, which take seconds.
 LAUNCHER = """
 import pathlib, sys, types
-package = types.ModuleType("jmp_train")
-package.__path__ = [sys.argv[1]]
-sys.modules["jmp_train"] = package
+for name in ("jmp_train", "jmp_train.policies", "jmp_train.policies.files"):
+    sys.modules[name] = package = types.ModuleType(name)
+    package.__path__ = [str(pathlib.Path(sys.argv[1], *name.split(".")[1:]))]
+from jmp_train.policies.files import printed_text
+package.escaped = printed_text.escaped
 from jmp_train.app.launch.launcher import launch
 from jmp_train.app.launch.output import lasting_output
 with lasting_output():
