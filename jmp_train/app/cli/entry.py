@@ -6,66 +6,59 @@ Exit codes and errors are those of `jmp_train.app.cli.errors`.
 import argparse
 import contextlib
 import dataclasses
-import math
-import os
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jmp_train import __version__
-from jmp_train.app.cli.compare import DEFAULT_POLICIES, CompareOptions, compare_command
+from jmp_train.app.cli.compare import CompareOptions, compare_command
 from jmp_train.app.cli.diagnose import DiagnoseOptions, diagnose_command
-from jmp_train.app.cli.errors import INTERRUPTED, WrongCall, checking_the_call, is_of_interrupt, report_error
-from jmp_train.app.cli.jobs import OF_RUNS, OF_TASK
-from jmp_train.app.cli.option_values import Parser, count, few, path, positive, precision_name, schedule_of_precisions
-from jmp_train.app.cli.options import (
-    DEFAULT_POLICY,
-    BatchOptions,
-    PlannedOptions,
-    RunOptions,
-    SetupOptions,
-    add_options,
-    flag,
-    option,
+from jmp_train.app.cli.errors import (
+    INTERRUPTED,
+    RUN_FAILED,
+    WrongCall,
+    checking_the_call,
+    is_of_interrupt,
+    report_error,
 )
+from jmp_train.app.cli.jobs import OF_RUNS, Call
+from jmp_train.app.cli.option_values import Parser, count, few, path, positive
+from jmp_train.app.cli.options import add_options, flag, option, read_options
 from jmp_train.app.cli.outputs import make_writable
-from jmp_train.app.cli.plan import PLANNED_POLICIES, PlanOptions, plan_command
+from jmp_train.app.cli.plan import PlanOptions, plan_command
+from jmp_train.app.cli.starting import find_task_of
 from jmp_train.app.cli.train import TrainOptions, train_command
 from jmp_train.app.cli.tune import TuneOptions, tune_command
-from jmp_train.app.launch import LaunchError, check_launch, lasting_output, launch, threads_for
-from jmp_train.app.runs import MODE_CHOICES, SCHEDULE_FORM
-from jmp_train.app.tasks import BUILT_IN, TASK_FORMS, find_task, is_task_text
+from jmp_train.app.launch import LaunchError, check_launch, lasting_output, launch, own_output
+from jmp_train.app.tasks import BUILT_IN, TASK_FORMS, TaskSource, is_task_text
 from jmp_train.command_start import interrupts_raised
-from jmp_train.distributed import end_at_once, initialize
-from jmp_train.policies.autocasting import FUSION_FLAG
+from jmp_train.distributed import end_at_once
 
-_VALUES: dict[Any, float] = {0: 0, "+": math.inf}  # number of values of an option, by its nargs
 _TASK_HELP = f"{BUILT_IN}, {TASK_FORMS}; default: {BUILT_IN}; TASK --help shows its own options"
-_SCHEDULES = f"{SCHEDULE_FORM} for a schedule; mixed_float16,0.9:float32 trains the last tenth of the steps in float32"
-_COMMANDS = {
-    "train": "train a task in one policy or AMP mode",
-    "compare": "train a task in several policies or AMP modes",
-    "diagnose": "report the effect of half precision on each operation of a step",
-    "tune": "find the operations of a task that must stay in float32",
-    "plan": "predict memory and time of a step on GPUs, without a GPU",
-    "launch": "run a script as several processes on this machine",
-}
-_ONE = {
-    "--policy": f"such as float32, or a mode, or {_SCHEDULES}; default: {DEFAULT_POLICY}",
-    "--mode": f"{MODE_CHOICES}; or a policy",
-}
-_COMPARED = {
-    "--policies": f"or modes, or {_SCHEDULES}; default: {' '.join(DEFAULT_POLICIES)}",
-    "--modes": f"{MODE_CHOICES}; or policies; also prints a table of speed and memory relative to the first",
-}
-_PLANNED = {
-    "--policies": f"or modes; default: {' '.join(PLANNED_POLICIES)}",
-    "--modes": f"{MODE_CHOICES}; or policies",
-}
+_LAUNCH = "launch"
+
+
+class _Command(NamedTuple):
+    """A command with a task: its description, its options, and the function that runs it."""
+
+    text: str
+    options: type[Any]
+    run: Callable[[Call[Any]], int]
+
+
+def _commands() -> dict[str, _Command]:
+    return {
+        "train": _Command("train a task in one policy or AMP mode", TrainOptions, train_command),
+        "compare": _Command("train a task in several policies or AMP modes", CompareOptions, compare_command),
+        "diagnose": _Command(
+            "report the effect of half precision on each operation of a step", DiagnoseOptions, diagnose_command
+        ),
+        "tune": _Command("find the operations of a task that must stay in float32", TuneOptions, tune_command),
+        "plan": _Command("predict memory and time of a step on GPUs, without a GPU", PlanOptions, plan_command),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         with interrupts_raised():
-            args = _parser(arguments).parse_args(arguments)
-            code = args.run(args)
+            code = _run(arguments)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:  # noqa: BLE001 - of any kind, because the user gets one line
@@ -111,141 +103,88 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Returns the parser of a call, with the options of its task."""
+def _run(arguments: Sequence[str]) -> int:
+    """Parses the options of the command, finds the task, parses its options in what is left, and runs the command."""
+    commands = _commands()
+    parser, parsers = _parser(commands)
+    args, rest = parser.parse_known_args(arguments)
+    if args.COMMAND not in commands:
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return _launch(args)
+    command, parser = commands[args.COMMAND], parsers[args.COMMAND]
+    text = _task_in(rest)
+    with own_output() if "json" in args else contextlib.nullcontext() as output:
+        source = find_task_of(args.COMMAND, text or BUILT_IN, getattr(args, "devices", None))
+        _add_task(parser, source)
+        if "help" in args:
+            parser.print_help()
+            parser.exit()
+        given = vars(parser.parse_args(rest, args))
+        if given["TASK"] != (text or BUILT_IN):
+            raise WrongCall(f"{text} was read as the task; write the task before its options")
+        code = command.run(Call(given["TASK"], source, read_options(command.options, given), given, output))
+    return code or (RUN_FAILED if output is not None and output.lost is not None else 0)
+
+
+def _parser(commands: Mapping[str, _Command]) -> tuple[Parser, dict[str, Parser]]:
+    """Returns the parser of all commands, without tasks and their options, and the parser of each."""
     parser = Parser(prog="jmp-train", description="Mixed-precision training in JAX.")
     parser.add_argument("--version", action="version", version=f"jmp-train {__version__}")
-    parser.set_defaults(run=_no_command)
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-
-    made = {name: commands.add_parser(name, help=text) for name, text in _COMMANDS.items()}
-    _add_names(made["train"], _ONE, type=schedule_of_precisions, dest="name")
-    _add_names(made["compare"], _COMPARED, type=schedule_of_precisions, nargs="+")
-    _add_names(made["diagnose"], _ONE, type=schedule_of_precisions, dest="name")
-    _add_names(made["plan"], _PLANNED, type=precision_name, nargs="+", dest="policies")
-    for name, run, own, shared in (
-        ("train", train_command, TrainOptions, RunOptions),
-        ("compare", compare_command, CompareOptions, RunOptions),
-        ("diagnose", diagnose_command, DiagnoseOptions, SetupOptions),
-        ("tune", tune_command, TuneOptions, BatchOptions),
-        ("plan", plan_command, PlanOptions, PlannedOptions),
-    ):
-        command = made[name]
-        command.usage = f"jmp-train {name} [TASK] [options]"
-        command.add_argument("task", nargs="?", default=BUILT_IN, metavar="TASK", help=_TASK_HELP)
-        command.set_defaults(run=run, options=shared)
-        add_options(command, own)
-        add_options(command, shared)
-        command.add_argument("--json", action="store_true", help="print JSON on standard output")
-        if arguments and arguments[0] == name:
-            _add_task(arguments, command)
-    launcher = made["launch"]
+    made = parser.add_subparsers(metavar="COMMAND", dest="COMMAND", title="commands")
+    for name, command in commands.items():
+        usage = f"jmp-train {name} [TASK] [options]"
+        of_command = made.add_parser(name, help=command.text, usage=usage, add_help=False)
+        of_command.add_argument("-h", "--help", action="store_true", help="show this help message and exit")
+        add_options(of_command, command.options)
+        of_command.add_argument("--json", action="store_true", help="print JSON on standard output")
+    launcher = made.add_parser(_LAUNCH, help="run a script as several processes on this machine")
     launcher.add_argument("-n", "--processes", type=few, required=True, metavar="N", help="the number of processes")
     add_options(launcher, LaunchOptions)
     launcher.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="a Python script and its arguments"
     )
-    launcher.set_defaults(run=_launch)
-    return parser
+    return parser, made.choices
 
 
-def _add_names(parser: argparse.ArgumentParser, helps: Mapping[str, str], **said: Any) -> None:
-    """Adds options for policies and for modes. A call has one of them; either also takes names of the other kind."""
-    exclusive = parser.add_mutually_exclusive_group()
-    for name, text in helps.items():
-        exclusive.add_argument(name, metavar="NAME", help=text, **said)
+def _task_in(rest: Sequence[str]) -> str | None:
+    """Returns the argument that names the task; None if there is none.
+
+    The options of the task are not known yet, nor whether they take values. So the task is what stands before the first
+    of them, or the first argument in a task's form.
+
+    Args:
+      rest: the arguments without the command's own options.
+    """
+    if rest and not rest[0].startswith("-"):
+        return rest[0]
+    return next(filter(is_task_text, rest), None)
 
 
-def _add_task(arguments: Sequence[str], command: argparse.ArgumentParser) -> None:
-    """Finds the task of a call, and adds its options to those of its command."""
-    text = _task_in(arguments[1:], command)
-    if {"-h", "--help", "--install"} & set(arguments) and text is None:
-        return
-    _start_jax(arguments)
-    with checking_the_call():
-        source = find_task(text or BUILT_IN)
-    command.set_defaults(source=source)
+def _add_task(parser: Parser, source: TaskSource) -> None:
+    """Adds a task and its options to the parser of a command."""
+    parser.add_argument("TASK", nargs="?", default=BUILT_IN, help=_TASK_HELP)
     if source.options is None:
         return
-    taken = {name for action in command._actions for name in action.option_strings}
+    taken = {name for action in parser._actions for name in action.option_strings}
     fields = {field.name for field in dataclasses.fields(source.options) if flag(field.name) in taken}
     if clash := fields - OF_RUNS:
         names = " and ".join(map(flag, sorted(clash)))
         said = "is an option" if len(clash) == 1 else "are options"
         raise WrongCall(f"{source.name}: {names} {said} of the command; rename the field")
-    group = command.add_argument_group(f"options of {source.name}")
-    add_options(group, source.options, without=fields, prefix=OF_TASK)
-
-
-def _task_in(arguments: Sequence[str], command: argparse.ArgumentParser) -> str | None:
-    """Returns the argument that names the task; None if there is none.
-
-    The options of the task are not known yet, nor whether they take values. So the task is the first argument in a
-    task's form that is not a value of one of the command's own options, or the first argument of all.
-    """
-    actions = {name: action for action in command._actions for name in action.option_strings}
-    left: float = 0
-    candidates = []
-    for place, text in enumerate(arguments):
-        if text == "--":
-            break
-        if text.startswith("-") and len(text) > 1:
-            action = actions.get(text)
-            left = 0 if action is None else _VALUES.get(action.nargs, 1)
-        elif left:
-            left -= 1
-        elif is_task_text(text) or not place:
-            candidates.append(text)
-    return next(filter(is_task_text, candidates), next(iter(candidates), None))
-
-
-def _start_jax(arguments: Sequence[str]) -> None:
-    """Sets options of jax that must be set before a user's file may use it."""
-    several = os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
-    if several and arguments[0] != "train":
-        raise WrongCall(f"{arguments[0]} runs in one process; of the commands, only train runs in several")
-    if arguments[0] == "plan":
-        jax.config.update("jax_platforms", "cpu")  # so that a GPU stays free for measurements
-        return
-    turn_ynn_fusion_off()
-    if several:
-        initialize()
-        return
-    found = re.search(r"(?<!\S)--devices[ =](\d{1,4})(?!\S)", " ".join(arguments))
-    with contextlib.suppress(argparse.ArgumentTypeError):  # the parser reports it
-        provide_cpu_devices(few(found[1]) if found else 1)
-
-
-def turn_ynn_fusion_off() -> None:
-    """Disables a fusion in XLA that leaves bfloat16 results unwritten on CPUs (jaxlib 0.11, 0.12)."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if FUSION_FLAG not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {FUSION_FLAG}".strip()
-
-
-def provide_cpu_devices(count: int) -> None:
-    """Splits a CPU into this many devices, before jax starts; accelerators are not changed."""
-    if count == 1:
-        return
-    given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
-    if given < count:
-        with contextlib.suppress(RuntimeError):  # jax has started, and its devices are fixed
-            jax.config.update("jax_num_cpu_devices", count)
-    os.environ.setdefault("NPROC", str(threads_for(count)))
-
-
-def _no_command(args: argparse.Namespace) -> int:
-    raise WrongCall("a command is needed: train, compare, diagnose, tune, plan or launch; see --help")
+    add_options(parser.add_argument_group(f"options of {source.name}"), source.options, without=fields)
 
 
 def _launch(args: argparse.Namespace) -> int:
+    if args.COMMAND != _LAUNCH:
+        raise WrongCall("a command is needed: train, compare, diagnose, tune, plan or launch; see --help")
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     with checking_the_call():
         check_launch(command)
-        make_writable("--logdir", args.logdir)
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(LaunchOptions)}
+        make_writable("--logdir", getattr(args, "logdir", None))
+    options = read_options(LaunchOptions, vars(args))
     try:
-        launch(command, args.processes, **given)
+        launch(command, args.processes, **dataclasses.asdict(options))
     except LaunchError as error:
         report_error(error)
         return error.code

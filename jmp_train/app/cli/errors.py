@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+from jmp_train.app.runs import Failed
 from jmp_train.app.tasks import FileError
 from jmp_train.extras import remedy
 from jmp_train.policies.files import escaped
@@ -58,6 +59,17 @@ def report_error(error: Exception) -> int:
         traceback.print_exception(error)
     print(f"jmp-train: error: {one_line(_text(error))}", file=sys.stderr)
     return CALL_IS_WRONG if isinstance(error, WrongCall) else RUN_FAILED
+
+
+def failed(error: Exception) -> Failed:
+    """Returns an error as an event, for the process that started this one."""
+    reason = one_line(_text(error))
+    return Failed(reason, isinstance(error, WrongCall), isinstance(error, FloatingPointError))
+
+
+def warn(text: str) -> None:
+    """Prints a warning as one line on standard error."""
+    print(f"jmp-train: warning: {text}", file=sys.stderr, flush=True)
 
 
 def is_of_interrupt(error: Exception) -> bool:

@@ -1,17 +1,17 @@
-"""The job of a call: its task with the task's own options, and the settings of the run with its precision options."""
+"""A call of a command with a task: its options, the task's own options, and the settings of the run."""
 
-import argparse
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
 from jmp_train.app.cli.errors import WrongCall
 from jmp_train.app.cli.option_values import precisions_without_device
-from jmp_train.app.cli.options import RunOptions, read_options
+from jmp_train.app.cli.options import BatchOptions, PlannedOptions, RunOptions, SetupOptions, read_options
+from jmp_train.app.launch import Output
 from jmp_train.app.runs import (
     AUTOCAST_CHOICES,
     FewBits,
@@ -26,95 +26,104 @@ from jmp_train.app.tasks import TaskSource, errors_of_file
 from jmp_train.steps import TrainState
 from jmp_train.task import Task, count_examples
 
-_IN_HALF = "for example params=bfloat16,compute=bfloat16"
-_AUTOCASTING = "use autocast_bfloat16 or autocast_float16"
+P = TypeVar("P", bound=SetupOptions)
 
 
-def read_rules(args: argparse.Namespace, names: Sequence[str]) -> RulesFile | None:
-    """Returns the autocast rules of a call; None if it has none.
+def options_for(options: P, name: str) -> P:
+    """Returns the options of a call without those that do not apply to a policy or mode, or to a phase of a schedule.
 
     Args:
-      args: the parsed arguments.
-      names: the policies, modes and schedules of the call; those that autocast take the rules.
-
-    Raises:
-      WrongCall: none of them autocasts, or the file is missing or has no rules.
+      options: the options of the call.
+      name: the policy, mode or schedule.
     """
-    file = args.rules
-    if file is None:
+    precisions = [phase.precision for phase in precisions_without_device(name)]
+    few_bits = [FewBits((), options.parameters, options.fp8).for_precision(precision) for precision in precisions]
+    return dataclasses.replace(
+        options,
+        rules=options.rules if any(map(autocasts, precisions)) else None,
+        parameters=next((part.parameters for part in few_bits if part.parameters), None),
+        fp8=next((part.fp8 for part in few_bits if part.fp8), None),
+    )
+
+
+def check_precisions(options: SetupOptions, names: Sequence[str]) -> None:
+    """Raises WrongCall if an option about precision is wrong, or applies to none of the names.
+
+    Args:
+      options: the options of the call.
+      names: the policies, modes and schedules of the call.
+    """
+    taken = [options_for(options, name) for name in names]
+    said, do, are = ", ".join(names), *(("does", "is") if len(names) == 1 else ("do", "are"))
+    fields = Counter(text.rpartition("=")[0] for text in options.state_dtypes)
+    if repeated := [field for field, count in fields.items() if count > 1]:
+        raise WrongCall(f"--state-dtypes names {repeated[0]} more than once")
+    reasons = {
+        "rules": f": {said} {do} not autocast; use {AUTOCAST_CHOICES}",
+        "parameters": (
+            f" is for policies with parameters in half precision, which {said} {are} not; for example "
+            "params=bfloat16,compute=bfloat16"
+        ),
+        "fp8": f": {said} {do} not autocast as policies; use autocast_bfloat16 or autocast_float16",
+    }
+    for option, reason in reasons.items():
+        given = getattr(options, option)
+        if given is not None and not any(getattr(part, option) for part in taken):
+            raise WrongCall(f"--{option} {given}{reason}")
+    read_rules(options)
+    for name, part in zip(names, taken, strict=True):
+        if FewBits(fp8=part.fp8).has_fp8_state and is_schedule(name):
+            raise WrongCall(f"--fp8 {part.fp8} has a state, which the phases of {name} cannot share")
+
+
+def read_rules(options: SetupOptions) -> RulesFile | None:
+    """Returns the autocast rules of a call; None if it has none. Raises WrongCall if the file is missing or wrong."""
+    if options.rules is None:
         return None
-    if not any(map(takes_rules, names)):
-        do = "does" if len(names) == 1 else "do"
-        raise WrongCall(f"--rules {file}: {', '.join(names)} {do} not autocast; use {AUTOCAST_CHOICES}")
     try:
-        return RulesFile.read(file)
+        return RulesFile.read(options.rules)
     except OSError as error:
-        raise WrongCall(f"--rules {file}: {error.strerror}") from error
+        raise WrongCall(f"--rules {options.rules}: {error.strerror}") from error
     except ValueError as error:
         raise WrongCall(f"--rules {error}") from error
 
 
-def takes_rules(name: str) -> bool:
-    """Returns whether a policy or mode, or one in a schedule, autocasts.
-
-    Args:
-      name: the policy, mode or schedule.
-    """
-    return any(autocasts(phase.precision) for phase in precisions_without_device(name))
-
-
-def read_few_bits(args: argparse.Namespace, names: Sequence[str]) -> FewBits:
-    """Returns the few-bits options of a call.
-
-    Args:
-      args: the parsed arguments.
-      names: the policies, modes and schedules of the call; each option must apply to one of them.
-
-    Raises:
-      WrongCall: an option applies to none of them.
-    """
-    few_bits = FewBits(tuple(args.state_dtypes), args.parameters, args.fp8)
-    fields = Counter(text.rpartition("=")[0] for text in few_bits.state_dtypes)
-    repeated = [field for field, count in fields.items() if count > 1]
-    if repeated:
-        raise WrongCall(f"--state-dtypes names {repeated[0]} more than once")
-    taken = [few_bits_taken(few_bits, name) for name in names]
-    said = ", ".join(names)
-    if few_bits.parameters and not any(part.parameters for part in taken):
-        raise WrongCall(
-            f"--parameters {few_bits.parameters} is for policies with parameters in half precision, which {said} "
-            f"{'is' if len(names) == 1 else 'are'} not; {_IN_HALF}"
-        )
-    if few_bits.fp8 and not any(part.fp8 for part in taken):
-        do = "does" if len(names) == 1 else "do"
-        raise WrongCall(f"--fp8 {few_bits.fp8}: {said} {do} not autocast as policies; {_AUTOCASTING}")
-    for name, part in zip(names, taken, strict=True):
-        if part.has_fp8_state and is_schedule(name):
-            raise WrongCall(f"--fp8 {part.fp8} has a state, which the phases of {name} cannot share")
-    return few_bits
-
-
-def few_bits_taken(few_bits: FewBits, name: str) -> FewBits:
-    """Returns the few-bits options that apply to a policy or mode, or to a phase of a schedule.
-
-    Args:
-      few_bits: the options of the call.
-      name: the policy, mode or schedule.
-    """
-    parts = [few_bits.for_precision(phase.precision) for phase in precisions_without_device(name)]
-    return FewBits(
-        few_bits.state_dtypes,
-        next((part.parameters for part in parts if part.parameters), None),
-        next((part.fp8 for part in parts if part.fp8), None),
-    )
-
-
+T_co = TypeVar("T_co", bound=PlannedOptions, covariant=True)
 OF_RUNS = frozenset(
     field.name for field in dataclasses.fields(RunOptions)
 )  # options of a task with these names are shared with the run
 _LEFT_TO_TASKS = frozenset({"learning_rate", "batch_size"})  # not set in the settings of a run if a task has them
 _OF_SETTINGS = OF_RUNS & {field.name for field in dataclasses.fields(RunSettings)} - {"rules"}
-OF_TASK = "task."  # prefix of a task's other options, whose names may clash with other parsed names
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(Generic[T_co]):
+    """A call of a command with a task.
+
+    Attributes:
+      text: the task, as the user wrote it.
+      source: the source of the task.
+      options: the options of the command.
+      of_task: the given values of the task's own options, also of those that it shares with the run.
+      output: the output for `--json`; None without it.
+    """
+
+    text: str
+    source: TaskSource
+    options: T_co
+    of_task: Mapping[str, Any]
+    output: Output | None = None
+
+    def task_options(self, **defaults: Any) -> Any:
+        """Returns the task's own options; None if it has none.
+
+        Args:
+          **defaults: values of options that are not given.
+        """
+        if self.source.options is None:
+            return None
+        with errors_of_file(self.source.file):
+            return read_options(self.source.options, {**defaults, **self.of_task})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +146,11 @@ class Job:
             return prepare_run(self.task, policy, self.settings, **options)
 
 
-def load_job(args: argparse.Namespace, name: str | None = None) -> Job:
+def load_job(call: Call[Any], name: str | None = None) -> Job:
     """Returns the job of a call.
 
     Args:
-      args: the parsed arguments: `source`, the `options` of the command, and all of their fields.
+      call: the call.
       name: a policy, mode or schedule, which must accept the rules and few bits of the call; None if the command
         has no such options.
 
@@ -149,46 +158,40 @@ def load_job(args: argparse.Namespace, name: str | None = None) -> Job:
       WrongCall: the options do not fit the task, or the policy or mode.
       FileError: the user's file fails.
     """
-    source: TaskSource = args.source
-    of_precision = {} if name is None else {"rules": read_rules(args, [name]), "few_bits": read_few_bits(args, [name])}
+    options, source, of_precision = call.options, call.source, {}
+    if name is not None:
+        check_precisions(options, [name])
+        few_bits = FewBits(options.state_dtypes, options.parameters, options.fp8)
+        of_precision = {"rules": read_rules(options), "few_bits": few_bits}
     if source.takes_policy:
         raise WrongCall(f"{source.name} must annotate its parameter with a dataclass of options")
-    if args.devices is None and jax.process_count() > 1:
-        args.devices = jax.device_count()
-    options = read_task_options(args)
-    task = source.task(options)
-    settings = run_settings(args, options, task)
-    return Job(source, _with_train_size(task, args.train_size), dataclasses.replace(settings, **of_precision))
+    if options.devices is None and jax.process_count() > 1:
+        all_devices = {"devices": jax.device_count()}
+        call = dataclasses.replace(
+            call, options=dataclasses.replace(options, **all_devices), of_task={**call.of_task, **all_devices}
+        )
+    of_task = call.task_options()
+    task = source.task(of_task)
+    settings = run_settings(call, of_task, task)
+    return Job(source, _with_train_size(task, options.train_size), dataclasses.replace(settings, **of_precision))
 
 
-def read_task_options(args: argparse.Namespace) -> Any:
-    """Returns the task's own options, with the command's values for shared ones; None if it has none.
-
-    Args:
-      args: the parsed arguments.
-    """
-    source: TaskSource = args.source
-    if source.options is None:
-        return None
-    with errors_of_file(source.file):
-        return read_options(source.options, args, without=OF_RUNS, prefix=OF_TASK)
-
-
-def run_settings(args: argparse.Namespace, options: Any, task: Task) -> RunSettings:
+def run_settings(call: Call[Any], of_task: Any, task: Task) -> RunSettings:
     """Returns the settings of a run, without its rules and few bits.
 
     Args:
-      args: the parsed arguments.
-      options: the task's own options, whose defaults are the run's.
+      call: the call.
+      of_task: the task's own options, whose defaults are the run's.
       task: the task.
     """
-    own = {} if options is None else {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-    said = {f.name: getattr(args, f.name) for f in dataclasses.fields(args.options) if f.name in _OF_SETTINGS}
+    own = {} if of_task is None else {f.name: getattr(of_task, f.name) for f in dataclasses.fields(of_task)}
+    shared = next(k for k in (RunOptions, SetupOptions, BatchOptions, PlannedOptions) if isinstance(call.options, k))
+    said = {f.name: getattr(call.options, f.name) for f in dataclasses.fields(shared) if f.name in _OF_SETTINGS}
     said |= {name: own[name] for name in ("seed", "devices", "accumulate_steps") if name in own}
     left_to_task = own.keys() & (_LEFT_TO_TASKS if callable(task.train) else {"learning_rate"})
     return RunSettings(
         **{name: value for name, value in said.items() if value is not None and name not in left_to_task},
-        identity=identity_of(args.source, options),
+        identity=identity_of(call.source, of_task),
     )
 
 

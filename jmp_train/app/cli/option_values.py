@@ -20,13 +20,19 @@ _MOST_PROCESSES = 1024  # also of devices, which have their own threads
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses options given twice, raises `WrongCall`, and whose help ends with exit codes."""
+    """A parser that refuses options given twice, raises `WrongCall`, and whose help ends with exit codes.
+
+    Options have their whole names, because an abbreviation could be the name of a task's option. Those that are not
+    given are not in the result.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"epilog": EXIT_CODES, **options})
+        super().__init__(
+            **{"epilog": EXIT_CODES, "allow_abbrev": False, "argument_default": argparse.SUPPRESS, **options}
+        )
         self.register("action", None, _StoreOnce)
-        self.register("action", "store_true", _FlagOnce)
-        self.register("action", "store_false", partial(_FlagOnce, const=False))
+        self.register("action", "store_true", partial(_StoreOnce, nargs=0, const=True))
+        self.register("action", "store_false", partial(_StoreOnce, nargs=0, const=False))
 
     def error(self, message: str) -> NoReturn:
         """Raises a `WrongCall`."""
@@ -43,16 +49,9 @@ class _StoreOnce(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        given = namespace.__dict__.setdefault("given", set())
-        if not given.isdisjoint(self.option_strings):
+        if getattr(namespace, self.dest, self.default) is not self.default:
             raise argparse.ArgumentError(self, "given more than once")
-        given.update(self.option_strings)
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
-
-
-class _FlagOnce(_StoreOnce):
-    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, **{"nargs": 0, "const": True, "default": False, **options})
 
 
 def schedule_of_precisions(text: str) -> str:

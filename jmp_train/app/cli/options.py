@@ -6,14 +6,23 @@ import inspect
 import re
 import types
 import typing
-from argparse import Namespace
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jmp_train.app.cli.errors import WrongCall
-from jmp_train.app.cli.option_values import above_zero, few, number, one_of, path, positive, seed, state_dtype
-from jmp_train.app.runs import PARAMETERS, RECIPES
+from jmp_train.app.cli.option_values import (
+    above_zero,
+    few,
+    number,
+    one_of,
+    path,
+    positive,
+    schedule_of_precisions,
+    seed,
+    state_dtype,
+)
+from jmp_train.app.runs import MODE_CHOICES, PARAMETERS, RECIPES, SCHEDULE_FORM
 
 T = TypeVar("T")
 Fields: Any = dataclasses.fields  # of any options class
@@ -21,17 +30,17 @@ Fields: Any = dataclasses.fields  # of any options class
 _KINDS = "int, float, str, bool, Path, a Literal, and tuples of them"
 
 
-def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), prefix: str = "") -> None:
+def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = ()) -> None:
     """Adds an option to a parser for each field of a dataclass.
 
     A field's help is `metadata["help"]`, or its entry under Args or Attributes of the class's docstring. Its
-    `metadata` may also have argparse's "metavar", "type" and "const", the value of an option without one.
+    `metadata` may also have argparse's "metavar", "type" and "const", the value of an option without one, and
+    "exclusive" if it excludes the other such fields.
 
     Args:
       parser: the parser of a command, or a group of it.
       kind: the dataclass.
       without: fields that are already options of the command.
-      prefix: prefix of the names under which a parser keeps the values.
 
     Raises:
       WrongCall: a field has an unsupported type.
@@ -40,82 +49,44 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = (), 
         helps, hints = _helps(kind), typing.get_type_hints(kind)
     except NameError as error:
         raise WrongCall(f"{kind.__name__}: {error}, in the type of a field") from error
+    has_names = any("exclusive" in field.metadata for field in dataclasses.fields(kind))
+    exclusive = parser.add_mutually_exclusive_group() if has_names else parser
     for field in dataclasses.fields(kind):
         if field.name in without or not field.init:
             continue
-        said, default, name = field.metadata, _default(field), field.name
+        said, name = field.metadata, field.name
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         text = said.get("help", helps.get(name, ""))
         options = _argument(kind, name, hints[name], said.get("type"))
         if "metavar" in options:
             options["metavar"] = said.get("metavar", options["metavar"])
         if "const" in said:
             options |= {"nargs": "?", "const": said["const"]}
-        if default is not dataclasses.MISSING:
-            options["default"] = default
-        elif "action" not in options:
-            options["required"] = True
         if default is True:
             name, text, options["action"] = f"no_{name}", f"{text}; default: it is so", "store_false"
-        elif default not in (dataclasses.MISSING, None, ()) and "metavar" in options and "default:" not in text:
+        elif default is dataclasses.MISSING:
+            options |= {"default": False} if "action" in options else {"required": True}
+        elif default not in (None, ()) and "metavar" in options and "default:" not in text:
             text = f"{text}; default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}"
-        parser.add_argument(flag(name), dest=prefix + field.name, help=text.replace("%", "%%"), **options)
+        place = exclusive if "exclusive" in said else parser
+        place.add_argument(flag(name), dest=field.name, help=text.replace("%", "%%"), **options)
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def read_options(kind: type[T], args: Namespace, *, without: Collection[str] = (), prefix: str = "") -> T:
-    """Returns the values of the options that `add_options` added.
+def read_options(kind: type[T], given: Mapping[str, Any]) -> T:
+    """Returns a dataclass of the options that are given; the others have their defaults.
 
     Args:
       kind: the dataclass.
-      args: the parsed arguments; fields without an argument have their defaults.
-      without: fields without prefix, because they are options of the command.
-      prefix: see `add_options`.
+      given: values by name; other names than those of its fields are left out.
 
     Raises:
-      WrongCall: the dataclass refuses the values, or a field without a default has no argument.
+      WrongCall: the dataclass refuses the values.
     """
-    names = [field.name for field in Fields(kind) if field.init]
-    given = {name: getattr(args, name if name in without else prefix + name, None) for name in names}
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if x is not None}
+    names = [field.name for field in Fields(kind) if field.init and field.name in given]
     try:
-        return kind(**values)
+        return kind(**{name: tuple(x) if isinstance(x := given[name], list) else x for name in names})
     except (ValueError, TypeError) as error:
         raise WrongCall(str(error)) from error
-
-
-def as_arguments(kind: type[Any], args: Namespace, *, without: Collection[str] = (), prefix: str = "") -> list[str]:
-    """Returns arguments that a parser reads as the same options.
-
-    Args:
-      kind: the dataclass.
-      args: the parsed arguments; defaults are left out.
-      without: the fields to leave out.
-      prefix: see `add_options`.
-
-    Example:
-      >>> @dataclasses.dataclass(frozen=True)
-      ... class Options:
-      ...     synthetic: bool = False
-      ...     heads: tuple[int, ...] = (1,)
-      ...     scale: float = 1.0
-      >>> as_arguments(Options, Namespace(synthetic=True, heads=[2, 1], scale=0.5))
-      ['--synthetic', '--heads', '2', '1', '--scale=0.5']
-    """
-    arguments = []
-    for field in dataclasses.fields(kind):
-        value = getattr(args, prefix + field.name, None)
-        if field.name in without or value is None or value == _default(field):
-            continue
-        if isinstance(value, bool):
-            arguments.append(flag(field.name if value else f"no_{field.name}"))
-        elif isinstance(value, list | tuple):
-            arguments += [flag(field.name), *map(str, value)]
-        else:
-            arguments.append(f"{flag(field.name)}={value}")  # joined, because a value may begin with a dash
-    return arguments
 
 
 def flag(name: str) -> str:
@@ -186,6 +157,7 @@ def _helps(kind: type[Any]) -> dict[str, str]:
 
 
 DEFAULT_POLICY = "autocast_float16"
+SCHEDULES = f"{SCHEDULE_FORM} for a schedule; mixed_float16,0.9:float32 trains the last tenth of the steps in float32"
 
 
 def option(
@@ -201,6 +173,29 @@ def option(
     """
     shown = {} if metavar is None else {"metavar": metavar}
     return dataclasses.field(default=default, metadata={"type": reader, **shown, **said})
+
+
+def names_option(reader: Callable[[str], str] = schedule_of_precisions, **said: Any) -> Any:
+    """Returns a field for names of policies and modes; a call has one such option, which takes both.
+
+    Args:
+      reader: reads a name.
+      **said: see `option`.
+    """
+    return option(reader, "NAME", exclusive=True, **said)
+
+
+@dataclasses.dataclass(frozen=True)
+class NameOptions:
+    """The policy or mode of a run."""
+
+    policy: str | None = names_option(help=f"such as float32, or a mode, or {SCHEDULES}; default: {DEFAULT_POLICY}")
+    mode: str | None = names_option(help=f"{MODE_CHOICES}; or a policy")
+
+    @property
+    def name(self) -> str:
+        """The policy, mode or schedule."""
+        return self.policy or self.mode or DEFAULT_POLICY
 
 
 @dataclasses.dataclass(frozen=True)

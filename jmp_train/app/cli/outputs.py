@@ -1,14 +1,14 @@
-"""Outputs of commands: JSON on standard output, and files and folders that are checked before a run."""
+"""Outputs of commands: findings, and files and folders that are checked before a run."""
 
 import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from jmp_train.app.cli.errors import RUN_FAILED, Failure, WrongCall
-from jmp_train.app.launch import Output, own_output
+from jmp_train.app.cli.errors import Failure, WrongCall
+from jmp_train.app.launch import Output
 from jmp_train.policies.files import escaped
 
 _NONE: Mapping[str, Path | None] = {}
@@ -16,14 +16,13 @@ _NONE: Mapping[str, Path | None] = {}
 
 @contextlib.contextmanager
 def checked_outputs(
-    *, as_json: bool, folders: Mapping[str, Path | None] = _NONE, files: Mapping[str, Path | None] = _NONE
-) -> Iterator[Output | None]:
-    """Checks that outputs can be written, and yields the output for `--json`, or None without it.
+    *, folders: Mapping[str, Path | None] = _NONE, files: Mapping[str, Path | None] = _NONE
+) -> Iterator[None]:
+    """Checks that outputs can be written.
 
     Folders created for the outputs are removed if they are empty at the end.
 
     Args:
-      as_json: True if `--json` is given.
       folders: folders by option; None for options not given.
       files: files, likewise. Existing ones are not touched, and are later replaced by an atomic write.
     """
@@ -33,8 +32,7 @@ def checked_outputs(
             made = [*make_writable(option, folder), *made]
         for option, file in files.items():
             made = [*_check_file(option, file), *made]
-        with own_output() if as_json else contextlib.nullcontext() as output:
-            yield output
+        yield
     finally:
         _remove_empty(made)
 
@@ -42,32 +40,33 @@ def checked_outputs(
 def show(
     output: Output | None,
     text: Callable[[], str],
-    as_json: Callable[[], str],
-    write: Callable[[], tuple[list[Path], list[str]]],
-) -> int:
-    """Writes a command's files, prints its findings, and returns `RUN_FAILED` if its JSON was lost, otherwise 0.
+    subject: Mapping[str, Any],
+    found: Mapping[str, Any],
+    files: Mapping[Path | None, Callable[[], str | None]],
+) -> None:
+    """Writes a command's files, and prints its findings.
 
     Args:
-      output: see `checked_outputs`.
+      output: the output for `--json`; None without it.
       text: returns the findings as text.
-      as_json: returns the findings as JSON.
-      write: writes the files, and returns them, and a line for each that could not be written.
+      subject: the subject of the findings, as JSON data.
+      found: the findings, as JSON data.
+      files: see `write_files`; None for a file that is not asked for.
 
     Raises:
       Failure: a file could not be written.
     """
-    from jmp_train.app.reports import print_text, showing
+    from jmp_train.app.reports import json_line, print_text, showing, write_files
 
-    written, unwritten = write()
+    written, unwritten = write_files({file: files[file] for file in files if file is not None})
     if output is None:
         with showing():
             print_text(text(), sys.stdout)
     else:
-        print(as_json(), end="", file=output, flush=True)
+        print(json_line(subject, found), end="", file=output, flush=True)
     list_written(written, sys.stdout if output is None else sys.stderr)
     if unwritten:
         raise Failure("; ".join(unwritten))
-    return exit_code(output)
 
 
 def list_written(written: Iterable[Path], log: IO[str]) -> None:
@@ -76,11 +75,6 @@ def list_written(written: Iterable[Path], log: IO[str]) -> None:
 
     for path in written:
         print_text(escaped(f"wrote {path}"), log)
-
-
-def exit_code(output: Output | None) -> int:
-    """Returns `RUN_FAILED` if JSON could not be printed, otherwise 0."""
-    return 0 if output is None or output.lost is None else RUN_FAILED
 
 
 def make_writable(option: str, directory: Path | None) -> list[Path]:

@@ -1,6 +1,5 @@
 """`jmp-train plan`: predicts memory and time of a step on GPUs and TPUs, which may be absent."""
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jmp_train.app.cli.errors import PROBLEMS_FOUND, Failure, WrongCall, checking_the_call
-from jmp_train.app.cli.jobs import OF_TASK, read_task_options, run_settings
-from jmp_train.app.cli.option_values import fraction, one_of, path, positive
-from jmp_train.app.cli.options import option
+from jmp_train.app.cli.jobs import Call, run_settings
+from jmp_train.app.cli.option_values import fraction, one_of, path, positive, precision_name
+from jmp_train.app.cli.options import PlannedOptions, names_option, option
 from jmp_train.app.cli.outputs import checked_outputs, show
-from jmp_train.app.runs import RunSettings, batch_shapes, check_shared, has_shared, planned_step, rows_of
+from jmp_train.app.runs import MODE_CHOICES, RunSettings, batch_shapes, check_shared, has_shared, planned_step, rows_of
 from jmp_train.app.tasks import TaskSource, described, errors_of_file
 from jmp_train.task import Task, count_examples
 
@@ -27,10 +26,12 @@ _WANTED = "it must return a jt.Task or (step, state, batch), or take the policy 
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """Options of `jmp-train plan`.
+class _Own:
+    """Options of `jmp-train plan` alone.
 
     Attributes:
+      policies: see below.
+      modes: see below.
       gpus: see below.
       tpus: see below.
       gpu_file: read your own GPUs from a TOML file
@@ -49,6 +50,10 @@ class PlanOptions:
       cuda: CUDA version for --install; 13 has no V100; default: 12
     """
 
+    policies: tuple[str, ...] = names_option(
+        precision_name, default=(), help=f"or modes; default: {' '.join(PLANNED_POLICIES)}"
+    )
+    modes: tuple[str, ...] = names_option(precision_name, default=(), help=f"{MODE_CHOICES}; or policies")
     gpus: tuple[str, ...] = option(str, "NAME", default=(), help=f"default: {' '.join(PLANNED_GPUS)}")
     tpus: tuple[str, ...] = option(
         str, "SLICE", default=(), help="slices of TPUs, generation and chips along each axis: v5e:2x2 v5p:4x4x8"
@@ -76,72 +81,92 @@ class PlanOptions:
     cuda: Literal["12", "13"] = "12"
 
 
-def plan_command(args: argparse.Namespace) -> int:
+@dataclasses.dataclass(frozen=True)
+class PlanOptions(PlannedOptions, _Own):
+    """Options of `jmp-train plan`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The policies or modes; empty for the default."""
+        return self.policies or self.modes
+
+    @property
+    def names_or_default(self) -> tuple[str, ...]:
+        """The policies or modes; for TPUs alone, the default has no float16."""
+        only_tpus = self.tpus and not self.gpus and self.gpu_file is None
+        return self.names or (PLANNED_POLICIES_OF_TPUS if only_tpus else PLANNED_POLICIES)
+
+
+def plan_command(call: Call[PlanOptions]) -> int:
     """Plans a task's or a script's step, prints and writes the plan, and returns the exit code."""
-    if args.install:
-        return _install(args)
-    from jmp_train.app.reports import compilations_shown, json_line, write_plan
+    options, title = call.options, call.text
+    if options.install:
+        return _install(options)
+    from jmp_train.app.reports import compilations_shown
     from jmp_train.tools.aot import INSTALL, INSTALL_TPU, PluginError
 
-    with checked_outputs(as_json=args.json, files={"--page": args.page}) as output:
+    with checked_outputs(files={"--page": options.page}):
         try:
-            with compilations_shown(sys.stderr) if output is None else nullcontext() as progress:
-                found = _plan(args, progress)
+            with compilations_shown(sys.stderr) if call.output is None else nullcontext() as progress:
+                found = _plan(call, progress)
         except PluginError as error:
             text = str(error).replace(INSTALL_TPU, "jmp-train plan --install tpu")
             raise Failure(text.replace(INSTALL, "jmp-train plan --install")) from error
-        title = args.task
-        code = show(
-            output,
+        show(
+            call.output,
             lambda: (
                 f"{title}:\n{found}".replace("PlanSearch(placement=True)", "--find-placement")
-                + (f"\n{found.largest_buffers(args.buffers)}" if args.buffers else "")
+                + (f"\n{found.largest_buffers(options.buffers)}" if options.buffers else "")
             ),
-            lambda: json_line({"step": title}, found.to_json()),
-            lambda: write_plan(args.page, title, found),
+            {"step": title},
+            found.to_json(),
+            {options.page: lambda: found.to_html(title)},
         )
-        return code or (0 if all(row.fits for row in found.rows) else PROBLEMS_FOUND)
+        return 0 if all(row.fits for row in found.rows) else PROBLEMS_FOUND
 
 
-def _install(args: argparse.Namespace) -> int:
+def _install(options: PlanOptions) -> int:
     from jmp_train.tools.aot import PluginError, install_compiler, install_tpu_compiler
 
-    what, size = ("libtpu", 700) if args.install == "tpu" else ("XLA's compiler for CUDA", 600)
+    what, size = ("libtpu", 700) if options.install == "tpu" else ("XLA's compiler for CUDA", 600)
     print(f"installing {what}, about {size} MB", file=sys.stderr)
     try:
-        folder = install_tpu_compiler() if args.install == "tpu" else install_compiler(args.cuda)
+        folder = install_tpu_compiler() if options.install == "tpu" else install_compiler(options.cuda)
     except PluginError as error:
         raise Failure(str(error)) from error
     print(f"{what} is in {folder}")
     return 0
 
 
-def _plan(args: argparse.Namespace, progress: Callable[[int, str], None] | None) -> "Plan":
+def _plan(call: Call[PlanOptions], progress: Callable[[int, str], None] | None) -> "Plan":
     from jmp_train.tools.planning import PlanSearch, Workload, plan
 
+    options, source = call.options, call.source
     with checking_the_call():
-        machines = _machines(args)
+        machines = _machines(options)
         search = PlanSearch(
-            largest_batch=not (args.no_largest or args.find_placement),
-            shardings=args.shardings or "replicated",
-            mesh=_mesh(args) if args.mesh else None,
-            placement=args.find_placement,
+            largest_batch=not (options.no_largest or options.find_placement),
+            shardings=options.shardings or "replicated",
+            mesh=_mesh(options) or None,
+            placement=options.find_placement,
             progress=progress,
         )
-    source: TaskSource = args.source
     if source.takes_policy:
+        workload = Workload(source.function, policies=options.names_or_default, batch_size=options.batch_size)
         with _errors_while_planning(source):
-            policies = args.policies or _default_policies(args)
-            return plan(Workload(source.function, policies=policies, batch_size=args.batch_size), machines, search)
+            return plan(workload, machines, search)
     with checking_the_call():
-        given = _task_options(args)
-        made = source.make(given)
+        fields = () if source.options is None else dataclasses.fields(source.options)
+        # Only the shapes are needed, so the task's data may be missing.
+        has_synthetic = {"synthetic", "data_dir"} <= {field.name for field in fields}
+        of_task = call.task_options(**({"synthetic": True} if has_synthetic and "data_dir" not in call.of_task else {}))
+        made = source.make(of_task)
     if isinstance(made, Task):
-        return _plan_of_task(args, made, run_settings(args, given, made), machines, search)
+        return _plan_of_task(call, made, run_settings(call, of_task, made), machines, search)
     if not isinstance(made, tuple) or len(made) != 3:
-        raise WrongCall(f"{args.task} returned {described(made)}; {_WANTED}")
+        raise WrongCall(f"{call.text} returned {described(made)}; {_WANTED}")
     with _errors_while_planning(source):
-        return plan(Workload(*made, policies=args.policies, batch_size=args.batch_size), machines, search)
+        return plan(Workload(*made, policies=options.names or None, batch_size=options.batch_size), machines, search)
 
 
 @contextmanager
@@ -157,7 +182,7 @@ def _errors_while_planning(source: TaskSource) -> Iterator[None]:
 
 
 def _plan_of_task(
-    args: argparse.Namespace, task: Task, settings: RunSettings, machines: Sequence["Machine"], search: "PlanSearch"
+    call: Call[PlanOptions], task: Task, settings: RunSettings, machines: Sequence["Machine"], search: "PlanSearch"
 ) -> "Plan":
     from jmp_train.tools.planning import Workload, plan
 
@@ -168,10 +193,10 @@ def _plan_of_task(
             f"--accumulate-steps {settings.accumulate_steps}: the search for the largest batch needs 1; add "
             "--no-largest"
         )
-    with checking_the_call(), errors_of_file(args.source.file):
+    with checking_the_call(), errors_of_file(call.source.file):
         own = rows_of(batch_shapes(task, None)) if callable(task.train) else task.batch_size
     resizes = own is not None and not has_shared(task)  # the size of a whole graph does not depend on the batch
-    batch_size = args.batch_size or own
+    batch_size = call.options.batch_size or own
     if batch_size is None and not callable(task.train):
         batch_size = count_examples(task.train)
     if task.shards_shared and batch_size is not None:  # any number of labels can be split over the devices
@@ -181,66 +206,53 @@ def _plan_of_task(
         step, state, batches = planned_step(task, policy, settings)
         return step, state, batches if batch_size is not None else batches(None)
 
-    workload = Workload(make, policies=args.policies or _default_policies(args), batch_size=batch_size)
-    with checking_the_call(), errors_of_file(args.source.file):
+    workload = Workload(make, policies=call.options.names_or_default, batch_size=batch_size)
+    with checking_the_call(), errors_of_file(call.source.file):
         search = dataclasses.replace(search, largest_batch=search.largest_batch and resizes)
         return plan(workload, machines, search)
 
 
-def _task_options(args: argparse.Namespace) -> Any:
-    """Returns the options of the task, only for its shapes, so its data may be missing."""
-    names = {field.name for field in dataclasses.fields(args.source.options)} if args.source.options else set()
-    if {"synthetic", "data_dir"} <= names and getattr(args, f"{OF_TASK}data_dir") is None:
-        setattr(args, f"{OF_TASK}synthetic", True)
-    return read_task_options(args)
-
-
-def _machines(args: argparse.Namespace) -> list["Machine"]:
+def _machines(options: PlanOptions) -> list["Machine"]:
     from jmp_train.tools.aot import GPUS, read_gpus, tpu_slice
     from jmp_train.tools.planning import Allowances, Machine
 
-    own = {} if args.gpu_file is None else read_gpus(args.gpu_file)
-    names = args.gpus or list(own) or ([] if args.tpus else list(PLANNED_GPUS))
+    own = {} if options.gpu_file is None else read_gpus(options.gpu_file)
+    names = options.gpus or list(own) or ([] if options.tpus else list(PLANNED_GPUS))
     known = {**GPUS, **own}
     for name in names:
         if name not in known:
             raise WrongCall(f"--gpus {name} is unknown; choose from {', '.join(known)}")
     try:
-        slices = [tpu_slice(name) for name in args.tpus]
+        slices = [tpu_slice(name) for name in options.tpus]
     except ValueError as error:
         raise WrongCall(f"--tpus: {error}") from error
-    given = {"gpus": args.devices, "hosts": args.hosts, "interconnect": args.interconnect}
+    given = {"gpus": options.devices, "hosts": options.hosts, "interconnect": options.interconnect}
     given = {name: value for name, value in given.items() if value is not None}
-    if args.memory_fraction is not None:
-        given["allowances"] = Allowances(memory_fraction=args.memory_fraction)
-    prices = _prices(args)
+    if options.memory_fraction is not None:
+        given["allowances"] = Allowances(memory_fraction=options.memory_fraction)
+    prices = _prices(options)
     kinds = {**{name: known[name] for name in names}, **{kind.name: kind for kind in slices}}
     if unknown := prices.keys() - {name.partition(":")[0] for name in kinds}:
         raise WrongCall(f"--price {min(unknown)} is not planned for; it must be one of {', '.join(kinds)}")
     return [Machine(kind, price=prices.get(name.partition(":")[0]), **given) for name, kind in kinds.items()]
 
 
-def _mesh(args: argparse.Namespace) -> dict[str, int]:
-    axes = dict(axis.partition("=")[::2] for axis in args.mesh)
+def _mesh(options: PlanOptions) -> dict[str, int]:
+    axes = {name: length for name, _, length in (axis.partition("=") for axis in options.mesh)}
     for name, length in axes.items():
-        if not name or not length.isdecimal() or len(axes) < len(args.mesh):
+        if not name or not length.isdecimal() or len(axes) < len(options.mesh):
             raise WrongCall(
-                f"--mesh {' '.join(args.mesh)} must be different axes with lengths, such as data=16 model=16"
+                f"--mesh {' '.join(options.mesh)} must be different axes with lengths, such as data=16 model=16"
             )
     return {name: int(length) for name, length in axes.items()}
 
 
-def _prices(args: argparse.Namespace) -> dict[str, float]:
+def _prices(options: PlanOptions) -> dict[str, float]:
     found = {}
-    for text in args.price:
+    for text in options.price:
         name, _, value = text.partition("=")
         try:
             found[name] = float(value)
         except ValueError:
             raise WrongCall(f"--price {text} must be a name and a number, such as v5e=1.2") from None
     return found
-
-
-def _default_policies(args: argparse.Namespace) -> tuple[str, ...]:
-    only_tpus = args.tpus and not args.gpus and args.gpu_file is None
-    return PLANNED_POLICIES_OF_TPUS if only_tpus else PLANNED_POLICIES

@@ -1,6 +1,6 @@
-"""The child process of `jmp-train compare`: runs the command line of this same package.
+"""The child process of `jmp-train compare`: trains what its argument describes, by this same package.
 
-It is started as `python -P train_process.py`, so that nothing is imported from the current folder. `python -P -m
+It is started as `python -P train_process.py JSON`, so that nothing is imported from the current folder. `python -P -m
 jmp_train` would not find the package in the current folder, as in a checkout, or would find another one.
 """
 
@@ -19,9 +19,9 @@ def _main() -> int:
     package = importlib.util.module_from_spec(spec)
     sys.modules["jmp_train"] = package
     spec.loader.exec_module(package)
-    from jmp_train.app.cli import main
+    from jmp_train.app.cli.compare import run_child
 
-    return main()
+    return run_child(sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """`jmp-train tune`: finds the operations of a task that must stay in float32, and writes them as a file of rules."""
 
-import argparse
 import dataclasses
 import sys
 from collections import deque
+from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -11,21 +11,21 @@ from typing import Any, Literal
 
 from jmp_train.app.cli.diagnose import saved_state
 from jmp_train.app.cli.errors import PROBLEMS_FOUND, WrongCall, checking_the_call
-from jmp_train.app.cli.jobs import load_job
+from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.option_values import above_zero, count, path, positive
-from jmp_train.app.cli.options import option
+from jmp_train.app.cli.options import BatchOptions, option
 from jmp_train.app.cli.outputs import checked_outputs, show
 from jmp_train.app.runs import make_setup, run_optimizer
 from jmp_train.app.tasks import errors_of_file
 from jmp_train.steps import TrainState, TrainStep
-from jmp_train.tools.tuning import tune
+from jmp_train.tools.tuning import TunedRules, tune
 
 _EXAMPLES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class TuneOptions:
-    """Options of `jmp-train tune`.
+class _Own:
+    """Options of `jmp-train tune` alone.
 
     Attributes:
       dtype: default: float16
@@ -50,63 +50,85 @@ class TuneOptions:
     steps: int = option(count, default=20)
 
 
-def tune_command(args: argparse.Namespace) -> int:
-    """Tunes the rules of a task, prints and writes the results, and returns the exit code."""
-    from jmp_train.app.reports import json_line, trials_shown, write_tuning
+@dataclasses.dataclass(frozen=True)
+class TuneOptions(BatchOptions, _Own):
+    """Options of `jmp-train tune`."""
 
-    if args.out is not None and args.page is not None and args.out.absolute() == args.page.absolute():
-        raise WrongCall(f"--out and --page are both {args.out}")
-    files = {"--out": args.out, "--page": args.page}
-    with checked_outputs(as_json=args.json, files=files) as output, errors_of_file(args.source.file):
-        step, examples = _examples(args)
+
+def tune_command(call: Call[TuneOptions]) -> int:
+    """Tunes the rules of a task, prints and writes the results, and returns the exit code."""
+    from jmp_train.app.reports import trials_shown
+
+    options, output = call.options, call.output
+    if options.out is not None and options.page is not None and options.out.absolute() == options.page.absolute():
+        raise WrongCall(f"--out and --page are both {options.out}")
+    files = {"--out": options.out, "--page": options.page}
+    with checked_outputs(files=files), errors_of_file(call.source.file):
+        step, examples = _examples(call)
         done = int(examples[0][0].step)
         with trials_shown(sys.stderr) if output is None else nullcontext() as progress:
             tuned = tune(
                 step,
                 examples,
-                dtype=args.dtype,
-                tolerance=args.tolerance,
-                budget=args.budget,
-                steps=args.steps,
+                dtype=options.dtype,
+                tolerance=options.tolerance,
+                budget=options.budget,
+                steps=options.steps,
                 progress=progress,
             )
-        subject = {"task": args.source.name, "step": done, "examples": len(examples)}
-        title = f"{args.source.name}, {args.dtype}, step {done}"
-        code = show(
+        subject = {"task": call.source.name, "step": done, "examples": len(examples)}
+        title = f"{call.source.name}, {options.dtype}, step {done}"
+        show(
             output,
-            lambda: f"{title}:\n{tuned}" + ("" if args.out else f"\n{tuned.code()}"),
-            lambda: json_line(subject, tuned.to_json()),
-            lambda: write_tuning(args.out, args.page, title, subject, tuned),
+            lambda: f"{title}:\n{tuned}" + ("" if options.out else f"\n{tuned.code()}"),
+            subject,
+            tuned.to_json(),
+            {
+                options.out: lambda: tuned.rules.save(str(options.out), comment=_comment(title, subject, tuned)),
+                options.page: lambda: tuned.to_html(title),
+            },
         )
-        return code or (0 if tuned.verification.passed else PROBLEMS_FOUND)
+        return 0 if tuned.verification.passed else PROBLEMS_FOUND
 
 
-def _examples(args: argparse.Namespace) -> tuple[TrainStep, list[tuple[TrainState, Any]]]:
+def _comment(title: str, subject: Mapping[str, Any], tuned: TunedRules) -> str:
+    """Returns the comment of a rules file: subject, tolerance, and the entries with their reasons."""
+    t = tuned.tolerance
+    made = ", ".join(f"{name} {value}" for name, value in subject.items())
+    return (
+        f"jmp-train tune: {title}\n{made}\n"
+        f"tolerance: loss {t.loss:.3g}, gradient {t.gradient:.3g}, leaf {t.leaf:.3g}, cosine {t.cosine:.3g}\n"
+        f"{tuned}\nEntries by line follow the code: renew them when it is edited.\n\n"
+    )
+
+
+def _examples(call: Call[TuneOptions]) -> tuple[TrainStep, list[tuple[TrainState, Any]]]:
     """Returns the step to tune, and a state with each of the next batches of a run in float32."""
+    options = call.options
     with checking_the_call():
-        job = load_job(args)
+        job = load_job(call)
         if job.settings.devices != 1:
             raise WrongCall(f"--devices {job.settings.devices}: tune runs on one device")
         if job.settings.accumulate_steps != 1:
             raise WrongCall(f"--accumulate-steps {job.settings.accumulate_steps}: tune uses whole batches")
-        prepared, state = job.prepare("float32", with_metadata=args.checkpoint_dir is not None)
+        prepared, state = job.prepare("float32", with_metadata=options.checkpoint_dir is not None)
     total = prepared.length.total
-    saved = saved_state(args, prepared, state)
+    saved = saved_state(options.checkpoint_dir, prepared, state)
     done, state, place = saved.done, saved.state, saved.place
-    wanted = args.examples or _EXAMPLES
+    wanted = options.examples or _EXAMPLES
     if total is not None:
-        left = max(1, total - done - args.after)  # at the end of a run there is the last batch
-        if done + args.after > total or (args.examples or 1) > left:
-            given = [f"--{name} {value}" for name in ("after", "examples") if (value := getattr(args, name))]
+        left = max(1, total - done - options.after)  # at the end of a run there is the last batch
+        if done + options.after > total or (options.examples or 1) > left:
+            given = [f"--{name} {value}" for name in ("after", "examples") if (value := getattr(options, name))]
             raise WrongCall(f"{' '.join(given)}: the run has {total} steps{f', and {done} are done' * bool(done)}")
         wanted = min(wanted, left)
-    if args.after:
-        state, _ = prepared.advance(state, done, args.after, place)
+    if options.after:
+        state, _ = prepared.advance(state, done, options.after, place)
     # The last of these batches, because at the end of a run there is no next one.
-    batches = deque(islice(prepared.batches(done, place), args.after + wanted), maxlen=wanted)
+    batches = deque(islice(prepared.batches(done, place), options.after + wanted), maxlen=wanted)
     # The same step, with the loss scale of training by the rules.
     made = run_optimizer(job.task, state.params, total, job.settings)
-    setup = make_setup(job.task, f"autocast_{args.dtype}", made, job.settings)
+    setup = make_setup(job.task, f"autocast_{options.dtype}", made, job.settings)
     if not setup.keeps_loss_scale:
         state = dataclasses.replace(state, opt_state=state.opt_state._replace(loss_scale=setup.loss_scale))
     return setup.step, [(state, batch) for batch in batches]

@@ -3,15 +3,12 @@
 from jmp_train.app.reports.display import LineDisplay as LineDisplay
 from jmp_train.app.reports.display import compilations_shown as compilations_shown
 from jmp_train.app.reports.display import display_on as display_on
-from jmp_train.app.reports.display import print_speed_table as print_speed_table
-from jmp_train.app.reports.display import print_table as print_table
+from jmp_train.app.reports.display import print_tables as print_tables
 from jmp_train.app.reports.display import trials_shown as trials_shown
 from jmp_train.app.reports.files import json_line as json_line
 from jmp_train.app.reports.files import report as report
-from jmp_train.app.reports.files import write_diagnosis as write_diagnosis
-from jmp_train.app.reports.files import write_plan as write_plan
+from jmp_train.app.reports.files import write_files as write_files
 from jmp_train.app.reports.files import write_report as write_report
-from jmp_train.app.reports.files import write_tuning as write_tuning
 from jmp_train.app.reports.page import explain_failure as explain_failure
 from jmp_train.app.reports.page import explanations as explanations
 from jmp_train.app.reports.terminal import print_text as print_text

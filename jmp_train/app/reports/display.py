@@ -25,11 +25,15 @@ _BESIDE_NAME_AND_COUNT = 40  # width of "steps", two clocks, a bar of ten, and g
 
 
 @showing()
-def print_table(runs: Sequence[Run]) -> None:
-    """Prints a table of the runs, or one run below the other if the screen is too narrow.
+def print_tables(runs: Sequence[Run], *, has_speeds: bool = False) -> None:
+    """Prints tables of the runs, or one run below the other if the screen is too narrow.
 
-    A second table shows the costs of a step on any device, a third the watched fractions. The footnote is the memory
-    of processes.
+    They are the results, the costs of a step on any device, and the watched fractions. The footnote is the memory of
+    processes.
+
+    Args:
+      runs: the runs, at least one.
+      has_speeds: True for a last table of speed and device memory, compared with the first run.
     """
     console = console_on(sys.stdout)
     for table in (runs_table(runs), cost_table(runs), watch_table(runs)):
@@ -37,13 +41,8 @@ def print_table(runs: Sequence[Run]) -> None:
             console.print(sheet(table, console.width))
     if footnote := process_memory(runs):
         console.print(escaped(footnote), style="dim")
-
-
-@showing()
-def print_speed_table(runs: Sequence[Run]) -> None:
-    """Prints speed and device memory of the runs, compared with the first one."""
-    console = console_on(sys.stdout)
-    console.print(sheet(speed_table(runs), console.width))
+    if has_speeds:
+        console.print(sheet(speed_table(runs), console.width))
 
 
 def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:

@@ -1,19 +1,14 @@
-"""Files that commands write atomically: reports, diagnoses, plans and rules."""
+"""Files that commands write atomically, such as reports."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jmp_train.app.reports.tables import process_memory
 from jmp_train.app.runs import Run, event_to_json, metrics_of_0_1
 from jmp_train.policies.files import write_atomically
-from jmp_train.tools import NumericsReport
 from jmp_train.tools.documents import as_json, svg_file
-
-if TYPE_CHECKING:
-    from jmp_train.tools.planning import Plan
-    from jmp_train.tools.tuning import TunedRules
 
 _OF_RUN = (
     "policy", "rules", "phases", "device", "metrics", "higher_is_better", "compile_seconds", "memory_of",
@@ -44,13 +39,13 @@ def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequ
     from jmp_train.app.reports.page import page
 
     title = f"{task} on {' and '.join(dict.fromkeys(run.device for run in runs))}"
-    return _write_all(
+    return write_files(
         {
-            directory / "report.json": lambda path: _write(path, json.dumps(report(task, runs), indent=2) + "\n"),
-            directory / "report.svg": lambda path: _write(
-                path, svg_file(panels(runs), columns=3, title=title, footnote=process_memory(runs))
+            directory / "report.json": lambda: json.dumps(report(task, runs), indent=2) + "\n",
+            directory / "report.svg": lambda: svg_file(
+                panels(runs), columns=3, title=title, footnote=process_memory(runs)
             ),
-            directory / "report.html": lambda path: _write(path, page(task, runs, failures)),
+            directory / "report.html": lambda: page(task, runs, failures),
         }
     )
 
@@ -70,55 +65,19 @@ def _run_report(run: Run) -> dict[str, Any]:
     }
 
 
-def write_diagnosis(directory: Path, title: str, subject: Mapping[str, Any], found: NumericsReport) -> Written:
-    """Writes diagnosis.html with this title, and diagnosis.json, which begins with the subject."""
-    return _write_all(
-        {
-            directory / "diagnosis.html": lambda path: _write(path, found.to_html(title)),
-            directory / "diagnosis.json": lambda path: _write(path, json_line(subject, found.as_dict())),
-        }
-    )
+def write_files(texts: Mapping[Path, Callable[[], str | None]]) -> Written:
+    """Writes files one by one, whatever becomes of the others.
 
-
-def write_plan(page: Path | None, title: str, plan: "Plan") -> Written:
-    """Writes the page of a plan with this title, unless the file is None."""
-    return _write_all({page: lambda path: _write(path, plan.to_html(title))})
-
-
-def write_tuning(
-    rules: Path | None, page: Path | None, title: str, subject: Mapping[str, Any], tuned: "TunedRules"
-) -> Written:
-    """Writes the files of rules and page with this title, except those that are None."""
-    return _write_all(
-        {
-            rules: lambda path: tuned.rules.save(path, comment=_comment(title, subject, tuned)),
-            page: lambda path: _write(path, tuned.to_html(title)),
-        }
-    )
-
-
-def _comment(title: str, subject: Mapping[str, Any], tuned: "TunedRules") -> str:
-    """Returns the comment of a rules file: subject, tolerance, and the entries with their reasons."""
-    t = tuned.tolerance
-    made = ", ".join(f"{name} {value}" for name, value in subject.items())
-    return (
-        f"jmp-train tune: {title}\n{made}\n"
-        f"tolerance: loss {t.loss:.3g}, gradient {t.gradient:.3g}, leaf {t.leaf:.3g}, cosine {t.cosine:.3g}\n"
-        f"{tuned}\nEntries by line follow the code: renew them when it is edited.\n\n"
-    )
-
-
-def _write_all(writers: Mapping[Path | None, Callable[[Path], object]]) -> Written:
-    """Calls each writer with its path unless that is None, and collects failures."""
+    Args:
+      texts: functions that return the texts, by file; or None if they have written it.
+    """
     written, problems = [], []
-    for path in filter(None, writers):
+    for path, made in texts.items():
         try:
-            writers[path](path)
+            text = made()
+            if text is not None:
+                write_atomically(path, text.encode())
             written.append(path)
         except Exception as error:  # noqa: BLE001 - of any kind: the other files are still written
             problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     return written, problems
-
-
-def _write(path: Path, text: str) -> None:
-    write_atomically(path, text.encode())

@@ -7,7 +7,7 @@ import jax
 
 from jmp_train.app.reports import tables
 from jmp_train.app.reports.charts import panels
-from jmp_train.app.runs import NONFINITE, Run
+from jmp_train.app.runs import NONFINITE, Failed, Run
 from jmp_train.tools import documents as doc
 
 _SECONDS = "An epoch's seconds are of training alone, without compilation and test; the table has the median."
@@ -148,13 +148,11 @@ def _notes(run: Run, first: Run) -> Iterator[str]:
         yield f"{run.policy} is {100 * worse:.2f} points of {name} below {first.policy}. {_LACKS[run.policy]}"
 
 
-def explain_failure(name: str, reason: str) -> str:
+def explain_failure(name: str, failed: Failed) -> str:
     """Returns the reason for a run's failure and, after an overflow in a mode prone to it, the mode's weakness.
 
     Example:
-      >>> explain_failure("apex-O3", "devices=9: there is no more than 8 x cpu")
+      >>> explain_failure("apex-O3", Failed("devices=9: there is no more than 8 x cpu"))
       'devices=9: there is no more than 8 x cpu'
     """
-    if name not in _LACKS or "finite" not in reason:
-        return reason
-    return f"{reason}. {_LACKS[name]}"
+    return f"{failed.reason}. {_LACKS[name]}" if failed.is_nonfinite and name in _LACKS else failed.reason

@@ -4,11 +4,13 @@ from jmp_train.app.runs.evaluation import NONFINITE as NONFINITE
 from jmp_train.app.runs.events import Compiled as Compiled
 from jmp_train.app.runs.events import Epoch as Epoch
 from jmp_train.app.runs.events import Event as Event
+from jmp_train.app.runs.events import Failed as Failed
 from jmp_train.app.runs.events import Note as Note
 from jmp_train.app.runs.events import Phase as Phase
 from jmp_train.app.runs.events import Planned as Planned
 from jmp_train.app.runs.events import Progress as Progress
 from jmp_train.app.runs.events import Run as Run
+from jmp_train.app.runs.events import Warned as Warned
 from jmp_train.app.runs.events import event_from_json as event_from_json
 from jmp_train.app.runs.events import event_to_json as event_to_json
 from jmp_train.app.runs.events import metrics_of_0_1 as metrics_of_0_1

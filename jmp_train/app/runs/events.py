@@ -68,6 +68,32 @@ class Note:
 
 
 @dataclasses.dataclass(frozen=True)
+class Warned:
+    """A warning about a run's output; the run goes on.
+
+    Attributes:
+      text: a line for the user.
+    """
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A run did not end well.
+
+    Attributes:
+      reason: a line for the user.
+      is_wrong_call: True if the call is wrong, and nothing was trained.
+      is_nonfinite: True if the reason is that numbers are not finite.
+    """
+
+    reason: str
+    is_wrong_call: bool = False
+    is_nonfinite: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
     """The step is compiled.
 
@@ -205,7 +231,7 @@ class Run:
         return tuple(step for step in self.steps if not step.finite)
 
 
-Event = Planned | Note | Compiled | Phase | Progress | Epoch | Run
+Event = Planned | Note | Warned | Compiled | Phase | Progress | Epoch | Run | Failed
 
 _KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 _PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched, "phases": Phase}

@@ -7,9 +7,8 @@ import json
 import os
 import socket
 import struct
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,11 +29,12 @@ class RunLog:
     metrics.jsonl has them too, with a line per step, per epoch, for the end, and when a phase of a schedule begins or
     continues. A killed run leaves its log.
 
-    If the disk is full or the files are removed, the log lacks a part of the run: one line on standard
-    error reports it, and nothing is raised. The log has no partial records, and continues when there is space again.
+    If the disk is full or the files are removed, the log lacks a part of the run: `warn` is called once, and nothing is
+    raised. The log has no partial records, and continues when there is space again.
 
     Args:
       directory: the run's own folder, which is created.
+      warn: called with a line for the user.
 
     Raises:
       FileExistsError: the folder already has the log of a run.
@@ -50,8 +50,9 @@ class RunLog:
       {"step": 1, "loss": 0.5, "grad_norm": 2.0, "loss_scale": 1.0, "finite": true}
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, warn: Callable[[str], None] = lambda text: None) -> None:
         check_unused(directory)
+        self._warn_user = warn
         first = _event_record(file_version="brain.Event:2")
         self._directory = directory
         self._warned = False
@@ -121,8 +122,7 @@ class RunLog:
         if self._warned:
             return
         self._warned = True
-        text = f"--logdir {self._directory}: {error.strerror}; the log lacks some of the run"
-        print(f"jmp-train: warning: {text}", file=sys.stderr, flush=True)
+        self._warn_user(f"--logdir {self._directory}: {error.strerror}; the log lacks some of the run")
 
 
 class _GrowingFile:

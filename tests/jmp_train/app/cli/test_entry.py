@@ -16,10 +16,10 @@ from process_helpers import jmp_train_command as run
 
 import jmp_train as jt
 from jmp_train.app.cli import compare as compare_command
-from jmp_train.app.cli import entry as cli
-from jmp_train.app.cli.entry import main, provide_cpu_devices, turn_ynn_fusion_off
-from jmp_train.app.cli.errors import Failure
-from jmp_train.app.runs.events import Compiled, Epoch, Planned, Run, event_from_json
+from jmp_train.app.cli.compare import RunFailure
+from jmp_train.app.cli.entry import main
+from jmp_train.app.cli.starting import provide_cpu_devices, turn_ynn_fusion_off
+from jmp_train.app.runs.events import Compiled, Epoch, Failed, Planned, Run, event_from_json
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(300)]
 
@@ -176,10 +176,10 @@ def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
 def test_compare_says_why_a_mode_fell_behind_or_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def run_in_process(args: Any, name: str, display: Any) -> Run:
-        del args, display
+    def run_in_process(call: Any, name: str, display: Any) -> Run:
+        del call, display
         if name == "apex-O3-bfloat16":
-            raise Failure("the output is not finite")
+            raise RunFailure(Failed("the output is not finite", is_nonfinite=True), has_begun=True)
         return dataclasses.replace(make_run(name), metrics={"test_accuracy": 0.9 if "-O" in name else 0.95})
 
     monkeypatch.setattr(compare_command, "_run_in_process", run_in_process)
@@ -204,12 +204,20 @@ def test_a_missing_package_is_named_with_its_remedy(
     assert "this needs the package sklearn.datasets: pip install 'jmp_train[train]'" in (capsys.readouterr().err)
 
 
-def test_the_reason_of_a_died_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare_command._reason(-9, "") == "killed by signal 9"
-    assert compare_command._reason(1, "Traceback\nboom\n") == "ended with exit code 1"
-    assert "boom" in capsys.readouterr().err
-    assert compare_command._reason(1, "warning\njmp-train: error: why\n") == "why"
-    assert compare_command._reason(2, "jmp-train: error: no:\n  a\n  b\n") == "no:\n  a\n  b"
+@pytest.mark.parametrize(
+    ("program", "reason", "error"),
+    [
+        ("import os; print('boom', flush=True); os.kill(os.getpid(), 9)", "killed by signal 9", ""),
+        ("import sys; sys.exit('boom')", "ended with exit code 1", "boom\n"),
+        ("print(7)", "ended without a result", ""),
+    ],
+)
+def test_the_reason_of_a_died_process(
+    program: str, reason: str, error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_command, "_command", lambda: [sys.executable, "-S", "-c", program])
+    assert main(["compare", "digits", "--policies", "float32"]) == 1
+    assert capsys.readouterr() == ("", f"{error}jmp-train: error: {reason}\n")
 
 
 def test_the_environment_of_a_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,4 +245,4 @@ def test_who_names_no_policy_trains_under_autocast(capsys: pytest.CaptureFixture
         assert main(["train", "karate:task", "--epochs", "1", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert json.loads(lines[-1])["policy"] == "autocast_float16"
-    assert cli.DEFAULT_POLICIES == ("float32", "autocast_float16", "autocast_bfloat16")
+    assert compare_command.DEFAULT_POLICIES == ("float32", "autocast_float16", "autocast_bfloat16")

@@ -48,7 +48,7 @@ SAID = {
     "train --epochs 0": "'0' is not a whole number of at least 1",
     "train karate:task --epochs 1 --epochs 2": "argument --epochs: given more than once",
     "train --batch-size -3": "argument --batch-size: '-3' is not a whole number",
-    "compare --batch-size 1438 --out out": "error: batch_size=1438 must be between 1 and the 1437 training examples",
+    "train --batch-size 1438": "error: batch_size=1438 must be between 1 and the 1437 training examples",
     "train --seed x": "'x' is not a whole number from 0 to 4294967295",
     "train --seed 4294967296": "'4294967296' is not a whole number from 0",
     "train --train-size 0": "argument --train-size: '0' is not a whole number of at",
@@ -56,12 +56,12 @@ SAID = {
     "train mnist:task --data-dir mnist --train-size 33": "train_size=33 must be between 1 and the 32 training",
     "train --devices 0": "argument --devices: '0' is not a whole number of at least",
     "train --devices 1025": "'1025' is not a whole number from 1 to 1024",
-    "compare --devices 8 --batch-size 100": "devices=8 must divide batch_size",
+    "train --devices 8 --batch-size 100": "devices=8 must divide batch_size",
     "train cora:task --synthetic --sparse --devices 2": "devices=2: all batches share arrays, such as a whole",
     "train --data-dir x": "unrecognized arguments: --data-dir",
     "train mnist:task --data-dir nowhere": "data_dir nowhere is not a folder; MNIST's are public in",
     "train planetoid": "task planetoid is a file of the repository now: examples/tasks/cora.py",
-    "compare mnist:task --synthetic --data-dir x": "exclude each other",
+    "train mnist:task --synthetic --data-dir x": "exclude each other",
     "compare --policies float32 float32": "--policies names float32 more than",
     "compare --modes naive naive": "--modes names naive more than",
     "compare --out file/out": "--out file/out: Not a directory",
@@ -101,7 +101,7 @@ def test_long_texts_are_cut_and_control_characters_escaped(capsys: pytest.Captur
 
 
 def test_missing_files_of_mnist_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    first, *lines = error_of(("compare", "mnist:task", "--data-dir", "empty"), capsys).splitlines()
+    first, *lines = error_of(("train", "mnist:task", "--data-dir", "empty"), capsys).splitlines()
     assert "readers/public_images.py:" in first and "data_dir empty lacks files; MNIST's are public" in first
     assert len(lines) == 4
     assert all("https://" in line and "bytes, sha256 " in line for line in lines)

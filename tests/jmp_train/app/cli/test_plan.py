@@ -101,8 +101,8 @@ def test_a_task_is_planned_with_the_options(calls: list[Any], capsys: pytest.Cap
     ((workload, machines, search),) = calls
     assert [machine.kind.name for machine in machines] == ["T4-16GB", "Mine"]
     assert {(machine.gpus, machine.hosts, machine.allowances.memory_fraction) for machine in machines} == {(2, 1, 0.9)}
-    assert search == PlanSearch(False, ["zero1", "fsdp"])
-    assert (workload.policies, workload.batch_size) == (["float32", "torch"], 64)
+    assert search == PlanSearch(False, ("zero1", "fsdp"))
+    assert (workload.policies, workload.batch_size) == (("float32", "torch"), 64)
     step, _, batches = workload.step("float32")
     assert isinstance(step, jt.steps.TrainStep)
     assert {x.shape[0] for x in batches(8).values()} == {8}
@@ -136,7 +136,7 @@ def test_a_script_whose_function_takes_no_policy(calls: list[Any]) -> None:
         workload, _, _ = calls.pop()
         shapes = (workload.state.shape, workload.batch.shape)
         assert (callable(workload.step), *shapes) == (True, (256, 256), (64, 256))
-        assert (workload.policies, workload.batch_size) == (["float32"], None)
+        assert (workload.policies, workload.batch_size) == (("float32",), None)
 
 
 def test_a_script_whose_function_takes_a_policy(calls: list[Any]) -> None:

@@ -1,6 +1,5 @@
 """`--rules`, `--state-dtypes`, `--parameters`, `--fp8` of commands: who takes them, what is refused."""
 
-import argparse
 import dataclasses
 import json
 import re
@@ -17,8 +16,11 @@ import jmp_train as jt
 import jmp_train.app.runs
 from jmp_train.app.cli import compare as compare_command
 from jmp_train.app.cli import train as train_module
+from jmp_train.app.cli.compare import call_as_json, call_from_json
 from jmp_train.app.cli.entry import main
 from jmp_train.app.cli.jobs import read_rules
+from jmp_train.app.cli.options import SetupOptions
+from jmp_train.app.cli.train import TrainOptions
 from jmp_train.app.runs import FewBits, RunSettings, prepare_run
 from jmp_train.app.runs.events import Run
 from jmp_train.policies import Fp8State, KahanState, StateDtypesState
@@ -103,10 +105,10 @@ def test_what_cannot_be_is_told_before_anything_is_written(
 def test_the_name_of_a_file_can_be_printed_anywhere(folder: Path) -> None:
     file = Path("a\n\x1b[31m\udcff.toml")
     RULES.save(file)
-    rules = read_rules(argparse.Namespace(rules=file), ["float32", "torch"])
+    rules = read_rules(SetupOptions(rules=file))
     assert rules is not None
     assert (rules.name, rules.rules) == (r"a\n\x1b[31m\udcff.toml", RULES)
-    assert read_rules(argparse.Namespace(rules=None), ["float32"]) is None
+    assert read_rules(SetupOptions()) is None
 
 
 def test_train_hands_the_rules_on_and_names_the_file(
@@ -130,25 +132,25 @@ def test_train_hands_the_rules_on_and_names_the_file(
 def test_compare_gives_options_to_those_that_take_them_and_the_report_names_the_rules(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"--state-dtypes", "nu=bfloat16"}
+    rules = Path("rules.toml")
     wanted = {
-        "float32": options,
-        "autocast_bfloat16": options | {"--fp8=Float8CurrentScaling", "--rules=rules.toml"},
-        HALF: options | {"--parameters=kahan-int8"},
-        "torch": options | {"--rules=rules.toml"},
+        "float32": {},
+        "autocast_bfloat16": {"fp8": "Float8CurrentScaling", "rules": rules},
+        HALF: {"parameters": "kahan-int8"},
+        "torch": {"rules": rules},
     }
-    ruled = [name for name in wanted if "--rules=rules.toml" in wanted[name]]
-    commands = {}
+    ruled = [name for name in wanted if "rules" in wanted[name]]
+    options = {}
 
-    def run_in_process(args: argparse.Namespace, name: str, display: object) -> Run:
-        commands[name] = compare_command._command(args, name)
+    def run_in_process(call: Any, name: str, display: object) -> Run:
+        options[name] = call_from_json(call_as_json(call, name)).options
         return dataclasses.replace(make_run(name), rules="rules.toml" if name in ruled else None)
 
     monkeypatch.setattr(compare_command, "_run_in_process", run_in_process)
     given = ("--state-dtypes", "nu=bfloat16", "--parameters", "kahan-int8", "--fp8", "Float8CurrentScaling")
     assert main(["compare", "karate:task", "--policies", *wanted, *given, "--rules", "rules.toml", "--out", "out"]) == 0
-    everything = set.union(*wanted.values())
-    assert {name: everything.intersection(command) for name, command in commands.items()} == wanted
+    both = {"state_dtypes": ("nu=bfloat16",)}
+    assert options == {name: TrainOptions(policy=name, **both, **wanted[name]) for name in wanted}
     said = [line for line in capsys.readouterr().out.splitlines() if "by the rules" in line]
     assert said == [f"{name}: autocast by the rules of rules.toml" for name in ruled]
     page = Path("out/report.html").read_text()

@@ -77,16 +77,12 @@ def test_findings_are_written_before_they_are_shown(tmp_path: Path, capsys: pyte
         assert file.exists()
         raise RuntimeError("it cannot be shown")
 
-    def write() -> tuple[list[Path], list[str]]:
-        file.write_text("findings")
-        return [file], []
-
-    assert show(None, text, str, write) == 0
+    show(None, text, {}, {}, {file: lambda: "findings"})
     output = capsys.readouterr()
     assert output.out == f"wrote {tmp_path}/a\\x1b[31m\n"
     assert output.err == "jmp-train: warning: not all is shown: RuntimeError: it cannot be shown\n"
-    with pytest.raises(Failure, match=r"^b: full$"):
-        show(None, lambda: "a\x1bb", str, lambda: ([], ["b: full"]))
+    with pytest.raises(Failure, match=r"nowhere/b: No such file or directory$"):
+        show(None, lambda: "a\x1bb", {}, {}, {tmp_path / "nowhere" / "b": lambda: "findings"})
     assert capsys.readouterr().out == "a\\x1bb\n"
 
 

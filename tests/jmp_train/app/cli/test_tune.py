@@ -38,7 +38,7 @@ def fixture_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[st
         return TUNED
 
     state = types.SimpleNamespace(step=7)
-    monkeypatch.setattr(command, "_examples", lambda args: ("the step", [(state, {})] * (args.examples or 4)))
+    monkeypatch.setattr(command, "_examples", lambda call: ("the step", [(state, {})] * (call.options.examples or 4)))
     monkeypatch.setattr(command, "tune", tune)
     return calls
 

@@ -7,14 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from process_helpers import jmp_train_command as command
 from sealed_files import entry
 
 from jmp_train.app.cli.entry import main
-from jmp_train.app.runs import RunSettings
+from jmp_train.app.cli.jobs import Call, load_job
+from jmp_train.app.cli.train import TrainOptions
+from jmp_train.app.tasks import find_task
 
 pytestmark = pytest.mark.quick
 
@@ -171,15 +172,10 @@ def test_options_may_stand_before_the_task(folder: Path, capsys: pytest.CaptureF
 
 
 def test_options_that_are_the_commands_too_have_its_values(folder: Path) -> None:
-    from jmp_train.app.cli.entry import _parser
-    from jmp_train.app.cli.jobs import load_job
-
-    def settings(*arguments: str) -> tuple[Any, RunSettings]:
-        given = ["train", f"{JOBS}:task", *arguments]
-        job = load_job(_parser(given).parse_args(given))
-        return job, job.settings
-
-    job, found = settings("--learning-rate", "0.5", "--seed", "3")
+    given = {"learning_rate": 0.5, "seed": 3}
+    text = f"{JOBS}:task"
+    job = load_job(Call(text, find_task(text), TrainOptions(**given), given))
+    found = job.settings
     assert (found.learning_rate, found.seed) == (None, 3)  # the task has the rate, and scales nothing
     assert found.identity["task"] == "user_jobs.py:task"
     assert found.identity["options"] == {"width": 8, "source": "generator", "learning_rate": 0.5}

@@ -7,19 +7,21 @@ from made_runs import make_run
 
 from jmp_train.app.reports import explain_failure, explanations
 from jmp_train.app.reports.tables import watch_table
+from jmp_train.app.runs import Failed
 
 pytestmark = pytest.mark.quick
 
 
 def test_a_failure_is_explained_by_what_the_mode_lacks() -> None:
     text = "the last 20 steps were skipped for non-finite gradients"
-    assert explain_failure("apex-O3", text) == (
+    failed = Failed(text, is_nonfinite=True)
+    assert explain_failure("apex-O3", failed) == (
         f"{text}. apex-O3 has neither loss scale nor float32 master weights nor float32 BatchNorms: "
         "gradients below 6e-8 vanish, updates below 1/2048 of a parameter are lost, statistics above 65504 "
         "overflow; apex-O2 has all three"
     )
-    assert explain_failure("apex-O2", text) == text
-    assert explain_failure("apex-O3", "killed by signal 9") == "killed by signal 9"
+    assert explain_failure("apex-O2", failed) == text
+    assert explain_failure("apex-O3", Failed("rates must be finite")) == "rates must be finite"
 
 
 @pytest.mark.parametrize(("points", "said"), [(-3.0, False), (0.99, False), (1.01, True)])

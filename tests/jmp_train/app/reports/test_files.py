@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from plan_rows import DATA_PARALLEL, ODD, found_batch, planned_row
 
-from jmp_train.app.reports import json_line, write_plan
+from jmp_train.app.reports import json_line, write_files
 from jmp_train.tools.planning import Plan
 
 pytestmark = pytest.mark.quick
@@ -17,17 +17,16 @@ PLAN = Plan(
 
 
 def test_the_page_is_written_where_it_can_be(tmp_path: Path) -> None:
-    file = tmp_path / "plan.html"
-    assert write_plan(file, f"vit {ODD}", PLAN) == ([file], [])
-    assert file.read_text(encoding="utf-8") == PLAN.to_html(f"vit {ODD}")
-    assert write_plan(None, "vit", PLAN) == ([], [])
-    missing = tmp_path / "missing" / "plan.html"
-    assert write_plan(missing, "vit", PLAN) == ([], [f"{missing}: No such file or directory"])
+    file, missing = tmp_path / "plan.html", tmp_path / "missing" / "plan.html"
+    text = PLAN.to_html(f"vit {ODD}")
+    found = write_files({missing: lambda: text, file: lambda: text, tmp_path / "own": lambda: None})
+    assert found == ([file, tmp_path / "own"], [f"{missing}: No such file or directory"])
+    assert file.read_text(encoding="utf-8") == text
 
 
 def test_a_title_that_utf_8_lacks_is_written_all_the_same(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    assert write_plan(file, "vit\udcff", PLAN)[1] == []
+    assert write_files({file: lambda: PLAN.to_html("vit\udcff")})[1] == []
     assert r"vit\udcff" in file.read_text(encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 from made_runs import make_run
 
-from jmp_train.app.reports import print_speed_table, print_table, showing, terminal, trials_shown, write_report
+from jmp_train.app.reports import print_tables, showing, terminal, trials_shown, write_report
 from jmp_train.app.reports.charts import panels
 from jmp_train.app.reports.display import LiveDisplay, display_on
 from jmp_train.app.reports.page import page
@@ -61,8 +61,7 @@ def test_tables_have_all_names_at_any_width(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("LINES", columns)
-    print_table([named_run()])
-    print_speed_table([named_run()])
+    print_tables([named_run()], has_speeds=True)
     output = capsys.readouterr()
     check_text(output.out)
     assert output.err == ""
@@ -72,7 +71,7 @@ def test_tables_have_all_names_at_any_width(
 def test_names_in_every_place_of_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in NAMES:
         run = named_run(name)
-        print_table([run, dataclasses.replace(run, policy="float32")])
+        print_tables([run, dataclasses.replace(run, policy="float32")])
         check_text(capsys.readouterr().out, (name,))
     runs = [named_run(name) for name in NAMES]
     text = page("".join(NAMES), runs, [(name, name) for name in NAMES])
@@ -95,7 +94,7 @@ def test_names_in_every_place_of_every_output(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_metrics_with_equal_titles_keep_their_names(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table([dataclasses.replace(make_run(), metrics={"f1_micro": 1, "f1 micro": 2})])
+    print_tables([dataclasses.replace(make_run(), metrics={"f1_micro": 1, "f1 micro": 2})])
     assert re.search(r"f1_micro +f1 micro ", capsys.readouterr().out)
 
 
@@ -153,8 +152,8 @@ def test_an_error_in_showing_is_one_warning(
             display.start("a")
             display.show("a", dataclasses.replace(make_run().epochs[0], loss=broken))
             display.fail("a", broken)
-    print_table([broken])
-    print_speed_table([])
+    print_tables([broken])
+    print_tables([], has_speeds=True)
     with trials_shown(stream) as progress:
         if progress is not None:
             progress(1, broken)

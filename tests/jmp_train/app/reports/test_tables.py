@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import math
 import resource
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_runs import COSTS, make_run
 
-from jmp_train.app.reports import explanations, print_speed_table, print_table, report, write_report
+from jmp_train.app.reports import explanations, print_tables, report, write_report
 from jmp_train.app.reports.charts import losses
 from jmp_train.app.reports.display import epoch_line
 from jmp_train.app.reports.page import page as report_page
@@ -37,7 +38,7 @@ def test_numbers_that_are_not_finite_become_null() -> None:
 def test_what_was_watched_has_a_table_and_a_key(capsys: pytest.CaptureFixture[str]) -> None:
     shares = {"lost_updates": {"Conv_0": 0.25, "<b>": 0.5}}
     runs = [make_run("float32"), dataclasses.replace(make_run("float16"), watch=shares)]
-    print_table(runs)
+    print_tables(runs)
     assert "50.0% (<b>)" in capsys.readouterr().out
     first, second = report("digits", runs)["runs"]
     assert "watch" not in first
@@ -73,9 +74,9 @@ def test_bits_per_byte_have_a_column_and_a_key(capsys: pytest.CaptureFixture[str
         dataclasses.replace(make_run(name), metrics={"test_accuracy": 0.9, "bits_per_byte": 2.5 + i})
         for i, name in enumerate(("float32", "float16"))
     ]
-    print_table([make_run()])
+    print_tables([make_run()])
     assert "bits" not in capsys.readouterr().out
-    print_table(runs)
+    print_tables(runs)
     out = capsys.readouterr().out
     assert all(text in out for text in ("bits/byte", "2.5000", "3.5000"))
     assert [entry["bits_per_byte"] for entry in report("lm", runs)["runs"]] == [2.5, 3.5]
@@ -87,7 +88,7 @@ def test_bits_per_byte_have_a_column_and_a_key(capsys: pytest.CaptureFixture[str
 
 
 def test_a_metric_called_loss_is_told_from_that_of_training(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table([dataclasses.replace(make_run(), metrics={"loss": 0.25})])
+    print_tables([dataclasses.replace(make_run(), metrics={"loss": 0.25})])
     titles = capsys.readouterr().out.splitlines()[1].split()
     assert titles == ["policy", "s/epoch", "compile", "loss", "train", "loss", "scale", "skipped"]
 
@@ -105,7 +106,7 @@ def test_the_table_holds_the_runs_side_by_side_in_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     long = dataclasses.replace(EPOCH, seconds=1234.56, memory_mb=12345.0)
-    print_table(
+    print_tables(
         [
             dataclasses.replace(make_run("mixed_bfloat16"), epochs=(EPOCH, long)),
             dataclasses.replace(make_run("b", scale=64.0, skips=(1, 2)), memory_of="device"),
@@ -135,7 +136,7 @@ def test_where_devices_report_memory_the_table_has_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    print_table([dataclasses.replace(make_run("apex-O2-bfloat16"), memory_of="device")])
+    print_tables([dataclasses.replace(make_run("apex-O2-bfloat16"), memory_of="device")])
     rows = rows_of(capsys)
     assert "apex-O2-bfloat16 3.00 7.5 s 98.70% 0.0100 1 0 300 MB" in rows
     assert not any("process" in row for row in rows)
@@ -143,7 +144,7 @@ def test_where_devices_report_memory_the_table_has_it(
 
 def test_a_step_without_a_backward_pass_has_saved_none(capsys: pytest.CaptureFixture[str]) -> None:
     none = dataclasses.replace(COSTS, residual_bytes=None)
-    print_table([make_run("a"), dataclasses.replace(make_run("b"), costs=none)])
+    print_tables([make_run("a"), dataclasses.replace(make_run("b"), costs=none)])
     rows = rows_of(capsys)
     assert "b 0.0% none 200 kB 601 kB 1.00x" in rows
 
@@ -158,8 +159,8 @@ def test_speed_and_the_memory_of_devices_are_beside_the_first_runs(
         dataclasses.replace(make_run("float32"), epochs=(EPOCH, EPOCH)),
         dataclasses.replace(make_run("apex-O3-bfloat16"), epochs=(slow, slow)),
     ]
-    print_speed_table([dataclasses.replace(run, memory_of=memory_of) for run in runs])
-    rows = rows_of(capsys)
+    print_tables([dataclasses.replace(run, memory_of=memory_of) for run in runs], has_speeds=True)
+    rows = list(itertools.dropwhile(lambda row: not row.startswith("run "), rows_of(capsys)))
     memory = memory_of == "device"
     spread = "" if memory else " s/epoch"  # of a CPU
     assert rows[0] == f"run iterations/s samples/s{spread} speed-up" + " memory memory ratio" * memory

@@ -16,8 +16,7 @@ from jmp_train.app.reports.display import (
     LiveDisplay,
     display_on,
     epoch_line,
-    print_speed_table,
-    print_table,
+    print_tables,
 )
 from jmp_train.app.reports.terminal import wrapped
 from jmp_train.app.runs.events import Compiled, Planned, Progress
@@ -78,8 +77,7 @@ def check_fits(text: str, columns: int, unlimited: str) -> None:
 
 def text_at(columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setenv("COLUMNS", columns)
-    print_table(RUNS)
-    print_speed_table(RUNS)
+    print_tables(RUNS, has_speeds=True)
     return capsys.readouterr().out
 
 
@@ -88,8 +86,7 @@ def test_tables_fit(screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.delenv("COLUMNS")
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", screen.file)
-        print_table(RUNS)
-        print_speed_table(RUNS)
+        print_tables(RUNS, has_speeds=True)
     check_fits(screen.read(), screen.columns, unlimited)
 
 
@@ -99,7 +96,7 @@ def test_columns_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     check_fits(fitted, 40, unlimited)
     assert max(map(len, fitted.splitlines())) <= 40
     monkeypatch.delenv("COLUMNS")
-    print_table(RUNS)
+    print_tables(RUNS)
     assert capsys.readouterr().out.splitlines()[3:6] == unlimited.splitlines()[3:6]  # not cut off at 80
 
 
@@ -135,7 +132,7 @@ def test_no_style_where_none_is_wanted(setting: str, monkeypatch: pytest.MonkeyP
                 display.show("f32", RUNS[2].epochs[0])
             with monkeypatch.context() as patch:
                 patch.setattr("sys.stdout", screen.file)
-                print_table(RUNS)
+                print_tables(RUNS)
             screen.read()
             shown.append(screen.codes)
     assert STYLE.search(shown[0])

@@ -100,9 +100,9 @@ def test_runs_are_not_mixed(tmp_path: Path) -> None:
         RunLog(tmp_path)
 
 
-def test_a_full_disk_costs_the_log_some_records_and_the_run_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_costs_the_log_some_records_and_the_run_nothing(tmp_path: Path) -> None:
+    warnings: list[str] = []
+
     def write_limited(size: int) -> None:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -112,14 +112,11 @@ def test_a_full_disk_costs_the_log_some_records_and_the_run_nothing(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    with RunLog(tmp_path) as log:
+    with RunLog(tmp_path, warnings.append) as log:
         log.write(Progress(100, 1, RUN.steps[:50]))
-        capsys.readouterr()
         write_limited(5000)
         log.write(RUN.epochs[0])  # there is space again
-    assert capsys.readouterr().err == (
-        f"jmp-train: warning: --logdir {tmp_path}: File too large; the log lacks some of the run\n"
-    )
+    assert warnings == [f"--logdir {tmp_path}: File too large; the log lacks some of the run"]
     lines = lines_of(tmp_path)
     assert [line.get("step") for line in lines] == [*range(1, 51), None]
     assert lines[-1]["epoch"] == 1
@@ -134,30 +131,26 @@ def fixture_small_disk(tmp_path: Path) -> Iterator[Path]:
         yield directory
 
 
-def test_a_disk_that_has_no_room_for_a_log_at_all_costs_the_log(
-    small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with RunLog(small_disk / "a") as log:  # which takes the rest: a folder and two files
+def test_a_disk_that_has_no_room_for_a_log_at_all_costs_the_log(small_disk: Path) -> None:
+    warnings: list[str] = []
+    with RunLog(small_disk / "a", warnings.append) as log:  # which takes the rest: a folder and two files
         for _ in range(5):
             log.write(Progress(100, 1, RUN.steps))
         assert len(lines_of(small_disk / "a")) % 100 == 0
-        with RunLog(small_disk / "b") as none:
+        with RunLog(small_disk / "b", warnings.append) as none:
             none.write(RUN)
-    first, second = capsys.readouterr().err.splitlines()
     text = "No space left on device; the log lacks some of the run"
-    assert first == f"jmp-train: warning: --logdir {small_disk}/a: {text}"
-    assert second == f"jmp-train: warning: --logdir {small_disk}/b: {text}"
+    assert warnings == [f"--logdir {small_disk}/{name}: {text}" for name in "ab"]
     assert not (small_disk / "b").exists()
 
 
-def test_a_log_that_is_removed_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLog(tmp_path / "log") as log:
+def test_a_log_that_is_removed_is_said_once(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with RunLog(tmp_path / "log", warnings.append) as log:
         shutil.rmtree(tmp_path / "log")
         for _ in range(3):
             log.write(RUN)
-    assert capsys.readouterr().err == (
-        f"jmp-train: warning: --logdir {tmp_path}/log: it was removed; the log lacks some of the run\n"
-    )
+    assert warnings == [f"--logdir {tmp_path}/log: it was removed; the log lacks some of the run"]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_before_the_run(tmp_path: Path) -> None:
