@@ -75,7 +75,7 @@ def amp_mode(mode: str, *, dtype: DTypeLike = jnp.float16, **options: object) ->
     chosen = amp_options(mode, options)
     cast = getattr(chosen, "cast_model_type", None)
     amp = Amp(chosen, cast if cast and is_half(cast) else half)
-    unused = [name for name in chosen.scaling if name in options]
+    unused = [name for name in options if name in chosen.scaling]
     if unused and amp.enabled and not find_nodes(amp.loss_scale, DynamicLossScale):
         raise ValueError(f"{unused[0]} is for a dynamic loss scale, got {amp.loss_scale}")
     return amp

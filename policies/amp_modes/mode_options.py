@@ -93,11 +93,16 @@ _OPTIONS: dict[str, Any] = {
         f"{mode.title()}Options",
         # Rules have hundreds of entries.
         [(name, Any, dataclasses.field(default=value, repr=name != "rules")) for name, value in defaults.items()],
-        namespace={"mode": AmpType(mode), "scaling": _ARGUMENTS[mode].keys() - {"enabled", "loss_scale"}},
+        namespace={
+            "__module__": __name__,
+            "mode": AmpType(mode),
+            "scaling": _ARGUMENTS[mode].keys() - {"enabled", "loss_scale"},
+        },
         frozen=True,
     )
     for mode, defaults in _DEFAULTS.items()
 }
+TorchOptions, ApexOptions, NaiveOptions = _OPTIONS.values()  # where pickle finds them
 _FLAGS = ("enabled", "log_num_zeros_in_grad", "verbose")
 _CHOICES = {
     "opt_level": ("O0", "O1", "O2", "O3"),

@@ -1,6 +1,7 @@
 """The options of the AMP modes: the originals' names, defaults and illegal combinations; dictionaries and TOML."""
 
 import dataclasses
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def test_options_and_defaults_are_the_originals(mode: str) -> None:
     spelled_out = jt.amp_mode(mode, **DEFAULTS[mode])
     assert spelled_out == jt.amp_mode(jt.policies.AmpType(mode))
     assert hash(spelled_out) == hash(jt.amp_mode(mode))
+    assert pickle.loads(pickle.dumps(spelled_out)) == spelled_out  # for worker processes
 
 
 def apex(level: str, **options: Any) -> jt.policies.Amp:
