@@ -25,7 +25,7 @@ _LINES = 2  # whose operations are looked at
 
 
 @dataclasses.dataclass(frozen=True)
-class Errors:
+class FunctionErrors:
     """Errors of a function relative to float32; infinite if it is not finite and float32 is.
 
     Attributes:
@@ -41,7 +41,7 @@ class Errors:
         """The larger error."""
         return max(self.results, self.gradients or 0.0)
 
-    def compared_with(self, before: "Errors | None" = None) -> str:
+    def compared_with(self, before: "FunctionErrors | None" = None) -> str:
         """Returns a sentence with these errors and, if there are any, earlier ones."""
         said = [f"{'results are' if self.gradients is None else 'the loss is'} {off_text(self.results)}"]
         said += [] if self.gradients is None else [f"gradients {off_text(self.gradients)}"]
@@ -59,7 +59,7 @@ def off_text(error: float) -> str:
     return f"off by {text_of(error)}" if math.isfinite(error) else text_of(error)
 
 
-def errors_of(evidence: Evidence) -> Errors:
+def errors_of(evidence: Evidence) -> FunctionErrors:
     """Returns the errors of a function.
 
     Args:
@@ -72,7 +72,7 @@ def errors_of(evidence: Evidence) -> Errors:
         if _is_result(evidence, row) and (not gradients or evidence.rows[row].shape == ())
     ]
     off = max((_error(evidence, row) for row in results), default=0.0)
-    return Errors(off, gradients_error(evidence) if gradients else None)
+    return FunctionErrors(off, gradients_error(evidence) if gradients else None)
 
 
 def _is_result(evidence: Evidence, row: int) -> bool:
@@ -130,7 +130,7 @@ def error_limit(evidence: Evidence) -> float:
     return _UNITS * _unit(evidence)
 
 
-def is_off(evidence: Evidence, errors: Errors) -> bool:
+def is_off(evidence: Evidence, errors: FunctionErrors) -> bool:
     """Returns whether results or gradients are finite, with errors above those of the half type's rounding.
 
     Args:
@@ -184,7 +184,7 @@ def _first_of(evidence: Evidence, rows: Sequence[int], errors: Sequence[float]) 
     return sorted(lines.values(), key=lambda row: -gains[row])[:_LINES]
 
 
-def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Errors) -> Problem:
+def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: FunctionErrors) -> Problem:
     """Returns the problem of an operation that makes results or gradients wrong.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from jmp_train.policies.autocasting import AutocastRules
 from jmp_train.tools.diagnosing.amplifying import (
     GRADIENTS,
-    Errors,
+    FunctionErrors,
     error_limit,
     errors_of,
     named_row,
@@ -18,7 +18,7 @@ from jmp_train.tools.diagnosing.amplifying import (
 from jmp_train.tools.diagnosing.arithmetic import decides, is_discrete, picks
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.examining import Examination
-from jmp_train.tools.diagnosing.problems import Problem, place_of, problem_at
+from jmp_train.tools.diagnosing.problems import Found, place_of, problem_at
 from jmp_train.tools.diagnosing.remedies import Remedy, everything_before, operands_in_float32
 
 LEFT = 0.25  # of an error, or of a share, with which a search ends
@@ -30,7 +30,7 @@ _LINES = 3  # that are examined alone
 Again = Callable[[AutocastRules], Examination | None]
 
 
-def harmful_decisions(first: Examination) -> list[tuple[int, Errors]]:
+def harmful_decisions(first: Examination) -> list[tuple[int, FunctionErrors]]:
     """Returns the rows of decisions that make results or gradients wrong, one per line, with the errors that they make.
 
     Args:
@@ -46,7 +46,7 @@ def harmful_decisions(first: Examination) -> list[tuple[int, Errors]]:
     return [(rows[0], _errors(found)) for rows, found in harmful or [(lines[0], own)]]
 
 
-def errors_with_decisions(examination: Examination) -> Errors:
+def errors_with_decisions(examination: Examination) -> FunctionErrors:
     """Returns the errors of a function relative to a float32 function that decides for itself.
 
     Args:
@@ -95,7 +95,7 @@ def _of_own(examination: Examination, rows: Sequence[int]) -> Examination:
     return examination.again(frozenset(row for row in own if decides(evidence.sites[row].equation)))
 
 
-def _errors(examination: Examination) -> Errors:
+def _errors(examination: Examination) -> FunctionErrors:
     """Returns the errors of a function; without gradients those of all results, each as a norm."""
     errors = errors_of(examination.evidence)
     is_plain = errors.gradients is None
@@ -131,7 +131,7 @@ def _has_nan(examination: Examination) -> bool:
     return bool(evidence.column("shadow_nan")[sorted(evidence.results)].any())
 
 
-def decision_problem(first: Examination, row: int, errors: Errors, again: Again) -> tuple[int, Problem]:
+def decision_problem(first: Examination, row: int, errors: FunctionErrors, again: Again) -> Found:
     """Returns the problem of a decision, with the row where its operands' errors begin.
 
     Args:

@@ -17,7 +17,7 @@ from jmp_train.tools.diagnosing.devices import nonfinite_allowed
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.examining import examine
 from jmp_train.tools.diagnosing.measures import is_low
-from jmp_train.tools.diagnosing.problems import Problem, place_of, where_is
+from jmp_train.tools.diagnosing.problems import Found, Problem, place_of, where_is
 from jmp_train.tools.diagnosing.report import NumericsReport
 from jmp_train.tools.diagnosing.shadow import forget_programs
 from jmp_train.tools.diagnosing.trials import examine_by_rules, with_trials
@@ -100,7 +100,7 @@ def _with_changed_objects(fn: Callable[..., Any]) -> Callable[..., Any]:
     return pure
 
 
-def explanation(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -> str:
+def explanation(evidence: Evidence, found: Sequence[Found]) -> str:
     """Returns the explanation of a diagnosis; empty if everything is finite.
 
     Args:
@@ -119,7 +119,7 @@ def _lost_state(evidence: Evidence) -> str:
     return f"The state is lost before this run: {', '.join(map(repr, paths[:_LISTED]))}{more} {verb} not finite."
 
 
-def _first_nonfinite(evidence: Evidence, found: Sequence[tuple[int, Problem]]) -> str:
+def _first_nonfinite(evidence: Evidence, found: Sequence[Found]) -> str:
     ends, row = _ends_and_origin(evidence, any(problem.severity == "problem" for _, problem in found))
     if row is None:
         return ""
@@ -180,7 +180,7 @@ def _origin(evidence: Evidence, ends: list[int], is_lost: np.ndarray) -> int:
     return min(reached, key=evidence.first_nonfinite)
 
 
-def _problem_of(evidence: Evidence, row: int, found: Sequence[tuple[int, Problem]]) -> Problem | None:
+def _problem_of(evidence: Evidence, row: int, found: Sequence[Found]) -> Problem | None:
     """Returns the problem of a row or of its line, otherwise the last earlier one on which it depends."""
     site, before = evidence.sites[row], evidence.before(row)
     same = [problem for i, problem in found if i == row]

@@ -24,7 +24,7 @@ from jmp_train.tools.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.tools.diagnosing.findings import problems_of
 from jmp_train.tools.diagnosing.measures import combined, is_low, is_whole, nothing
 from jmp_train.tools.diagnosing.pairs import Pair
-from jmp_train.tools.diagnosing.problems import Problem
+from jmp_train.tools.diagnosing.problems import Found
 from jmp_train.tools.diagnosing.rows import row_of
 from jmp_train.tools.diagnosing.shadow import Shadowing
 
@@ -213,7 +213,7 @@ class Examination:
     """
 
     evidence: Evidence
-    found: list[tuple[int, Problem]]
+    found: list[Found]
     steps: int
     has_effects: bool
     apart: tuple[float, ...]

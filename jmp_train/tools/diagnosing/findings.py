@@ -21,7 +21,7 @@ from jmp_train.tools.diagnosing.descriptions import is_loss, is_reduction
 from jmp_train.tools.diagnosing.equations import Site, is_infinite, user_line
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.measures import is_float, is_low
-from jmp_train.tools.diagnosing.problems import Problem, problem_at, worst_first
+from jmp_train.tools.diagnosing.problems import Found, problem_at, worst_first
 from jmp_train.tools.diagnosing.remedies import (
     LINEAR,
     Remedy,
@@ -52,16 +52,14 @@ _REACHED = 0.05  # relative error of a result, or of the backward pass, that a p
 _REACHED_GRADIENT = 0.3  # and of a parameter's gradient
 _BECOMES_NOTHING = (("add", 0.0), ("max", 0.0), ("mul", 1.0))  # of a constant: what it does to a value
 
-Found = Iterator[tuple[int, Problem]]
 
-
-def problems_of(evidence: Evidence) -> list[tuple[int, Problem]]:
+def problems_of(evidence: Evidence) -> list[Found]:
     """Returns rows and problems, one per line of code: harmful ones before notes, and each in the order of execution.
 
     Args:
       evidence: the evidence of a diagnosis.
     """
-    found: dict[Any, tuple[int, Problem]] = {}
+    found: dict[Any, Found] = {}
     for find in (*_FINDERS, *(functools.partial(late, found) for late in (grown_infinities, wrong_results))):
         for row, problem in find(evidence):
             key = (
@@ -76,7 +74,7 @@ def problems_of(evidence: Evidence) -> list[tuple[int, Problem]]:
     return sorted(found.values(), key=worst_first)
 
 
-def _constants(evidence: Evidence) -> Found:
+def _constants(evidence: Evidence) -> Iterator[Found]:
     """Finds numbers in the code that change in the dtype: an epsilon that becomes 0, a decay that becomes 1."""
     for i, site in enumerate(evidence.sites):
         for literal in site.equation.invars:
@@ -112,7 +110,7 @@ def _is_constant(site: Site) -> bool:
     return is_cast and not site.sources and not site.equation.outvars[0].aval.shape
 
 
-def _masks(evidence: Evidence) -> Found:
+def _masks(evidence: Evidence) -> Iterator[Found]:
     """Finds NaN from infinite constants, such as a mask of all elements."""
     for i in evidence.first_to_be("nan"):
         site = evidence.sites[i]
@@ -154,7 +152,7 @@ def _is_of_mask(evidence: Evidence, row: int) -> bool:
     return bool(_of_floats(site.fills)) or not sources or bool(evidence.column("shadow_infinite")[sources].any())
 
 
-def _whole_numbers(evidence: Evidence) -> Found:
+def _whole_numbers(evidence: Evidence) -> Iterator[Found]:
     whole, merged = evidence.column("whole"), evidence.column("merged")
     for i, row in enumerate(evidence.rows):
         if not row.whole_rounded or row.overflowed or row.direction == "backward":
@@ -169,7 +167,7 @@ def _whole_numbers(evidence: Evidence) -> Found:
         yield problem_at(evidence, i, "integer precision lost", text, remedy, harmful=harmful)
 
 
-def _overflows(evidence: Evidence) -> Found:
+def _overflows(evidence: Evidence) -> Iterator[Found]:
     for i, row in enumerate(evidence.rows):
         if not row.overflowed:
             continue
@@ -202,7 +200,7 @@ def _divides_by_zero(evidence: Evidence, row: int) -> bool:
     return is_of_zeros and found.overflowed > 0 and not epsilons and not evidence.sites[row].zeros
 
 
-def _nans(evidence: Evidence) -> Found:
+def _nans(evidence: Evidence) -> Iterator[Found]:
     """Finds NaN that do not come from infinities found before."""
     overflowed, infinite = evidence.column("overflowed"), evidence.column("infinite")
     for i in evidence.first_to_be("nan"):
@@ -229,7 +227,7 @@ def _is_unused_constant(evidence: Evidence, row: int) -> bool:
     return _is_constant(evidence.sites[row]) and not any(evidence.rows[i].nan for i in evidence.readers(row))
 
 
-def _infinities(evidence: Evidence) -> Found:
+def _infinities(evidence: Evidence) -> Iterator[Found]:
     """Finds infinities from operands that became 0 before, such as a reciprocal of an underflow."""
     for i in evidence.first_to_be("infinite"):
         row = evidence.rows[i]
@@ -242,7 +240,7 @@ def _infinities(evidence: Evidence) -> Found:
         yield problem_at(evidence, begin, kind, text, remedy, harmful=evidence.spreads(i))
 
 
-def _underflows(evidence: Evidence) -> Found:
+def _underflows(evidence: Evidence) -> Iterator[Found]:
     for i, row in enumerate(evidence.rows):
         if not row.flushed or row.overflowed or row.primitive in ("add", "sub"):
             continue
@@ -266,7 +264,7 @@ def _underflows(evidence: Evidence) -> Found:
         yield problem_at(evidence, i, "underflow", text, remedy, harmful=harmful)
 
 
-def _cancellations(evidence: Evidence) -> Found:
+def _cancellations(evidence: Evidence) -> Iterator[Found]:
     not_looked_at = (SUMS - {"add", "sub"}) | PRODUCTS  # of small results and large terms, as gradients have them
     for i, row in enumerate(evidence.rows):
         if row.overflowed or row.direction != "forward" or row.primitive in not_looked_at:
@@ -294,7 +292,7 @@ def _amplifies(evidence: Evidence, row: int) -> bool:
     return all(flushed_operand(evidence, i) is None for i in evidence.before(row))
 
 
-_FINDERS: tuple[Callable[[Evidence], Found], ...] = (
+_FINDERS: tuple[Callable[[Evidence], Iterator[Found]], ...] = (
     nonfinite_arguments,
     _constants,
     _masks,

@@ -99,7 +99,11 @@ class Problem:
         return fields | {"code": self.code, "remedy": remedy | {"rules": rules}}
 
 
-def worst_first(item: tuple[int, Problem]) -> tuple[bool, int]:
+Found = tuple[int, Problem]
+"""A problem with the number of its row."""
+
+
+def worst_first(item: Found) -> tuple[bool, int]:
     """Returns the sort key of a row with its problem: harmful ones before notes, then by execution order.
 
     Args:
@@ -116,7 +120,7 @@ def where_is(problem: Problem) -> str:
 
 def problem_at(
     evidence: Evidence, row: int, kind: Kind, text: str, remedy: Remedy, *, harmful: bool = True, line: str = ""
-) -> tuple[int, Problem]:
+) -> Found:
     """Returns a row with its problem.
 
     Args:

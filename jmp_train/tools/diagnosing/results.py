@@ -10,15 +10,14 @@ import jax.numpy as jnp
 from jmp_train.tools.diagnosing.amplifying import addition_before, gradients_error, terms_error
 from jmp_train.tools.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.tools.diagnosing.measures import is_float, is_low
-from jmp_train.tools.diagnosing.problems import Problem, problem_at
+from jmp_train.tools.diagnosing.problems import Found, problem_at
 from jmp_train.tools.diagnosing.remedies import Remedy, full_state, in_float32, in_half, operands_in_float32
 
 _WRONG = 0.5  # relative error of a result
 _LOST_DIGITS = 0.1  # relative error of one operation that has lost its result's digits
 _ROUNDING = 1e-3  # relative error that operands have at least
 
-Named = Mapping[Any, tuple[int, Problem]]
-Found = Iterator[tuple[int, Problem]]
+Named = Mapping[Any, Found]
 _LOST_TERMS = 0.02  # share of a sum's terms
 _ABSORBED = 0.1  # share of the additions of a loop
 _UNCHANGED = 0.5  # share of a state leaf's elements that should change
@@ -27,7 +26,7 @@ _BEFORE_ALL = -1  # the number of a row that comes before all operations
 _REACHED = 0.05  # relative error of a result, or of the backward pass, that a problem has to make
 
 
-def grown_infinities(known: Named, evidence: Evidence) -> Found:
+def grown_infinities(known: Named, evidence: Evidence) -> Iterator[Found]:
     """Finds infinities that grew from errors of operands, if no problem explains the errors.
 
     Args:
@@ -51,7 +50,7 @@ def is_undefined_at_zero(evidence: Evidence, row: int) -> bool:
     return name in ("div", "log", "pow", "rsqrt") or (name == "integer_pow" and equation.params["y"] < 0)
 
 
-def wrong_results(known: Named, evidence: Evidence) -> Found:
+def wrong_results(known: Named, evidence: Evidence) -> Iterator[Found]:
     """Finds a loss or, without a backward pass, a result with a large error, and its origin.
 
     Args:
@@ -106,7 +105,7 @@ def _times(error: float) -> str:
     return f"{error:.1%}" if error < 10 else f"{error:.3g} times itself"
 
 
-def stagnating_sums(evidence: Evidence) -> Found:
+def stagnating_sums(evidence: Evidence) -> Iterator[Found]:
     """Finds sums that lose a fraction of their terms."""
     for i, row in enumerate(evidence.rows):
         if row.lost_terms < _LOST_TERMS or row.overflowed or row.primitive in ("add", "sub", "add_any"):
@@ -116,7 +115,7 @@ def stagnating_sums(evidence: Evidence) -> Found:
         yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
 
 
-def accumulations(evidence: Evidence) -> Found:
+def accumulations(evidence: Evidence) -> Iterator[Found]:
     """Finds sums over a loop's iterations that most terms no longer change."""
     for i, row in enumerate(evidence.rows):
         if row.absorbed < _ABSORBED or row.primitive not in ("add", "sub") or not evidence.feeds_itself(i):
@@ -126,7 +125,7 @@ def accumulations(evidence: Evidence) -> Found:
         yield problem_at(evidence, i, "stagnation", text, in_float32(evidence, i), harmful=harmful)
 
 
-def stagnating_state(evidence: Evidence) -> Found:
+def stagnating_state(evidence: Evidence) -> Iterator[Found]:
     """Finds leaves of the state that should change, but whose elements mostly stay the same."""
     for leaves in _by_line(evidence):
         share = sum(leaf.unchanged for leaf in leaves) / sum(leaf.changing for leaf in leaves)
@@ -147,7 +146,7 @@ def _by_line(evidence: Evidence) -> Iterable[list[StateLeaf]]:
     return together.values()
 
 
-def nonfinite_arguments(evidence: Evidence) -> Found:
+def nonfinite_arguments(evidence: Evidence) -> Iterator[Found]:
     """Finds arguments that are not finite; without a NaN from them, as from a mask, they do no harm.
 
     A lost state has one problem for all leaves.
@@ -169,7 +168,7 @@ def nonfinite_arguments(evidence: Evidence) -> Found:
         yield _BEFORE_ALL, problem
 
 
-def products_in_8_bits(evidence: Evidence) -> Found:
+def products_in_8_bits(evidence: Evidence) -> Iterator[Found]:
     """Finds products in 8 bits of which an operand's outliers make many other elements 0."""
     for row in range(len(evidence.rows)):
         if (cast := flushed_operand(evidence, row)) is None or evidence.direction(row) != "forward":
@@ -199,7 +198,7 @@ def flushed_operand(evidence: Evidence, row: int) -> int | None:
     return worst if worst is not None and evidence.rows[worst].flushed > _FLUSHED else None
 
 
-def collapsed_arguments(evidence: Evidence) -> Found:
+def collapsed_arguments(evidence: Evidence) -> Iterator[Found]:
     """Finds arguments with different values that a cast makes equal."""
     for row in range(len(evidence.sites)):
         path = evidence.argument(row)

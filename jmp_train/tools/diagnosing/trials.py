@@ -13,7 +13,7 @@ import numpy as np
 from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast, flops_of, trying
 from jmp_train.policies.programs import repeats_of
 from jmp_train.tools.diagnosing.amplifying import (
-    Errors,
+    FunctionErrors,
     amplification,
     amplifiers,
     error_limit,
@@ -33,7 +33,7 @@ from jmp_train.tools.diagnosing.descriptions import is_by_policy
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.examining import Examination, examine
 from jmp_train.tools.diagnosing.measures import is_float, is_low
-from jmp_train.tools.diagnosing.problems import Problem, worst_first
+from jmp_train.tools.diagnosing.problems import Found, Problem, worst_first
 from jmp_train.tools.diagnosing.remedies import (
     NO_RULES,
     Remedy,
@@ -48,7 +48,6 @@ _CANDIDATES = (8, 3)  # sets of rules that are tried where no operation stands o
 _AS_GOOD = 2  # times the error that the best rules leave
 _EVERYTHING = AutocastRules(paths=(("", "float32"),))
 
-Found = list[tuple[int, Problem]]
 Place = tuple[str, int, str, str]
 
 
@@ -96,7 +95,7 @@ def _half_type(evidence: Evidence) -> str | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-def with_trials(first: Examination, again: Again) -> Found:
+def with_trials(first: Examination, again: Again) -> list[Found]:
     """Returns the problems of a function with complete rules and their outcome.
 
     Args:
@@ -124,7 +123,7 @@ def with_trials(first: Examination, again: Again) -> Found:
     return [(row, _with_outcome(problem, before, after, last, left, shares)) for row, problem in found]
 
 
-def _checked_in_float32(first: Examination, again: Again) -> Found:
+def _checked_in_float32(first: Examination, again: Again) -> list[Found]:
     """Returns the problems, with a note for those that a float32 run has too."""
     too = [problem for _, problem in first.found if problem.in_float32 == "too"]
     if not too or not any(row.dtype in ("float16", "bfloat16") for row in first.evidence.rows):
@@ -142,7 +141,7 @@ def _checked_in_float32(first: Examination, again: Again) -> Found:
     return [(row, checked(row, problem)) for row, problem in first.found]
 
 
-def _completed(found: Found, again: Again) -> tuple[Found, Examination | None]:
+def _completed(found: list[Found], again: Again) -> tuple[list[Found], Examination | None]:
     """Returns the problems with all rules that their function needs, and its examination under these."""
     last = None
     for _ in range(_ROUNDS):
@@ -159,7 +158,7 @@ def _completed(found: Found, again: Again) -> tuple[Found, Examination | None]:
     return found, last
 
 
-def _with_rules_of(found: Found, later: Problem) -> Found:
+def _with_rules_of(found: list[Found], later: Problem) -> list[Found]:
     """Adds the rules of a problem that appears after fixes to the problem of its line, otherwise to the first."""
     numbers = [number for number, (_, problem) in enumerate(found) if is_tried(problem)]
     same = [number for number in numbers if _place(found[number][1])[:3] == _place(later)[:3]]
@@ -171,8 +170,8 @@ def _with_rules_of(found: Found, later: Problem) -> Found:
 
 
 def _amplified(
-    first: Examination, found: Found, last: Examination | None, again: Again
-) -> tuple[Found, Examination | None]:
+    first: Examination, found: list[Found], last: Examination | None, again: Again
+) -> tuple[list[Found], Examination | None]:
     """Adds the operation that makes results or gradients wrong, if their errors exceed rounding."""
     for candidates in _CANDIDATES:
         now = first if last is None or not _is_explained(first, found) else last
@@ -192,7 +191,7 @@ def _amplified(
     return found, last
 
 
-def _is_explained(first: Examination, found: Found) -> bool:
+def _is_explained(first: Examination, found: list[Found]) -> bool:
     """Returns whether the loss is right or depends on a known problem; one in the backward pass explains no loss."""
     evidence, wrong = first.evidence, {row for row, problem in found if problem.severity == "problem"}
     ends = [row for row in evidence.results if evidence.direction(row) == "forward"]
@@ -229,7 +228,7 @@ def _best(evidence: Evidence, rules: AutocastRules, again: Again, count: int) ->
 
 
 def _with_outcome(
-    problem: Problem, before: Errors, after: Errors, last: Examination, left: set[Place], shares: str
+    problem: Problem, before: FunctionErrors, after: FunctionErrors, last: Examination, left: set[Place], shares: str
 ) -> Problem:
     """Returns a problem with the outcome of its rules, given the places of problems left and the shares in half."""
     if not is_tried(problem):
@@ -255,7 +254,7 @@ def is_tried(problem: Problem) -> bool:
     return problem.severity == "problem" and problem.remedy.rules != NO_RULES
 
 
-def _rules_of(found: Found) -> AutocastRules:
+def _rules_of(found: list[Found]) -> AutocastRules:
     """Returns the entries of all problems that have rules."""
     return merged(NO_RULES, *(problem.remedy.rules for _, problem in found if is_tried(problem)))
 
