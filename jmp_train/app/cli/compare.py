@@ -12,7 +12,16 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO, TYPE_CHECKING
 
-from jmp_train.app.cli.errors import RUN_FAILED, TRACEBACK, Failure, WrongCall, checking_the_call, failed, warn
+from jmp_train.app.cli.errors import (
+    RUN_FAILED,
+    TRACEBACK,
+    Failure,
+    WrongCall,
+    check_different,
+    checking_the_call,
+    failed,
+    warn,
+)
 from jmp_train.app.cli.jobs import Call, check_precisions, options_for
 from jmp_train.app.cli.option_values import path
 from jmp_train.app.cli.options import SCHEDULES, RunOptions, names_option, option, read_options
@@ -99,8 +108,7 @@ def compare_command(call: Call[CompareOptions]) -> int:
     check_precisions(options, names)  # as each process will
     with checking_the_call():
         call.task_options()
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise WrongCall(f"{'--modes' if options.modes else '--policies'} names {repeated[0]} more than once")
+    check_different("--modes" if options.modes else "--policies", names)
     log = sys.stdout if output is None else sys.stderr
     with checked_outputs(folders={"--out": options.out, "--logdir": options.logdir}):
         if options.logdir is not None:

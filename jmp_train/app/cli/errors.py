@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jmp_train.app.runs import Failed
 from jmp_train.app.tasks import FileError
@@ -34,6 +34,13 @@ class Failure(Exception):
 
 class WrongCall(Exception):
     """A call that cannot run as given; the message is the line for the user."""
+
+
+def check_different(option: str, names: Sequence[str]) -> None:
+    """Raises WrongCall if an option has one of its values more than once."""
+    for name in names:
+        if names.count(name) > 1:
+            raise WrongCall(f"{option} names {name} more than once")
 
 
 @contextlib.contextmanager

@@ -1,14 +1,13 @@
 """A call of a command with a task: its options, the task's own options, and the settings of the run."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import jax
 
-from jmp_train.app.cli.errors import WrongCall
+from jmp_train.app.cli.errors import WrongCall, check_different
 from jmp_train.app.cli.option_values import precisions_without_device
 from jmp_train.app.cli.options import BatchOptions, PlannedOptions, RunOptions, SetupOptions, read_options
 from jmp_train.app.launch import Output
@@ -55,9 +54,7 @@ def check_precisions(options: SetupOptions, names: Sequence[str]) -> None:
     """
     taken = [options_for(options, name) for name in names]
     said, do, are = ", ".join(names), *(("does", "is") if len(names) == 1 else ("do", "are"))
-    fields = Counter(text.rpartition("=")[0] for text in options.state_dtypes)
-    if repeated := [field for field, count in fields.items() if count > 1]:
-        raise WrongCall(f"--state-dtypes names {repeated[0]} more than once")
+    check_different("--state-dtypes", [text.rpartition("=")[0] for text in options.state_dtypes])
     reasons = {
         "rules": f": {said} {do} not autocast; use {AUTOCAST_CHOICES}",
         "parameters": (

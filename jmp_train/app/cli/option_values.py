@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import optax
 
 from jmp_train.app.cli.errors import EXIT_CODES, WrongCall
 from jmp_train.app.runs import PhasePrecision, check_float64, is_schedule, phase_precisions, schedule_name
 from jmp_train.policies import with_state_dtypes
+
+T = TypeVar("T")
 
 _LARGEST = 2**31 - 1
 _MOST_PROCESSES = 1024  # also of devices, which have their own threads
@@ -138,13 +140,27 @@ fraction = _number_above_zero(1, "above 0 and up to 1")
 above_zero = _number_above_zero(sys.float_info.max, "above 0")
 
 
+def pair_of(reader: Callable[[str], T], form: str) -> Callable[[str], tuple[str, T]]:
+    """Returns a reader of a name and a value.
+
+    Args:
+      reader: reads the value.
+      form: the form of the text, for error messages.
+    """
+
+    def read(text: str) -> tuple[str, T]:
+        name, _, value = text.rpartition("=")
+        if not name:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {form}")
+        return name, reader(value)
+
+    return read
+
+
 def state_dtype(text: str) -> str:
     """Returns a text FIELD=DTYPE, which sets the dtype of arrays of an optimizer's state."""
-    field, equals, dtype = text.rpartition("=")
-    if not (field and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=DTYPE, such as nu=bfloat16")
     try:
-        with_state_dtypes(optax.identity(), {field: dtype})
+        with_state_dtypes(optax.identity(), dict([pair_of(str, "FIELD=DTYPE, such as nu=bfloat16")(text)]))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -7,9 +7,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jmp_train.app.cli.errors import PROBLEMS_FOUND, Failure, WrongCall, checking_the_call
+from jmp_train.app.cli.errors import PROBLEMS_FOUND, Failure, WrongCall, check_different, checking_the_call
 from jmp_train.app.cli.jobs import Call, run_settings
-from jmp_train.app.cli.option_values import fraction, one_of, path, positive, precision_name
+from jmp_train.app.cli.option_values import fraction, number, one_of, pair_of, path, positive, precision_name
 from jmp_train.app.cli.options import PlannedOptions, names_option, option
 from jmp_train.app.cli.outputs import checked_outputs, show
 from jmp_train.app.runs import MODE_CHOICES, RunSettings, batch_shapes, check_shared, has_shared, planned_step, rows_of
@@ -63,11 +63,11 @@ class _Own:
     interconnect: str | None = option(
         str, "RATE", help="bandwidth from a GPU to other hosts: 400Gb/s, HDR, NDR, XDR, p4d or p5; default: NDR"
     )
-    mesh: tuple[str, ...] = option(str, "AXIS=N", default=())
+    mesh: tuple[tuple[str, int], ...] = option(pair_of(positive, "AXIS=N, such as data=16"), "AXIS=N", default=())
     shardings: tuple[Literal["replicated", "zero1", "fsdp"], ...] = option(str, "NAME", default=())
     batch_size: int | None = option(positive)
     find_placement: bool = False
-    price: tuple[str, ...] = option(str, "NAME=X", default=())
+    price: tuple[tuple[str, float], ...] = option(pair_of(number, "NAME=X, such as v5e=1.2"), "NAME=X", default=())
     memory_fraction: float | None = option(fraction)
     no_largest: bool = False
     buffers: int | None = option(positive)
@@ -142,12 +142,14 @@ def _plan(call: Call[PlanOptions], progress: Callable[[int, str], None] | None) 
     from jmp_train.tools.planning import PlanSearch, Workload, plan
 
     options, source = call.options, call.source
+    check_different("--mesh", [axis for axis, _ in options.mesh])
+    check_different("--price", [name for name, _ in options.price])
     with checking_the_call():
         machines = _machines(options)
         search = PlanSearch(
             largest_batch=not (options.no_largest or options.find_placement),
             shardings=options.shardings or "replicated",
-            mesh=_mesh(options) or None,
+            mesh=dict(options.mesh) or None,
             placement=options.find_placement,
             progress=progress,
         )
@@ -230,29 +232,8 @@ def _machines(options: PlanOptions) -> list["Machine"]:
     given = {name: value for name, value in given.items() if value is not None}
     if options.memory_fraction is not None:
         given["allowances"] = Allowances(memory_fraction=options.memory_fraction)
-    prices = _prices(options)
+    prices = dict(options.price)
     kinds = {**{name: known[name] for name in names}, **{kind.name: kind for kind in slices}}
     if unknown := prices.keys() - {name.partition(":")[0] for name in kinds}:
         raise WrongCall(f"--price {min(unknown)} is not planned for; it must be one of {', '.join(kinds)}")
     return [Machine(kind, price=prices.get(name.partition(":")[0]), **given) for name, kind in kinds.items()]
-
-
-def _mesh(options: PlanOptions) -> dict[str, int]:
-    axes = {name: length for name, _, length in (axis.partition("=") for axis in options.mesh)}
-    for name, length in axes.items():
-        if not name or not length.isdecimal() or len(axes) < len(options.mesh):
-            raise WrongCall(
-                f"--mesh {' '.join(options.mesh)} must be different axes with lengths, such as data=16 model=16"
-            )
-    return {name: int(length) for name, length in axes.items()}
-
-
-def _prices(options: PlanOptions) -> dict[str, float]:
-    found = {}
-    for text in options.price:
-        name, _, value = text.partition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            raise WrongCall(f"--price {text} must be a name and a number, such as v5e=1.2") from None
-    return found

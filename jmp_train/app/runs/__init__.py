@@ -27,7 +27,6 @@ from jmp_train.app.runs.precisions import is_schedule as is_schedule
 from jmp_train.app.runs.precisions import loss_scale_for as loss_scale_for
 from jmp_train.app.runs.precisions import phase_bounds as phase_bounds
 from jmp_train.app.runs.precisions import phase_precisions as phase_precisions
-from jmp_train.app.runs.precisions import precision_of as precision_of
 from jmp_train.app.runs.precisions import schedule_name as schedule_name
 from jmp_train.app.runs.preparing import PreparedRun as PreparedRun
 from jmp_train.app.runs.preparing import prepare_run as prepare_run

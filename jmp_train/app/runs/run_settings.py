@@ -194,9 +194,6 @@ def check_run(task: Task, settings: RunSettings = DEFAULT_SETTINGS) -> tuple[Tra
     """
     check_seed(settings.seed)
     epochs, total = settings.epochs, settings.steps
-    for name, number in (("epochs", epochs), ("steps", total)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name}={number} must be at least 1")
     if total is not None and epochs is not None:
         raise ValueError(f"epochs={epochs} and steps={total} exclude each other")
     size = _checked_batch_size(task, settings)
@@ -224,7 +221,7 @@ def _checked_batch_size(task: Task, settings: RunSettings) -> int | None:
         return None
     count = count_examples(task.train)
     size = settings.batch_size or task.batch_size or count
-    if not 1 <= size <= count or settings.batch_size == 0:
+    if not 1 <= size <= count:
         raise ValueError(f"batch_size={size} must be between 1 and the {count} training examples")
     return size
 

@@ -54,10 +54,10 @@ def test_a_missing_compiler_is_said_with_its_command(no_compiler: None, capsys: 
     [
         ("--tpus v5e:5x5", "--tpus: 'v5e:5x5' is no slice of TPUs: v5e has no slice of 5x5 chips"),
         ("--tpus v5e:2x2 --mesh data=2", "mesh={'data': 2} has 2 devices, but v5e:2x2 has 4"),
-        ("--tpus v5e:2x2 --mesh data", "--mesh data must be different axes with lengths"),
-        ("--tpus v5e:2x2 --mesh data=2 data=2", "--mesh data=2 data=2 must be different axes"),
+        ("--tpus v5e:2x2 --mesh data", "argument --mesh: 'data' is not AXIS=N, such as data=16"),
+        ("--tpus v5e:2x2 --mesh data=2 data=2", "--mesh names data more than once"),
         ("--tpus v5e:1x1 --price v6e=1", "--price v6e is not planned for; it must be one of v5e"),
-        ("--tpus v5e:1x1 --price v5e", "--price v5e must be a name and a number, such as v5e=1.2"),
+        ("--tpus v5e:1x1 --price v5e", "argument --price: 'v5e' is not NAME=X, such as v5e=1.2"),
         ("--devices 4 --hosts 2 --interconnect fast", "interconnect='fast' must be a bandwidth"),
         ("--devices 4 --hosts 3", "batch_size=64 must be a multiple of 12 for 12 devices on 3 hosts"),
     ],
