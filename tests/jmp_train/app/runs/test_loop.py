@@ -10,8 +10,10 @@ from promotion import promoting_task
 
 import jmp_train as jt
 from jmp_train.app.runs import RunSettings
+from jmp_train.app.runs.evaluation import evaluated
 from jmp_train.app.runs.events import Compiled, Epoch, Event, Progress
 from jmp_train.app.runs.loop import train
+from jmp_train.app.runs.preparing import prepare_run
 from jmp_train.app.runs.setups import setup_of
 from jmp_train.task import Task
 
@@ -152,9 +154,9 @@ def test_nan_for_ever_ends_in_an_error(digits: Task, policy: str, tmp_path: Path
 
 def test_outputs_that_are_not_finite_are_no_accuracy(digits: Task) -> None:
     test = {**digits.test, "image": np.full_like(digits.test["image"], np.inf)}
-    broken = dataclasses.replace(digits, test=test)
+    prepared, state = prepare_run(dataclasses.replace(digits, test=test), "float32")
     with pytest.raises(FloatingPointError, match="output for the test data is not finite"):
-        train(broken, "float32", RunSettings(epochs=1))
+        evaluated(prepared, state)
 
 
 @pytest.mark.full
