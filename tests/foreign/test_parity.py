@@ -1,9 +1,8 @@
-"""Generation with a cache beside the full forward pass in flax linen and in equinox: other people's attention."""
+"""Generation with a cache beside the full forward pass in flax linen: other people's attention."""
 
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -85,60 +84,3 @@ def test_another_epsilon_in_flax_is_found_at_the_norm() -> None:
     for operation in (first.train, first.infer):
         assert operation.path.startswith("Decoder/LayerNorm_0")
         assert (Path(operation.file).name, operation.code[:20]) == (Path(__file__).name, "y = nn.LayerNorm(dty")
-
-
-class Recurrent(eqx.Module):
-    """Equinox's own layers: causal attention over all tokens at once, or over those noted down so far."""
-
-    embedding: eqx.nn.Embedding
-    attention: eqx.nn.MultiheadAttention
-    norm: eqx.nn.LayerNorm
-    out: eqx.nn.Linear
-
-    def __init__(self, key: jax.Array) -> None:
-        keys = jax.random.split(key, 3)
-        self.embedding = eqx.nn.Embedding(WORDS, WIDTH, key=keys[0])
-        self.attention = eqx.nn.MultiheadAttention(2, WIDTH, key=keys[1])
-        self.norm = eqx.nn.LayerNorm(WIDTH)
-        self.out = eqx.nn.Linear(WIDTH, WORDS, key=keys[2])
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = jax.vmap(self.embedding)(tokens)
-        y = jax.vmap(self.norm)(x)
-        x = x + self.attention(y, y, y, mask=jnp.tri(len(tokens), dtype=bool))
-        return jax.vmap(self.out)(x)
-
-    def step(self, seen: jax.Array, number: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = self.embedding(token)
-        seen = seen.at[number].set(self.norm(x))
-        mask = jnp.arange(len(seen)) <= number
-        x = x + self.attention(seen[number][None], seen, seen, mask=mask[None])[0]
-        return seen, self.out(x)
-
-
-@pytest.mark.parametrize("planted", [False, True])
-def test_equinox_token_by_token(planted: bool) -> None:
-    model = Recurrent(jax.random.key(1))
-
-    def train(model: Recurrent, tokens: jax.Array) -> jax.Array:
-        return chosen(jax.vmap(model)(tokens[:, :-1]), tokens)
-
-    def infer(model: Recurrent, tokens: jax.Array) -> jax.Array:
-        def sample(tokens: jax.Array) -> jax.Array:
-            def step(seen: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
-                seen, logits = model.step(seen, *item)
-                return seen, logits * 0.75 if planted else logits  # a temperature
-
-            return jax.lax.scan(step, jnp.zeros((LENGTH, WIDTH)), (jnp.arange(LENGTH), tokens))[1]
-
-        return chosen(jax.vmap(sample)(tokens[:, :-1]), tokens)
-
-    report = jt.parity(eqx.filter_jit(train), eqx.filter_jit(infer), model, TOKENS)
-    if planted:
-        assert report.maximum > 0.01
-        assert report.first_difference is not None
-        assert report.first_difference.infer is not None
-        assert "# a temperature" in report.first_difference.infer.code
-    else:
-        assert report.maximum < 1e-5
-        assert report.first_difference is None

@@ -92,7 +92,6 @@ STEPS: dict[Callable[[], Step], dict[str, int]] = {
     of_script("ppo"): {"parameters": 10, "optimizer state": 21, "other arguments": 1, "batch": 5},
     of_script("seq2seq", True): {"parameters": 26, "optimizer state": 58, "other arguments": 1, "batch": 2},
     of_script("vae"): {"parameters": 10, "optimizer state": 21, "other arguments": 1, "batch": 1},
-    of_script("wmt"): {"parameters": 35, "optimizer state": 71, "other arguments": 2, "batch": 2},
 }  # fmt: skip
 QUICK = (nnx_mnist,)
 

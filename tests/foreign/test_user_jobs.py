@@ -49,9 +49,7 @@ def ring(size: int, room: int, seed: int) -> Ring:
     above = (nodes[:, 0] + np.roll(nodes[:, 0], 1) > 0).astype(np.int64)
     padding = room + 1 - size
     return Ring(
-        jraph.pad_with_graphs(graph, room + 1, room),
-        np.pad(above, (0, padding)),
-        np.pad(np.ones(size), (0, padding)),
+        jraph.pad_with_graphs(graph, room + 1, room), np.pad(above, (0, padding)), np.pad(np.ones(size), (0, padding))
     )
 
 

@@ -11,9 +11,11 @@ Call = Callable[[], Any]
 
 
 def assert_refused(cases: Mapping[str, Call | Sequence[Call]]) -> None:
-    """Asserts that calls raise errors: "ValueError: k=-1 must be", in which ".*" is any text."""
+    """Asserts that calls raise errors: "TypeError: k='a' must be", in which ".*" is any text; else a ValueError."""
     for error, calls in cases.items():
         kind, _, message = error.partition(": ")
+        if not kind.endswith("Error"):
+            kind, message = "ValueError", error
         pattern = ".*".join(map(re.escape, message.split(".*")))
         for call in [calls] if callable(calls) else calls:
             try:

@@ -201,24 +201,6 @@ def test_tokens_are_drawn_by_their_probabilities(params: Any) -> None:
     assert (run(params, jax.random.key(1)) != run(params, jax.random.key(0))).any()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16", "autocast_float16", "autocast_bfloat16"])
-def test_generation_under_a_policy_is_near_float32s(params: Any, name: str) -> None:
-    policy = jt.get_policy(name)
-    prompt = jnp.asarray(TOKENS[:, :3])
-
-    def generated(params: Any) -> Any:
-        return generate(nnx.merge(GRAPHDEF, params), prompt, 4)
-
-    found = jax.jit(promoting(jt.apply_policy(generated, policy)))(params)
-    texts = np.concatenate([prompt, found.tokens], axis=1)
-    log_probs = np.asarray(jax.nn.log_softmax(jax.jit(forward)(params, texts)))[:, 2:-1]
-    chosen = np.take_along_axis(log_probs, np.asarray(found.tokens)[..., None], axis=-1)[..., 0]
-    half = jnp.float16 if "bfloat16" not in name else jnp.bfloat16
-    difference = np.abs(np.asarray(found.log_probs) - chosen)
-    assert 0 < difference.max() < 64 * float(jnp.finfo(half).eps)
-
-
 def test_a_cache_has_the_models_dtype_and_counts_its_tokens(params: Any) -> None:
     model = nnx.merge(GRAPHDEF, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
     cache = jax.eval_shape(lambda: empty_cache(model, 2, 7))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pytrees import assert_bitwise_equal
+from refusals import assert_refused
 
 from jmp_train import graphs
 from jmp_train.graphs import fn
@@ -58,16 +59,14 @@ def test_nine_tenths_of_the_batches_fit_into_the_first_size() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     data = a_data_set()
-    with pytest.raises(ValueError, match=r"batch_size=31 must be between 1 and the 30 graphs"):
-        graphs.padded_sizes(data, 31)
-    with pytest.raises(ValueError, match="buckets=0 must be at least 1"):
-        graphs.padded_sizes(data, 3, buckets=0)
-    with pytest.raises(ValueError, match=r"places\[1\] = 30 is out of range for 30 graphs"):
-        graphs.padded_batch(data, [0, 30])
-    with pytest.raises(TypeError, match="places must be integers, got float64"):
-        graphs.padded_batch(data, np.array([0.5]))
-    with pytest.raises(ValueError, match=r"places must have one axis, got shape \(1, 1\)"):
-        graphs.padded_batch(data, np.array([[0]]))
+    refusals = {
+        "batch_size=31 must be between 1 and the 30 graphs": lambda: graphs.padded_sizes(data, 31),
+        "buckets=0 must be at least 1": lambda: graphs.padded_sizes(data, 3, buckets=0),
+        "places[1] = 30 is out of range for 30 graphs": lambda: graphs.padded_batch(data, [0, 30]),
+        "TypeError: places must be integers, got float64": lambda: graphs.padded_batch(data, np.array([0.5])),
+        "places must have one axis, got shape (1, 1)": lambda: graphs.padded_batch(data, np.array([[0]])),
+    }
+    assert_refused(refusals)
 
 
 @pytest.mark.full

@@ -23,7 +23,6 @@ from jmp_train.graphs.file_formats.file_limits import most_bytes
 pytestmark = pytest.mark.quick
 
 LITTLE = 2**26  # bytes: what refusing may take
-HOLES = 2**40  # bytes of a file that has none on the disk
 
 OGB = {
     "raw/edge": "0,1\n1,2\n",
@@ -115,30 +114,6 @@ def test_planetoids_matrices_larger_than_their_file(folders: dict[str, Path]) ->
 def test_planetoids_files_that_claim_much(folders: dict[str, Path], suffix: str, content: bytes, message: str) -> None:
     (folders["planetoid"] / f"ind.cora.{suffix}").write_bytes(content)
     assert refused(folders["planetoid"]).removeprefix(f"ind.cora.{suffix}").lstrip(": ").startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "ind.cora.tx",
-            f": the file would take {HOLES} bytes, more than the limit of {2**26}; raise it with max_bytes=",
-        ),
-        ("ind.cora.test.index", f" is too large: it has {HOLES} bytes, more than the limit of 13312"),
-        ("raw/node-feat.csv", " has a line of more than 2097152 bytes"),
-        ("raw/num-node-list.csv", " has a line of more than 2097152 bytes"),
-        ("reddit_graph.npz", " is not an npz file, or an incomplete one"),
-    ],
-)
-def test_files_of_holes(folders: dict[str, Path], name: str, message: str) -> None:
-    """A terabyte that takes no place on the disk."""
-    kind = "planetoid" if "cora" in name else "ogb" if "csv" in name else "reddit"
-    path = folders[kind] / name
-    if kind == "ogb":
-        path.with_name(f"{path.name}.gz").unlink()
-        path.write_bytes(b"1")
-    os.truncate(path, HOLES)
-    assert refused(folders[kind]) == f"{name}{message}"
 
 
 def bomb(line: bytes, size: int = 2**24) -> bytes:

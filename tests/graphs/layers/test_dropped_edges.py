@@ -14,14 +14,11 @@ from odd_graphs import without_dropped
 from jmp_train import graphs
 from jmp_train.graphs.kernels import implementations
 
-pytestmark = pytest.mark.quick
-
-CHOSEN = ("gat residual, weighted",)
-LAYERS = [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.full) for name in CASES if "lstm" not in name]
+pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("is_chunked", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("name", [name for name in CASES if "lstm" not in name])
 def test_layers_are_those_of_the_graph_without_the_edges(
     name: str, is_chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +55,7 @@ def test_layers_are_those_of_the_graph_without_the_edges(
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8), gradient, wanted_gradient)
 
 
-@pytest.mark.parametrize("is_symmetric", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_symmetric", [True, False])
 def test_layers_of_graphs_without_single_edges(is_symmetric: bool) -> None:
     random = np.random.default_rng(0)
     ends = np.unique(random.integers(0, 40, (2, 300)), axis=1)  # without parallel edges, which are dropped together

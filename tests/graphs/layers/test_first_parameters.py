@@ -102,6 +102,7 @@ def test_parameters_have_their_shapes_and_are_drawn_as_in_dgl(name: str) -> None
             assert array.std() == pytest.approx(law[1], rel=0.02 if array.size > 10_000 else 0.1), key
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_parameters_are_rounded_float32_ones(dtype: str) -> None:
     """bfloat16's own generator knows 128 numbers."""

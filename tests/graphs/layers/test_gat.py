@@ -30,6 +30,7 @@ ways = pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"
 halves = pytest.mark.parametrize("half", HALVES)
 
 
+@pytest.mark.quick_cases(2)
 @ways
 @halves
 def test_logits_beyond_float16_do_no_harm(half: str, is_cast: bool) -> None:
@@ -46,6 +47,7 @@ def test_logits_beyond_float16_do_no_harm(half: str, is_cast: bool) -> None:
         np.testing.assert_array_equal(result[:, 0, 0].astype(float), [300, 300, 0])
 
 
+@pytest.mark.quick_cases(2)
 @ways
 @halves
 def test_logits_differ_by_less_than_half_can_tell(half: str, is_cast: bool) -> None:
@@ -102,6 +104,7 @@ def test_gat_is_static_where_gatv2_is_not() -> None:
     assert np.sign(found[2:, 0, 0]).tolist() == [1, -1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [graphs.GATConv, graphs.GATv2Conv], ids=["gat", "gatv2"])
 def test_the_slope_and_the_activation(make: Any) -> None:
     graph = graphs.from_edges([0, 1, 2, 0], [1, 2, 0, 0], 3)

@@ -289,7 +289,8 @@ def test_what_is_wrong_is_named() -> None:
 BOUGHT = ("game", "played by", "user")
 
 
-@pytest.mark.parametrize("name", ["HeteroGraphConv", pytest.param("HGTConv", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["HeteroGraphConv", "HGTConv"])
 def test_blocks_of_all_neighbors_give_what_the_graph_gives(name: str) -> None:
     given = ends()
     edges = {FOLLOWS: given[FOLLOWS], PLAYS: given[PLAYS], BOUGHT: given[PLAYS][::-1]}

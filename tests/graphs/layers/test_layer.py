@@ -62,11 +62,14 @@ def test_parameters_are_cast_and_given_arguments_are_not() -> None:
     layer = graphs.GATConv(3, 4, 2, dtype=jnp.float16, rngs=nnx.Rngs(0))
     layer.left[...] = layer.left[...] + 1e-5  # which float16 would round off
     rows = jax.random.normal(jax.random.key(0), (3, 3))
-    weight = layer.weight[...].astype(jnp.float16)
-    wanted = graphs.gat_conv(
-        graph, rows.astype(jnp.float16), weight, layer.left, layer.right, jnp.zeros(8, jnp.float16)
-    )
-    np.testing.assert_array_equal(layer(graph, rows), wanted)
+
+    def results(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        half, weight = rows.astype(jnp.float16), layer.weight[...].astype(jnp.float16)
+        wanted = graphs.gat_conv(graph, half, weight, layer.left, layer.right, jnp.zeros(8, jnp.float16))
+        return layer(graph, rows), wanted
+
+    found, wanted = jax.jit(results)(rows)
+    np.testing.assert_array_equal(found, wanted)
     assert wanted.dtype == jnp.float16
 
 

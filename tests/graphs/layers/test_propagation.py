@@ -37,9 +37,8 @@ def test_hops_are_one_loop_whatever_their_number(name: str) -> None:
     assert abs(count(3) - count(9)) <= 2
 
 
-@pytest.mark.parametrize(
-    "name", ["tag", *(pytest.param(x, marks=pytest.mark.full) for x in ("appnp", "cheb expanding"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tag", "appnp", "cheb expanding"])
 def test_chunks_of_sorted_edges_give_the_same(name: str) -> None:
     random = np.random.default_rng(0)
     senders, receivers = random.integers(0, 12, (2, 300))
@@ -83,9 +82,13 @@ def test_eigenvalues_may_be_those_of_each_graph_of_a_batch() -> None:
     pair = graphs.from_edges([0, 1], [1, 0], 2)
     layer, x = graphs.ChebConv(1, 1, 4, rngs=nnx.Rngs(0)), jnp.array([[1.0], [3.0]])
     both = graphs.batch([pair, pair])
-    found = layer(both, jnp.concatenate([x, x]), lambda_max=jnp.array([1.5, 1.5, 2, 2]))
-    wanted = [layer(pair, x, lambda_max=value) for value in (1.5, 2.0)]
-    np.testing.assert_allclose(found, jnp.concatenate(wanted), rtol=1e-6)
+
+    def results(x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        found = layer(both, jnp.concatenate([x, x]), lambda_max=jnp.array([1.5, 1.5, 2, 2]))
+        return found, [layer(pair, x, lambda_max=value) for value in (1.5, 2.0)]
+
+    found, wanted = jax.jit(results)(x)
+    np.testing.assert_allclose(found, np.concatenate(wanted), rtol=1e-6)
 
 
 def test_a_block_cannot_send_again() -> None:

@@ -114,9 +114,9 @@ def test_edges_of_no_type_bring_nothing_under_jit() -> None:
     for found in jax.jit(both)(jnp.array([0, 2, -1, 1], jnp.int8)):
         assert found.ravel().tolist() == [0, 100, 10]
     refusals = {
-        "ValueError: edge_types[1] = 2 is out of range for 2 types": lambda: both(np.array([0, 2, 0, 1])),
-        "ValueError: edge_types[3] = -1 is out of range for 2 types": lambda: both([0, 1, 0, -1]),
-        "ValueError: edge_types[2] = 4294967296 is out of range": lambda: both(np.array([0, 1, 2**32, 0])),
+        "edge_types[1] = 2 is out of range for 2 types": lambda: both(np.array([0, 2, 0, 1])),
+        "edge_types[3] = -1 is out of range for 2 types": lambda: both([0, 1, 0, -1]),
+        "edge_types[2] = 4294967296 is out of range": lambda: both(np.array([0, 1, 2**32, 0])),
     }
     assert_refused(refusals)
 
@@ -206,51 +206,49 @@ def attend(**options: Any) -> Any:
 RNGS = nnx.Rngs(0)
 REFUSALS: dict[str, Any] = {
     "TypeError: edge_types must be integers, got float32": lambda: rel(edge_types=jnp.ones(4)),
-    "ValueError: edge_types must be [4], got shape (2,)": lambda: rel(edge_types=[0, 1]),
-    "ValueError: weight must be [types or bases, in, out], got shape (4, 6)": lambda: rel(weight=jnp.ones((4, 6))),
-    "ValueError: coefficients must be [types, 2], got shape (5, 3)": lambda: rel(coefficients=jnp.ones((5, 3))),
-    "ValueError: coefficients need a weight": lambda: rel(weight=jnp.ones((2, 2, 2, 3)), coefficients=jnp.ones((2, 2))),
-    "ValueError: edge_weight must be [4], got shape (3,)": lambda: rel(edge_weight=jnp.ones(3)),
-    "ValueError: dropout_rate=0.5 needs a random key": lambda: rel(dropout_rate=0.5),
-    "ValueError: implementation='cuda' must be None or one of": lambda: rel(implementation="cuda"),
-    "ValueError: regularizer='svd' must be one of 'none', 'basis', 'bdd'": lambda: graphs.RelGraphConv(
+    "edge_types must be [4], got shape (2,)": lambda: rel(edge_types=[0, 1]),
+    "weight must be [types or bases, in, out], got shape (4, 6)": lambda: rel(weight=jnp.ones((4, 6))),
+    "coefficients must be [types, 2], got shape (5, 3)": lambda: rel(coefficients=jnp.ones((5, 3))),
+    "coefficients need a weight": lambda: rel(weight=jnp.ones((2, 2, 2, 3)), coefficients=jnp.ones((2, 2))),
+    "edge_weight must be [4], got shape (3,)": lambda: rel(edge_weight=jnp.ones(3)),
+    "dropout_rate=0.5 needs a random key": lambda: rel(dropout_rate=0.5),
+    "implementation='cuda' must be None or one of": lambda: rel(implementation="cuda"),
+    "regularizer='svd' must be one of 'none', 'basis', 'bdd'": lambda: graphs.RelGraphConv(
         4, 6, 2, regularizer="svd", rngs=RNGS
     ),
-    "ValueError: num_bases=4 blocks must divide in_features=4 and out_features=6": lambda: graphs.RelGraphConv(
+    "num_bases=4 blocks must divide in_features=4 and out_features=6": lambda: graphs.RelGraphConv(
         4, 6, 2, regularizer="bdd", num_bases=4, rngs=RNGS
     ),
-    "ValueError: num_types=0 and num_bases=None must be": lambda: graphs.RelGraphConv(4, 6, 0, rngs=RNGS),
+    "num_types=0 and num_bases=None must be": lambda: graphs.RelGraphConv(4, 6, 0, rngs=RNGS),
     "TypeError: edge_types must be integers, got float64": lambda: plain(graphs.relation_norm, edge_types=np.ones(4)),
-    "ValueError: network must return [edges, 4 * 3] for edge features, got (2, 8)": lambda: network(out_features=3),
-    "ValueError: edge_features must be [4, width], got shape (3, 2)": lambda: plain(
+    "network must return [edges, 4 * 3] for edge features, got (2, 8)": lambda: network(out_features=3),
+    "edge_features must be [4, width], got shape (3, 2)": lambda: plain(
         graphs.nn_conv, (3, 4), (3, 2), network=None, network_params=(), out_features=2
     ),
-    "ValueError: aggregator='min' must be one of 'sum', 'mean', 'max'": lambda: network(aggregator="min"),
+    "aggregator='min' must be one of 'sum', 'mean', 'max'": lambda: network(aggregator="min"),
     "TypeError: network_params must be floats, got int32": lambda: network(network_params=jnp.ones((2, 8), int)),
     "TypeError: network must have no state other than parameters": lambda: graphs.NNConv(
         4, 2, nnx.BatchNorm(8, rngs=RNGS), rngs=RNGS
     ),
-    "ValueError: num_steps=0 must be positive": lambda: gated(num_steps=0),
-    "ValueError: features of width 5 must be at most as wide as the states, 4": lambda: plain(
+    "num_steps=0 must be positive": lambda: gated(num_steps=0),
+    "features of width 5 must be at most as wide as the states, 4": lambda: plain(
         graphs.gated_graph_conv, (3, 5), weight=jnp.ones((1, 4, 4)), gru_weights=[], num_steps=1
     ),
-    "ValueError: gru_weights must be 4 arrays, got 0": lambda: gated(gru_weights=[]),
-    "ValueError: weight must be [2, types, width, 4], got shape (3, 1, 4, 4)": lambda: gated(
-        weight=jnp.ones((3, 1, 4, 4))
-    ),
-    "ValueError: weight must be [types, width, 3], got shape (1, 3, 4)": lambda: gated(weight=jnp.ones((1, 3, 4))),
-    "ValueError: weight has 2 types: edge_types are needed": lambda: gated(weight=jnp.ones((2, 4, 4))),
-    "ValueError: in_features=5 must be at most out_features=4": lambda: graphs.GatedGraphConv(5, 4, 2, rngs=RNGS),
-    "ValueError: num_heads=4 must divide the width of query_weight, 6": lambda: attend(num_heads=4),
-    "ValueError: edge_features and edge_feature_weight need each other": lambda: attend(edge_features=jnp.ones((4, 2))),
-    "ValueError: edge_feature_weight must be [2, 6], got shape (3, 6)": lambda: attend(
+    "gru_weights must be 4 arrays, got 0": lambda: gated(gru_weights=[]),
+    "weight must be [2, types, width, 4], got shape (3, 1, 4, 4)": lambda: gated(weight=jnp.ones((3, 1, 4, 4))),
+    "weight must be [types, width, 3], got shape (1, 3, 4)": lambda: gated(weight=jnp.ones((1, 3, 4))),
+    "weight has 2 types: edge_types are needed": lambda: gated(weight=jnp.ones((2, 4, 4))),
+    "in_features=5 must be at most out_features=4": lambda: graphs.GatedGraphConv(5, 4, 2, rngs=RNGS),
+    "num_heads=4 must divide the width of query_weight, 6": lambda: attend(num_heads=4),
+    "edge_features and edge_feature_weight need each other": lambda: attend(edge_features=jnp.ones((4, 2))),
+    "edge_feature_weight must be [2, 6], got shape (3, 6)": lambda: attend(
         edge_features=jnp.ones((4, 2)), edge_feature_weight=jnp.ones((3, 6))
     ),
-    "ValueError: self_bias and gate_weight need": lambda: attend(gate_weight=jnp.ones((18, 1))),
-    "ValueError: use_gate=True needs use_self_weight=True": lambda: graphs.TransformerConv(
+    "self_bias and gate_weight need": lambda: attend(gate_weight=jnp.ones((18, 1))),
+    "use_gate=True needs use_self_weight=True": lambda: graphs.TransformerConv(
         4, 6, use_gate=True, use_self_weight=False, rngs=RNGS
     ),
-    "ValueError: attention_dropout=1.0 must be in [0, 1)": lambda: attend(attention_dropout=1.0),
+    "attention_dropout=1.0 must be in [0, 1)": lambda: attend(attention_dropout=1.0),
 }
 
 
@@ -264,6 +262,7 @@ def test_a_graph_of_several_types_is_refused() -> None:
         graphs.rel_graph_conv(block, jnp.ones((1, 1)), [0], jnp.ones((1, 1, 1)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("half", ["float32", "float16"])
 def test_the_largest_product_with_the_matrix_of_an_edge(half: str) -> None:
     random = np.random.default_rng(0)

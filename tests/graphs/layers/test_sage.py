@@ -11,7 +11,7 @@ from jmp_train.graphs.layers.sage import lstm_aggregate
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("half", HALVES)
 def test_an_lstm_that_forgets_slowly_counts_beyond_2048(half: str) -> None:
     """The cell adds 1/4096 a step; in half it would stop growing at a fraction of the result."""

@@ -96,8 +96,8 @@ def test_rows_of_sparse_matrices_are_padded_as_is_asked() -> None:
     refusals = {
         "TypeError: matrix must be a floating csr matrix of scipy, got": lambda: graphs.take_sparse_rows(WORDS, ids),
         "TypeError: matrix must be a floating csr matrix": lambda: graphs.take_sparse_rows(matrix.tocsc(), ids),
-        "ValueError: ids[.*] = .* is out of range for 60 rows": lambda: graphs.take_sparse_rows(matrix, ids + 60),
-        "ValueError: num_entries=1 is less than the": lambda: graphs.take_sparse_rows(matrix, ids, num_entries=1),
+        "ids[.*] = .* is out of range for 60 rows": lambda: graphs.take_sparse_rows(matrix, ids + 60),
+        "num_entries=1 is less than the": lambda: graphs.take_sparse_rows(matrix, ids, num_entries=1),
     }
     assert_refused(refusals)
 
@@ -162,13 +162,13 @@ def test_what_is_refused() -> None:
     few = graphs.add_self_loop(graphs.rand_graph(3, 1))
     refusals = {
         "TypeError: matrix must be floating, got int64": lambda: graphs.sparse_features(np.eye(3, dtype=int)),
-        "ValueError: matrix must have shape [nodes, width], got": lambda: graphs.sparse_features(np.ones(3)),
+        "matrix must have shape [nodes, width], got": lambda: graphs.sparse_features(np.ones(3)),
         "TypeError: features must be an array, got sparse rows: only": [
             lambda: graphs.graph_conv(GRAPH, words),
             lambda: graphs.gin_conv(GRAPH, words),
         ],
-        "ValueError: features must be [60, 9], got": lambda: graphs.graph_conv(GRAPH, words, jnp.ones((9, 8))),
-        "ValueError: features must be [3, 50], got shape (60, 50)": lambda: graphs.graph_conv(few, words, weight),
+        "features must be [60, 9], got": lambda: graphs.graph_conv(GRAPH, words, jnp.ones((9, 8))),
+        "features must be [3, 50], got shape (60, 50)": lambda: graphs.graph_conv(few, words, weight),
         "TypeError: matrix is traced": lambda: jax.jit(lambda x: graphs.sparse_features(x).values)(WORDS),
     }
     assert_refused(refusals)

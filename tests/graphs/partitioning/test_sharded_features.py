@@ -69,14 +69,12 @@ def test_a_row_that_is_not_there_is_nan() -> None:
     assert (np.delete(rows, 2, axis=0) == 1).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("policy", "transform", "micro_batches"),
     [
-        pytest.param("float32", jt.data_parallel, 1, marks=pytest.mark.full),
-        ("float32", jt.data_parallel, 2),
-        pytest.param("float32", jt.sharded_step, 1, marks=pytest.mark.full),
-        pytest.param("float32", jt.sharded_step, 2, marks=pytest.mark.full),
-        pytest.param("mixed_float16", jt.data_parallel, 2, marks=pytest.mark.full),
+        *(("float32", transform, parts) for transform in (jt.data_parallel, jt.sharded_step) for parts in (1, 2)),
+        ("mixed_float16", jt.data_parallel, 2),
     ],
 )
 def test_losses_of_shares_are_those_of_one_device(policy: str, transform: Any, micro_batches: int) -> None:

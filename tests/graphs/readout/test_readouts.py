@@ -47,6 +47,7 @@ def rows_for(part: str, dtype: Any, seed: int = 0) -> jax.Array:
     return jnp.asarray(rows)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [*ONE_HALF, pytest.param("float32", marks=pytest.mark.full)])
 @pytest.mark.parametrize("part", ["nodes", "edges"])
 def test_readouts_are_exact_and_so_are_their_gradients(part: str, dtype: str) -> None:
@@ -103,8 +104,8 @@ def test_softmax_broadcasts_and_weights(part: str) -> None:
 
 @pytest.mark.parametrize("half", ONE_HALF)
 def test_a_graph_of_many_nodes_does_not_stagnate(half: str) -> None:
-    graph = graphs.from_edges([], [], 20_000, {"h": jnp.ones(20_000, half)}, formats=("coo",))
-    nearest = float(jnp.asarray(20_000, half))
+    graph = graphs.from_edges([], [], 5_000, {"h": np.ones(5_000, jnp.dtype(half))}, formats=("coo",))
+    nearest = float(np.asarray(5_000, jnp.dtype(half)))
 
     @jax.jit
     def run(graph: graphs.Graph) -> list[jax.Array]:

@@ -89,33 +89,20 @@ def test_layers_are_little_larger_than_batches_need() -> None:
     assert np.mean(real[:-1]) > 0.8
 
 
-def test_the_same_generator_gives_the_same_batch() -> None:
-    sampler = make(negatives=2)
-    one, other = (sampler.sample(np.arange(8), np.random.default_rng(3)) for _ in range(2))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_what_is_refused() -> None:
     edges = graphs.host_edges(SENDERS, RECEIVERS, NODES, keep_edge_ids=True)
     refusals = {
-        "ValueError: exclude='both' must be one of 'self', 'reverse', 'reverse_types'": lambda: make(exclude="both"),
-        "ValueError: reverse_ids and exclude='reverse' need each other": lambda: make(exclude="reverse"),
-        "ValueError: reverse_ids must have 300 rows, one for each of the edges, got 299": lambda: make(
+        "exclude='both' must be one of 'self', 'reverse', 'reverse_types'": lambda: make(exclude="both"),
+        "reverse_ids and exclude='reverse' need each other": lambda: make(exclude="reverse"),
+        "reverse_ids must have 300 rows, one for each of the edges, got 299": lambda: make(
             exclude="reverse", reverse_ids=REVERSE[1:]
         ),
-        "ValueError: reverse_ids[.*] = 300 is out of range for 300 edges": lambda: make(
-            exclude="reverse", reverse_ids=REVERSE + 1
-        ),
-        "ValueError: senders has 299 edges, but edges has": lambda: graphs.edge_sampler(
-            edges, (1,), SENDERS[1:], RECEIVERS[1:], 8
-        ),
-        "ValueError: batch_size=0 must be at least 1": lambda: make(batch_size=0),
-        "ValueError: edge_ids[0] = 300 is out of range for 300 edges": lambda: make().sample([300], RANDOM),
-        "ValueError: edge_ids must be at most 8 edges, the batch size, got 9": lambda: make().sample(
-            np.arange(9), RANDOM
-        ),
-        "ValueError: edges must be made with keep_edge_ids=True": lambda: graphs.edge_sampler(
+        "reverse_ids[.*] = 300 is out of range for 300 edges": lambda: make(exclude="reverse", reverse_ids=REVERSE + 1),
+        "senders has 299 edges, but edges has": lambda: graphs.edge_sampler(edges, (1,), SENDERS[1:], RECEIVERS[1:], 8),
+        "batch_size=0 must be at least 1": lambda: make(batch_size=0),
+        "edge_ids[0] = 300 is out of range for 300 edges": lambda: make().sample([300], RANDOM),
+        "edge_ids must be at most 8 edges, the batch size, got 9": lambda: make().sample(np.arange(9), RANDOM),
+        "edges must be made with keep_edge_ids=True": lambda: graphs.edge_sampler(
             graphs.host_edges(SENDERS, RECEIVERS, NODES), (1,), SENDERS, RECEIVERS, 8
         ),
         "TypeError: edge_ids must be integers, got float64": lambda: make().sample(np.array([0.5]), RANDOM),

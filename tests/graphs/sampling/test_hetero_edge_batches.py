@@ -4,13 +4,9 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
-import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.data import neighbor_batches
 
@@ -148,58 +144,3 @@ def test_what_is_refused() -> None:
             call()
     with pytest.raises(TypeError, match="senders must be a mapping from edge types, like edges, got ndarray"):
         graphs.edge_sampler(host(), (1,), PAIRS[0], PAIRS[1], 8)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["float32", "mixed_float16"])
-def test_links_of_several_types_are_learned(name: str) -> None:
-    """Users mostly buy what they like, and their features are as noisy as they are informative."""
-    random, policy, counts = np.random.default_rng(0), jt.get_policy(name), {"user": 300, "item": 200}
-    tastes = random.integers(0, 4, 500)
-    by_taste = np.stack([random.permutation(np.flatnonzero(tastes[300:] == taste))[:20] for taste in range(4)])
-    users = np.repeat(np.arange(300), 8)
-    items = np.where(random.random(2400) < 0.9, by_taste[tastes[users], random.integers(0, 20, 2400)], users % 200)
-    ends = {BUYS: (users, items), BOUGHT: (items, users)}
-    edges = {
-        kind: graphs.host_edges(start, end, counts[kind[0]], counts[kind[2]], keep_edge_ids=True)
-        for kind, (start, end) in ends.items()
-    }
-    noisy = (random.normal(size=(4, 16))[tastes] + random.normal(size=(500, 16))).astype(np.float32)
-    features = {"user": noisy[:300], "item": noisy[300:]}
-    options = {"negatives": 4, "exclude": "reverse_types", "reverse_types": REVERSE}
-    sampler = graphs.edge_sampler(edges, (5, 5), {BUYS: users}, {BUYS: items}, batch_size=200, **options)
-    rngs = nnx.Rngs(0)
-    layers = [graphs.HeteroGraphConv({kind: graphs.SAGEConv(16, 16, rngs=rngs) for kind in ends}) for _ in range(2)]
-    structure, params = nnx.split(nnx.List(layers))
-
-    def fetch(batch: graphs.EdgeMiniBatch) -> Any:
-        rows = {node: graphs.take_rows(features[node], ids, policy.compute_dtype) for node, ids in batch.inputs.items()}
-        return {"edges": batch, "rows": rows}
-
-    def logits_of(params: Any, batch: Any) -> jax.Array:
-        links, rows = batch["edges"], batch["rows"]
-        for layer, blocks in zip(nnx.merge(structure, params), links.blocks, strict=True):
-            rows = layer(blocks, rows)
-        others = jnp.concatenate([links.receivers[BUYS][:, None], links.negative_receivers[BUYS]], axis=1)
-        senders = graphs.gather(rows["user"], links.senders[BUYS])
-        return (senders[:, None] * graphs.gather(rows["item"], others)).sum(-1).astype("float32")
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        logits = logits_of(params, batch)
-        losses = optax.sigmoid_binary_cross_entropy(logits, jnp.zeros_like(logits).at[:, 0].set(1))
-        return losses.mean(where=(batch["edges"].edge_ids[BUYS] >= 0)[:, None])
-
-    tx = jt.with_loss_scale(optax.rmsprop(0.01), jt.torch_loss_scale(2.0**10))
-    step = jax.jit(jt.train_step(jt.stateless(loss_fn), tx, policy=policy))
-    state = jt.TrainState.create(params, tx)
-    for batch in neighbor_batches(sampler, {BUYS: np.arange(2400)}, fetch, epochs=8):
-        state, _ = step(state, batch)
-    of_batch = jax.jit(logits_of)
-
-    def auc_of(params: Any) -> float:
-        batches = list(neighbor_batches(sampler, {BUYS: np.arange(2400)}, fetch, seed=1))
-        scores = np.concatenate([of_batch(params, batch) for batch in batches])  # 12 full batches
-        return graphs.roc_auc(np.broadcast_to(np.arange(5) == 0, scores.shape).ravel(), scores.ravel())
-
-    before, after = auc_of(params), auc_of(state.params)
-    assert after > 0.65 > before + 0.05

@@ -163,21 +163,21 @@ def test_wrong_calls_are_refused() -> None:
     of_types = functools.partial(graphs.neighbor_sampler, by_type)
     sampler = make((1,), some, 2)
     refusals = {
-        "ValueError: fanout 0 must be a positive integer, or -1 for all": lambda: make((0,), some, 2),
-        "ValueError: fanouts is empty": lambda: make((), some, 2),
-        "ValueError: num_trials=0 must be at least 1": lambda: make((1,), some, 2, num_trials=0),
-        "ValueError: seeds is empty": lambda: make((1,), [], 2),
-        "ValueError: batch_size=0 must be at least 1": lambda: make((1,), some, 0),
-        "ValueError: seeds[1] = 2 is out of range for 2 nodes": lambda: make((1,), [0, 2], 2),
-        "ValueError: seeds must be at most 2 nodes, the batch size, got 3": lambda: sampler.sample([0, 1, 0], random),
-        "ValueError: seeds[.*] = 2 is out of range for 2 nodes": lambda: sampler.sample([0, 2], random),
+        "fanout 0 must be a positive integer, or -1 for all": lambda: make((0,), some, 2),
+        "fanouts is empty": lambda: make((), some, 2),
+        "num_trials=0 must be at least 1": lambda: make((1,), some, 2, num_trials=0),
+        "seeds is empty": lambda: make((1,), [], 2),
+        "batch_size=0 must be at least 1": lambda: make((1,), some, 0),
+        "seeds[1] = 2 is out of range for 2 nodes": lambda: make((1,), [0, 2], 2),
+        "seeds must be at most 2 nodes, the batch size, got 3": lambda: sampler.sample([0, 1, 0], random),
+        "seeds[.*] = 2 is out of range for 2 nodes": lambda: sampler.sample([0, 2], random),
         "TypeError: seeds must be integers, got float64": lambda: sampler.sample(np.array([0.5]), random),
-        "ValueError: seed_type is needed, one of 'author', 'paper'": lambda: of_types((1,), some, 2),
-        "ValueError: seed_type='book' must be one of": lambda: of_types((1,), some, 2, seed_type="book"),
-        "ValueError: fanouts lacks edge type ('paper', 'cites', 'paper')": lambda: of_types(
+        "seed_type is needed, one of 'author', 'paper'": lambda: of_types((1,), some, 2),
+        "seed_type='book' must be one of": lambda: of_types((1,), some, 2, seed_type="book"),
+        "fanouts lacks edge type ('paper', 'cites', 'paper')": lambda: of_types(
             ({WRITES: 1},), some, 2, seed_type=PAPER
         ),
-        "ValueError: has 50 nodes of type 'paper', but another edge type has 90": lambda: graphs.neighbor_sampler(
+        "has 50 nodes of type 'paper', but another edge type has 90": lambda: graphs.neighbor_sampler(
             uneven, (1,), some, 2, seed_type=PAPER
         ),
     }

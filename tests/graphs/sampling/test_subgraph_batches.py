@@ -94,7 +94,7 @@ def probabilities(mode: str) -> np.ndarray:
     return found
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mode", MODES)
 def test_nodes_are_drawn_by_the_definitions(mode: str, seed: int) -> None:
@@ -107,9 +107,8 @@ def test_nodes_are_drawn_by_the_definitions(mode: str, seed: int) -> None:
         assert 2 * scipy.stats.norm.sf(abs(deviation)) > RARE
 
 
-@pytest.mark.parametrize(
-    "mode", ["node", pytest.param("edge", marks=pytest.mark.full), pytest.param("walk", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
 def test_losses_and_messages_are_unbiased(mode: str) -> None:
     ends = some_graph()
     index = graphs.host_edges(*ends)

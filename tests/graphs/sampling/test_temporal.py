@@ -67,17 +67,17 @@ def test_what_temporal_neighbors_refuse() -> None:
     index, without = graphs.host_edges([0], [1], 2, times=[0.5]), graphs.host_edges([0], [1], 2)
     assert graphs.temporal_neighbors(index, [1], [1], 1).edges.tolist() == [[-1]]  # ids are not stored
     refusals = {
-        "ValueError: edges have no times: pass times= to": lambda: graphs.temporal_neighbors(without, [0], [1], 1),
-        "ValueError: nodes[0] = 2 is out of range for 2 nodes": lambda: graphs.temporal_neighbors(index, [2], [1], 1),
+        "edges have no times: pass times= to": lambda: graphs.temporal_neighbors(without, [0], [1], 1),
+        "nodes[0] = 2 is out of range for 2 nodes": lambda: graphs.temporal_neighbors(index, [2], [1], 1),
         "TypeError: nodes must be integers, got": lambda: graphs.temporal_neighbors(index, np.array([0.5]), [1], 1),
-        "ValueError: times must have shape (1,), got": [
+        "times must have shape (1,), got": [
             lambda: graphs.temporal_neighbors(index, [0], [1, 2], 1),
             lambda: graphs.host_edges([0], [1], 2, times=[1, 2]),
         ],
-        "ValueError: times[0] is NaN": lambda: graphs.temporal_neighbors(index, [0], [np.nan], 1),
-        "ValueError: k=-1 must be at least 0": lambda: graphs.temporal_neighbors(index, [0], [1], -1),
-        "ValueError: strategy='x' must be one of": lambda: graphs.temporal_neighbors(index, [0], [1], 1, strategy="x"),
-        "ValueError: needs random": lambda: graphs.temporal_neighbors(index, [0], [1], 1, strategy="uniform"),
+        "times[0] is NaN": lambda: graphs.temporal_neighbors(index, [0], [np.nan], 1),
+        "k=-1 must be at least 0": lambda: graphs.temporal_neighbors(index, [0], [1], -1),
+        "strategy='x' must be one of": lambda: graphs.temporal_neighbors(index, [0], [1], 1, strategy="x"),
+        "needs random": lambda: graphs.temporal_neighbors(index, [0], [1], 1, strategy="uniform"),
         "TypeError: times must be real numbers, got <U1": lambda: graphs.host_edges([0], [1], 2, times=np.array(["a"])),
     }
     assert_refused(refusals)

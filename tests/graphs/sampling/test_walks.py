@@ -79,6 +79,7 @@ def test_steps_are_uniform_over_edges(seed: int) -> None:
         check_distribution(walks[walks[:, 1] == node, 2], steps[node])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("p", "q"), [(0.25, 4.0), (4.0, 0.25), (0.5, 0.5), (3.0, 3.0)])
 def test_node2vec_weighs_edges_by_the_node_before(p: float, q: float, seed: int) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from pytrees import assert_bitwise_equal
+from refusals import assert_refused
 
 from jmp_train import graphs
 from jmp_train.graphs import fn
@@ -266,22 +267,18 @@ def test_masks() -> None:
 def test_wrong_arguments_are_named() -> None:
     parts = some_graphs()
     padded = graphs.pad(parts[0], 8, 16)
-    with pytest.raises(ValueError, match="graphs is empty"):
-        graphs.batch([])
-    with pytest.raises(ValueError, match=r"graphs\[1\] is padded: batch first"):
-        graphs.batch([parts[0], padded])
     with pytest.raises(ValueError, match=r"graphs\[1\] has nodes \['g', 'h'\], graphs\[0\] has"):
         graphs.batch([parts[0], parts[1].with_nodes(g=jnp.ones(3))])
-    with pytest.raises(ValueError, match="graph is padded already"):
-        graphs.pad(padded, 20, 20)
-    with pytest.raises(ValueError, match="n_node=4 is too small by 1: at least 5"):
-        graphs.pad(parts[0], 4, 16)
-    with pytest.raises(ValueError, match="n_edge=5 is too small by 4: at least 9"):
-        graphs.pad(parts[0], 5, 5)
-    with pytest.raises(ValueError, match="graph is not padded"):
-        graphs.unpad(parts[0])
     for call in (graphs.node_mask, graphs.unpad, lambda graph: graphs.pad(graph, 9, 99)):
         with pytest.raises(TypeError, match="graph must be a Graph, got GraphsTuple; convert jraph's with from_jraph"):
             call(cast(Any, graphs.to_jraph(parts[0])))
-    with pytest.raises(TypeError, match="graph is traced"):
-        jax.jit(lambda g: graphs.pad(g, 8, 16))(parts[0])
+    refusals = {
+        "graphs is empty": lambda: graphs.batch([]),
+        "graphs[1] is padded: batch first": lambda: graphs.batch([parts[0], padded]),
+        "graph is padded already": lambda: graphs.pad(padded, 20, 20),
+        "n_node=4 is too small by 1: at least 5": lambda: graphs.pad(parts[0], 4, 16),
+        "n_edge=5 is too small by 4: at least 9": lambda: graphs.pad(parts[0], 5, 5),
+        "graph is not padded": lambda: graphs.unpad(parts[0]),
+        "TypeError: graph is traced": lambda: jax.jit(lambda g: graphs.pad(g, 8, 16))(parts[0]),
+    }
+    assert_refused(refusals)

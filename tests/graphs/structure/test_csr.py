@@ -31,7 +31,7 @@ def shared(graph: Graph) -> Any:
     return neighbors.leaving
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("is_permuted", [False, True])
 @pytest.mark.parametrize("formats", [("csr",), ("coo", "csr")])
 def test_a_symmetric_graph_has_its_neighbors_once(formats: tuple[str, ...], is_permuted: bool) -> None:

@@ -1,6 +1,5 @@
 from typing import Any
 
-import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -48,15 +47,6 @@ def test_derived_graphs_of_odd_graphs(ends: Ends) -> None:
 @given(edges())
 def test_derived_graphs_equal_loops(ends: Ends) -> None:
     check(ends)
-
-
-def test_the_line_graph_is_that_of_networkx() -> None:
-    network = nx.gnp_random_graph(12, 0.3, seed=0, directed=True)
-    ends = np.array(network.edges)
-    line = graphs.line_graph(graphs.from_edges(ends[:, 0], ends[:, 1], 12))
-    names = [(u, v) for u, v in ends.tolist()]
-    found = {(names[i], names[j]) for i, j in zip(line.senders.tolist(), line.receivers.tolist(), strict=True)}
-    assert found == set(nx.line_graph(network).edges)
 
 
 @pytest.mark.parametrize("derive", [graphs.line_graph, graphs.add_virtual_node])

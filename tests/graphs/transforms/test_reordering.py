@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
-from jmp_train.graphs import fn
 
 pytestmark = pytest.mark.quick
 
@@ -49,8 +48,7 @@ def test_by_degree_the_first_nodes_have_most_edges_and_equals_keep_their_order()
     assert new.in_degrees.tolist() == sorted(degrees.tolist(), reverse=True)
 
 
-@pytest.mark.full
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     by=st.sampled_from(["degree", "rcm"]),
@@ -88,23 +86,6 @@ def test_the_graph_is_the_same_under_other_names(seed: int, by: str, sizes: list
 def test_parallel_edges_keep_their_order() -> None:
     graph = graphs.from_edges([1, 0, 1, 1], [0, 1, 0, 0], 2, edges={"w": jnp.arange(4)})
     assert graphs.reorder(graph)[0].edges["w"].tolist() == [0, 2, 3, 1]
-
-
-@pytest.mark.parametrize("by", ["degree", "rcm"])
-def test_what_is_computed_goes_back_to_the_old_names(by: str) -> None:
-    """Whole numbers: sums are exact in any order."""
-    random = np.random.default_rng(0)
-    h = random.integers(-9, 9, (50, 3)).astype(np.float32)
-    senders, receivers = random.integers(0, 50, (2, 400))
-    graph = graphs.from_edges(senders, receivers, 50, nodes={"h": h})
-    message, reduce = fn.copy_u("h", "m"), fn.sum("m", "x")
-    new, order = graphs.reorder(graph, by)
-    found = np.asarray(graphs.update_all(new, message, reduce).nodes["x"])
-    wanted = np.asarray(graphs.update_all(graph, message, reduce).nodes["x"])
-    np.testing.assert_array_equal(found, wanted[order])
-    np.testing.assert_array_equal(found[np.argsort(order)], wanted)
-    train = np.array([3, 30, 31])
-    np.testing.assert_array_equal(np.asarray(new.nodes["h"])[np.argsort(order)[train]], h[train])
 
 
 def test_an_unknown_order_is_named() -> None:

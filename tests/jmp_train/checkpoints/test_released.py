@@ -137,10 +137,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(saved: Path, tmp_pat
         assert old in text
         (folder / "manifest.json").write_text(text.replace(old, new))
         (folder / "manifest.sha256").write_text(hashlib.sha256(text.replace(old, new).encode()).hexdigest())
-        with (
-            jt.CheckpointStore(directory, read_only=True) as store,
-            pytest.raises(ValueError, match=message),
-        ):
+        with jt.CheckpointStore(directory, read_only=True) as store, pytest.raises(ValueError, match=message):
             store.restore(new_state("flat"))
 
 

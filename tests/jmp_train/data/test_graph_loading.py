@@ -5,14 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import jmp_train as jt
 from jmp_train import graphs
 from jmp_train.data.graph_loading import neighbor_batches
 
@@ -61,16 +57,6 @@ def test_each_seed_comes_once_an_epoch_in_another_order() -> None:
     assert [len(batch) for batch in whole] == [32] * 2 and -1 not in whole[1]
     in_order = taken(neighbor_batches(sampler, seeds, ids, shuffle=False))
     assert real(in_order) == seeds.tolist()
-
-
-def test_a_step_on_an_uncommitted_state_is_compiled_once() -> None:
-    seeds = np.arange(64)
-    sampler, _, _ = sampler_of(seeds)
-    step: Any = jax.jit(lambda state, batch: state + batch["seeds"].sum())
-    state = jnp.zeros((), jnp.int32)
-    for batch in neighbor_batches(sampler, seeds, ids):
-        state = step(state, batch)
-    assert step._cache_size() == 1
 
 
 def test_threads_and_resuming_change_nothing() -> None:
@@ -148,54 +134,3 @@ def test_wrong_calls_are_refused() -> None:
         neighbor_batches(sampler, seeds, ids, epochs=0)
     with pytest.raises(ValueError, match="seed=-1 must be between 0"):
         neighbor_batches(sampler, seeds, ids, seed=-1)
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = graphs.SAGEConv(8, 16, activation=nnx.relu, rngs=rngs)
-        self.second = graphs.SAGEConv(16, CLASSES, rngs=rngs)
-
-    def __call__(self, blocks: Any, rows: jax.Array) -> jax.Array:
-        return self.second(blocks[1], self.first(blocks[0], rows))
-
-
-@pytest.mark.full
-def test_a_model_learns_from_mini_batches_in_half() -> None:
-    train, test = np.arange(0, COUNT, 2), np.arange(1, COUNT, 2)
-    sampler, edges, labels = sampler_of(train, batch_size=64)
-    noise = np.random.default_rng(1).normal(size=(COUNT, 8))
-    features = (noise + 1.5 * np.eye(CLASSES, 8)[labels]).astype(np.float32)
-    policy = jt.get_policy("mixed_float16")
-
-    def fetch(batch: graphs.MiniBatch) -> Any:
-        return {
-            "blocks": batch.blocks,
-            "features": graphs.take_rows(features, batch.inputs, policy.compute_dtype),
-            "label": graphs.take_rows(labels, batch.seeds),
-            "is_seed": batch.seeds >= 0,
-        }
-
-    definition, params = nnx.split(Net(nnx.Rngs(0)))
-    traces = []
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        traces.append(None)
-        logits = nnx.merge(definition, params)(batch["blocks"], batch["features"])
-        assert logits.dtype == policy.compute_dtype
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["label"])
-        return losses.mean(where=batch["is_seed"])
-
-    tx = jt.with_loss_scale(optax.adam(1e-2), jt.torch_loss_scale(2.0**10))
-    step = jax.jit(jt.train_step(jt.stateless(loss_fn), tx, policy=policy))
-    state = jax.device_put(jt.TrainState.create(params, tx), jax.devices()[0])  # as batches are
-    with jax.numpy_dtype_promotion("standard"):  # optax's own code promotes
-        for batch in neighbor_batches(sampler, train, fetch, epochs=12):
-            state, _ = step(state, batch)
-    model = nnx.merge(definition, policy.cast_to_compute(state.params))
-    rows = features.astype(policy.compute_dtype)
-    logits = graphs.layerwise_inference([model.first, model.second], edges, rows, batch_size=128)
-    assert logits.dtype == policy.compute_dtype
-    accuracy = (logits.astype(np.float32).argmax(1) == labels)[test].mean()
-    alone = (features[:, :CLASSES].argmax(1) == labels)[test].mean()
-    assert accuracy > alone + 0.08  # what neighbors tell, beyond a node's own features
-    assert len(traces) == 2  # the step, and before it a look at its products

@@ -244,6 +244,7 @@ def mnist_shapes(count: int) -> tuple[Any, ...]:
     return params, batch_stats, batch, jax.random.key(1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("half", HALVES, ids=lambda half: half.__name__)
 def test_the_mnist_network_by_its_shapes(half: Any) -> None:
     args = mnist_shapes(4)
@@ -301,6 +302,7 @@ def residual_bytes(loss: Callable[..., Any], params: Any, *args: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
+@pytest.mark.full
 def test_the_mnist_network_keeps_half_as_much_for_its_gradient() -> None:
     def loss(*args: Any) -> jax.Array:
         return promoting(mnist.loss_fn)(*args)[0]

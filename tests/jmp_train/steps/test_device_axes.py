@@ -51,7 +51,7 @@ def new_state(count: int) -> jt.TrainState:
     return jt.TrainState.create(jnp.zeros((count, WIDTH)), optax.sgd(1.0), model_state=model_state)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("route", ROUTES)
 def test_devices_draw_their_own_masks_and_agree_on_the_next_keys(route: str, accumulate_steps: int) -> None:

@@ -29,6 +29,7 @@ def loss_fn(w: Any, state: Any, batch: Any, rng: Any) -> Any:
     return w * 1.0, (new, None)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("route", "parts"), [("data_parallel", 1), ("data_parallel", 2), ("pmap_step", 1), ("sharded_step", 2)]
 )

@@ -153,6 +153,7 @@ def test_an_optimizer_that_would_train_them_says_what_to_do(wrap: Any) -> None:
     optimizer.init(jax.tree.map(lambda x: x.astype(jnp.bfloat16), VARIABLES["params"]))
 
 
+@pytest.mark.full
 def test_variables_of_nnx_among_the_parameters_are_refused() -> None:
     model: Any = nnx.bridge.ToNNX(MODEL, rngs=nnx.Rngs(0))
     promoting(model.lazy_init)(BATCH)

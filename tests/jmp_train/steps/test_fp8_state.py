@@ -115,6 +115,7 @@ def test_a_skipped_step_leaves_them() -> None:
         assert_bitwise_equal(after.model_state, state.model_state)
 
 
+@pytest.mark.full
 def test_nothing_that_is_not_finite_enters_without_a_loss_scale_either() -> None:
     optimizer = optax.sgd(1e-3)
     step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy_of())
@@ -159,6 +160,7 @@ def unrolled(params: Any, batch: jax.Array) -> jax.Array:
     return (batch.astype(jnp.float32) ** 2).mean()
 
 
+@pytest.mark.full
 def test_the_largest_of_a_loop_counts() -> None:
     layers = jnp.stack([PARAMS["up"][:, :16] * size for size in (1.0, 3.0, 0.5)])
     loop, layer_by_layer = (ran(*made(loss, params=layers), steps=1) for loss in (scanned, unrolled))
@@ -205,6 +207,7 @@ def test_the_largest_of_a_pipelines_stages_counts() -> None:
     np.testing.assert_allclose(one[::2], each.max(0)[::2], rtol=2e-2)
 
 
+@pytest.mark.full
 def test_the_models_own_state_goes_on() -> None:
     def loss(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         del rng
@@ -220,17 +223,6 @@ def test_the_models_own_state_goes_on() -> None:
     after, _ = jax.jit(other)(state, BATCH)
     assert_bitwise_equal(scales_of(after), scales_of(state))
     assert bool(jnp.isfinite(jt.apply_policy(loss_fn, policy_of())(state.params, BATCH)))
-
-
-@pytest.mark.full
-def test_a_checkpoint_has_them(tmp_path: Any) -> None:
-    step, empty = made()
-    state = ran(step, empty, 2)
-    with jt.CheckpointStore(tmp_path) as store:
-        store.save(2, state)
-        store.wait()
-        _, restored = store.restore(empty)
-    assert_bitwise_equal(restored.model_state, state.model_state)
 
 
 def test_what_is_missing_is_said() -> None:

@@ -48,7 +48,7 @@ def own_step(gradients: GradientFunction, axis_names: tuple[str, ...] = ()) -> A
     return step
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("axis_names", [(), ("data",)])
 def test_a_step_of_four_parts_is_train_step(count: int, axis_names: tuple[str, ...]) -> None:

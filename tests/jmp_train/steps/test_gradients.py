@@ -110,30 +110,6 @@ def test_wrong_scale_and_wrong_loss_are_named() -> None:
         jt.scaled_value_and_grad(lambda w: jnp.int32(1))(jt.NoOpLossScale(), jnp.float32(1))
 
 
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore::jmp_train.policies.InnerGradientWarning")  # of a gradient with its own scale
-def test_gradient_penalty_in_half_precision() -> None:
-    """The recipe of docs/recipes/losses.md against float64."""
-    rng = np.random.default_rng(1)
-    w, x = rng.normal(size=(5, 3)), rng.normal(size=(16, 5))
-
-    def critic(w: Any, x: Any) -> Any:
-        return jnp.tanh(x @ w).sum()
-
-    def penalized(w: Any, x: Any, scale: jt.LossScale) -> Any:
-        scaled = jax.grad(lambda x: scale.scale(critic(w, x)))(x)
-        norms = jnp.sqrt((scale.unscale(scaled) ** 2).sum(-1))
-        return critic(w, x).astype(norms.dtype) + ((norms - 1) ** 2).mean()
-
-    scale = jt.StaticLossScale(2.0**8)
-    fn = jt.scaled_value_and_grad(lambda w, x: penalized(w, x, scale), MIXED)
-    _, grads = jax.jit(fn)(scale, jnp.asarray(w, jnp.float32), jnp.asarray(x, jnp.float32))
-    with jax.enable_x64(True):
-        expected = jax.grad(lambda w: penalized(w, jnp.asarray(x), jt.NoOpLossScale()))(jnp.asarray(w))
-        expected = np.asarray(expected)
-    np.testing.assert_allclose(scale.unscale(grads), expected, rtol=0.05, atol=0.05)
-
-
 def test_several_losses_with_a_scale_each_share_a_step() -> None:
     """A bad loss backs its own scale off, and the shared step is skipped."""
     optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())

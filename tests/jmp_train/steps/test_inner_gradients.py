@@ -73,6 +73,7 @@ def said(fn: Any, *args: Any) -> list[Any]:
     return [warning for warning in found if warning.category is jt.policies.InnerGradientWarning]
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_inner_gradient_is_named_once_at_its_line(way: Any, route: str) -> None:
@@ -84,6 +85,7 @@ def test_an_inner_gradient_is_named_once_at_its_line(way: Any, route: str) -> No
     assert "jt.scaled_grad" in str(warning.message)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("route", ROUTES)
 def test_other_gradients_are_not(route: str) -> None:
     assert not said(ROUTES[route](by_grad, jnp.bfloat16), W, X)
@@ -97,6 +99,7 @@ def test_other_gradients_are_not(route: str) -> None:
         assert not said(ROUTES[route](exact, jnp.float16), W, X)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("route", ["autocast", "policy"])
 def test_a_scaled_gradient_is_unscaled_and_right(route: str) -> None:
     wanted = np.asarray(jax.grad(small_loss, 1)(W, X))
@@ -112,6 +115,7 @@ def test_a_scaled_gradient_is_unscaled_and_right(route: str) -> None:
     assert np.linalg.norm(plain - wanted) > 0.05 * np.linalg.norm(wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("policy", ["autocast_float16", "mixed_float16"])
 def test_a_step_with_an_input_gradient_learns_as_in_float32(policy: str) -> None:
     """Adversarial examples: the sign of each gradient, and the gradient through a penalty of it."""

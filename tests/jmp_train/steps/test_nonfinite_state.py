@@ -58,6 +58,7 @@ ROUTES: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("route", "accumulate_steps"), [*((route, 1) for route in ROUTES), ("jit", 2)])
 def test_a_step_is_taken_and_keeps_the_old_state(route: str, accumulate_steps: int) -> None:
     step = jt.train_step(squares_loss, optimizer(), policy="mixed_float16", accumulate_steps=accumulate_steps)
@@ -172,6 +173,7 @@ class NnxNet(nnx.Module):
         return self.dropout(x) @ self.w[...].astype(x.dtype)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("scale", [jt.torch_loss_scale(2.0**4), jt.NoOpLossScale()])
 @pytest.mark.parametrize("value", [300.0, np.inf])
 def test_nnx_modules_keep_theirs(scale: Any, value: float) -> None:

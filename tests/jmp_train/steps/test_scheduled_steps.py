@@ -3,20 +3,18 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from promotion import relaxed
-from pytrees import assert_bitwise_equal, host_copy
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 
@@ -135,82 +133,3 @@ def test_scales_and_histories_of_products_in_8_bits_wait_for_their_next_phase() 
         histories.append(np.asarray(state.model_state.fp8.value.amax_history["dot_general"]).tobytes())
     changed = [before != after for before, after in itertools.pairwise(histories)]
     assert changed == [True] * 3 + [False] * 2 + [True] * 2  # two steps of float32, which leave them as they are
-
-
-@pytest.mark.full
-def test_eight_devices_follow_the_schedule() -> None:
-    optimizer = CASES["adam"][1]
-    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-
-    def run(make_step: Callable[[Any], Any]) -> tuple[jt.TrainState, list[Any]]:
-        state, seen = first_state("adam"), []
-        for step, batch in zip(THERE_AND_BACK.steps(make_step, TOTAL), batches(), strict=True):
-            state, metrics = step(state, batch)
-            seen.append(host_copy(metrics))
-        return state, seen
-
-    def step_of(policy: Any) -> jt.steps.TrainStep:
-        return jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy)
-
-    eight, metrics = run(lambda policy: jt.data_parallel(step_of(policy), mesh, donate_argnums=0))
-    one, expected = run(lambda policy: jax.jit(step_of(policy), donate_argnums=0))
-    assert [bool(x["grads_finite"]) for x in metrics] == [True] * 6 + [False, True]
-    assert [float(x["loss_scale"]) for x in metrics] == [float(x["loss_scale"]) for x in expected]
-    # float16 adds an eighth as many terms on each device; Adam makes more of it than there is.
-    np.testing.assert_allclose(eight.params["w"], one.params["w"], atol=2e-3)
-
-
-class Block(nnx.Module):
-    """A layer with statistics, as flax nnx users write it."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.linear, self.norm = nnx.Linear(6, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.tanh(self.norm(self.linear(x)))
-
-
-def nnx_case() -> tuple[Any, Any, Any]:
-    graph, weights, rest = nnx.split(Block(nnx.Rngs(0)), nnx.Param, ...)
-
-    def nnx_loss(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        del rng
-        model = nnx.merge(graph, params, model_state)
-        loss = jnp.mean((model(batch["x"]).sum(-1) - batch["y"]).astype(jnp.float32) ** 2)
-        return loss, (nnx.state(model, nnx.Not(nnx.Param)), None)
-
-    return nnx_loss, weights, rest
-
-
-def equinox_case() -> tuple[Any, Any, Any]:
-    arrays, static = eqx.partition(eqx.nn.MLP(6, 4, 8, 1, key=jax.random.key(0)), eqx.is_inexact_array)
-
-    def equinox_loss(params: Any, batch: Any) -> jax.Array:
-        out = jax.vmap(eqx.combine(params, static))(batch["x"])
-        return jnp.mean((out.sum(-1) - batch["y"]).astype(jnp.float32) ** 2)
-
-    return jt.stateless(equinox_loss), arrays, None
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [nnx_case, equinox_case])
-def test_models_of_nnx_and_equinox_go_through_the_phases_as_steps_by_hand_do(case: Callable[[], Any]) -> None:
-    loss, weights, model_state = case()
-    optimizer = scaled(optax.sgd(0.05))
-
-    def make_step(policy: Any) -> Any:
-        return jax.jit(jt.train_step(loss, optimizer, policy=policy))
-
-    by_hand = [make_step(policy) for policy in ("autocast_float16", "float32")]
-    schedule = jt.PolicySchedule({0: "autocast_float16", 0.75: "float32"})
-    first = jt.TrainState.create(weights, optimizer, model_state=model_state)
-    with jax.numpy_dtype_promotion("standard"):
-        expected = first
-        for number, batch in enumerate(batches()):
-            expected, _ = by_hand[number >= 6](expected, batch)
-        state = first
-        for step, batch in zip(schedule.steps(make_step, TOTAL), batches(), strict=True):
-            state, _ = step(state, batch)
-    assert_bitwise_equal(jax.tree.leaves(state), jax.tree.leaves(expected))
-    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), state.params, weights)
-    assert all(x > 0 for x in jax.tree.leaves(moved))

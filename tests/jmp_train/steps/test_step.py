@@ -352,18 +352,6 @@ def test_vmap_over_seeds_equals_each_alone() -> None:
         np.testing.assert_allclose(together.params["w"][i], alone.params["w"], rtol=1e-6)
 
 
-def test_scan_over_steps() -> None:
-    optimizer = inner()
-    step = jt.train_step(jt.stateless(line_loss), optimizer)
-    batches = jnp.stack([line_batch(i) for i in range(4)])
-    scanned, metrics = jax.jit(lambda s: jax.lax.scan(step, s, batches))(line_state(optimizer))
-    looped = line_state(optimizer)
-    for batch in batches:
-        looped, _ = jax.jit(step)(looped, batch)
-    np.testing.assert_allclose(scanned.params["w"], looped.params["w"], rtol=1e-6)
-    assert metrics["loss"].shape == (4,)
-
-
 # --- errors -----------------------------------------------------------------------------------
 
 
@@ -498,16 +486,3 @@ def test_eight_devices_equal_one(way: str, accumulate_steps: int) -> None:
     a, metrics = on_eight(a, sharded(batches[-1].at[9].set(jnp.inf), way))  # an example of the third device
     assert_bitwise_equal(jax.device_get(a.params), before)
     assert (int(metrics["skipped_steps"]), float(metrics["loss_scale"])) == (1, 2.0**7)
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_reduced_in_the_dtype_of_the_policy(way: str) -> None:
-    """Eight local gradients of 30,000: their float16 sum overflows unless it is divided first."""
-    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
-    for reduce_dtype, expected in (("f32", 30000.0), ("f16", 29984.0)):
-        policy = jt.get_policy(f"p=f32,c=f16,o=f32,r={reduce_dtype}")
-        step = jt.train_step(jt.stateless(lambda p, b: (p["w"] * b).sum()), optimizer, policy=policy)
-        state = jt.TrainState.create({"w": jnp.zeros(())}, optimizer)
-        after, _ = parallel(step, way)(state, sharded(jnp.full(8, 30000.0), way))
-        np.testing.assert_allclose(after.params["w"], -0.1 * expected, rtol=1e-3)

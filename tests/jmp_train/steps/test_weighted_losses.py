@@ -56,6 +56,7 @@ def ran(route: str, step: Any, batch: Any = BATCH) -> Any:
     return metrics, W - np.asarray(new.params)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("route", "accumulate_steps"),
     [("jit", 1), ("jit", 4), ("jit", 16), *((r, 2) for r in ("data_parallel", "pmap_step", "shard_map")), ("fsdp", 1)],
@@ -71,6 +72,7 @@ def test_every_token_counts_alike(route: str, accumulate_steps: int) -> None:
     np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(grads), rtol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("policy", ["mixed_float16", "autocast_bfloat16", "float16"])
 def test_policies_leave_weights_in_float32(policy: str) -> None:
     """70,001 tokens in two parts: neither half type has this number, and one policy returns aux in float16."""
