@@ -101,7 +101,7 @@ def damaged(path: Path, kind: str) -> None:
         os.mkfifo(path)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["flipped", "truncated", "deleted", "a link", "a fifo"])
 def test_damage_to_any_of_its_files_is_found(kind: str, saved: Path, tmp_path: Path) -> None:
     step, read = saved / "flat" / "step_00000007", 0

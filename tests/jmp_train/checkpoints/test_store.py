@@ -211,6 +211,7 @@ def on_devices(state: Any, count: int) -> Any:
     return jax.tree.map(place, state)
 
 
+@pytest.mark.full
 def test_a_state_moves_between_device_counts(tmp_path: Path) -> None:
     state = {"train": training_state(1), "long": jnp.linspace(0, 1, 64).reshape(16, 4)}
     blank = {"train": training_state(2), "long": jnp.zeros((16, 4))}

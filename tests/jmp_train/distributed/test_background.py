@@ -75,7 +75,7 @@ def test_so_has_a_script_that_ends_by_an_error(tmp_path: Path, launched: bool) -
     assert saved(tmp_path / "error") == (7, 7)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("launched", [False, True], ids=["python", "launched"])
 def test_a_last_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, launched: bool) -> None:
     script = "store.save(6, {'step': 6})\nstore.wait()\nfill_the_disk()\nstore.save(7, state)\nprint('done')\n"

@@ -173,42 +173,6 @@ def test_complex_parameters_state_and_aux_are_those_of_one_device(route: str, re
         assert_replicas_are_equal((state.params, state.model_state))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("route", ROUTES)
-def test_an_overflow_on_one_replica_is_skipped_by_all(route: str) -> None:
-    step, state = make(optax.adam(1e-2), "mixed_float16", None)
-    many = ROUTES[route](step)
-    finite, scales, skipped = [], [], []
-    for number, batch in enumerate(batches(12)):
-        if number in (3, 4, 9):
-            batch["x"][ROWS // DEVICES * 5] = 7e4  # infinite in float16, on the sixth device alone
-        before = jax.device_get((state.params, state.model_state))
-        state, metrics = many(state, batch)
-        finite.append(bool(metrics["grads_finite"]))
-        scales.append(float(metrics["loss_scale"]))
-        skipped.append(int(metrics["skipped_steps"]))
-        if not finite[-1]:
-            after = jax.device_get((state.params, state.model_state))
-            jax.tree.map(np.testing.assert_array_equal, after, before)
-    assert [number for number, is_finite in enumerate(finite) if not is_finite] == [3, 4, 9]
-    assert scales[-1] == 2.0**7
-    assert skipped[-1] == 3
-    assert_replicas_are_equal((state.params, state.model_state, state.opt_state))
-
-
-@pytest.mark.full
-def test_the_routes_lose_the_same_with_adam() -> None:
-    losses = {}
-    for route, transform in ROUTES.items():
-        step, state = make(optax.adam(1e-2), "mixed_bfloat16", None)
-        many, losses[route] = transform(step), []
-        for batch in batches(20):
-            state, metrics = many(state, batch)
-            losses[route].append(float(metrics["loss"]))
-    for route in ("pmap", "jit"):
-        np.testing.assert_allclose(losses[route], losses["shard_map"], rtol=2e-2)
-
-
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
@@ -549,32 +513,3 @@ def test_eight_gpus_reduce_gradients_while_they_compute_others(route: str, plan_
             multiplies.append(any("__cublas" in line for line in entry[start:done]))
     # After the last of the gradients there is no other to compute.
     assert multiplies == [True] * (LAYERS - 1) + [False]
-
-
-@pytest.mark.full
-def test_an_optimizer_state_may_be_sharded_where_jit_places_the_step() -> None:
-    """ZeRO's first stage: each device keeps its part of the momentum, and updates that."""
-    step, state = make(optax.sgd(0.05, momentum=0.9), "mixed_float16", "data")
-
-    def divided(x: jax.Array) -> NamedSharding:
-        axes = [axis for axis, size in enumerate(x.shape) if size % DEVICES == 0]
-        where = PartitionSpec(*(("data" if axis in axes[:1] else None) for axis in range(x.ndim)))
-        return NamedSharding(MESH, where)
-
-    apart = jax.tree.map(lambda x: NamedSharding(MESH, PartitionSpec()), state)
-    apart = dataclasses.replace(apart, opt_state=jax.tree.map(divided, state.opt_state))
-    run = jax.jit(jt.sharded_step(step, MESH), out_shardings=(apart, None))
-    whole = jax.jit(jt.data_parallel(step, MESH))
-    parts = jax.device_put(state, apart)
-    for batch in batches(10):
-        parts, _ = run(parts, batch)
-        state, _ = whole(state, batch)
-    moments = [x for x in jax.tree.leaves(parts.opt_state) if x.ndim and x.size > 100]
-    assert len(moments) == 2  # the kernels'
-    for x in moments:
-        assert x.addressable_shards[0].data.size * DEVICES == x.size
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
-        jax.device_get(parts.params),
-        jax.device_get(state.params),
-    )

@@ -71,6 +71,7 @@ def test_devices_draw_their_own_masks_and_agree_on_the_next_keys(route: str, acc
             np.testing.assert_array_equal(shard.data, wanted)
 
 
+@pytest.mark.full
 def test_keys_add_no_all_reduce_to_a_step() -> None:
     """They are summed with the test for overflow; one of its own would take some microseconds of each step on GPUs."""
 

@@ -57,7 +57,7 @@ def test_steps_are_those_of_flax() -> None:
     assert len(jax.tree.leaves(state.opt_state)) == 1 + 2 * len(jax.tree.leaves(VARIABLES["params"]))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_no_loss_scale_and_no_policy_touches_them(policy: str) -> None:
     plain, _ = run(optax.sgd(0.1), steps=1)

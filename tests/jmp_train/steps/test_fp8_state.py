@@ -87,6 +87,7 @@ def assert_same(one: Any, other: Any) -> None:
     assert_close(one.params, other.params, rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.full
 def test_micro_batches_are_one_batch() -> None:
     whole, parts = (ran(*made(accumulate_steps=count)) for count in (1, 4))
     assert_same(parts, whole)

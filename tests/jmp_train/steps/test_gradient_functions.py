@@ -98,6 +98,7 @@ def test_a_penalty_plugs_in(accumulate_steps: int) -> None:
         np.testing.assert_allclose(before.params[name] - after.params[name], x, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_noise_plugs_in_and_differs_between_devices() -> None:
     optimizer = optax.sgd(1.0)
     step = jt.train_step(jt.stateless(lambda params, x: 0 * (params * x).sum()), optimizer).with_transforms(with_noise)

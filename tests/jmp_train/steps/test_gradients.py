@@ -110,29 +110,6 @@ def test_wrong_scale_and_wrong_loss_are_named() -> None:
         jt.scaled_value_and_grad(lambda w: jnp.int32(1))(jt.NoOpLossScale(), jnp.float32(1))
 
 
-def test_several_losses_with_a_scale_each_share_a_step() -> None:
-    """A bad loss backs its own scale off, and the shared step is skipped."""
-    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
-    fn = jt.scaled_value_and_grad(lambda w, x: (w * x).sum())
-
-    @jax.jit
-    def step(params: Any, opt_state: Any, scales: Any, inputs: Any) -> Any:
-        grads = [scale.unscale(fn(scale, params, x)[1]) for scale, x in zip(scales, inputs, strict=True)]
-        scales = [s.adjust(jt.all_finite(g)) for s, g in zip(scales, grads, strict=True)]
-        total = jax.tree.map(jnp.add, *grads)
-        updates, opt_state = optimizer.update(total, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, scales
-
-    params = jnp.ones(2)
-    state, scales = optimizer.init(params), [jt.torch_loss_scale(8.0), jt.torch_loss_scale(32.0)]
-    params, state, scales = step(params, state, scales, (jnp.ones(2), jnp.full(2, jnp.inf)))
-    assert [float(s.loss_scale) for s in scales] == [8.0, 16.0]
-    np.testing.assert_array_equal(params, [1, 1])
-    params, state, scales = step(params, state, scales, (jnp.ones(2), jnp.ones(2)))
-    np.testing.assert_allclose(params, [0.8, 0.8], rtol=1e-6)
-    assert int(state.skipped_steps) == 1
-
-
 def test_a_gan_step_of_two_optimizers_with_a_scale_each() -> None:
     """The generator's overflow skips the generator alone, and the other way round."""
     make = lambda: jt.with_loss_scale(optax.sgd(0.1), jt.torch_loss_scale(2.0**8))

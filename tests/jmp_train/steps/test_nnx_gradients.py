@@ -86,6 +86,7 @@ def test_gradients_are_those_of_nnx_times_the_scale(policy: str | None, toleranc
     assert ours.calls == 1
 
 
+@pytest.mark.full
 def test_argnums_are_those_of_nnx() -> None:
     class Gain(nnx.Variable):
         pass

@@ -137,6 +137,7 @@ class FlaxState(TrainState):
     key: jax.Array
 
 
+@pytest.mark.full
 def test_steps_that_are_taken_are_flaxs_to_the_bit() -> None:
     tx = relaxed(optax.sgd(0.1, momentum=0.9))
     expected = jax.jit(promoting(step))(created(FlaxState, tx), X)
