@@ -15,7 +15,7 @@ from jmp_train.app.runs.loop import train
 from jmp_train.app.runs.precisions import precision_of
 from jmp_train.task import Task
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 
 def small_task(examples: int, features: tuple[int, ...], devices: int = 1) -> Task:
@@ -26,7 +26,6 @@ def small_task(examples: int, features: tuple[int, ...], devices: int = 1) -> Ta
     return promoting_task(cifar10.make_task(model, train, test))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", ["torch", "apex-O1", "apex-O2", "apex-O3", "naive"])
 def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
     """Reads the dtypes of their results in the program of a loss and its gradient."""
@@ -44,7 +43,6 @@ def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
     assert all(":f16[" in result for result in results)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", ["float32", "torch", "apex-O1", "apex-O2", "apex-O3", "mixed_bfloat16"])
 def test_a_small_network_learns(mode: str) -> None:
     task = small_task(512, (8, 16))

@@ -54,7 +54,7 @@ def dense_logits(model: str, data: NodeData, params: dict[str, np.ndarray]) -> n
     return x
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["gcn", "gat", "sage"])
 def test_predictions_are_the_papers_formulas_and_drop_nothing(model: str, small: NodeData) -> None:
     task = make_task(small, model)
@@ -99,6 +99,7 @@ def test_a_data_set_is_chosen_in_any_case(folder: Path) -> None:
             load_task("cora", sparse=True, **options)
 
 
+@pytest.mark.full
 def test_sparse_words_train_as_those_with_zeros_do() -> None:
     """The first gradient is the same, without dropout, whose draws differ."""
     results = []

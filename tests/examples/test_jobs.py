@@ -43,7 +43,7 @@ TINY = {
 }
 PRECISIONS = ("float32", "mixed_float16", "autocast_bfloat16")
 MODELS = [f"models.{name}" for name in ("causal_attention", "gpt", "graph_classifiers", "rounded_once", "token_losses")]
-QUICK = ("table_mlp-mixed_float16", "karate-autocast_bfloat16")
+QUICK = ("table_mlp", "mixed_float16")
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +90,7 @@ def test_a_job_is_short_and_has_its_row_in_the_list() -> None:
     assert sum(1 for line in readme_job().splitlines() if line) <= 25
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["cora", "lm", "proteins", "reddit", "task_options", *MODELS])
 def test_the_examples_in_docstrings_are_right(name: str) -> None:
     found = doctest.testmod(importlib.import_module(name))
@@ -107,7 +108,7 @@ def test_each_option_of_a_published_job_is_described(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(name, precision, marks=() if f"{name}-{precision}" in QUICK else pytest.mark.full)
+        pytest.param(name, precision, marks=() if (name, precision) == QUICK else pytest.mark.full)
         for name in TINY
         for precision in PRECISIONS
     ],

@@ -10,7 +10,7 @@ import jmp_train as jt
 from jmp_train.app.runs.loop import train
 from jmp_train.task import Task
 
-pytestmark = [pytest.mark.quick, pytest.mark.newest]
+pytestmark = [pytest.mark.full, pytest.mark.newest]
 
 POLICIES = ("float32", "mixed_float16", "autocast_float16")
 
@@ -20,7 +20,6 @@ def load(model: str) -> Task:
     return dataclasses.replace(task, optimizer=lambda steps: relaxed(task.optimizer_for(steps)))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("model", "least"), [("gcn", 0.9), ("gat", 0.8)])
 def test_every_policy_is_as_accurate(model: str, least: float) -> None:
     runs = [train(load(model), policy) for policy in POLICIES]
@@ -32,7 +31,6 @@ def test_every_policy_is_as_accurate(model: str, least: float) -> None:
         assert run.epochs[-1].loss < 0.1 < run.epochs[0].loss
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", ["gcn", "gat"])
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_the_model_computes_in_half(model: str, policy: str) -> None:

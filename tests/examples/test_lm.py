@@ -74,7 +74,7 @@ def test_the_text_is_pythons_documentation_and_its_last_tenth_is_held_out() -> N
     np.testing.assert_array_equal(prepared["label"], task.train["label"][:2])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*POLICIES, *MODES, *BFLOAT16_MODES])
 def test_gradients_are_finite_in_every_policy_and_mode_and_all_parameters_move(phrases: Task, name: str) -> None:
     phrases = dataclasses.replace(phrases, optimizer=relaxed(lm.optimizer(1e-2)))

@@ -13,7 +13,7 @@ from jmp_train.app.runs import RunSettings
 from jmp_train.app.runs.loop import train
 from jmp_train.task import Task
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(name="synthetic", scope="module")
@@ -32,7 +32,6 @@ def test_the_network_is_pytorchs(synthetic: Task) -> None:
     assert {x.dtype for x in jax.tree.leaves((params, batch_stats))} == {jnp.dtype("float32")}
 
 
-@pytest.mark.full
 def test_half_precision_starts_as_float32_does(synthetic: Task) -> None:
     losses = {
         name: [step.loss for step in train(synthetic, name, RunSettings(epochs=1, batch_size=16)).steps]

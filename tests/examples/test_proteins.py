@@ -20,7 +20,7 @@ from jmp_train.app.runs.task_batches import train_batches
 from jmp_train.steps import TrainState, train_step
 from jmp_train.task import Task
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 POLICIES = ("float32", "mixed_float16", "autocast_float16")
 
@@ -47,7 +47,6 @@ def _taken(data: graphs.GraphData, places: np.ndarray) -> graphs.GraphData:
     )
 
 
-@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_every_policy_is_as_accurate() -> None:
     runs = [train(a_task(600, epochs=10), policy) for policy in POLICIES]
@@ -58,7 +57,6 @@ def test_every_policy_is_as_accurate() -> None:
         assert run.epochs[-1].skipped_steps == 0 and run.epochs[-1].loss < run.epochs[0].loss
 
 
-@pytest.mark.full
 def test_the_statistics_do_not_depend_on_the_devices() -> None:
     """One step on the graphs of a batch, on one device and on two, and the logits of the model after it."""
     states, logits = [], []
@@ -79,7 +77,6 @@ def test_the_statistics_do_not_depend_on_the_devices() -> None:
     np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.full
 def test_a_run_traces_its_step_once_for_each_size() -> None:
     """The model is one number here."""
     whole, traced = make_task(graphs.synthetic_proteins(500)), []

@@ -113,7 +113,8 @@ def test_the_loop_makes_the_graph_once_a_run_and_casts_the_features_before(monke
 OPTIONS: dict[str, dict[str, Any]] = {"cora": {"model": "gat"}, "reddit": {"scale": 0.001}}
 
 
-@pytest.mark.parametrize("name", ["cora", pytest.param("reddit", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["cora", "reddit"])
 def test_graph_and_features_are_arguments_of_the_step(name: str) -> None:
     """Neither is a constant of the program, and the features are there in the compute dtype only."""
     policy = jt.get_policy("mixed_float16")

@@ -113,6 +113,7 @@ def test_logits_are_those_of_the_equations_and_nothing_is_dropped(params: Any) -
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_the_loss_is_that_of_the_equations_and_dropout_draws_from_the_key(params: Any) -> None:
     batch = batch_of(4)
     sure, run = (
@@ -175,6 +176,7 @@ def fixture_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_folder_is_cropped_by_chance_for_training_and_from_the_center_for_evaluation(folder: Path) -> None:
     task = load_task("vit-b16", data_dir=folder, image_size=SIZE)
     assert sorted(task.train["label"].tolist()) == [0] * 6 + [1] * 6 != task.train["label"].tolist()

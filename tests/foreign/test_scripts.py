@@ -25,7 +25,7 @@ from training_scripts import (
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,6 @@ def name_of(script: ModuleType) -> str:
     return script.__name__.rpartition(".")[2]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
 def test_products_in_half(script: Any) -> None:
     args, expected = script.loss_args(), SCRIPTS[script].by_policy
@@ -86,14 +85,12 @@ def test_products_in_half(script: Any) -> None:
         assert share_by_policy(script.loss_fn, *args) == expected
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
 def test_it_learns_as_in_float32(script: Any) -> None:
     expected = SCRIPTS[script]
     assert_learns_alike(script.script(True), script.script(False), expected.tolerance, updates_a_step=expected.updates)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("script", [x for x in SCRIPTS if x not in (equinox_gan, imagenet, nnx_mnist)], ids=name_of)
 def test_an_overflow_is_skipped(script: Any) -> None:
     half, expected = script.script(True), SCRIPTS[script]
@@ -106,7 +103,6 @@ def test_an_infinite_pixel_leaves_batch_statistics_as_they_were() -> None:
     assert_skips(half, half.state, bad, goes_on=SCRIPTS[nnx_mnist].goes_on)
 
 
-@pytest.mark.full
 def test_an_overflow_on_one_device_is_skipped_by_all_with_their_batch_statistics() -> None:
     half = imagenet.script(True)
     state, _ = half.step(half.state, half.batch)  # each device has statistics of its own by now
@@ -117,7 +113,6 @@ def test_an_overflow_on_one_device_is_skipped_by_all_with_their_batch_statistics
     assert all(np.all(np.isfinite(x)) for x in stats)
 
 
-@pytest.mark.full
 def test_an_overflow_of_both_models_is_skipped_with_their_states() -> None:
     half = equinox_gan.script(True)
     models, states, opt_states, key = half.state
@@ -125,7 +120,6 @@ def test_an_overflow_of_both_models_is_skipped_with_their_states() -> None:
     assert_skips(half, (models, states, huge, key), goes_on=SCRIPTS[equinox_gan].goes_on)
 
 
-@pytest.mark.full
 def test_an_overflow_of_the_discriminator_alone_does_not_stop_the_generator() -> None:
     half = equinox_gan.script(True)
     (models, states, opt_states, _), _ = half.step(half.state, half.batch.at[0].set(jnp.inf))
@@ -134,7 +128,6 @@ def test_an_overflow_of_the_discriminator_alone_does_not_stop_the_generator() ->
     assert all(bool(jnp.isfinite(x).all()) for x in arrays)
 
 
-@pytest.mark.full
 def test_every_device_has_a_part_of_the_state_that_is_skipped() -> None:
     state = nanodo.script(True).state
     sharded = [x for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim > 1]
@@ -142,7 +135,6 @@ def test_every_device_has_a_part_of_the_state_that_is_skipped() -> None:
     assert not any(x.sharding.is_fully_replicated for x in sharded)
 
 
-@pytest.mark.full
 def test_haikus_own_policy_decides_whether_products_are_in_half() -> None:
     args = haiku_transformer.loss_args()
     with haiku_transformer.mixed_precision():

@@ -49,6 +49,7 @@ def with_gradients(largest_chunk: int) -> Any:
     return run
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("block", [12, 3])
 @pytest.mark.parametrize(("dtype", "allowed"), [(jnp.float32, 16), (jnp.float16, 4), (jnp.bfloat16, 4)])
 def test_it_and_its_gradients_are_those_of_float64(dtype: Any, allowed: int, block: int) -> None:

@@ -170,7 +170,7 @@ def test_cached_logits_in_half_differ_by_less_than_rounding_does(params: Any, dt
     assert difference.max() <= 2 * rounding.max()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("drawn", [False, True])
 def test_generated_tokens_are_those_of_the_full_forward_pass(params: Any, drawn: bool) -> None:
     n, prompt = 6, jnp.asarray(TOKENS[:, :3])

@@ -56,6 +56,7 @@ def test_products_of_half_operands_are_not_rounded(dtype: Any) -> None:
     np.testing.assert_array_equal(of_kernel, of_kernel.astype(dtype).astype(jnp.float32))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [{"paths": {"queries": "fp8"}}, {"primitives": {"dot_general": "fp8"}}])
 def test_products_in_8_bits_are_those_of_any_dense_layer_and_not_rounded(how: Any) -> None:
     def layer(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -46,6 +46,7 @@ def differentiated(chunk: int) -> Any:
     return jax.value_and_grad(lambda *args: weighted(chunk, *args), argnums=(0, 1), has_aux=True)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("chunk_tokens", [12, 3])
 @pytest.mark.parametrize(("dtype", "allowed"), [(jnp.float32, 16), (jnp.float16, 2), (jnp.bfloat16, 2)])
 def test_losses_and_gradients_are_those_of_float64(dtype: Any, allowed: int, chunk_tokens: int) -> None:
@@ -70,6 +71,7 @@ def test_within_autocast_the_operands_are_half_and_the_losses_float32() -> None:
     assert np.abs(losses - exact(features, embedding, *rest)[0]).max() > 1e-3
 
 
+@pytest.mark.full
 def test_what_is_right_is_what_argmax_says() -> None:
     embedding = jnp.array([[1.0], [2.0], [2.0], [0.0]])
     features = jnp.array([1.0, 1.0, 1.0, -1.0, jnp.nan]).reshape(1, 5, 1)

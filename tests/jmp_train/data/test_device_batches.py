@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 SCRIPT = """
 import numpy as np
