@@ -51,8 +51,8 @@ DEFAULT_POLICIES = ("float32", "autocast_float16", "autocast_bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Own:
-    """Options of `jmp-train compare` alone.
+class CompareOptions(RunOptions):
+    """Options of `jmp-train compare`.
 
     Attributes:
       policies: see below.
@@ -68,11 +68,6 @@ class _Own:
         help=f"{MODE_CHOICES}; or policies; also prints a table of speed and memory relative to the first",
     )
     out: Path | None = option(path, "DIR")
-
-
-@dataclasses.dataclass(frozen=True)
-class CompareOptions(RunOptions, _Own):
-    """Options of `jmp-train compare`."""
 
 
 class RunFailure(Failure):

@@ -22,8 +22,8 @@ _WANTED = "it must return a jt.Task, or a tuple of a function and its arguments,
 
 
 @dataclasses.dataclass(frozen=True)
-class _Own(NameOptions):
-    """Options of `jmp-train diagnose` alone.
+class DiagnoseOptions(SetupOptions, NameOptions):
+    """Options of `jmp-train diagnose`.
 
     Attributes:
       checkpoint_dir: take the state from the run's last checkpoint
@@ -40,11 +40,6 @@ class _Own(NameOptions):
     steps: int = option(positive, default=1)
     device: str | None = option(str, "NAME")
     out: Path | None = option(path, "DIR")
-
-
-@dataclasses.dataclass(frozen=True)
-class DiagnoseOptions(SetupOptions, _Own):
-    """Options of `jmp-train diagnose`."""
 
 
 def diagnose_command(call: Call[DiagnoseOptions]) -> int:

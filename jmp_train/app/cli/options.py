@@ -49,9 +49,11 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = ()) 
         helps, hints = _helps(kind), typing.get_type_hints(kind)
     except NameError as error:
         raise WrongCall(f"{kind.__name__}: {error}, in the type of a field") from error
-    has_names = any("exclusive" in field.metadata for field in dataclasses.fields(kind))
-    exclusive = parser.add_mutually_exclusive_group() if has_names else parser
-    for field in dataclasses.fields(kind):
+    own = inspect.get_annotations(kind)
+    # First names of policies, then the class's own fields, then those that it shares with others.
+    fields = sorted(dataclasses.fields(kind), key=lambda x: ("exclusive" not in x.metadata, x.name not in own))
+    exclusive = parser.add_mutually_exclusive_group() if fields and "exclusive" in fields[0].metadata else parser
+    for field in fields:
         if field.name in without or not field.init:
             continue
         said, name = field.metadata, field.name

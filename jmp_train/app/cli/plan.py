@@ -26,8 +26,8 @@ _WANTED = "it must return a jt.Task or (step, state, batch), or take the policy 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Own:
-    """Options of `jmp-train plan` alone.
+class PlanOptions(PlannedOptions):
+    """Options of `jmp-train plan`.
 
     Attributes:
       policies: see below.
@@ -79,11 +79,6 @@ class _Own:
         help="install XLA's compiler, once: for cuda, the default, about 600 MB, or for tpu, about 700 MB",
     )
     cuda: Literal["12", "13"] = "12"
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanOptions(PlannedOptions, _Own):
-    """Options of `jmp-train plan`."""
 
     @property
     def names(self) -> tuple[str, ...]:

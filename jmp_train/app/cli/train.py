@@ -37,8 +37,8 @@ from jmp_train.tools.capsules import SkipRecorder
 
 
 @dataclasses.dataclass(frozen=True)
-class _Own(NameOptions):
-    """Options of `jmp-train train` alone.
+class TrainOptions(RunOptions, NameOptions):
+    """Options of `jmp-train train`.
 
     Attributes:
       checkpoint_dir: save the run in DIR
@@ -51,11 +51,6 @@ class _Own(NameOptions):
     checkpoint_every: int | None = option(positive, "STEPS")
     resume: bool = False
     capsules: Path | None = option(path, "DIR")
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainOptions(RunOptions, _Own):
-    """Options of `jmp-train train`."""
 
 
 def train_command(call: Call[TrainOptions]) -> int:

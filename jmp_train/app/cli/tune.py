@@ -24,8 +24,8 @@ _EXAMPLES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class _Own:
-    """Options of `jmp-train tune` alone.
+class TuneOptions(BatchOptions):
+    """Options of `jmp-train tune`.
 
     Attributes:
       dtype: default: float16
@@ -48,11 +48,6 @@ class _Own:
     tolerance: float | None = option(above_zero)
     budget: int = option(positive, default=1000)
     steps: int = option(count, default=20)
-
-
-@dataclasses.dataclass(frozen=True)
-class TuneOptions(BatchOptions, _Own):
-    """Options of `jmp-train tune`."""
 
 
 def tune_command(call: Call[TuneOptions]) -> int:
