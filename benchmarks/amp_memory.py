@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 from example_tasks import load_task
+from gpu_builders import compile_for_gpu, stored_arrays
 from result_files import write_results
 
-from jmp_train.aot import CompiledProgram, compile_for_gpu
+from jmp_train.aot import CompiledProgram
 from jmp_train.app.runs import setup_of
 
 SYNTHETIC = {"synthetic": True}
@@ -74,7 +75,7 @@ def compiled(task: str, mode: str, gpu: str, python: str) -> CompiledProgram:
 
 def largest_array(step: CompiledProgram) -> tuple[str, tuple[int, ...]]:
     """Returns dtype and shape of the array with the most elements that the step stores."""
-    array = max(step.arrays, key=lambda array: math.prod(array.shape))
+    array = max(stored_arrays(step.hlo), key=lambda array: math.prod(array.shape))
     return array.dtype, array.shape
 
 

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from example_tasks import load_task
+from gpu_builders import compile_for_gpu
 from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import Task
-from jmp_train.aot import compile_for_gpu
 
 RECIPES = {
     recipe.__name__: recipe

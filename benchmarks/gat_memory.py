@@ -19,10 +19,11 @@ import numpy as np
 import optax
 from example_tasks import models, reddit
 from flax import nnx
+from gpu_builders import compile_for_gpu
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.aot import CompiledProgram, compile_for_gpu
+from jmp_train.aot import CompiledProgram
 from jmp_train.graphs.datasets import REDDIT_CLASSES, REDDIT_FEATURES, heavy_tailed
 from jmp_train.graphs.structure import Adjacency, CSRAndCSC, Graph, from_degrees
 

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from gpu_builders import compile_here, target_mesh
 from result_files import write_results
 
 import jmp_train.graphs
-from jmp_train.aot import compile_here, target_mesh
 from jmp_train.graphs import (
     GATConv,
     GINEConv,

@@ -38,12 +38,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from gpu_builders import compile_for_gpu
 from graph_cases import Case
 from result_files import write_results
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.aot import compile_for_gpu
 from jmp_train.data import neighbor_batches
 
 WIDTH, HIDDEN, HEADS, CLASSES = 256, 256, 4, 16

@@ -21,10 +21,11 @@ from typing import Any
 import gat_memory
 import jax
 from example_tasks import load_task
+from measured_programs import Measured, devices_here, measure_program
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.aot import GPUS, Measured, devices_here, export_program, measure_program
+from jmp_train.aot import GPUS, export_program
 from jmp_train.app.runs import planned_step
 from jmp_train.planning import Machine, PlanSearch, Workload
 

@@ -15,9 +15,9 @@ from typing import Any
 import gpu_programs
 import jax
 import pytest
+from gpu_builders import compile_for_gpu
 
 import jmp_train as jt
-from jmp_train.tools.aot import compile_for_gpu
 from jmp_train.tools.aot.gpus import GPUS
 
 pytestmark = pytest.mark.gpu

@@ -7,10 +7,10 @@ import json
 
 import jax
 import jax.numpy as jnp
+from gpu_builders import compile_here, target_mesh
 from product_operands import products
 
 from jmp_train.tools.aot import GPU, GPUS
-from jmp_train.tools.aot.compilation import compile_here, target_mesh
 
 SIZE = 256  # of the matrices
 DTYPES = ("float16", "bfloat16", "float32")

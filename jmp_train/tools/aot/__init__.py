@@ -1,12 +1,8 @@
 """Ahead-of-time (AOT) compilation for absent GPUs and TPUs."""
 
-from jmp_train.tools.aot.arithmetic import Product as Product
 from jmp_train.tools.aot.buffers import Argument as Argument
 from jmp_train.tools.aot.buffers import Buffer as Buffer
 from jmp_train.tools.aot.buffers import buffers_at_peak as buffers_at_peak
-from jmp_train.tools.aot.compilation import compile_for_gpu as compile_for_gpu
-from jmp_train.tools.aot.compilation import compile_here as compile_here
-from jmp_train.tools.aot.compilation import target_mesh as target_mesh
 from jmp_train.tools.aot.compiled import CompiledProgram as CompiledProgram
 from jmp_train.tools.aot.compiler_packages import INSTALL as INSTALL
 from jmp_train.tools.aot.compiler_packages import INSTALL_TPU as INSTALL_TPU
@@ -24,15 +20,10 @@ from jmp_train.tools.aot.gpus import GPUS as GPUS
 from jmp_train.tools.aot.gpus import read_gpus as read_gpus
 from jmp_train.tools.aot.hlo import Program as Program
 from jmp_train.tools.aot.hlo import read_hlo as read_hlo
-from jmp_train.tools.aot.measuring import Devices as Devices
-from jmp_train.tools.aot.measuring import Measured as Measured
-from jmp_train.tools.aot.measuring import devices_here as devices_here
-from jmp_train.tools.aot.measuring import measure_program as measure_program
 from jmp_train.tools.aot.networks import Device as Device
 from jmp_train.tools.aot.networks import Network as Network
 from jmp_train.tools.aot.shapes import is_shape as is_shape
 from jmp_train.tools.aot.shapes import shapes_of as shapes_of
-from jmp_train.tools.aot.tpus import PASSES as PASSES
 from jmp_train.tools.aot.tpus import TPU as TPU
 from jmp_train.tools.aot.tpus import TPUS as TPUS
 from jmp_train.tools.aot.tpus import tpu_slice as tpu_slice

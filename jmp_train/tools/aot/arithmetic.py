@@ -103,7 +103,7 @@ def product(program: Program, instruction: Instruction) -> Product | None:
       >>> product(program, program.instructions["z"])
       Product(dtype='f16', operations=60, precision='default')
     """
-    target = instruction.attribute("custom_call_target")
+    target, shapes = instruction.attribute("custom_call_target"), None
     if instruction.opcode == "dot":
         contracted = _numbers(instruction.attribute("lhs_contracting_dims"))
         precision, algorithm = instruction.attribute("operand_precision"), instruction.attribute("algorithm")
@@ -112,10 +112,14 @@ def product(program: Program, instruction: Instruction) -> Product | None:
         contracted = [int(n) for n in config["dot_dimension_numbers"].get("lhs_contracting_dimensions", ())]
         precisions = config.get("precision_config", {})
         precision, algorithm = str(precisions.get("operand_precision", "")), precisions.get("algorithm", "")
+    elif shapes := convolution(program, instruction):
+        contracted, precision, algorithm = (), instruction.attribute("operand_precision"), ""
     else:
-        return _convolution_product(program, instruction)
+        return None
     lhs, rhs = (program.instructions[name].arrays[0] for name in instruction.operands[:2])
-    operations = 2 * instruction.arrays[0].size * math.prod(lhs.shape[i] for i in contracted)
+    operations = (
+        shapes.operations if shapes else 2 * instruction.arrays[0].size * math.prod(lhs.shape[i] for i in contracted)
+    )
     return _product(lhs, rhs, operations, precision, algorithm)
 
 
@@ -166,14 +170,6 @@ CUDNN_CONVOLUTION = "__cudnn$conv"
 
 _WIDTH = {"f64": 8, "c128": 8, "f32": 4, "c64": 4, "f16": 2, "bf16": 2}
 _ALGORITHM = re.compile(r"dot_(bf16|f16|f32|f64)_")
-
-
-def _convolution_product(program: Program, instruction: Instruction) -> Product | None:
-    shapes = convolution(program, instruction)
-    if shapes is None:
-        return None
-    lhs, rhs = (program.instructions[name].arrays[0] for name in instruction.operands[:2])
-    return _product(lhs, rhs, shapes.operations, instruction.attribute("operand_precision"), "")
 
 
 def _product(lhs: ArrayType, rhs: ArrayType, operations: int, precision: str, algorithm: str) -> Product:

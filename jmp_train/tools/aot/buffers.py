@@ -20,14 +20,6 @@ from jmp_train.tools.aot.array_types import array_types
 from jmp_train.tools.aot.hlo import Program
 from jmp_train.tools.aot.origins import UNKNOWN, Origin, origin_of
 
-OTHER_ARGUMENTS = "other arguments"
-RESULTS = "results"
-CONSTANTS = "constants"
-SAVED = "saved for the backward pass"
-TEMPORARIES = "temporaries"
-KEPT = "kept for other moments"
-PADDING = "padding"
-
 
 @dataclass(frozen=True)
 class Argument:
@@ -39,7 +31,7 @@ class Argument:
     """
 
     path: str
-    group: str = OTHER_ARGUMENTS
+    group: str = "other arguments"
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,7 @@ def buffers_at_peak(
     buffers += [describe.temporary(share) for share in shares]
     block = max(temp_bytes, sum(a.size for a in allocations if BLOCK in a.flags))
     unused = block - sum(share.n_bytes for share in shares)
-    buffers.append(Buffer(unused, PADDING, "", "", (), "", ""))
+    buffers.append(Buffer(unused, "padding", "", "", (), "", ""))
     return tuple(sorted((b for b in buffers if b.n_bytes), key=lambda buffer: -buffer.n_bytes))
 
 
@@ -141,19 +133,20 @@ class _Describer:
             argument = self.arguments.get(allocation.parameter, Argument(f"argument {allocation.parameter}"))
             values = [v for v in by_time if self._opcode(v) == "parameter"] or by_time  # others may overwrite it
             return _buffer(allocation.size, argument.group, Origin("argument", "", argument.path, ""), values[0].type)
-        kind = CONSTANTS if "constant" in allocation.flags else RESULTS
+        kind = "constants" if "constant" in allocation.flags else "results"
         return _buffer(allocation.size, kind, self._origin(by_time[-1]), by_time[-1].type)
 
     def temporary(self, share: Share) -> Buffer:
         """Returns the buffer of a value, which has the origin of the last instruction that wrote it."""
         if not share.is_alive:
-            return _buffer(share.n_bytes, KEPT, self._origin(share.value), share.value.type)
+            return _buffer(share.n_bytes, "kept for other moments", self._origin(share.value), share.value.type)
         values = self._same(share.value)
         writers = [v for v in values if self._range(v)[0] <= self.moment and self._opcode(v) not in _PASS]
         origin = self._origin((writers or values)[-1])
         reader = self.program.instructions.get(self.running.get(max(self._range(v)[1] for v in values), ""))
         read = origin_of(self.program, reader) if reader else UNKNOWN
-        kind = SAVED if read.direction == "backward" and origin.direction != "backward" else TEMPORARIES
+        is_saved = read.direction == "backward" and origin.direction != "backward"
+        kind = "saved for the backward pass" if is_saved else "temporaries"
         return _buffer(share.n_bytes, kind, origin if origin.source else read, share.value.type)
 
     def _same(self, value: Value) -> list[Value]:

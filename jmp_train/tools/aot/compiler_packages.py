@@ -6,7 +6,6 @@ packages are not installed next to jax but into private folders, one for each ve
 
 import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,14 +76,6 @@ def libtpu_requirement() -> str:
         if match := re.match(r"(libtpu[^;\s]*)\s*;.*extra == ['\"]tpu['\"]", requirement):
             return match[1]
     raise PluginError(f"jax {metadata.version('jax')} names no libtpu in its extra tpu")
-
-
-def remove_compilers() -> list[Path]:
-    """Removes the folders of all versions that the functions above made, and returns them."""
-    folders = sorted(cache_folder().glob("compiler-jaxlib-*"))
-    for folder in folders:
-        shutil.rmtree(folder)
-    return folders
 
 
 def compiler_path(platform: str = "cuda") -> Path | None:

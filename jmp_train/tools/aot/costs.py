@@ -6,7 +6,7 @@ all bytes, because the compiler copies ahead of time.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jmp_train.tools.aot.collectives import Collective, n_devices
@@ -134,7 +134,7 @@ def program_costs(program: Program, device: Device, network: Network | None = No
     ends = _seconds_of_arguments_and_results(places, kernels, device)
     products = sum(kernel.times * kernel.seconds_of_products for kernel in kernels)
     if device.overlaps:
-        sizes = (kernel.times * n for kernel in kernels for part in _parts(kernel) for n in part.values())
+        sizes = (kernel.times * kernel.traffic.n_bytes for kernel in kernels)
         memory = sum(sizes) / device.bandwidth
         compute = max(products, memory)
     else:  # one kernel after the other
@@ -149,10 +149,6 @@ def program_costs(program: Program, device: Device, network: Network | None = No
         communication=_communication(routes),
         communication_seconds=links.least_seconds([(item.times, route) for item, route in routes]),
     )
-
-
-def _parts(kernel: Kernel) -> tuple[Mapping[Place, int], Mapping[Place, int]]:
-    return kernel.traffic.reads, kernel.traffic.writes
 
 
 def _seconds_of_arguments_and_results(places: Places, kernels: Iterable[Kernel], device: Device) -> float:

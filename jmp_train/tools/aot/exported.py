@@ -117,7 +117,8 @@ def export_program(
     numbers = tuple(number for number, owner in enumerate(owners) if owner in donated)
 
     def flat(*values: Any) -> list[Any]:
-        called_with = jax.tree.unflatten(structure, _with(leaves, given, values))
+        changed = dict(zip(given, values, strict=True))
+        called_with = jax.tree.unflatten(structure, [changed.get(i, leaf) for i, leaf in enumerate(leaves)])
         return _results(function(*called_with), called_with, values)
 
     options: dict[str, Any] = {}
@@ -169,7 +170,7 @@ def compile_program(
         (folder / "program").write_bytes(program.serialized)
         (folder / "request.json").write_text(request)
         environment["XLA_FLAGS"] += f" --xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
-        command = (sys.executable, exported_process.__file__, "compile", scratch)
+        command = (sys.executable, exported_process.__file__, scratch)
         command = with_deep_stack(command) if device.platform == "tpu" else command
         run_process(f"compiling for {device.name}", command, folder / "log", environment, timeout, stop)
         texts = {name: (folder / name).read_text() for name in _TEXTS}
@@ -202,12 +203,6 @@ def _more_needed(sizes: dict[str, int], refusal: str) -> int:
     needed = re.search(r"\((\d+\.\d+)G\)", refusal)
     known = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"] + sizes["temp_bytes"]
     return max(0, int(float(needed[1]) * 2**30) - known) if needed else 0
-
-
-def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """Returns leaves with some of them replaced by values."""
-    changed = dict(zip(places, values, strict=True))
-    return [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
 def _results(returned: Any, called_with: Any, values: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """NVIDIA GPUs by name: their properties for the compiler, and their peak rates."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -229,36 +229,23 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(_is_text(text) for text in value)
 
 
-def _rates(value: Mapping[str, float]) -> Mapping[str, float]:
-    return {name: float(rate) for name, rate in value.items()}
+_Kind = tuple[str, Callable[[object], bool], Callable[[Any], Any]]
 
-
-_TEXT = ("text without quotes or line breaks", _is_text, str)
-_POSITIVE = ("a number above 0", _is_positive, float)
-_POSITIVE_INTEGER = ("an integer above 0", _is_positive_integer, int)
-_RATES = (
-    "a table of numbers above 0 that has float64 and float32 and may have " + ", ".join(RATE_DTYPES[2:]),
-    _are_rates,
-    _rates,
-)
-# For each key the expected value, in words and as a test, and its conversion to the attribute.
-_KINDS: Mapping[str, tuple[str, Callable[[object], bool], Callable]] = {
-    "description": _TEXT,
-    "memory_bytes": _POSITIVE_INTEGER,
-    "bandwidth": _POSITIVE,
-    "rates": _RATES,
-    "vector_rates": _RATES,
-    "link": _TEXT,
-    "link_bandwidth": _POSITIVE,
-    "capability": ("a list of two integers, major and minor", _is_capability, tuple),
-    "core_count": _POSITIVE_INTEGER,
-    "fpus_per_core": _POSITIVE_INTEGER,
-    "clock_rate_ghz": _POSITIVE,
-    "l2_cache_size": _POSITIVE_INTEGER,
-    "shared_memory_per_core": _POSITIVE_INTEGER,
-    "shared_memory_per_block_optin": _POSITIVE_INTEGER,
-    "threads_per_core_limit": _POSITIVE_INTEGER,
-    "source": ("a list of texts", _are_texts, tuple),
+# For each type of an attribute the expected value, in words and as a test, and its conversion.
+_OF_TYPE: Mapping[Any, _Kind] = {
+    str: ("text without quotes or line breaks", _is_text, str),
+    float: ("a number above 0", _is_positive, float),
+    int: ("an integer above 0", _is_positive_integer, int),
+    Mapping[str, float]: (
+        "a table of numbers above 0 that has float64 and float32 and may have " + ", ".join(RATE_DTYPES[2:]),
+        _are_rates,
+        lambda rates: {name: float(rate) for name, rate in rates.items()},
+    ),
+    tuple[int, int]: ("a list of two integers, major and minor", _is_capability, tuple),
+    tuple[str, ...]: ("a list of texts", _are_texts, tuple),
+}
+_KINDS: Mapping[str, _Kind] = {
+    attribute.name: _OF_TYPE[attribute.type] for attribute in fields(GPU) if attribute.name != "name"
 }
 
 GPUS: Mapping[str, GPU] = MappingProxyType(_read(Path(__file__).with_name("gpus.toml"), {}))

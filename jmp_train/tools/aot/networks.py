@@ -113,7 +113,7 @@ class Network:
 
     def _split(self, item: Collective) -> tuple[float, float]:
         """Returns the bytes that each GPU must send inside of its host, and to other hosts."""
-        per_host = self.mesh_size // self.hosts
+        per_host = math.prod(self.mesh.values()) // self.hosts
         hosts = len({n // per_host for n in item.group}) if self.hosts > 1 else 1
         if hosts < 2:
             return item.sent_bytes, 0
@@ -122,8 +122,3 @@ class Network:
         if item.kind == "all-to-all":  # each part goes to another device, so a host cannot join them
             return item.n_bytes * (members - 1) / len(item.group), between
         return inside, between if item.kind == "collective-permute" else between / members
-
-    @property
-    def mesh_size(self) -> int:
-        """Number of devices."""
-        return math.prod(self.mesh.values())

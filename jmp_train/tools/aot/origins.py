@@ -143,21 +143,14 @@ def _is_internal(file: str) -> bool:
     return file.startswith(("<frozen", _HERE, _JAX)) or "/site-packages/jax/" in file
 
 
-def _is_ours(file: str) -> bool:
-    """Returns whether a file belongs to this library, except the models of its tasks, which count as a user's."""
-    return file.startswith(_OURS) and not file.startswith(_TASKS)
-
-
 def _is_installed(file: str) -> bool:
-    packages = "/site-packages/" in file or "/dist-packages/" in file
-    return _is_ours(file) or (packages and not file.startswith(_TASKS))
+    return file.startswith(_OURS) or "/site-packages/" in file or "/dist-packages/" in file
 
 
 _MOST = 200  # instructions to visit; the nearest one with an origin is a few steps away
 _MOVES = ("bitcast", "reshape", "broadcast", "copy")
 _HERE = f"{Path(__file__).parent}/"
 _OURS = f"{Path(__file__).parents[2]}/"
-_TASKS = f"{_OURS}app/tasks/"
 _JAX = f"{Path(jax.__file__).parent}/"
 _DIFFERENTIATION = re.compile(r"\b(jvp|transpose)\(")
 _JITTED = re.compile(r"\bp?jit\([^()]*\)")

@@ -4,6 +4,7 @@ A kernel is an instruction outside of fusions that computes something: a fusion,
 reduction. It reads each of its arrays once, or only a part if it only slices or gathers from it.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ class Traffic:
 
     reads: Mapping[Place, int]
     writes: Mapping[Place, int]
+
+    @property
+    def n_bytes(self) -> int:
+        """All bytes together."""
+        return sum(self.reads.values()) + sum(self.writes.values())
 
 
 @dataclass(frozen=True)
@@ -222,10 +228,7 @@ def _image_bytes(program: Program, instruction: Instruction, whole: int) -> int:
     """Returns the bytes of its image that a convolution reads; large strides skip some."""
     shapes = convolution(program, instruction)
     assert shapes is not None
-    positions = 1
-    for axis in shapes.spatial:
-        positions *= axis.length
-    return whole * shapes.positions_read // max(positions, 1)
+    return whole * shapes.positions_read // max(math.prod(axis.length for axis in shapes.spatial), 1)
 
 
 _NO_KERNELS = RUNS_OTHERS | {

@@ -19,8 +19,6 @@ _NAMES = {
 }
 _OPTIMIZERS = ("optax.", "jmp_train.policies.")  # modules, whose classes "...State" hold what optimizers carry
 
-_Leaf = tuple[KeyPath, jax.ShapeDtypeStruct, str]
-
 
 def arguments_of(paths: Sequence[str], state: Any) -> dict[int, Argument]:
     """Returns the arguments of a step by their numbers, each in its group.
@@ -38,19 +36,17 @@ def arguments_of(paths: Sequence[str], state: Any) -> dict[int, Argument]:
       >>> [argument.group for argument in arguments_of(paths, state).values()]
       ['parameters', 'optimizer state', 'optimizer state', 'optimizer state', 'batch']
     """
-    groups = [group for _, _, group in _with_parameters(_leaves(state), _has_optimizer(state))]
+    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: _group_of(x) is not None)[0]
+    grouped = [
+        (leaf, _group_of(node) or _group_by_name(path))
+        for path, node in nodes
+        for leaf in filter(is_shape, jax.tree.leaves(node))
+    ]
+    groups = [group for _, group in grouped]
+    if PARAMETERS not in groups and any(_group_of(node) == OPTIMIZER_STATE for _, node in nodes):
+        groups = [PARAMETERS if group == OTHERS and _is_float(leaf) else group for leaf, group in grouped]
     groups += ["batch"] * (len(paths) - len(groups))
     return {i: Argument(path, group) for i, (path, group) in enumerate(zip(paths, groups, strict=True))}
-
-
-def _leaves(state: Any) -> list[_Leaf]:
-    """Returns path, shape and group of the leaves that are arguments."""
-    found: list[_Leaf] = []
-    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: _group_of(x) is not None)[0]:
-        group = _group_of(node) or _group_by_name(path)
-        inner = jax.tree_util.tree_flatten_with_path(node)[0]
-        found += [((*path, *rest), leaf, group) for rest, leaf in inner if is_shape(leaf)]
-    return found
 
 
 def _group_by_name(path: KeyPath) -> str:
@@ -69,19 +65,6 @@ def _group_of(node: object) -> str | None:
     if equinox is not None and isinstance(node, equinox.nn.State):
         return MODEL_STATE
     return None
-
-
-def _has_optimizer(state: Any) -> bool:
-    """Returns whether the state has an optimizer's state, perhaps without arrays."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: _group_of(x) is not None)
-    return any(_group_of(node) == OPTIMIZER_STATE for node in nodes)
-
-
-def _with_parameters(leaves: list[_Leaf], has_optimizer: bool) -> list[_Leaf]:
-    """Returns the leaves; if no path names parameters, the floats next to an optimizer's state become parameters."""
-    if not has_optimizer or any(group == PARAMETERS for *_, group in leaves):
-        return leaves
-    return [(path, x, PARAMETERS if known == OTHERS and _is_float(x) else known) for path, x, known in leaves]
 
 
 def _is_float(shape: jax.ShapeDtypeStruct) -> bool:

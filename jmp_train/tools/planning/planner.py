@@ -70,18 +70,17 @@ def plan(
         raise TypeError(f"workload must be a jt.planning.Workload, got {type(workload).__name__}")
     search = PlanSearch() if search is None else search
     given = several("machines", machines, (str, Machine))
-    all_machines = [machine if isinstance(machine, Machine) else Machine(machine) for machine in given]
     finds_batch = search.largest_batch and not search.placement
     variants = workload.variants(grows=finds_batch)
     targets = [
         Target(machine, variant, placement)
-        for machine in all_machines
+        for machine in (one if isinstance(one, Machine) else Machine(one) for one in given)
         for variant in variants
         for placement in search.placements(machine)
     ]
 
     def compile_all(wanted: Sequence[Target]) -> list[PlanRow]:
-        return _Compiler(search.progress).each([_planned(target, finds_batch=finds_batch) for target in wanted])
+        return _compiled([_planned(target, finds_batch=finds_batch) for target in wanted], search.progress)
 
     if search.placement:
         rows, cuts = searched(targets, compile_all)
@@ -136,62 +135,46 @@ def _largest(target: Target) -> Generator[tuple[Target, int], tuple[Any, Compile
         known[size] = compiled.allocated_bytes
 
 
-class _Compiler:
-    """Compiles the programs of a plan side by side, each traced once for all GPUs, and once for all TPUs.
+def _compiled(tasks: Sequence[Compiling], progress: Callable[[int, str], None] | None) -> list[PlanRow]:
+    """Returns the rows of tasks, whose programs are compiled side by side, each traced once for all GPUs or TPUs.
 
     Traces depend on contexts of the tracing thread: jax.default_matmul_precision, jax.set_mesh, haiku's policies. So
-    this thread traces, and others wait for the compiling processes.
+    this thread traces, and others wait for the compiling processes. The first error, or Ctrl-C, ends them all.
     """
+    rows: dict[int, PlanRow] = {}
+    running: dict[Future[Any], int] = {}
+    traced: dict[tuple[Any, ...], ExportedProgram] = {}
+    compiled, stop = 0, Event()
 
-    def __init__(self, progress: Callable[[int, str], None] | None) -> None:
-        self._progress = progress
-        self._count = 0
-        self._traced: dict[tuple[Any, ...], ExportedProgram] = {}
-        self._stop = Event()
+    def run(target: Target, size: int, program: ExportedProgram) -> tuple[ExportedProgram, CompiledProgram]:
+        if progress is not None:
+            progress(compiled, f"{target}, batch {size}")
+        return program, compile_program(program, target.machine.kind, hosts=target.placement.hosts, stop=stop)
 
-    def each(self, tasks: Sequence[Compiling]) -> list[PlanRow]:
-        """Returns the rows of tasks, in order.
+    def resume(number: int, answer: Any) -> None:
+        try:
+            target, size = tasks[number].send(answer)
+        except StopIteration as end:
+            rows[number] = end.value
+            return
+        key = target.variant, target.placement, size, target.machine.kind.platform
+        if key not in traced:
+            traced[key] = target.variant.exported(*key[1:])
+        running[pool.submit(run, target, size, traced[key])] = number
 
-        Raises:
-          Exception: the first error of tracing or compiling, which ends the others.
-        """
-        rows: dict[int, PlanRow] = {}
-        running: dict[Future[Any], int] = {}
-        with ThreadPoolExecutor(_jobs()) as pool:
-
-            def resume(number: int, answer: Any) -> None:
-                try:
-                    target, size = tasks[number].send(answer)
-                except StopIteration as end:
-                    rows[number] = end.value
-                else:
-                    running[pool.submit(self._compiled, target, self._exported(target, size), size)] = number
-
-            try:
-                for number in range(len(tasks)):
-                    resume(number, None)
-                while running:
-                    for done in wait(running, return_when=FIRST_COMPLETED).done:
-                        self._count += 1
-                        resume(running.pop(done), done.result())
-            except BaseException:  # Ctrl-C too
-                self._stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return [rows[number] for number in range(len(tasks))]
-
-    def _exported(self, target: Target, size: int) -> ExportedProgram:
-        platform = target.machine.kind.platform
-        key = (target.variant, target.placement, size, platform)
-        if key not in self._traced:
-            self._traced[key] = target.variant.exported(target.placement, size, platform)
-        return self._traced[key]
-
-    def _compiled(self, target: Target, program: ExportedProgram, size: int) -> tuple[ExportedProgram, CompiledProgram]:
-        if self._progress is not None:
-            self._progress(self._count, f"{target}, batch {size}")
-        hosts = target.placement.hosts
-        return program, compile_program(program, target.machine.kind, hosts=hosts, stop=self._stop)
+    with ThreadPoolExecutor(_jobs()) as pool:
+        try:
+            for number in range(len(tasks)):
+                resume(number, None)
+            while running:
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    compiled += 1
+                    resume(running.pop(done), done.result())
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [rows[number] for number in range(len(tasks))]
 
 
 def _jobs() -> int:

@@ -1,18 +1,15 @@
 """A plan: the rows as a table, as JSON, as a page."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jmp_train.tools import documents as doc
 from jmp_train.tools.documents import Cell, Section, Table, Text, counted, page, text, with_unit
 from jmp_train.tools.planning.rows import PlanRow, gigabytes, milliseconds, table_cells
 from jmp_train.tools.planning.search import Cut
 
 _UNLIMITED = 10_000  # characters of a line
 _BUFFERS = 20  # of a row, on the page
-_MOST_OF_PEAK = 3  # times the longest bar: marks beyond are left out, lest GPUs of 80 GB press bars of 1 GB together
 _CUTS = ("device", "policy", "placement", "not compiled because")
 _SAID = (
     "memory: what each device allocates for a step, of what it can have: jax's pool (XLA_PYTHON_CLIENT_MEM_FRACTION), "
@@ -20,10 +17,6 @@ _SAID = (
 )
 _HINT = (
     "PlanSearch(placement=True) tries to make steps fit by shards of their state, micro-batches and rematerialization"
-)
-_MARKS = (
-    "A solid mark is at what a step can have of the device's memory, a dashed one at all of it. Marks that are further "
-    "right than the chart are left out."
 )
 
 
@@ -40,7 +33,7 @@ class Plan:
       >>> plan = jt.plan(Workload(step, state, batch), ["V100-16GB", "A100-40GB"])  # doctest: +SKIP
       >>> print(plan, plan.largest_buffers(5))  # doctest: +SKIP
       >>> Plan(rows=()).to_json()
-      {'rows': []}
+      {'rows': [], 'cuts': []}
     """
 
     rows: tuple[PlanRow, ...]
@@ -60,8 +53,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON values."""
-        cuts = {"cuts": [vars(cut) for cut in self.cuts]} if self.cuts else {}
-        return {"rows": [row.to_json() for row in self.rows], **cuts}
+        return {"rows": [row.to_json() for row in self.rows], "cuts": [vars(cut) for cut in self.cuts]}
 
     def to_html(self, title: str = "Plan") -> str:
         """Returns all of it as one HTML page, without scripts or network access.
@@ -79,8 +71,8 @@ class Plan:
             title,
             [
                 *self._found(),
-                Table(heads, table, "rows", range(heads.index("batch"))),
-                memory_chart(self.rows),
+                Table(heads, table, "rows", range(heads.index("batch") if heads else 0)),
+                Section("Memory at the peak by kind", [_by_kind(self.rows)]),
                 Section("What was not compiled", [Table(_CUTS, cuts, texts=range(4))], is_folded=True),
                 Section("Row by row", [_details(number, row) for number, row in enumerate(self.rows, 1)]),
             ],
@@ -115,41 +107,11 @@ class Plan:
         return text([Table(heads, cells), *self._found(), Text(_SAID)], _UNLIMITED)
 
 
-def memory_chart(rows: Sequence[PlanRow]) -> doc.Chart | None:
-    """Returns one bar per row: the memory at the peak, with marks at the usable memory and at all memory of the device.
-
-    Args:
-      rows: the rows of a plan; without any there is no chart.
-    """
-    if not rows:
-        return None
-    most = max(max(row.peak_bytes for row in rows), 1)
-    end = min(_MOST_OF_PEAK * most, max(most, *(row.machine.kind.memory_bytes for row in rows)))
-    axis = doc.linear_axis(0, end, lambda n_bytes: f"{n_bytes / 1e9:g} GB")
-    styles = doc.series_styles((kind for row in rows for kind in row.bytes_by_kind), ("", "6 3"))
-    groups: dict[str, list[doc.Row]] = defaultdict(list)
-    for row in rows:
-        label = row.policy if row.placement.devices == 1 else f"{row.policy}, {row.placement}"
-        groups[row.device].append(_memory_bar(row, label, styles))
-    return doc.bar_chart("Memory at the peak by kind", groups, axis, note=_MARKS, texts_at_edge=True)
-
-
-def _memory_bar(row: PlanRow, label: str, styles: dict[str, doc.Style]) -> doc.Row:
-    sizes = row.bytes_by_kind
-    pieces = [
-        doc.Piece(style, sizes[kind], f"{label}: {kind}, {gigabytes(sizes[kind])}")
-        for kind, style in styles.items()
-        if kind in sizes
-    ]
-    marks = [
-        doc.Piece(style, n_bytes, f"{name}: {gigabytes(n_bytes)}")
-        for name, n_bytes, style in (
-            ("usable", row.usable_bytes, doc.Style("ink")),
-            ("all memory", row.machine.kind.memory_bytes, doc.Style("soft", dash="3 2")),
-        )
-    ]
-    used = f"{gigabytes(row.peak_bytes)} of {gigabytes(row.usable_bytes)}"
-    return doc.Row(label, pieces, used, "soft" if row.fits else "bad", marks)
+def _by_kind(rows: Sequence[PlanRow]) -> Table:
+    """Returns the memory at the peak by kind, a column per row of the plan."""
+    kinds = dict.fromkeys(kind for row in rows for kind in row.bytes_by_kind)
+    cells = [(kind, *(gigabytes(row.bytes_by_kind.get(kind, 0)) for row in rows)) for kind in kinds]
+    return Table(("kind", *(f"{row.device}, {row.policy}, {row.placement}" for row in rows)), cells, texts=range(1))
 
 
 def _details(number: int, row: PlanRow) -> Section:

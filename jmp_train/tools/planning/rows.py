@@ -113,51 +113,31 @@ class PlanRow:
         }
 
 
-_HEADS = (
-    "device",
-    "policy",
-    "placement",
-    "batch",
-    "memory",
-    "of",
-    "fits",
-    "largest batch",
-    "least time",
-    "bound by",
-    "least cost of 1000 steps",
-)
-
-
 def table_cells(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
-    """Returns a table of rows, the heads first, without empty columns.
+    """Returns a table of rows, the heads first, without columns that say nothing.
 
     Args:
       rows: the rows of a plan.
     """
-    cells = [_HEADS, *(_cells_of(row) for row in rows)]
-    unused = set()
-    if all(row.placement.devices == 1 for row in rows):
-        unused.add("placement")
-    if all(row.step_cost_bound is None for row in rows):
-        unused.add("least cost of 1000 steps")
-    kept = [i for i, head in enumerate(_HEADS) if head not in unused]
-    return [tuple(row[i] for i in kept) for row in cells]
+    cells = [_cells_of(row) for row in rows]
+    kept = [head for head in (cells[0] if cells else ()) if {row[head] for row in cells} not in ({""}, {"1 device"})]
+    return [tuple(kept), *(tuple(row[head] for head in kept) for row in cells)]
 
 
-def _cells_of(row: PlanRow) -> tuple[str, ...]:
-    return (
-        row.device,
-        row.policy,
-        str(row.placement),
-        str(row.batch_size),
-        gigabytes(row.peak_bytes),
-        gigabytes(row.usable_bytes),
-        "yes" if row.fits else "no",
-        "" if row.largest_batch is None else str(row.largest_batch),
-        milliseconds(row.step_seconds_bound),
-        row.costs.bound_by,
-        "" if row.step_cost_bound is None else f"{1000 * row.step_cost_bound:.3g}",
-    )
+def _cells_of(row: PlanRow) -> dict[str, str]:
+    return {
+        "device": row.device,
+        "policy": row.policy,
+        "placement": str(row.placement),
+        "batch": str(row.batch_size),
+        "memory": gigabytes(row.peak_bytes),
+        "of": gigabytes(row.usable_bytes),
+        "fits": "yes" if row.fits else "no",
+        "largest batch": "" if row.largest_batch is None else str(row.largest_batch),
+        "least time": milliseconds(row.step_seconds_bound),
+        "bound by": row.costs.bound_by,
+        "least cost of 1000 steps": "" if row.step_cost_bound is None else f"{1000 * row.step_cost_bound:.3g}",
+    }
 
 
 def gigabytes(n_bytes: float) -> str:

@@ -91,10 +91,14 @@ def searched(
         else:
             cuts.append(_cut(target, reason))
     whole = compiled([target for target in first if _is_replicated(target)])
-    at_bound = {_devices(target): row for target, row in whole if row.fits and _is_bound_by_products(target, row)}
+    at_bound = {
+        (id(target.machine), id(target.variant)): row
+        for target, row in whole
+        if row.fits and _is_bound_by_products(target, row)
+    }
     others = []
     for target in (target for target in first if not _is_replicated(target)):
-        if (row := at_bound.get(_devices(target))) is None:
+        if (row := at_bound.get((id(target.machine), id(target.variant)))) is None:
             others.append(target)
         else:
             least = milliseconds(row.costs.products_seconds)
@@ -127,11 +131,6 @@ def _is_replicated(target: Target) -> bool:
     """Returns whether each device computes its part of the batch with all of the state."""
     placed = target.placement
     return placed.shardings == REPLICATED and placed.batch_parts == placed.devices
-
-
-def _devices(target: Target) -> tuple[Any, ...]:
-    """Returns the key that placements of a step on the same devices share."""
-    return id(target.machine), id(target.variant)
 
 
 def _is_bound_by_products(target: Target, row: PlanRow) -> bool:

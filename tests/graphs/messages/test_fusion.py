@@ -4,9 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
+from gpu_builders import compile_for_gpu, stored_arrays
 from gpu_programs import EDGES, FEATURES, GAT_EDGES, NODES
-
-from jmp_train.tools.aot.compilation import compile_for_gpu
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
@@ -19,9 +18,10 @@ PROGRAMS = Path(__file__).parents[2] / "programs" / "gpu_programs.py"
 def test_fused_pairs_store_no_array_of_edges_by_features(dtype: str, hub: int, plan_python: str) -> None:
     target = f"{PROGRAMS}:fused_pairs"
     compiled = compile_for_gpu(target, dtype, str(hub), python=plan_python, timeout=200)
-    sizes = [array.n_bytes for array in compiled.arrays]
+    arrays = stored_arrays(compiled.hlo)
+    sizes = [array.n_bytes for array in arrays]
     assert max(sizes) >= NODES * FEATURES * 2  # it is the program that was meant
-    elements = compiled.arrays_of_at_least(EDGES * FEATURES)
+    elements = [array for array in arrays if array.n_bytes >= EDGES * FEATURES]
     assert not elements, elements  # not even in 8 bits
 
 
@@ -33,5 +33,5 @@ def test_fused_pairs_store_no_array_of_edges_by_features(dtype: str, hub: int, p
 def test_chunked_attention_stores_no_float_for_an_edge(name: str, dtype: str, plan_python: str) -> None:
     target = f"{PROGRAMS}:attention"
     compiled = compile_for_gpu(target, name, dtype, python=plan_python, timeout=200)
-    long = [x for x in compiled.arrays if math.prod(x.shape) >= GAT_EDGES]
+    long = [x for x in stored_arrays(compiled.hlo) if math.prod(x.shape) >= GAT_EDGES]
     assert {(x.dtype, x.opcode) for x in long} == {("s32", "parameter")}, long

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gpu_builders import compile_for_gpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from pytrees import assert_bitwise_equal, assert_close, poison_gradient
 from refusals import assert_refused
 
 import jmp_train as jt
-from jmp_train.tools.aot import CompiledProgram, compile_for_gpu
+from jmp_train.tools.aot import CompiledProgram
 
 pytestmark = pytest.mark.quick
 

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gpu_builders import compile_for_gpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from promotion import relaxed
 from pytrees import assert_close
 from sklearn.datasets import load_digits
 
 import jmp_train as jt
-from jmp_train.tools.aot.compilation import compile_for_gpu
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 

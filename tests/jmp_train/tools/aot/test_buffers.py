@@ -7,8 +7,9 @@ from typing import Any
 import gpu_steps
 import jax
 import pytest
+from gpu_builders import compile_for_gpu
 
-from jmp_train.tools.aot import CompiledProgram, compile_for_gpu
+from jmp_train.tools.aot import CompiledProgram
 from jmp_train.tools.aot.buffers import Argument, Buffer, buffers_at_peak
 from jmp_train.tools.aot.hlo import read_hlo
 

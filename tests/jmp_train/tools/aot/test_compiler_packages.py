@@ -23,7 +23,6 @@ from jmp_train.tools.aot.compiler_packages import (
     compiler_folder,
     compiler_path,
     libtpu_requirement,
-    remove_compilers,
     tpu_compiler_folder,
 )
 
@@ -102,7 +101,6 @@ def test_libtpu_is_in_a_folder_of_its_own() -> None:
         compiler_path("tpu")
     tpu_compiler_folder().mkdir()
     assert compiler_path("tpu") == tpu_compiler_folder() != compiler_folder() == compiler_path()
-    assert len(remove_compilers()) == 2
 
 
 def test_a_plugin_of_another_version_is_said_with_the_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +166,6 @@ def test_other_calls_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_packages, "_ON_LINUX", False)
     with pytest.raises(PluginError, match="XLA's compiler for CUDA exists only for Linux, not for"):
         install_compiler()
-
-
-def test_all_versions_can_be_removed(cache: Path) -> None:
-    compiler_folder().mkdir(parents=True)
-    (cache / "compiler-jaxlib-0.0.1-cuda12-python3.11").mkdir()
-    (cache / "programs").mkdir()
-    assert len(remove_compilers()) == 2
-    assert [file.name for file in cache.iterdir()] == ["programs"]
 
 
 def test_libtpu_is_the_one_that_jax_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from gpu_builders import compile_for_gpu
 
-from jmp_train.tools.aot.compilation import compile_for_gpu
 from jmp_train.tools.aot.costs import Costs, program_costs
 from jmp_train.tools.aot.gpus import GPUS
 from jmp_train.tools.aot.hlo import Program, read_hlo

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from gpu_builders import compile_for_gpu
 from process_helpers import run_python
 
-from jmp_train.tools.aot.compilation import compile_for_gpu
 from jmp_train.tools.aot.compiling import compiling_environment
 from jmp_train.tools.aot.gpus import GPU, GPUS, RATE_DTYPES, read_gpus
 
@@ -214,7 +214,10 @@ def test_the_page_has_the_table() -> None:
 @pytest.mark.timeout(600)
 def test_every_gpu_is_compiled_for(plan_python: str) -> None:
     """One process for all; products in bfloat16 are float32's where the GPU has no bfloat16."""
-    environment: Any = {**compiling_environment(None), "PYTHONPATH": str(TESTS / "helpers")}
+    environment: Any = {
+        **compiling_environment(None),
+        "PYTHONPATH": f"{TESTS / 'helpers'}:{TESTS.parent / 'benchmarks'}",
+    }
     out = run_python(TESTS / "programs" / "every_gpu.py", python=plan_python, timeout=500, **environment)
     found = json.loads(out.splitlines()[-1])
     assert [*found] == [*GPUS]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 
 JAX, OPTAX = f"{Path(jax.__file__).parent}/_src/api.py", f"{Path(optax.__file__).parent}/_src/transform.py"
 OURS = f"{Path(jmp_train.__file__).parent}/steps/step.py"
-COMPILER = f"{Path(jmp_train.__file__).parent}/tools/aot/compilation.py"
+COMPILER = f"{Path(jmp_train.__file__).parent}/tools/aot/exported_process.py"
 USER = "/home/me/train.py"
 
 
@@ -48,8 +48,6 @@ def test_a_line_of_a_package_is_followed_by_the_users() -> None:
     assert source_of([Frame(USER, 9, "main")]) == f"{USER}:9 (main)"
     assert source_of([Frame(OURS, 8, "")]) == f"{OURS}:8"
     assert source_of([]) == ""
-    model = f"{Path(jmp_train.__file__).parent}/app/tasks/models/vision_transformer.py"
-    assert source_of([Frame(OURS, 8, ""), Frame(model, 3, ""), Frame(USER, 9, "")]) == f"{OURS}:8 from {model}:3"
 
 
 @pytest.mark.parametrize(

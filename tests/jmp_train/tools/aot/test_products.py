@@ -4,9 +4,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from gpu_builders import compile_for_gpu
 from product_operands import Product, products
-
-from jmp_train.tools.aot.compilation import compile_for_gpu
 
 PROGRAMS = Path(__file__).parents[3] / "programs" / "gpu_programs.py"
 pytestmark = [pytest.mark.full, pytest.mark.timeout(200)]

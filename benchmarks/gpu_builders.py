@@ -1,7 +1,7 @@
-"""Ahead-of-time (AOT) compilation for a target NVIDIA GPU, and the memory that the program would need on it.
+"""Compiles functions of builders for absent GPUs, each in a process of its own: for benchmarks and tests.
 
-XLA's compiler for CUDA needs only a description of the device. So memory, fusions and the dtypes of
-collectives can be read on any Linux machine with the packages that `install_compiler` installs.
+Unlike `jmp_train.aot.compile_program`, it compiles without `jax.export`, in any environment with the compiler for CUDA,
+and gives the builder the mesh of the absent GPUs.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,11 +20,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jmp_train.tools.aot.compiled import CompiledProgram
-from jmp_train.tools.aot.compiler_packages import PluginError, compiler_path
+from jmp_train.tools.aot import GPU, GPUS, CompiledProgram, PluginError, read_hlo
+from jmp_train.tools.aot.array_types import ArrayType
+from jmp_train.tools.aot.compiler_packages import compiler_path
 from jmp_train.tools.aot.compiling import compiling_environment, run_process
 from jmp_train.tools.aot.exported_process import mesh_of, sizes_of
-from jmp_train.tools.aot.gpus import GPU, GPUS
+from jmp_train.tools.aot.hlo import RUNS_OTHERS
 
 
 def compile_for_gpu(
@@ -60,26 +61,18 @@ def compile_for_gpu(
       timeout: seconds after which the compilation is killed.
 
     Raises:
-      ValueError: no such GPU, fewer than one device, or a target without a function.
       PluginError: the environment lacks the compiler for CUDA, or it does not match jaxlib.
       RuntimeError: the builder or the compiler failed; the text has the traceback.
       TimeoutError: it took longer than `timeout`.
-
-    Example:
-      >>> compile_for_gpu("bench.sums:build", gpu="V100")  # doctest: +ELLIPSIS
-      Traceback (most recent call last):
-      ...
-      ValueError: gpu='V100' must be a GPU or one of P100-16GB, V100-16GB, V100-32GB, ...
     """
-    target_gpu = _check(target, gpu, devices)
+    target_gpu = GPUS[gpu] if isinstance(gpu, str) else gpu
     packages = compiler_path() if str(python) == sys.executable else None
     with tempfile.TemporaryDirectory(prefix="jmp_train_") as directory:
         folder = Path(directory)
         (folder / "topology.json").write_text(json.dumps(target_gpu.topology(devices)))
         command = (
             str(python),
-            "-m",
-            "jmp_train.tools.aot.compilation",
+            __file__,
             directory,
             str(devices),
             target,
@@ -100,10 +93,9 @@ def target_mesh(gpu: str | GPU = "V100-16GB", devices: int = 1) -> Mesh:
       devices: number of GPUs, in one host.
 
     Raises:
-      ValueError: no such GPU, or fewer than one device.
       PluginError: the environment lacks the compiler for CUDA, or it does not match jaxlib.
     """
-    return _mesh(_check_gpu(gpu, devices).topology(devices), devices)
+    return _mesh((GPUS[gpu] if isinstance(gpu, str) else gpu).topology(devices), devices)
 
 
 def _mesh(topology: Mapping[str, Any], devices: int) -> Mesh:
@@ -158,24 +150,6 @@ def _on(mesh: Mesh, leaf: ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=replicated, weak_type=struct.weak_type)
 
 
-def _check(target: str, gpu: str | GPU, devices: int) -> GPU:
-    """Returns the GPU of a name, after checking the other arguments."""
-    found = _check_gpu(gpu, devices)
-    module, _, name = target.rpartition(":")
-    if not module or not name.isidentifier():
-        raise ValueError(f"target={target!r} must be 'module:function' or 'path/to/file.py:function'")
-    return found
-
-
-def _check_gpu(gpu: str | GPU, devices: int) -> GPU:
-    found = gpu if isinstance(gpu, GPU) else GPUS.get(gpu)
-    if found is None:
-        raise ValueError(f"gpu={gpu!r} must be a GPU or one of {', '.join(GPUS)}")
-    if devices < 1:
-        raise ValueError(f"devices={devices!r} must be at least 1")
-    return found
-
-
 def _main(directory: str, devices: str, target: str, *arguments: str) -> None:
     """Compiles the result of a builder and writes the result to a directory."""
     folder = Path(directory)
@@ -216,6 +190,80 @@ def _load(place: str) -> ModuleType:
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array that an instruction of the optimized HLO leaves in memory.
+
+    Attributes:
+      name: the instruction's name in the HLO.
+      opcode: the instruction's: "fusion", "custom-call"; "parameter" for an argument; "all-reduce"
+        for the pair "all-reduce-start" and "all-reduce-done" too, and so on.
+      dtype: XLA's name: "f16", "bf16", "f32", "s32", "pred".
+      shape: the lengths of the axes, on one device.
+
+    Example:
+      >>> StoredArray("loop_add_fusion", "fusion", "f16", (1000, 64)).n_bytes
+      128000
+    """
+
+    name: str
+    opcode: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the array, without padding."""
+        return ArrayType(self.dtype, self.shape).n_bytes
+
+
+def stored_arrays(hlo: str) -> tuple[StoredArray, ...]:
+    """Returns the arrays that a program stores, one for each array of each instruction's result.
+
+    Instructions that only pass arrays on (tuples, bitcasts, loops) are left out, and an asynchronous
+    operation is listed once. The sum of all is not the memory in use, because arrays that are alive at different times
+    share memory.
+
+    Args:
+      hlo: the text of a compiled program, `jax.jit(f).lower(...).compile().as_text()`.
+
+    Raises:
+      ValueError: `hlo` is not a whole HLO module.
+
+    Example:
+      >>> arrays = stored_arrays('''
+      ... %fused (p: f32[9]) -> f32[] {
+      ...   %p = f32[9]{0} parameter(0)
+      ...   %square = f32[9]{0} multiply(%p, %p)
+      ...   ROOT %first = f32[] slice(%square)
+      ... }
+      ... ENTRY %main (x: f32[9]) -> f32[] {
+      ...   %x = f32[9]{0} parameter(0)
+      ...   ROOT %out = f32[] fusion(%x), kind=kLoop, calls=%fused
+      ... }''')
+      >>> [(array.name, array.opcode, array.dtype, array.shape) for array in arrays]
+      [('x', 'parameter', 'f32', (9,)), ('out', 'fusion', 'f32', ())]
+    """
+    program = read_hlo(hlo)
+    return tuple(
+        StoredArray(instruction.name, instruction.opcode.removesuffix("-done"), array.dtype, array.shape)
+        for name in program.unfused
+        for instruction in program.computations[name]
+        if _stores(instruction.opcode, in_entry=name == program.entry)
+        for array in instruction.arrays
+    )
+
+
+_HANDS_ON = RUNS_OTHERS | {"tuple", "get-tuple-element", "bitcast", "optimization-barrier", "async-done", "call-done"}
+
+
+def _stores(opcode: str, *, in_entry: bool) -> bool:
+    if opcode == "parameter":
+        return in_entry
+    # The type of a start includes operands; that of the end is the result's.
+    return opcode not in _HANDS_ON and not opcode.endswith(("-start", "-update"))
 
 
 if __name__ == "__main__":
