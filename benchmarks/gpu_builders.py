@@ -8,6 +8,8 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,15 +19,14 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jmp_train.tools.aot import GPU, GPUS, CompiledProgram, PluginError, read_hlo
-from jmp_train.tools.aot.array_types import ArrayType
-from jmp_train.tools.aot.compiler_packages import compiler_path
-from jmp_train.tools.aot.compiling import compiling_environment, run_process
-from jmp_train.tools.aot.exported_process import mesh_of, sizes_of
-from jmp_train.tools.aot.hlo import RUNS_OTHERS
+from jmp_train.aot import GPU, GPUS, CompiledProgram, install_compiler, read_hlo
+
+_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"  # nothing can be timed
+_RUNS_OTHERS = frozenset({"while", "call", "conditional", "async-start", "call-start"})
 
 
 def compile_for_gpu(
@@ -61,26 +62,30 @@ def compile_for_gpu(
       timeout: seconds after which the compilation is killed.
 
     Raises:
-      PluginError: the environment lacks the compiler for CUDA, or it does not match jaxlib.
       RuntimeError: the builder or the compiler failed; the text has the traceback.
-      TimeoutError: it took longer than `timeout`.
+      subprocess.TimeoutExpired: it took longer than `timeout`.
     """
     target_gpu = GPUS[gpu] if isinstance(gpu, str) else gpu
-    packages = compiler_path() if str(python) == sys.executable else None
+    has_compiler = str(python) != sys.executable or importlib.util.find_spec("jax_cuda12_plugin") is not None
+    path = [
+        *([] if has_compiler else [str(install_compiler())]),
+        str(Path(__file__).parent),
+        os.environ.get("PYTHONPATH"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "JAX_PLATFORMS": "cpu",  # the plugin loads without CUDA's libraries
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip(),
+    }
     with tempfile.TemporaryDirectory(prefix="jmp_train_") as directory:
         folder = Path(directory)
         (folder / "topology.json").write_text(json.dumps(target_gpu.topology(devices)))
-        command = (
-            str(python),
-            __file__,
-            directory,
-            str(devices),
-            target,
-        )
-        what = f"compiling {target} for {target_gpu.name}"
-        run_process(what, (*command, *arguments), folder / "log", compiling_environment(packages), timeout)
-        if (folder / "no_plugin").exists():
-            raise PluginError((folder / "no_plugin").read_text())
+        code = "import sys, gpu_builders; gpu_builders.write_compiled(*sys.argv[1:])"
+        command = (str(python), "-c", code, directory, str(devices), target, *arguments)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+        if done.returncode:
+            raise RuntimeError(f"compiling {target} for {target_gpu.name} failed:\n{done.stderr}")
         sizes = json.loads((folder / "sizes.json").read_text())
         return CompiledProgram(**sizes, hlo=(folder / "hlo").read_text())
 
@@ -93,14 +98,13 @@ def target_mesh(gpu: str | GPU = "V100-16GB", devices: int = 1) -> Mesh:
       devices: number of GPUs, in one host.
 
     Raises:
-      PluginError: the environment lacks the compiler for CUDA, or it does not match jaxlib.
+      RuntimeError: the environment lacks the compiler for CUDA.
     """
     return _mesh((GPUS[gpu] if isinstance(gpu, str) else gpu).topology(devices), devices)
 
 
 def _mesh(topology: Mapping[str, Any], devices: int) -> Mesh:
-    compiler_path()
-    return mesh_of(topology, [("data", devices)])
+    return topologies.make_mesh(topologies.get_topology_desc(**topology), [devices], ("data",))
 
 
 def compile_here(
@@ -134,7 +138,15 @@ def compile_here(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas reads its target there
         lowered = jax.jit(function, **(jit_kwargs or {})).lower(*structs)
     compiled = lowered.compile()
-    return CompiledProgram(**sizes_of(compiled), hlo=compiled.as_text() or "")
+    sizes: Any = compiled.memory_analysis()
+    return CompiledProgram(
+        peak_bytes=sizes.peak_memory_in_bytes,
+        argument_bytes=sizes.argument_size_in_bytes,
+        output_bytes=sizes.output_size_in_bytes,
+        alias_bytes=sizes.alias_size_in_bytes,
+        temp_bytes=sizes.temp_size_in_bytes,
+        hlo=compiled.as_text() or "",
+    )
 
 
 def _is_placed(leaf: object) -> bool:
@@ -150,14 +162,10 @@ def _on(mesh: Mesh, leaf: ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=replicated, weak_type=struct.weak_type)
 
 
-def _main(directory: str, devices: str, target: str, *arguments: str) -> None:
-    """Compiles the result of a builder and writes the result to a directory."""
+def write_compiled(directory: str, devices: str, target: str, *arguments: str) -> None:
+    """Compiles the result of a builder and writes the result to a directory, in a process of its own."""
     folder = Path(directory)
-    try:
-        mesh = _mesh(json.loads((folder / "topology.json").read_text()), int(devices))
-    except PluginError as error:
-        (folder / "no_plugin").write_text(str(error))
-        return
+    mesh = _mesh(json.loads((folder / "topology.json").read_text()), int(devices))
     compiled = asdict(compile_here(*_build(target, arguments, mesh), mesh=mesh))
     (folder / "hlo").write_text(compiled.pop("hlo"))
     (folder / "sizes.json").write_text(json.dumps(compiled))
@@ -198,25 +206,17 @@ class StoredArray:
 
     Attributes:
       name: the instruction's name in the HLO.
-      opcode: the instruction's: "fusion", "custom-call"; "parameter" for an argument; "all-reduce"
-        for the pair "all-reduce-start" and "all-reduce-done" too, and so on.
+      opcode: the instruction's; "all-reduce" for the pair "all-reduce-start" and "all-reduce-done" too, and so on.
       dtype: XLA's name: "f16", "bf16", "f32", "s32", "pred".
       shape: the lengths of the axes, on one device.
-
-    Example:
-      >>> StoredArray("loop_add_fusion", "fusion", "f16", (1000, 64)).n_bytes
-      128000
+      n_bytes: bytes of the array, without padding.
     """
 
     name: str
     opcode: str
     dtype: str
     shape: tuple[int, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the array, without padding."""
-        return ArrayType(self.dtype, self.shape).n_bytes
+    n_bytes: int
 
 
 def stored_arrays(hlo: str) -> tuple[StoredArray, ...]:
@@ -248,7 +248,7 @@ def stored_arrays(hlo: str) -> tuple[StoredArray, ...]:
     """
     program = read_hlo(hlo)
     return tuple(
-        StoredArray(instruction.name, instruction.opcode.removesuffix("-done"), array.dtype, array.shape)
+        StoredArray(instruction.name, instruction.opcode.removesuffix("-done"), array.dtype, array.shape, array.n_bytes)
         for name in program.unfused
         for instruction in program.computations[name]
         if _stores(instruction.opcode, in_entry=name == program.entry)
@@ -256,7 +256,7 @@ def stored_arrays(hlo: str) -> tuple[StoredArray, ...]:
     )
 
 
-_HANDS_ON = RUNS_OTHERS | {"tuple", "get-tuple-element", "bitcast", "optimization-barrier", "async-done", "call-done"}
+_HANDS_ON = _RUNS_OTHERS | {"tuple", "get-tuple-element", "bitcast", "optimization-barrier", "async-done", "call-done"}
 
 
 def _stores(opcode: str, *, in_entry: bool) -> bool:
@@ -264,7 +264,3 @@ def _stores(opcode: str, *, in_entry: bool) -> bool:
         return in_entry
     # The type of a start includes operands; that of the end is the result's.
     return opcode not in _HANDS_ON and not opcode.endswith(("-start", "-update"))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

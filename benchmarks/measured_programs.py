@@ -1,6 +1,4 @@
-"""Measures exported programs on this machine's devices, each in a process of its own.
-
-    python measured_programs.py FOLDER
+"""Measures exported programs on this machine's devices, each in a process of its own that works in a folder.
 
 The folder has `program`, serialized by `jax.export`, and `request.json`: the donated arguments, the number of devices
 and of timed runs. The process writes `measured.json`. Without a program, it lists the devices.
@@ -9,6 +7,7 @@ and of timed runs. The process writes `measured.json`. Without a program, it lis
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,8 +23,6 @@ from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jmp_train.aot import ExportedProgram
-from jmp_train.tools.aot.compiling import run_process
-from jmp_train.tools.aot.exported_process import sizes_of
 
 _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
@@ -104,17 +101,15 @@ def _run(program: ExportedProgram | None, runs: int, timeout: float) -> dict[str
             (folder / "program").write_bytes(program.serialized)
             request = {"donated": program.donated, "devices": program.devices, "runs": runs}
             (folder / "request.json").write_text(json.dumps(request))
-        command = (sys.executable, __file__, scratch)
-        run_process("measuring", command, folder / "log", environment, timeout)
+        code = "import sys, measured_programs; measured_programs.measure_folder(sys.argv[1])"
+        environment["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), environment.get("PYTHONPATH", "")))
+        subprocess.run((sys.executable, "-c", code, scratch), env=environment, timeout=timeout, check=True)
         return json.loads((folder / "measured.json").read_text())
 
 
-def _measure(folder: Path) -> None:
-    """Runs the program in a folder, and describes the devices.
-
-    Args:
-      folder: see the module.
-    """
+def measure_folder(directory: str) -> None:
+    """Runs the program in a folder, and describes the devices."""
+    folder = Path(directory)
     device = jax.devices()[0]
     found: dict[str, Any] = {
         "device": device.device_kind,
@@ -146,7 +141,15 @@ def _measured(exported: export.Exported, donated: Sequence[int], devices: int, r
             arguments[number] = result
     stats = jax.devices()[0].memory_stats() or {}
     peak_bytes = stats.get("peak_bytes_in_use")
-    return {**sizes_of(compiled), "peak_bytes": peak_bytes, "seconds": statistics.median(seconds[1:])}
+    sizes: Any = compiled.memory_analysis()
+    return {
+        "argument_bytes": sizes.argument_size_in_bytes,
+        "output_bytes": sizes.output_size_in_bytes,
+        "alias_bytes": sizes.alias_size_in_bytes,
+        "temp_bytes": sizes.temp_size_in_bytes,
+        "peak_bytes": peak_bytes,
+        "seconds": statistics.median(seconds[1:]),
+    }
 
 
 def _zeros(aval: Any, sharding: Sharding) -> jax.Array:
@@ -158,7 +161,3 @@ def _zeros(aval: Any, sharding: Sharding) -> jax.Array:
 
 def _program(folder: Path) -> export.Exported:
     return export.deserialize(bytearray((folder / "program").read_bytes()))
-
-
-if __name__ == "__main__":
-    _measure(Path(sys.argv[1]))

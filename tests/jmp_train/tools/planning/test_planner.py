@@ -229,7 +229,7 @@ def test_buffers_add_up_in_all_precisions_and_the_peak_grows(compiler: None) -> 
         assert row.largest_batch is None
     for in_float32, *in_half in (larger[:3], larger[3:]):
         for row in in_half:
-            assert row.bytes_by_kind[SAVED] <= 0.6 * in_float32.bytes_by_kind[SAVED]
+            assert row.bytes_by_kind[SAVED] <= 0.65 * in_float32.bytes_by_kind[SAVED]  # with copies of weights
             assert row.step_seconds_bound < in_float32.step_seconds_bound
 
 
