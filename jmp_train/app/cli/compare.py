@@ -57,7 +57,7 @@ class CompareOptions(RunOptions):
     Attributes:
       policies: see below.
       modes: see below.
-      out: write report.json, .png, .html
+      out: write report.json, .svg, .html
     """
 
     policies: tuple[str, ...] = names_option(
