@@ -51,7 +51,7 @@ def loss_and_gradient(layer: Any, features: Any) -> tuple[Any, Any]:
     return rows, gradient
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_compute_what_they_do_of_all_zeros(name: str) -> None:
     layer = layer_of(name)

@@ -137,6 +137,7 @@ def test_batch_norm_is_that_of_the_real_rows(dtype: str) -> None:
     np.testing.assert_allclose(np.asarray(found, float)[:46], running, rtol=TOLERANCES[dtype])
 
 
+@pytest.mark.full
 def test_batch_norm_without_a_mask_is_flaxs() -> None:
     ours, theirs = (kind(WIDTH, rngs=nnx.Rngs(0)) for kind in (graphs.BatchNorm, nnx.BatchNorm))
     rows = jnp.asarray(normal(0, 64, WIDTH))

@@ -136,7 +136,7 @@ def test_losses_and_messages_are_unbiased(mode: str) -> None:
             assert abs(np.mean(mine) - wanted) < 5 * np.std(mine) / len(mine) ** 0.5 + 0.05 * wanted
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_the_default_is_unbiased_for_small_batches_of_a_large_graph(mode: str) -> None:
     random = np.random.default_rng(3)
