@@ -202,17 +202,15 @@ def test_a_plain_mlp_saves_what_the_chain_rule_needs(compiled: Compile, policy: 
     dtype = "f32" if policy == "float32" else "f16"
     saved = [b for b in found.buffers if b.kind == "saved for the backward pass"]
     wide = (gpu_steps.ROWS, gpu_steps.WIDTH)
-    large = Counter((b.dtype, b.shape) for b in saved if b.n_bytes > gpu_steps.ROWS * 32)
+    large = Counter((b.dtype, b.shape) for b in saved if b.shape[0] == gpu_steps.ROWS and b.n_bytes > 32 * b.shape[0])
     inputs = {} if policy == "float32" else {(dtype, (gpu_steps.ROWS, gpu_steps.INPUTS)): 1}  # else they are the batch
     # Of both hidden layers, what is before relu and after it. On a V100 the peak is within the backward pass, when the
     # last has been used; on an H100 it is when the last layer multiplies, for which cuBLAS has a workspace of 32 MiB.
     assert large == {(dtype, wide): 2 + after_relu, **inputs}
     assert Counter(b.operation for b in saved if b.shape == wide) == {"dot_general": 2, "max": after_relu}
-    assert found.bytes_of("workspaces") == (2**25 if after_relu == 2 else 0)
     lines = {_line(b.source.rpartition(" from ")[2]) for b in saved if b.shape == wide}
     assert lines == {"return self.third(nnx.relu(self.second(nnx.relu(self.first(x)))))"}
-    copies = {b.shape for b in found.buffers if b.kind == "copies of parameters"}
-    assert ((gpu_steps.WIDTH, gpu_steps.WIDTH) in copies) == (policy != "float32")
+    assert ((gpu_steps.WIDTH, gpu_steps.WIDTH) in {b.shape for b in saved}) == (policy != "float32")  # copies in half
 
 
 @pytest.mark.full
@@ -224,10 +222,10 @@ def test_recomputing_saves_only_what_goes_into_a_layer(compiled: Compile, gpu: s
     saved = "saved for the backward pass"
     rows = (gpu_steps.DEPTH, gpu_steps.ROWS)
     inputs = 2 * gpu_steps.DEPTH * gpu_steps.ROWS * gpu_steps.WIDTH
-    assert [b.shape for b in recomputed.buffers if b.kind == saved and len(b.shape) == 3] == [(*rows, gpu_steps.WIDTH)]
-    assert inputs <= recomputed.bytes_of(saved) < 1.5 * inputs
-    assert kept.bytes_of(saved) > 4 * recomputed.bytes_of(saved)
-    stacked = [b for b in kept.buffers if b.kind == saved and b.shape[:2] == rows]
+    few, stacked = ([b for b in x.buffers if b.kind == saved and b.shape[:2] == rows] for x in (recomputed, kept))
+    assert [b.shape for b in few] == [(*rows, gpu_steps.WIDTH)]
+    assert sum(b.n_bytes for b in few) == inputs
+    assert sum(b.n_bytes for b in stacked) > 4 * inputs
     assert {b.module.rpartition("/")[0] or b.module for b in stacked} <= {"Stack", "Stack/blocks"}
     assert "dot_general" in {b.operation for b in stacked}
     assert all(_line(b.source) for b in stacked)
@@ -240,5 +238,4 @@ def test_eight_gpus_share_the_batch_and_what_is_made_of_it(compiled: Compile, is
     holds(found)
     saved = [b for b in found.buffers if b.kind == "saved for the backward pass"]
     assert (gpu_steps.ROWS // 8, gpu_steps.WIDTH) in {b.shape for b in saved}
-    copies = {b.shape for b in found.buffers if b.kind == "copies of parameters"}
-    assert (gpu_steps.WIDTH, gpu_steps.WIDTH) in copies  # gathered, in half precision
+    assert (gpu_steps.WIDTH, gpu_steps.WIDTH) in {b.shape for b in found.buffers if b.dtype == "f16"}  # gathered
