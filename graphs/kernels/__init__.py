@@ -15,6 +15,11 @@ from jmp_train.graphs.kernels.edge_matrices import OfEdges as OfEdges
 from jmp_train.graphs.kernels.edge_reads import EdgeIds as EdgeIds
 from jmp_train.graphs.kernels.edge_terms import Inputs as Inputs
 from jmp_train.graphs.kernels.edge_terms import Term as Term
+from jmp_train.graphs.kernels.edge_terms import extreme_term as extreme_term
+from jmp_train.graphs.kernels.edge_terms import first_edges as first_edges
+from jmp_train.graphs.kernels.edge_terms import largest_term as largest_term
+from jmp_train.graphs.kernels.edge_terms import sums_of_terms as sums_of_terms
+from jmp_train.graphs.kernels.edge_terms import weighted_sender as weighted_sender
 from jmp_train.graphs.kernels.gat import GAT as GAT
 from jmp_train.graphs.kernels.gat import GATInputs as GATInputs
 from jmp_train.graphs.kernels.gatv2 import GATV2 as GATV2
@@ -33,13 +38,6 @@ from jmp_train.graphs.kernels.messages_xla import reductions_by_xla as reduction
 from jmp_train.graphs.kernels.native_calls import Scales as Scales
 from jmp_train.graphs.kernels.reductions import BlockReduction as BlockReduction
 from jmp_train.graphs.kernels.reductions import Messages as Messages
-from jmp_train.graphs.kernels.reductions import chunked_argextreme as chunked_argextreme
-from jmp_train.graphs.kernels.reductions import chunked_extreme as chunked_extreme
-from jmp_train.graphs.kernels.reductions import chunked_mean as chunked_mean
-from jmp_train.graphs.kernels.reductions import chunked_moments as chunked_moments
-from jmp_train.graphs.kernels.reductions import chunked_softmax_sum as chunked_softmax_sum
-from jmp_train.graphs.kernels.reductions import chunked_sum as chunked_sum
 from jmp_train.graphs.kernels.reductions import reduce_blocks as reduce_blocks
-from jmp_train.graphs.kernels.reductions import weighted_sender as weighted_sender
 from jmp_train.graphs.kernels.spmm_sddmm import edge_dot as edge_dot
 from jmp_train.graphs.kernels.spmm_sddmm import weighted_sum as weighted_sum

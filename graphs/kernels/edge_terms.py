@@ -40,6 +40,17 @@ _Saved = tuple[CSRAndCSC, Any, Inputs]
 Term = Callable[[Any, Inputs], Any]
 
 
+def weighted_sender(fixed: Any, inputs: Inputs) -> jax.Array:
+    """Returns the senders' rows [rows, heads, width], times the edges' weights [rows, heads, 1] if given.
+
+    Args:
+      fixed: unused.
+      inputs: the senders' features and, if given, the weights.
+    """
+    del fixed
+    return inputs.senders if isinstance(inputs.edge, tuple) else inputs.edge * inputs.senders
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sums_of_terms(term: Term, end: End, edges: CSRAndCSC, fixed: Any, inputs: Inputs) -> Any:
     """Returns the sums [nodes, ...] of a term over the edges of each node, computed in float32.

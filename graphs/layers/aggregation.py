@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.fn import Reduction
+from jmp_train.graphs.fn import Reduce, Reduction
 from jmp_train.graphs.kernels import (
     REDUCTIONS,
     EdgeOperation,
     Inputs,
     Scales,
-    chunked_extreme,
     run_chunked,
     weighted_sender,
     weighted_sum,
 )
+from jmp_train.graphs.messages import reduce_messages
 from jmp_train.graphs.structure import (
     Adjacency,
     CSRAndCSC,
@@ -143,14 +143,9 @@ def _sum_by_chunks(adjacency: Adjacency, inputs: _Inputs, stored: jax.Array, dty
 
 
 def _extreme_by_chunks(adjacency: Adjacency, inputs: _Inputs, stored: jax.Array) -> jax.Array:
-    def compute(data: jax.Array, weights: jax.Array | None) -> jax.Array:
-        rows = data.reshape(data.shape[0], 1, -1)
-        of_edge = () if weights is None else weights[:, None, None]
-        sign = 1 if inputs.reduction == "max" else -1
-        return chunked_extreme(weighted_sender, sign, adjacency, Inputs(of_edge, rows))
-
-    result = autocast_as("float32")(compute)(stored, inputs.edge_weight)
-    return result.reshape(-1, *stored.shape[1:])
+    of_edge = () if inputs.edge_weight is None else inputs.edge_weight[:, None, None]
+    ends, reductions = Inputs(of_edge, stored.reshape(len(stored), 1, -1)), [Reduce(inputs.reduction, "m", "x")]
+    return reduce_messages(weighted_sender, adjacency, ends, reductions)["x"].reshape(-1, *stored.shape[1:])
 
 
 def _elements_per_edge(inputs: _Inputs) -> int | None:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.kernels import EdgeOperation, Inputs, chunked_sum
+from jmp_train.graphs.fn import Reduce
+from jmp_train.graphs.kernels import EdgeOperation, Inputs
 from jmp_train.graphs.layers.dense import Activation, activated, checked_eps
 from jmp_train.graphs.layers.layer import Layer
 from jmp_train.graphs.layers.layer_inputs import (
@@ -19,6 +20,7 @@ from jmp_train.graphs.layers.layer_inputs import (
     end_rows,
     promoted_with,
 )
+from jmp_train.graphs.messages import reduce_messages
 from jmp_train.graphs.structure import Adjacency, accumulation_dtype, graph_storage, upcast
 from jmp_train.policies.autocasting import autocast_as
 
@@ -96,7 +98,7 @@ def _by_xla(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.A
 def _by_chunks(adjacency: Adjacency, senders: jax.Array, edges: jax.Array) -> jax.Array:
     if not senders.size or not edges.size:
         return jnp.zeros((adjacency.num_receivers, senders.shape[1]), accumulation_dtype(senders.dtype))
-    return autocast_as("float32")(chunked_sum)(_rectified, adjacency, Inputs(edges, senders))
+    return reduce_messages(_rectified, adjacency, Inputs(edges, senders), [Reduce("sum", "m", "x")])["x"]
 
 
 def _elements(senders: jax.Array, edges: jax.Array) -> int:

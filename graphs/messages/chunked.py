@@ -8,26 +8,20 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.fn import Message, Operation, Reduce
+from jmp_train.graphs.fn import Message, Operation
 from jmp_train.graphs.kernels import (
     CheckedMessage,
     Inputs,
     Reductions,
     Scales,
-    Term,
-    chunked_argextreme,
-    chunked_extreme,
-    chunked_mean,
-    chunked_moments,
-    chunked_softmax_sum,
-    chunked_sum,
     combined_rows,
     edge_dot,
     run_chunked,
     weighted_sender,
     weighted_sum,
 )
-from jmp_train.graphs.structure import Adjacency, CSRAndCSC, inverse_degrees, root_or_zero
+from jmp_train.graphs.messages.reductions import MOMENTS, keys_of, of_nothing, reduce_messages
+from jmp_train.graphs.structure import Adjacency, CSRAndCSC, inverse_degrees
 
 _FIELDS = {"u": "senders", "v": "receivers", "e": "edge"}
 
@@ -95,52 +89,26 @@ def chunked_reductions(
         return {reduce.out: of_nothing(reduce, shape, message.dtype) for reduce in reductions}
     by_end = dict(zip(ends, operands, strict=True))
     heads = _heads(message.message, operands)
+    named = [dataclasses.replace(reduce, message="m") for reduce in reductions]
     if heads is None:
         inputs = Inputs(**{_FIELDS[end]: x for end, x in by_end.items()})
-        return _reduced(_BuiltIn(message.message.operation, ends), adjacency, inputs, reductions)
+        return reduce_messages(_BuiltIn(message.message.operation, ends), adjacency, inputs, named)
     data = by_end["u"].reshape(by_end["u"].shape[0], heads, -1)
-    weights = by_end["e"].reshape(-1, heads, 1) if "e" in by_end else ()
-    found = _reduced(weighted_sender, adjacency, Inputs(weights, data), reductions)
-    return {name: x.reshape(-1, *message.shape) for name, x in found.items()}
-
-
-def of_nothing(reduce: Reduce, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the reduction of no messages, or of messages without elements."""
-    is_place = reduce.reduction in ("argmax", "argmin")
-    return jnp.full(shape, -1, jnp.int32) if is_place else jnp.zeros(shape, dtype)
-
-
-def _reduced(message: Term, adjacency: Adjacency, inputs: Inputs, reductions: Reductions) -> dict[str, jax.Array]:
-    """Returns the reductions [receivers, ...] of a message by name, in at least float32."""
-    names = {reduce.reduction for reduce in reductions}
-    found: dict[str, jax.Array] = {}
-    if message is weighted_sender:
-        for name in sorted(names & {"sum", "mean", "var", "std"}):  # in the same order in every process
-            found["sum" if name == "sum" else "mean"] = _weighted(adjacency, inputs, is_mean=name != "sum")
-    if names & {"var", "std"}:  # the mean is at hand then
-        found["mean"], found["var"] = chunked_moments(message, adjacency, inputs, found.get("mean"))
-        found["std"] = root_or_zero(found["var"])
-    results = {}
-    for reduce in reductions:
-        name = reduce.reduction
-        if name in found:
-            result = found[name]
-        elif name == "softmax":
-            result = chunked_softmax_sum(message, reduce.temperature, adjacency, inputs)
-        elif name in ("sum", "mean"):
-            result = (chunked_sum if name == "sum" else chunked_mean)(message, adjacency, inputs)
-        else:
-            sign = 1 if name.endswith("max") else -1
-            result = (chunked_argextreme if "arg" in name else chunked_extreme)(message, sign, adjacency, inputs)
-        results[reduce.out] = result
-    return results
-
-
-def _weighted(adjacency: Adjacency, inputs: Inputs, *, is_mean: bool) -> jax.Array:
-    """Returns the sums or means [receivers, heads, width] of weighted senders."""
-    data, weights = inputs.senders, None if isinstance(inputs.edge, tuple) else inputs.edge[..., 0]
-    scales = Scales(receivers=inverse_degrees(adjacency.in_degrees, data) if is_mean else None)
-    return run_chunked(functools.partial(weighted_sum, None), adjacency.neighbors, scales, data, weights)
+    weights = by_end["e"].reshape(-1, heads) if "e" in by_end else None
+    sums: dict[str, jax.Array] = {}
+    for _, name, _ in keys_of(named, "sum", "mean", *MOMENTS):  # moments need the mean
+        name = "sum" if name == "sum" else "mean"
+        if name not in sums:
+            scales = Scales(receivers=None if name == "sum" else inverse_degrees(adjacency.in_degrees, data))
+            kernel = functools.partial(weighted_sum, None)
+            sums[name] = run_chunked(kernel, adjacency.neighbors, scales, data, weights)
+    own = ("sum",) if keys_of(named, *MOMENTS) else ("sum", "mean")  # moments make a mean, too
+    found = {reduce.out: sums[reduce.reduction] for reduce in named if reduce.reduction in own}
+    rest = [reduce for reduce in named if reduce.out not in found]
+    if rest:
+        inputs = Inputs(() if weights is None else weights[..., None], data)
+        found |= reduce_messages(weighted_sender, adjacency, inputs, rest, sums.get("mean"))
+    return {reduce.out: found[reduce.out].reshape(-1, *message.shape) for reduce in reductions}
 
 
 def elements_of_dot(message: CheckedMessage, *operands: jax.Array) -> int | None:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,28 +18,28 @@ from jmp_train.graphs.kernels import (
     reduce_edges,
     reduce_rows,
 )
-from jmp_train.graphs.messages.chunked import of_nothing
 from jmp_train.graphs.messages.edge_messages import PerEdge, Shapes, chosen_features
 from jmp_train.graphs.messages.frames import Frame
+from jmp_train.graphs.messages.reductions import (
+    MOMENTS,
+    PLACES,
+    SOFTMAX,
+    finished,
+    keys_of,
+    of_nothing,
+    shifts_of,
+    terms_of,
+)
 from jmp_train.graphs.messages.user_functions import call_message_function
 from jmp_train.graphs.structure import (
     Adjacency,
-    finite_or_zero,
     graph_storage,
     in_float32,
-    inverse_degrees,
-    moments_about,
-    reciprocal,
-    root_or_zero,
-    rows_like,
     upcast,
 )
 from jmp_train.policies.autocasting import autocast_as
 
 Messages = Mapping[str, jax.Array]
-Found = dict[Any, jax.Array]
-Key = tuple[str, str, float]  # a message, a reduction and its temperature
-_SHIFTED, _PLACES = ("var", "std", "softmax"), ("argmax", "argmin")
 
 
 def reduce_all(frame: Frame, messages: Messages, reductions: Reductions) -> dict[str, jax.Array]:
@@ -102,92 +102,41 @@ def _by_chunks(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions:
         like = {name: ((len(degrees), *x.shape), x.dtype) for name, x in shapes.items()}
         return {reduce.out: of_nothing(reduce, *like[reduce.message]) for reduce in reductions}
     elements = _largest_row(used, shapes, reductions) or 1
-    wanted = sorted({(reduce.message, reduce.reduction, reduce.temperature) for reduce in reductions})
 
     def reduced(make: Callable[[Messages, EdgeIds], Terms], *, has_gradient: bool = True) -> Reduced:
         def terms(rows: Inputs, ids: EdgeIds) -> Terms:
             messages = message.of_rows(rows, ids)
-            stored = {name: graph_storage(messages[name]) for name, _, _ in wanted}
+            stored = {name: graph_storage(messages[name]) for name, _, _ in keys_of(reductions)}
             return autocast_as("float32")(make)(stored, ids)
 
         return reduce_edges(edges, terms, used, elements, has_gradient=has_gradient)
 
-    shifts: Found = {}
-    if any(name in _SHIFTED for _, name, _ in wanted):
-        shifts = _shifts(degrees, reduced(functools.partial(_terms_of_shifts, wanted), has_gradient=False))
-    found = reduced(functools.partial(_terms, wanted, shifts))
-    results = {}
-    for reduce in reductions:
-        key = reduce.message, reduce.reduction, reduce.temperature
-        result = autocast_as("float32")(functools.partial(_result, key, degrees))(found, shifts)
-        dtype = result.dtype if reduce.reduction in _PLACES else shapes[reduce.message].dtype
-        results[reduce.out] = graph_storage(result.astype(dtype))
-    return results
+    def of_shifts(messages: Messages, ids: EdgeIds) -> Terms:
+        del ids
+        some = (terms_of(keys_of(reductions, *names), {}, messages, are_shifts=True) for names in (MOMENTS, SOFTMAX))
+        sums, bounds = some
+        return Terms(sums, bounds=bounds)
 
+    def of_messages(messages: Messages, ids: EdgeIds) -> Terms:
+        rows = {key: x[ids.receivers] for key, x in shifts.items()}
 
-def _terms_of_shifts(wanted: Sequence[Key], messages: Messages, ids: EdgeIds) -> Terms:
-    """Returns the terms of the means and the largest logits."""
-    del ids
-    sums: Found = {}
-    bounds: Found = {}
-    for name, reduction, temperature in wanted:
-        row = upcast(messages[name])
-        if reduction in ("var", "std"):
-            sums[name, "sum"] = row
-        elif reduction == "softmax":
-            bounds[name, reduction, temperature] = temperature * row
-    return Terms(sums, bounds=bounds)
+        def some(*names: str) -> dict[Any, jax.Array]:
+            return terms_of(keys_of(reductions, *names), rows, messages)
 
+        def exact(terms: dict[Any, jax.Array]) -> dict[Any, jax.Array]:  # in the messages' dtypes
+            return {key: x.astype(messages[key[0]].dtype) for key, x in terms.items()}
 
-def _shifts(degrees: jax.Array, found: Reduced) -> Found:
-    """Returns numbers near the messages, [receivers, ...], which have no gradient: means, and largest logits."""
-    means = {(name, "mean"): _mean(degrees, x) for (name, _), x in found.sums.items()}
-    return jax.lax.stop_gradient(means | {key: finite_or_zero(x) for key, x in found.bounds.items()})
+        return Terms(some("sum", "mean", *MOMENTS, *SOFTMAX), exact(some("max", "min")), exact(some(*PLACES)))
 
-
-def _terms(wanted: Sequence[Key], shifts: Found, messages: Messages, ids: EdgeIds) -> Terms:
-    """Returns the terms of the sums and of the extremes that reductions need."""
-    sums: Found = {}
-    largest: Found = {}
-    first: Found = {}
-    for name, reduction, temperature in wanted:
-        row = upcast(messages[name])
-        if reduction in ("sum", "mean"):
-            sums[name, "sum"] = row
-        elif reduction in ("var", "std"):
-            rest = row - shifts[name, "mean"][ids.receivers]
-            sums[name, "rest"], sums[name, "square"] = rest, rest * rest
-        elif reduction == "softmax":
-            power = jnp.exp(temperature * row - shifts[name, reduction, temperature][ids.receivers])
-            sums[name, "power", temperature], sums[name, "weighted", temperature] = power, power * row
-        else:
-            extremes = first if reduction in _PLACES else largest
-            extremes[name, reduction] = -messages[name] if reduction.endswith("min") else messages[name]
-    return Terms(sums, largest, first)
-
-
-def _result(key: Key, degrees: jax.Array, found: Reduced, shifts: Found) -> jax.Array:
-    """Returns one reduction [receivers, ...]."""
-    name, reduction, temperature = key
-    sums = found.sums
-    if reduction == "sum":
-        return sums[name, "sum"]
-    if reduction == "mean":
-        return _mean(degrees, sums[name, "sum"])
-    if reduction in ("var", "std"):
-        rest, square = (_mean(degrees, sums[name, part]) for part in ("rest", "square"))
-        variance = moments_about(shifts[name, "mean"], rest, square)[1]
-        return root_or_zero(variance) if reduction == "std" else variance
-    if reduction == "softmax":
-        return sums[name, "weighted", temperature] * reciprocal(sums[name, "power", temperature])
-    if reduction in _PLACES:
-        return found.first[name, reduction]
-    largest = found.largest[name, reduction]
-    return 0 - largest if reduction == "min" else largest
-
-
-def _mean(degrees: jax.Array, sums: jax.Array) -> jax.Array:
-    return sums * rows_like(inverse_degrees(degrees, sums), sums)
+    shifts: dict[Any, jax.Array] = {}
+    if keys_of(reductions, *MOMENTS, *SOFTMAX):
+        first = reduced(of_shifts, has_gradient=False)
+        shifts = shifts_of(degrees, first.sums, first.bounds)
+    found = reduced(of_messages)
+    whole = found.sums | found.largest | found.first
+    results = autocast_as("float32")(functools.partial(finished, reductions, degrees))(whole, shifts)
+    dtypes = {reduce.out: shapes[reduce.message].dtype for reduce in reductions if reduce.reduction not in PLACES}
+    return {name: graph_storage(x.astype(dtypes.get(name, x.dtype))) for name, x in results.items()}
 
 
 def _check_names(messages: Mapping[str, object], reductions: Reductions) -> None:
