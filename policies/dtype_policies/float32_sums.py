@@ -163,7 +163,8 @@ class _Sums(Reading[Any]):
     def run(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         scope = str(equation.source_info.name_stack)
         with jax.named_scope(scope) if scope else contextlib.nullcontext(), at_line_of(equation):
-            return super().run(equation, inputs)
+            results = super().run(equation, inputs)
+            return list(map(self.written, equation.outvars, results))  # the casts have this line too
 
     def within(self, equation: Any) -> "_Sums":
         return _Sums(self.program, self.program.inner[id(equation)])

@@ -276,3 +276,17 @@ def test_constants_of_loops_are_stored_once() -> None:
         jnp.ones((8, 8)), jnp.ones((32, 4, 8))
     )
     assert "[32,8,8]" not in str(program)
+
+
+def test_the_sum_of_gradients_has_the_line_of_the_value() -> None:
+    def loss(bias: jax.Array, rows: jax.Array) -> jax.Array:
+        wide = bias.reshape(1, WIDTH)  # read often
+        return mean(rows + wide)
+
+    program = jax.make_jaxpr(jax.grad(jt.apply_policy(loss, "mixed_bfloat16")))(ROWS[0], ROWS)
+    halved = [
+        e for e in program.eqns if e.primitive.name == "convert_element_type" and e.outvars[0].aval.dtype == "bfloat16"
+    ]
+    casts = [e for e in halved if e.outvars[0].aval.shape == (1, WIDTH)]
+    lines = {frame.line_num for e in casts for frame in e.source_info.traceback.frames if frame.file_name == __file__}
+    assert casts and loss.__code__.co_firstlineno + 1 in lines
