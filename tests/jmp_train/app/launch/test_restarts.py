@@ -16,6 +16,7 @@ import pytest
 pytestmark = pytest.mark.quick
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "data_parallel" / "checkpoint.py"
+RUN = ("--steps", 1000)  # longer than it takes to be killed often, on a fast machine too
 
 
 def launch(directory: Path, *options: object, count: int = 2) -> subprocess.Popen[str]:
@@ -33,7 +34,7 @@ def result(text: str) -> str:
 
 @pytest.fixture(name="undisturbed", scope="module")
 def fixture_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with launch(tmp_path_factory.mktemp("undisturbed")) as process:
+    with launch(tmp_path_factory.mktemp("undisturbed"), *RUN) as process:
         text, _ = process.communicate(timeout=200)
     assert process.returncode == 0, text
     yield result(text)
@@ -44,7 +45,7 @@ def fixture_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 def test_a_run_whose_processes_are_killed_ends_as_one_that_is_left_alone(undisturbed: str, tmp_path: Path) -> None:
     kills = 20
     generator, lines, killed = random.Random(0), [], []
-    with launch(tmp_path / "run", "--every", 5) as launcher:
+    with launch(tmp_path / "run", *RUN, "--every", 20) as launcher:
         assert launcher.stdout is not None
         pids: dict[str, int] = {}
         timer = None
@@ -75,7 +76,7 @@ def test_a_run_whose_processes_are_killed_ends_as_one_that_is_left_alone(undistu
         if number := re.match(r"\[0\] step (\d+)  loss", line):
             saved = int(number[1])
         if number := re.match(r"\[0\] process 0 .* goes on from step (\d+)", line):
-            assert int(number[1]) >= saved - 5, text
+            assert int(number[1]) >= saved - 20, text
 
 
 def kill(pid: int) -> None:
