@@ -67,25 +67,25 @@ def with_float32_sums(fn: Callable[Args, Result]) -> Callable[Args, Result]:
 
     @functools.wraps(fn)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if not _has_traced_halves((args, kwargs)) or in_module():
-            return fn(*args, **kwargs)
-        traced: list[bool] = []
         read = _READ.get()
+        with program_read(None):  # functions within have readers of their own
+            if not _has_traced_halves((args, kwargs)) or in_module():
+                return fn(*args, **kwargs)
+            traced: list[bool] = []
 
-        def run_program(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
-            traced.append(True)
-            if read is not None:
-                read(jaxpr, args, kwargs)
-            active = [isinstance(x, Tracer) and is_inexact_array(x) for x in arrays]
-            return _Sums(ReadCounts().of(jaxpr, active)).evaluate(jaxpr, arrays)
+            def run_program(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
+                traced.append(True)
+                if read is not None:
+                    read(jaxpr, args, kwargs)
+                active = [isinstance(x, Tracer) and is_inexact_array(x) for x in arrays]
+                return _Sums(ReadCounts().of(jaxpr, active)).evaluate(jaxpr, arrays)
 
-        try:
-            with program_read(None):  # functions within have readers of their own
+            try:
                 return run_traced(run_program, fn, args, kwargs, as_float32=False)
-        except Exception:
-            if traced:
-                raise
-        result = fn(*args, **kwargs)  # raises the error again, or needs the values of its arguments
+            except Exception:
+                if traced:
+                    raise
+            result = fn(*args, **kwargs)  # raises the error again, or needs the values of its arguments
         warn_user(_NEEDS_VALUES, UserWarning)
         return result
 

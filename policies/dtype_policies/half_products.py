@@ -15,6 +15,7 @@ from jmp_train.policies.autocasting import (
     argument_names,
     is_at_risk,
     is_complex,
+    is_trying,
     traced_dtype,
     warn_of_convolutions,
     warn_of_products,
@@ -153,7 +154,8 @@ class FirstTrace:
             if len(paths) == len(jaxpr.in_avals):  # not if nnx objects hold further ones
                 operations = traced_operations(jaxpr, origins_of(paths, jaxpr, names[:1]), constants)
 
-        with program_read(read):
+        runs_as_it_is = policy is None or is_trying()  # without `with_float32_sums`
+        with program_read(None if runs_as_it_is else read):
             yield
         if operations is None:
             try:

@@ -17,6 +17,7 @@ from flax import nnx
 from jax import lax
 
 import jmp_train as jt
+from jmp_train.policies.dtype_policies import half_products
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
@@ -338,3 +339,22 @@ def test_equinox_models_are_seen_through() -> None:
 
     (text,) = messages(jt.apply_policy(fn, HALF), model, X)
     assert "eqx.nn.Linear" in text
+
+
+@pytest.mark.parametrize("outer", ["mixed_bfloat16", None])
+def test_the_programs_of_functions_within_are_not_taken_for_their_callers(outer: str | None) -> None:
+    """The caller runs without a program of its own: outside of jit, or without a policy."""
+
+    def product(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return (w @ x @ y).astype(jnp.float32).sum()
+
+    inner = jax.grad(jt.apply_policy(product, "mixed_bfloat16"))
+    w = jnp.ones((2, 2))
+    inner(w, w, w)  # whose first trace is past
+    if outer is None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(half_products, "is_at_risk", lambda: True)  # as on a jaxlib whose convolutions are looked at
+            loss, grads = jt.scaled_value_and_grad(lambda w: inner(w, w, w).sum())(jt.NoOpLossScale(), w)
+        assert loss == 16 and grads.shape == w.shape
+    else:
+        assert jt.apply_policy(lambda w: inner(w, w, w), outer)(w).tolist() == [[4, 4], [4, 4]]
