@@ -24,7 +24,7 @@ from jmp_train.app.cli.errors import (
 )
 from jmp_train.app.cli.jobs import Call, check_precisions, options_for
 from jmp_train.app.cli.option_values import path
-from jmp_train.app.cli.options import SCHEDULES, RunOptions, names_option, option, read_options
+from jmp_train.app.cli.options import SCHEDULES, RunOptions, as_data, names_option, option, read_options, values_of
 from jmp_train.app.cli.outputs import checked_outputs, list_written
 from jmp_train.app.cli.starting import find_task_of
 from jmp_train.app.cli.train import TrainOptions, train_call
@@ -210,15 +210,18 @@ def call_as_json(call: Call[RunOptions], name: str) -> str:
     """
     options = options_for(call.options, name)
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(RunOptions)}
-    found = {"task": call.text, "options": {**given, "policy": name}, "of_task": call.of_task}
-    return json.dumps(found, default=lambda path: {"path": str(path)})
+    data = {"options": {**given, "policy": name}, "of_task": call.of_task}
+    data = {part: {name: as_data(value) for name, value in values.items()} for part, values in data.items()}
+    return json.dumps({"task": call.text, **data})
 
 
 def call_from_json(text: str) -> Call[TrainOptions]:
     """Returns the call that `call_as_json` converted."""
-    found = json.loads(text, object_hook=lambda x: Path(x["path"]) if x.keys() == {"path"} else x)
-    options = read_options(TrainOptions, found["options"])
-    return Call(found["task"], find_task_of("train", found["task"], options.devices), options, found["of_task"])
+    found = json.loads(text)
+    options = read_options(TrainOptions, values_of(TrainOptions, found["options"]))
+    source = find_task_of("train", found["task"], options.devices)
+    of_task = {} if source.options is None else values_of(source.options, found["of_task"])
+    return Call(found["task"], source, options, of_task)
 
 
 def run_child(text: str) -> int:

@@ -1,6 +1,8 @@
 """Commands on a user's file: its options, its errors with exit codes, its runs, and what `kill -9` leaves."""
 
+import datetime
 import json
+import math
 import random
 import signal
 import subprocess
@@ -12,7 +14,9 @@ import pytest
 from process_helpers import jmp_train_command as command
 from sealed_files import entry
 
+from jmp_train.app.cli.compare import CompareOptions, call_as_json, call_from_json
 from jmp_train.app.cli.entry import main
+from jmp_train.app.cli.errors import WrongCall
 from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.train import TrainOptions
 from jmp_train.app.tasks import find_task
@@ -181,6 +185,53 @@ def test_options_that_are_the_commands_too_have_its_values(folder: Path) -> None
     assert found.identity["options"] == {"width": 8, "source": "generator", "learning_rate": 0.5}
     assert job.task.epochs == 3
     assert "make_task" in found.identity["definitions"]
+
+
+OPTIONS_OF_ALL_TYPES = """
+import dataclasses
+import datetime
+import enum
+from pathlib import Path
+from typing import Any, Literal
+
+Color = enum.StrEnum("Color", ["red", "blue"])
+
+def read_by(reader, default):
+    return dataclasses.field(default=default, metadata={"type": reader})
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    width: int = 1
+    rate: float = 0.1
+    name: str = ""
+    fast: bool = False
+    kind: Literal["a", "b"] = "a"
+    sizes: tuple[int, ...] = ()
+    file: Path = Path("x")
+    files: tuple[Path, ...] = ()
+    day: datetime.date = read_by(datetime.date.fromisoformat, datetime.date(2020, 1, 1))
+    color: Any = read_by(Color, Color.red)
+
+def task(options: Options): ...
+"""
+
+
+def test_a_run_in_its_own_process_gets_the_values_and_types_of_the_tasks_options(folder: Path) -> None:
+    (folder / "typed.py").write_text(OPTIONS_OF_ALL_TYPES)
+    source = find_task("typed.py:task")
+    given = {
+        "width": 2, "rate": math.inf, "name": "1", "fast": True, "kind": "b", "sizes": (1, 2), "file": Path("1"),
+        "files": (Path("1"), Path("2")), "day": datetime.date(2026, 11, 28),
+        "color": sys.modules["typed"].Color.blue,
+    }  # fmt: skip
+    sent = call_as_json(Call("typed.py:task", source, CompareOptions(), given), "float32")
+    del sys.modules["typed"]  # as in another process
+    call = call_from_json(sent)
+    assert call.of_task == given
+    types = {name: type(value).__qualname__ for name, value in call.of_task.items()}
+    assert types == {name: type(value).__qualname__ for name, value in given.items()}
+    with pytest.raises(WrongCall, match="--day soon: Invalid isoformat string"):
+        call_from_json(sent.replace("2026-11-28", "soon"))
 
 
 def test_a_changed_file_goes_on_with_a_line_and_other_options_do_not(
