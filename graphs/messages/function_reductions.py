@@ -113,8 +113,8 @@ def _by_chunks(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions:
 
     def of_shifts(messages: Messages, ids: EdgeIds) -> Terms:
         del ids
-        some = (terms_of(keys_of(reductions, *names), {}, messages, are_shifts=True) for names in (MOMENTS, SOFTMAX))
-        sums, bounds = some
+        parts = keys_of(reductions, *MOMENTS), keys_of(reductions, *SOFTMAX)
+        sums, bounds = (terms_of(keys, {}, messages, are_shifts=True) for keys in parts)
         return Terms(sums, bounds=bounds)
 
     def of_messages(messages: Messages, ids: EdgeIds) -> Terms:

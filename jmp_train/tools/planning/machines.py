@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import TypeGuard
 
+from jmp_train.policies.pytrees import check_count
 from jmp_train.tools.aot import GPU, GPUS, TPU, Device, tpu_slice
 
 _MIB = 2**20
@@ -110,9 +111,8 @@ class Machine:
     def __post_init__(self) -> None:
         if not isinstance(self.device, str | GPU | TPU):
             raise TypeError(f"device={self.device!r} must be a name such as 'A100-40GB' or 'v5e:2x2', or a jt.aot.GPU")
-        for name, number in (("gpus", self.gpus), ("hosts", self.hosts)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+        check_count("gpus", self.gpus)
+        check_count("hosts", self.hosts)
         if self.price is not None and not _is_rate(self.price):
             raise ValueError(f"price={self.price!r} must be a number above 0, for an hour")
         if not isinstance(self.allowances, Allowances):
