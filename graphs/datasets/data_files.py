@@ -12,7 +12,7 @@ from jmp_train.policies.files import DamagedError, faults_named
 
 LARGEST_EXACT = 2**24  # up to which float32 represents all integers
 MOST_CLASSES = 2**16  # or the number of rows, so that a label in a damaged file does not make a model huge
-Table = Callable[..., np.ndarray]
+ReadTable = Callable[..., np.ndarray]
 
 
 def find_file(folder: Path, names: Sequence[str]) -> Path | None:
@@ -80,7 +80,7 @@ def describe_files(names: Mapping[str, Sequence[str]], facts: Mapping[str, str])
 
 
 def read_ids(
-    read: Table,
+    read: ReadTable,
     path: Path,
     columns: int,
     count: int,
@@ -114,7 +114,7 @@ def read_ids(
     return ids - np.int32(first) if first else ids
 
 
-def read_features(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
+def read_features(read: ReadTable, path: Path, rows: int, counted_by: Path) -> np.ndarray:
     """Returns float32 [rows, width], finite."""
     features = read(path, np.float32, rows)
     with faults_named(path):  # the checks need memory too

@@ -8,7 +8,7 @@ import numpy as np
 
 from jmp_train.graphs.datasets.data_files import (
     MOST_CLASSES,
-    Table,
+    ReadTable,
     check_columns,
     check_rows,
     find_file,
@@ -67,7 +67,7 @@ def find_table(folder: Path, name: str) -> Path | None:
     return find_file(folder, [name + ending for ending in _ENDINGS])
 
 
-def read_count(read: Table, path: Path) -> int:
+def read_count(read: ReadTable, path: Path) -> int:
     """Returns the number of nodes or edges of the only graph."""
     counts = read_counts(read, path)
     if len(counts) != 1:
@@ -75,7 +75,7 @@ def read_count(read: Table, path: Path) -> int:
     return int(counts[0])
 
 
-def read_counts(read: Table, path: Path) -> np.ndarray:
+def read_counts(read: ReadTable, path: Path) -> np.ndarray:
     """Returns the numbers of nodes or edges of graphs, int32 [graphs]."""
     counts = read(path, np.int32)
     if counts.size:
@@ -86,7 +86,7 @@ def read_counts(read: Table, path: Path) -> np.ndarray:
 
 
 def read_parts(
-    read: Table, paths: Mapping[str, Path], count: int, known: str, faults: Mapping[str, np.ndarray] | None = None
+    read: ReadTable, paths: Mapping[str, Path], count: int, known: str, faults: Mapping[str, np.ndarray] | None = None
 ) -> list[np.ndarray]:
     """Returns the distinct ids of training, validation and test, int32 [ids of that part].
 
@@ -115,7 +115,7 @@ def read_parts(
     return parts
 
 
-def read_graph(read: Table, paths: Mapping[str, Path]) -> tuple[np.ndarray, int]:
+def read_graph(read: ReadTable, paths: Mapping[str, Path]) -> tuple[np.ndarray, int]:
     """Returns the ends of the edges of the only graph, int32 [edges, 2], and its number of nodes."""
     num_nodes, num_edges = (read_count(read, paths[name]) for name in ("num-node-list", "num-edge-list"))
     ends = read_ids(read, paths["edge"], 2, num_nodes, num_edges)
@@ -206,7 +206,7 @@ def read_ogb(
     return NodeData(senders, receivers, features, labels, classes, train, validation, test, nodes, edges)
 
 
-def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
+def _read_labels(read: ReadTable, path: Path, rows: int, counted_by: Path) -> np.ndarray:
     """Returns int32 [rows], with -1 for NaN in the file."""
     labels = read(path, np.float64, rows)
     if labels.shape[1] > 1:
@@ -218,7 +218,7 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.nda
     return whole(path, np.where(np.isnan(labels), -1, labels), ~np.isnan(labels), most)
 
 
-def _read_year(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
+def _read_year(read: ReadTable, path: Path, rows: int, counted_by: Path) -> np.ndarray:
     """Returns int32 [rows]."""
     years = read(path, np.float64, rows)
     check_rows(path, years, rows, counted_by)

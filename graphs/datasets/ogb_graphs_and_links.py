@@ -9,7 +9,7 @@ import numpy as np
 from jmp_train.graphs.datasets.data_files import (
     LARGEST_EXACT,
     MOST_CLASSES,
-    Table,
+    ReadTable,
     check_columns,
     check_rows,
     read_features,
@@ -104,7 +104,7 @@ def read_ogb_graphs(
     )
 
 
-def _read_ends(read: Table, paths: Mapping[str, Path], n_node: np.ndarray, n_edge: np.ndarray) -> np.ndarray:
+def _read_ends(read: ReadTable, paths: Mapping[str, Path], n_node: np.ndarray, n_edge: np.ndarray) -> np.ndarray:
     """Returns the ends of edges, int32 [edges, 2], counted from 0 in each graph."""
     path, count = paths["edge"], int(n_edge.sum())
     ends = read(path, np.int32, count)
@@ -123,7 +123,7 @@ def _read_ends(read: Table, paths: Mapping[str, Path], n_node: np.ndarray, n_edg
     return ends
 
 
-def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> tuple[np.ndarray, int | None]:
+def _read_labels(read: ReadTable, path: Path, rows: int, counted_by: Path) -> tuple[np.ndarray, int | None]:
     """Returns int32 [graphs] and the number of classes; or float32 [graphs, tasks] and None."""
     labels = read(path, np.float32, rows)
     check_rows(path, labels, rows, counted_by)
@@ -138,7 +138,7 @@ def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> tuple[
     return classes, int(classes.max()) + 1
 
 
-def _read_features(read: Table, raw: Path, name: str, rows: int, counted_by: Path) -> dict[str, np.ndarray]:
+def _read_features(read: ReadTable, raw: Path, name: str, rows: int, counted_by: Path) -> dict[str, np.ndarray]:
     """Returns the table of a name as "feat" if it exists."""
     path = find_table(raw, name)
     if path is None:
@@ -210,7 +210,9 @@ def read_ogb_links(
     return LinkData(senders, receivers, num_nodes, train, validation, test, nodes, edges)
 
 
-def _read_known(read: Table, raw: Path, names: Mapping[str, str], rows: int, counted_by: Path) -> dict[str, np.ndarray]:
+def _read_known(
+    read: ReadTable, raw: Path, names: Mapping[str, str], rows: int, counted_by: Path
+) -> dict[str, np.ndarray]:
     """Returns the tables that exist, float32 [rows, width]."""
     found = {name: find_table(raw, file) for file, name in names.items()}
     return {name: read_features(read, path, rows, counted_by) for name, path in found.items() if path is not None}

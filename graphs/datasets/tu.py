@@ -7,7 +7,7 @@ import numpy as np
 
 from jmp_train.graphs.datasets.data_files import (
     MOST_CLASSES,
-    Table,
+    ReadTable,
     check_columns,
     check_finite,
     check_rows,
@@ -120,7 +120,7 @@ def _find_data_set(folder: Path, name: str | None) -> tuple[Path, str]:
     return path.parent, path.name.removesuffix(ending)
 
 
-def _read_targets(read: Table, path: Path) -> tuple[np.ndarray, int | None]:
+def _read_targets(read: ReadTable, path: Path) -> tuple[np.ndarray, int | None]:
     """Returns int32 [graphs] and the number of classes; or float32 [graphs, width] and None."""
     are_classes = path.name.endswith("_labels.txt")
     labels = read(path, np.int32 if are_classes else np.float32)
@@ -135,7 +135,7 @@ def _read_targets(read: Table, path: Path) -> tuple[np.ndarray, int | None]:
     return numbered.astype(np.int32), len(classes)
 
 
-def _read_known(read: Table, folder: Path, stem: str, rows: int, counted_by: Path) -> dict[str, np.ndarray]:
+def _read_known(read: ReadTable, folder: Path, stem: str, rows: int, counted_by: Path) -> dict[str, np.ndarray]:
     """Returns the existing labels and attributes of nodes, edges or graphs."""
     known = {}
     if path := find_file(folder, (f"{stem}_labels.txt",)):
@@ -145,7 +145,7 @@ def _read_known(read: Table, folder: Path, stem: str, rows: int, counted_by: Pat
     return known
 
 
-def _read_labels(read: Table, path: Path, rows: int, counted_by: Path) -> np.ndarray:
+def _read_labels(read: ReadTable, path: Path, rows: int, counted_by: Path) -> np.ndarray:
     """Returns int32 [rows] or [rows, columns], each column counted from 0."""
     labels = read(path, np.int32, rows)
     check_rows(path, labels, rows, counted_by)

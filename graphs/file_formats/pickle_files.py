@@ -22,7 +22,7 @@ from jmp_train.graphs.file_formats.pickle_notes import (
     PYTHON2_ARRAYS,
     PYTHON3_ARRAYS,
     STORAGE,
-    Note,
+    PickleNote,
     Refused,
     array_of,
     carried_out,
@@ -96,7 +96,7 @@ def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
         check_bytes(f"{path}: the file", size, most)
         try:
             value = carried_out(file.read(size), _PYTHON2_NAMES)
-            if isinstance(value, Note):
+            if isinstance(value, PickleNote):
                 value = _matrix(value) if value.name == _MATRIX else array_of(value)
         except Refused as fault:
             raise DamagedError(f"{path} {fault}") from None
@@ -106,7 +106,7 @@ def read_python2_pickle(path: Path, *, max_bytes: int | None = None) -> Any:
     return value
 
 
-def _matrix(note: Note) -> SparseRows:
+def _matrix(note: PickleNote) -> SparseRows:
     """Returns the checked parts of the matrix described by a note."""
     if not isinstance(note.state, dict) or note.state.get("format") != "csr":
         raise ValueError("a sparse matrix is not in the format 'csr'")
@@ -211,7 +211,7 @@ def _arrays(value: Any, stored: Callable[[str], bytes] | None, size: int) -> dic
         raise TypeError("it must hold a dictionary of arrays")
     arrays, left = {}, size
     for name, note in value.items():
-        if not isinstance(name, str) or not isinstance(note, Note):
+        if not isinstance(name, str) or not isinstance(note, PickleNote):
             raise Refused(f"holds {str(name)[:40]!r}, which is not an array")
         arrays[name] = _tensor(note, stored) if stored and note.name == _TENSOR else array_of(note)
         left -= arrays[name].nbytes
@@ -220,11 +220,11 @@ def _arrays(value: Any, stored: Callable[[str], bytes] | None, size: int) -> dic
     return arrays
 
 
-def _tensor(note: Note, stored: Callable[[str], bytes]) -> np.ndarray:
+def _tensor(note: PickleNote, stored: Callable[[str], bytes]) -> np.ndarray:
     """Returns the tensor described by a note: all of its storage, or a part without gaps."""
     storage, first, shape, strides, requires_grad, hooks = note.arguments
     is_plain = isinstance(requires_grad, bool) and hooks == {}
-    if not isinstance(storage, Note) or storage.name != STORAGE or not is_plain:
+    if not isinstance(storage, PickleNote) or storage.name != STORAGE or not is_plain:
         raise ValueError("a tensor is not created as torch does")
     kind, dtype_name, key, _, count = storage.arguments[0]
     known = [dtype for name, dtype in _STORAGES.items() if is_name(dtype_name, name)]

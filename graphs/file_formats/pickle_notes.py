@@ -40,7 +40,7 @@ class Name:
 
 
 @dataclasses.dataclass(slots=True)
-class Note:
+class PickleNote:
     """A call that a pickle would make, with its arguments, and the state that it would set afterward."""
 
     name: str
@@ -100,7 +100,7 @@ def carried_out(
         elif name == "GLOBAL":
             stack.append(_allowed(str(argument), names))
         elif name == "BINPERSID" and has_storages:
-            stack.append(Note(STORAGE, (_pop(stack),)))
+            stack.append(PickleNote(STORAGE, (_pop(stack),)))
         elif name in _STEPS:
             _STEPS[name](stack)
         elif name not in ("PROTO", "STOP"):
@@ -163,12 +163,12 @@ def _call(stack: list[Any]) -> None:
     arguments, name = _pop(stack), _pop(stack)
     if not isinstance(arguments, tuple) or not isinstance(name, Name):
         raise TypeError("it calls an object that is not a name, or with arguments that are not a tuple")
-    stack.append({} if name.text in _DICTS else Note(name.text, arguments))
+    stack.append({} if name.text in _DICTS else PickleNote(name.text, arguments))
 
 
 def _build(stack: list[Any]) -> None:
     state = _pop(stack)
-    if not isinstance(stack[-1], Note):
+    if not isinstance(stack[-1], PickleNote):
         raise TypeError("it sets the state of an object that it did not create")
     stack[-1].state = state
 
@@ -193,7 +193,7 @@ _STEPS: dict[str, Callable[[list[Any]], None]] = {
 
 def array_of(note: Any) -> np.ndarray:
     """Returns the array described by a note."""
-    if not isinstance(note, Note) or note.name not in _MAKERS:
+    if not isinstance(note, PickleNote) or note.name not in _MAKERS:
         raise TypeError("an array is missing")
     kind, shape, code = note.arguments
     if not is_name(kind, _ARRAY) or shape != (0,) or _bytes_of(code) != b"b":
@@ -214,7 +214,7 @@ def array_of(note: Any) -> np.ndarray:
 
 
 def _dtype(note: Any) -> np.dtype:
-    if not isinstance(note, Note) or note.name != _DTYPE:
+    if not isinstance(note, PickleNote) or note.name != _DTYPE:
         raise TypeError("a dtype is missing")
     code, order = note.arguments[0], note.state[1]
     if note.arguments[1:] != (0, 1) or (note.state[:1] + note.state[2:]) != _PLAIN:
@@ -226,7 +226,7 @@ def _dtype(note: Any) -> np.dtype:
 
 def _bytes_of(value: Any) -> bytes:
     """Returns bytes, which Python 2 wrote directly, and Python 3 as text to encode."""
-    if isinstance(value, Note) and value.state is None:
+    if isinstance(value, PickleNote) and value.state is None:
         if value.name == _BYTES and value.arguments == ():
             return b""
         if value.name == _ENCODE and value.arguments[1:] == ("latin1",):

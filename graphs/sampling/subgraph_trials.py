@@ -16,7 +16,7 @@ LEAST_TRIALS, COVERAGE, MISSED, MOST_READS = 100, 50, 0.01, 500_000_000  # see `
 
 
 @dataclasses.dataclass
-class Trials:
+class SubgraphTrials:
     """What trial batches had: in how many each node and edge was, and the most of both."""
 
     nodes: np.ndarray
@@ -53,10 +53,10 @@ def tried(
     batch_size: int,
     number: int | None,
     random: np.random.Generator,
-) -> Trials:
+) -> SubgraphTrials:
     """Returns the results of trial batches; see `saint_sampler`."""
     count, degrees, reads = edges.num_sources, edges.in_degrees, 0
-    trials = Trials(np.zeros(count), np.zeros(edges.num_edges))
+    trials = SubgraphTrials(np.zeros(count), np.zeros(edges.num_edges))
 
     def are_enough() -> bool:
         if number is not None:

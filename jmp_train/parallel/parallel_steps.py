@@ -33,6 +33,7 @@ from jmp_train.parallel.shardings import full_shardings
 from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import has_tracers, is_integer
 from jmp_train.steps import (
+    StepFunction,
     TrainState,
     TrainStep,
     check_call,
@@ -46,8 +47,6 @@ from jmp_train.steps import (
 )
 from jmp_train.types import Batch, Metrics
 
-Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
-
 
 def data_parallel(
     step: TrainStep,
@@ -55,7 +54,7 @@ def data_parallel(
     axis: str = "data",
     *,
     donate_argnums: int | Sequence[int] = (),
-) -> Step:
+) -> StepFunction:
     """Returns a compiled step that runs on all devices along a mesh axis, by `shard_map`.
 
     Within `jax.jit`, `jax.lax.scan` and other transformations it becomes part of their program. Other axes of the
@@ -120,7 +119,7 @@ def pmap_step(
     *,
     devices: Sequence[Any] | None = None,
     donate_argnums: int | Sequence[int] = (),
-) -> Step:
+) -> StepFunction:
     """Returns a compiled step that runs on several devices of this process, by `pmap`.
 
     Args:
@@ -189,7 +188,7 @@ def sharded_step(
     *,
     shardings: PyTree = None,
     donate_argnums: int | Sequence[int] = (),
-) -> Step:
+) -> StepFunction:
     """Returns a compiled step by plain `jit`, with arrays that are sharded over a mesh.
 
     Plain jit sums the gradients of a batch over the devices in the compute dtype. Here, each device's gradients stay
@@ -281,8 +280,8 @@ def _on_mesh(
     mesh: Mesh,
     axis: str,
     put: Callable[[TrainState, Batch], tuple[TrainState, Batch]],
-    run: Step,
-) -> Step:
+    run: StepFunction,
+) -> StepFunction:
     """Returns a step that first checks its arguments and, unless they are traced, moves them to the mesh."""
     count = axis_size(mesh, axis)
 

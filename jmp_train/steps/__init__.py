@@ -28,6 +28,7 @@ from jmp_train.steps.inner_gradients import scaled_grad as scaled_grad
 from jmp_train.steps.metrics import WATCHES as WATCHES
 from jmp_train.steps.metrics import step_metrics as step_metrics
 from jmp_train.steps.nnx_gradients import nnx_value_and_grad as nnx_value_and_grad
+from jmp_train.steps.step import StepFunction as StepFunction
 from jmp_train.steps.step import TrainStep as TrainStep
 from jmp_train.steps.step import train_step as train_step
 from jmp_train.steps.step_losses import NO_KEY as NO_KEY

@@ -1,6 +1,6 @@
 """Checks of the arguments of a train step, made once per trace before anything is computed.
 
-Each check is a function of a `Call` in the list `CHECKS`. Add new checks there.
+Each check is a function of a `StepCall` in the list `CHECKS`. Add new checks there.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from jmp_train.steps.train_state import TrainState
 from jmp_train.types import Batch
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """A call of a train step.
 
     Attributes:
@@ -58,15 +58,15 @@ def check_call(step: StepOptions, state: TrainState, batch: Batch) -> None:
     """
     check_is_train_state(state)
     for check in CHECKS:
-        check(Call(step, state, batch))
+        check(StepCall(step, state, batch))
 
 
-def warn_of_collapsed_values(call: Call) -> None:
+def warn_of_collapsed_values(call: StepCall) -> None:
     """Warns if different values of the batch become equal when cast. Traced arrays are not checked."""
     call.step.first_trace.look_at_values({"batch": call.batch}, call.step.policy)
 
 
-def refuse_low_precision_params(call: Call) -> None:
+def refuse_low_precision_params(call: StepCall) -> None:
     """Raises ValueError with the names of parameters stored in a lower precision than their policy's."""
     policy = call.step.policy
     if policy is None:
@@ -83,12 +83,12 @@ def refuse_low_precision_params(call: Call) -> None:
         )
 
 
-def refuse_other_optimizer(call: Call) -> None:
+def refuse_other_optimizer(call: StepCall) -> None:
     """Raises ValueError if the optimizer state belongs to another optimizer."""
     check_same_optimizer(call.step.optimizer, call.state.opt_state, trained(call.state.params))
 
 
-def refuse_wrong_nesting(call: Call) -> None:
+def refuse_wrong_nesting(call: StepCall) -> None:
     """Raises ValueError if the optimizer's wrappers are nested in an order that changes the result."""
     step, state = call.step, call.state
     params = trained(state.params)
@@ -102,13 +102,13 @@ def refuse_wrong_nesting(call: Call) -> None:
     check_nesting(step.optimizer, updates, state.opt_state, params, **extra)
 
 
-def warn_of_missing_loss_scale(call: Call) -> None:
+def warn_of_missing_loss_scale(call: StepCall) -> None:
     """Warns if the policy computes in float16 and the optimizer has no loss scale."""
     if not scaled_states(call.state.opt_state):
         call.step.first_trace.miss_loss_scale(call.step.policy)
 
 
-CHECKS: tuple[Callable[[Call], None], ...] = (
+CHECKS: tuple[Callable[[StepCall], None], ...] = (
     warn_of_collapsed_values,
     refuse_low_precision_params,
     refuse_other_optimizer,

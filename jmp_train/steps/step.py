@@ -1,7 +1,7 @@
 """The train step: policy -> loss -> gradients -> devices -> optimizer -> state, as one pure function."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ from jmp_train.steps.step_losses import explained, loss_gradients
 from jmp_train.steps.train_state import TrainState
 from jmp_train.steps.update import apply_gradients, evaluation
 from jmp_train.types import Batch, Metrics
+
+StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
 def train_step(

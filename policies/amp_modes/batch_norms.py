@@ -27,7 +27,7 @@ from jmp_train.policies.pytrees import (
 from jmp_train.policies.types import PyTree
 
 Model = TypeVar("Model")
-Call = Callable[..., Any]
+Function = Callable[..., Any]
 
 # Part of the key of jax's caches. Otherwise nn.jit, nn.remat and scan would reuse, within an
 # interceptor, a trace made without one, and the interceptor would see no call.
@@ -136,7 +136,7 @@ def float32_nnx_statistics(model_state: Model) -> Model:
 
 
 @contextlib.contextmanager
-def batch_norms_called(run: Call) -> Iterator[None]:
+def batch_norms_called(run: Function) -> Iterator[None]:
     """Calls `run(call, args, kwargs, module)` within this context in place of each batch norm of linen and haiku.
 
     It affects calls and traces of a model, also within jit, grad and lifted transforms.
@@ -157,7 +157,7 @@ def batch_norms_called(run: Call) -> Iterator[None]:
       ('float16', 'float32')
     """
 
-    def intercept(batch_norm: type, call: Call, args: Any, kwargs: Any, context: Any) -> Any:
+    def intercept(batch_norm: type, call: Function, args: Any, kwargs: Any, context: Any) -> Any:
         if isinstance(context.module, batch_norm) and context.method_name == "__call__":
             return run(call, args, kwargs, context.module)
         return call(*args, **kwargs)
@@ -169,7 +169,7 @@ def batch_norms_called(run: Call) -> Iterator[None]:
         yield
 
 
-def in_float32(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], module: object = None) -> Any:
+def in_float32(call: Function, args: tuple[Any, ...], kwargs: dict[str, Any], module: object = None) -> Any:
     """Computes a batch norm in float32 or higher precision, and returns half precision for half inputs.
 
     Keep the norm's parameters and running statistics in float32, because they are not cast.
@@ -193,7 +193,7 @@ def in_float32(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], module
     return cast_leaf(result, floats[0].dtype)
 
 
-def as_torch(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], module: object = None) -> Any:
+def as_torch(call: Function, args: tuple[Any, ...], kwargs: dict[str, Any], module: object = None) -> Any:
     """Returns the result of a batch norm in an autocast region in the dtype of its input.
 
     torch's batch norms do so under autocast, because each is one operation, which takes half inputs and float32
@@ -236,7 +236,7 @@ def _traced(model: Any, call: FlatCall, *, streams: Sequence[str] = ()) -> tuple
     """Returns the batch norms that a model's `init` calls, and the shapes of its variables, without haiku's state."""
     called: list[Any] = []
 
-    def record(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], module: object) -> Any:
+    def record(call: Function, args: tuple[Any, ...], kwargs: dict[str, Any], module: object) -> Any:
         called.append(module)
         return call(*args, **kwargs)
 

@@ -41,7 +41,7 @@ from jmp_train.policies.autocasting.product_warnings import FUSION_FLAG as FUSIO
 from jmp_train.policies.autocasting.product_warnings import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies.autocasting.product_warnings import Float32ProductsWarning as Float32ProductsWarning
 from jmp_train.policies.autocasting.product_warnings import InnerGradientWarning as InnerGradientWarning
-from jmp_train.policies.autocasting.product_warnings import Product as Product
+from jmp_train.policies.autocasting.product_warnings import TracedProduct as TracedProduct
 from jmp_train.policies.autocasting.product_warnings import is_at_risk as is_at_risk
 from jmp_train.policies.autocasting.product_warnings import is_exact as is_exact
 from jmp_train.policies.autocasting.product_warnings import warn_of_convolutions as warn_of_convolutions

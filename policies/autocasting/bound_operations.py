@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from jmp_train.policies.autocasting.decisions import Step, literals_fit, settle
+from jmp_train.policies.autocasting.decisions import RuledEquation, literals_fit, settle
 from jmp_train.policies.autocasting.fp8 import Contract, fp8_dot
 from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
@@ -60,7 +60,7 @@ class _Operation:
     """An operation whose rule and dtypes are settled, and its operands."""
 
     region: Region
-    step: Step
+    step: RuledEquation
     inputs: list[Value]
 
     @property
@@ -116,7 +116,7 @@ class _Operation:
         return bind_product(self.equation.primitive, upcast_operands(self.equation, arrays), self.params)
 
 
-def computed(region: Region, step: Step, inputs: list[Value]) -> list[Value]:
+def computed(region: Region, step: RuledEquation, inputs: list[Value]) -> list[Value]:
     """Returns the results of an operation by its rule, and records the decision."""
     equation = step.equation
     step = settle(region, step, inputs)

@@ -42,7 +42,7 @@ _PASSES_ON = frozenset(CALLS) | {"logistic"}  # `jax.nn.sigmoid` is a call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class RuledEquation:
     """An equation, and the decisions on it.
 
     Attributes:
@@ -70,11 +70,11 @@ class Step:
     dtypes: Sequence[Any] = ()
 
 
-def steps_of(region: Region, jaxpr: Jaxpr) -> dict[int, Step]:
+def steps_of(region: Region, jaxpr: Jaxpr) -> dict[int, RuledEquation]:
     """Returns the steps of a program by the identity of the equation, with decisions that do not depend on values."""
     readers, logits = readers_of(region, jaxpr), logits_of(region, jaxpr)
     return {
-        id(equation): Step(
+        id(equation): RuledEquation(
             equation,
             str(equation.source_info.name_stack),
             *region.rule_of(equation),
@@ -101,7 +101,7 @@ def _places(region: Region, jaxpr: Jaxpr) -> list[str]:
     ]
 
 
-def settle(region: Region, step: Step, inputs: list[Value]) -> Step:
+def settle(region: Region, step: RuledEquation, inputs: list[Value]) -> RuledEquation:
     """Returns the step with its final rule and the dtypes of its operands."""
     atoms, name = step.equation.invars, step.equation.primitive.name
     touched = [eligible(traced_dtype(atom)) for atom in atoms]
@@ -117,7 +117,7 @@ class _Case(NamedTuple):
     """A step with its operands."""
 
     region: Region
-    step: Step
+    step: RuledEquation
     inputs: list[Value]
     name: str  # of the primitive
     rule: Rule | None  # from a table
@@ -168,7 +168,7 @@ def _dtypes(case: _Case, rule: Rule | None, cause: Cause | None = None) -> list[
     return [target if touch else None for touch in case.touched]
 
 
-def is_entered(region: Region, step: Step, inputs: list[Value]) -> bool:
+def is_entered(region: Region, step: RuledEquation, inputs: list[Value]) -> bool:
     """Returns whether an equation holds a program that must run by rules instead of as it was traced."""
     name = step.equation.primitive.name
     if name not in ENTERED or step.rule == "keep":
@@ -219,7 +219,7 @@ def _is_typed(equation: JaxprEqn) -> bool:
     return any(opened(jaxpr).eqns for jaxpr in held)
 
 
-def _common(region: Region, step: Step, floats: list[Value], *, demote: bool) -> Any:
+def _common(region: Region, step: RuledEquation, floats: list[Value], *, demote: bool) -> Any:
     """Returns the common dtype of floating operands."""
     equation: Any = step.equation
     name = equation.primitive.name

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jmp_train.policies.autocasting.operations import OperationReport, OperationsReport, report_of, table
 from jmp_train.policies.autocasting.region import Decision, Region
 from jmp_train.policies.autocasting.traced_calls import FlatCall, float32_aval, none_key_explained
-from jmp_train.policies.autocasting.transform import Mark, autocast, mark_of, run_region
+from jmp_train.policies.autocasting.transform import AutocastMark, autocast, mark_of, run_region
 from jmp_train.policies.autocasting.unmet_rules import unmet_entries, unmet_lines
 from jmp_train.policies.autocasting.values import chosen, replaced
 
@@ -87,7 +87,7 @@ def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) ->
     )
 
 
-def explained_region(mark: Mark | None) -> tuple[Callable[..., Any], Region]:
+def explained_region(mark: AutocastMark | None) -> tuple[Callable[..., Any], Region]:
     """Returns the plain function that autocast runs, and its region, which collects the traced programs.
 
     Raises:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_train.policies.autocasting.bound_operations import computed
-from jmp_train.policies.autocasting.decisions import Step, is_entered, steps_of
+from jmp_train.policies.autocasting.decisions import RuledEquation, is_entered, steps_of
 from jmp_train.policies.autocasting.higher_order import HANDLERS
 from jmp_train.policies.autocasting.primitives import CALLS, body_of, results_inside
 from jmp_train.policies.autocasting.readers import noting_complements, readers_of
@@ -36,7 +36,7 @@ class ByRules(Reading[Value]):
     """
 
     region: Region
-    steps: Mapping[int, Step] = dataclasses.field(default_factory=dict, kw_only=True)
+    steps: Mapping[int, RuledEquation] = dataclasses.field(default_factory=dict, kw_only=True)
 
     def constant(self, array: Any) -> Value:
         """Returns a constant of any body."""

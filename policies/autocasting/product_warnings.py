@@ -42,7 +42,7 @@ _WHY = {
 }
 
 
-class Product(NamedTuple):
+class TracedProduct(NamedTuple):
     """A matrix product or a convolution of a traced function.
 
     Attributes:
@@ -101,7 +101,7 @@ def is_at_risk() -> bool:
     return faulty and jax.default_backend() == "cpu"  # starts the devices if tracing has not
 
 
-def warn_of_convolutions(products: Iterable[Product]) -> None:
+def warn_of_convolutions(products: Iterable[TracedProduct]) -> None:
     """Warns of bfloat16 convolutions on CPUs if this jaxlib has the fault."""
     found = (x.equations[-1].primitive.name == "conv_general_dilated" and "bfloat16" in x.dtypes for x in products)
     if is_at_risk() and any(found):
@@ -147,7 +147,7 @@ class InnerGradientWarning(UserWarning):
     """
 
 
-def warn_of_products(products: Sequence[Product], half: str, under: str, *, way: str, report: str) -> None:
+def warn_of_products(products: Sequence[TracedProduct], half: str, under: str, *, way: str, report: str) -> None:
     """Warns of what the first trace of a function shows: products left in float32, and gradients taken in float16.
 
     Args:
@@ -179,13 +179,13 @@ def is_exact(equation: Any) -> bool:
     return lax.Precision.HIGHEST in precisions_of(equation)
 
 
-def products_of(decision: Decision) -> Iterator[Product]:
+def products_of(decision: Decision) -> Iterator[TracedProduct]:
     """Yields the product that a decision is on, or those of a program that autocast does not enter."""
     equation, cause = decision.equation, decision.reason.cause
     name, equations = equation.primitive.name, (*decision.callers, equation)
     if name in PRODUCTS:
         why = (lambda _: f", {Cause.COMPLEX.value}") if cause is Cause.COMPLEX else None
-        yield Product(equations, decision.path, decision.repeats * flops_of(equation), decision.dtypes_in, why)
+        yield TracedProduct(equations, decision.path, decision.repeats * flops_of(equation), decision.dtypes_in, why)
     if decision.rule == "keep" and cause in _NOT_ENTERED and name not in _EXACT:
         text = _WHY.get(name, f"{name}, which autocast does not enter")
         repeats = decision.repeats * repeats_of(equation)
@@ -195,7 +195,7 @@ def products_of(decision: Decision) -> Iterator[Product]:
             if inner.primitive.name in PRODUCTS:
                 why = (lambda _: f", in {text}") if _is_left(inner) else None
                 flops, dtypes = place.repeats * flops_of(inner), tuple(str(traced_dtype(x)) for x in inner.invars)
-                yield Product(place.equations, decision.path, flops, dtypes, why)
+                yield TracedProduct(place.equations, decision.path, flops, dtypes, why)
 
 
 def _is_left(product: Any) -> bool:

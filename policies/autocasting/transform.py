@@ -107,7 +107,7 @@ def autocast(
                 return run(dataclasses.replace(region, rules=taken), fn, args, kwargs)
 
     check_flag("enabled", enabled)
-    mark = Mark(with_autocast, fn, region if enabled else None)
+    mark = AutocastMark(with_autocast, fn, region if enabled else None)
     with_autocast.autocast_mark = mark  # pyright: ignore[reportAttributeAccessIssue]
     return with_autocast
 
@@ -135,7 +135,7 @@ class _Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mark:
+class AutocastMark:
     """The attribute that `autocast` sets on the functions that it returns.
 
     Attributes:
@@ -149,10 +149,10 @@ class Mark:
     region: Region | None
 
 
-def mark_of(fn: Callable[..., Any]) -> Mark | None:
+def mark_of(fn: Callable[..., Any]) -> AutocastMark | None:
     """Returns the mark of a function that `autocast` returned, None for other functions."""
     mark = getattr(fn, "autocast_mark", None)
-    return mark if isinstance(mark, Mark) and mark.owner is fn else None
+    return mark if isinstance(mark, AutocastMark) and mark.owner is fn else None
 
 
 def autocast_as(rule: Rule) -> Callable[[Callable[Args, Result]], Callable[Args, Result]]:

@@ -8,7 +8,7 @@ from jmp_train.policies.dtype_policies.half_products import FirstTrace as FirstT
 from jmp_train.policies.dtype_policies.half_products import mixed_dtypes_explained as mixed_dtypes_explained
 from jmp_train.policies.dtype_policies.path_policy import named_policy as named_policy
 from jmp_train.policies.dtype_policies.policy import Policy as Policy
-from jmp_train.policies.dtype_policies.policy_schedule import Phase as Phase
+from jmp_train.policies.dtype_policies.policy_schedule import PolicyPhase as PolicyPhase
 from jmp_train.policies.dtype_policies.policy_schedule import check_shares as check_shares
 from jmp_train.policies.dtype_policies.policy_schedule import first_steps as first_steps
 from jmp_train.policies.dtype_policies.policy_trace import cast_arguments as cast_arguments

@@ -31,7 +31,7 @@ from jmp_train.policies.autocasting import (
     run_traced,
     warn_user,
 )
-from jmp_train.policies.dtype_policies.read_counts import ELEMENTWISE, Program, ReadCounts
+from jmp_train.policies.dtype_policies.read_counts import ELEMENTWISE, ProgramReads, ReadCounts
 from jmp_train.policies.programs import IN_JAX, Enter, Reading, opened
 from jmp_train.policies.pytrees import Carried, is_inexact_array, is_nnx
 
@@ -141,8 +141,8 @@ class _Sums(Reading[Any]):
       bodies: those of the programs that the current equation holds.
     """
 
-    program: Program
-    bodies: Sequence[Program] = ()
+    program: ProgramReads
+    bodies: Sequence[ProgramReads] = ()
 
     table: ClassVar[Mapping[str, Enter]] = {name: enter for name, enter in IN_JAX.items() if name != "while"}
 

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jmp_train.policies.autocasting import (
     Cause,
-    Product,
+    TracedProduct,
     argument_names,
     is_at_risk,
     is_complex,
@@ -177,12 +177,12 @@ def _convolves(policy: Policy | PathPolicy | None) -> bool:
     return not (policy and isinstance(policy.default, AutocastPolicy)) and is_at_risk()
 
 
-def _product(operation: TracedOperation) -> Product:
+def _product(operation: TracedOperation) -> TracedProduct:
     """Returns a product, for the warnings."""
     is_left = operation.is_float32 and not operation.as_asked
     dtypes = tuple(str(traced_dtype(atom)) for atom in operation.equation.invars)
     why = functools.partial(_reason, operation) if is_left else None
-    return Product(operation.equations, operation.path, operation.flops, dtypes, why)
+    return TracedProduct(operation.equations, operation.path, operation.flops, dtypes, why)
 
 
 def _reason(product: TracedOperation, line: str) -> str:

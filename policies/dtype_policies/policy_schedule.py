@@ -16,10 +16,10 @@ from jax.typing import DTypeLike
 from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
 from jmp_train.policies.dtype_policies.policy import Policy
 
-Step = TypeVar("Step")
+AnyStep = TypeVar("AnyStep")
 
 
-class Phase(NamedTuple):
+class PolicyPhase(NamedTuple):
     """Consecutive steps of a run with the same policy.
 
     Attributes:
@@ -83,7 +83,7 @@ class PolicySchedule:
         pairs = zip((share for share, _ in self.starts), named, strict=True)
         return f"PolicySchedule({{{', '.join(f'{share}: {name}' for share, name in pairs)}}})"
 
-    def phases(self, total_steps: int, start: int = 0) -> tuple[Phase, ...]:
+    def phases(self, total_steps: int, start: int = 0) -> tuple[PolicyPhase, ...]:
         """Returns the phases of a run, or the remaining ones.
 
         Args:
@@ -103,7 +103,9 @@ class PolicySchedule:
         firsts = first_steps([share for share, _ in self.starts], total_steps)
         bounds = itertools.pairwise((*firsts, total_steps))
         found = zip(bounds, self.starts, strict=True)
-        return tuple(Phase(max(first, start), stop, policy) for (first, stop), (_, policy) in found if stop > start)
+        return tuple(
+            PolicyPhase(max(first, start), stop, policy) for (first, stop), (_, policy) in found if stop > start
+        )
 
     def policy_at(self, step: int, total_steps: int) -> Policy | PathPolicy:
         """Returns the policy of a step.
@@ -124,8 +126,8 @@ class PolicySchedule:
         return left[0].policy if left else self.starts[-1][1]
 
     def steps(
-        self, make_step: Callable[[Policy | PathPolicy], Step], total_steps: int, start: int = 0
-    ) -> Iterator[Step]:
+        self, make_step: Callable[[Policy | PathPolicy], AnyStep], total_steps: int, start: int = 0
+    ) -> Iterator[AnyStep]:
         """Yields the train step of each step of a run, in order.
 
         A phase's step is created when it is first needed, once per policy. The host counts the steps, and reads nothing

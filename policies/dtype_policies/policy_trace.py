@@ -38,7 +38,7 @@ from jmp_train.policies.pytrees import cast_for_call, named_leaves, with_overwri
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class FloatOrigin:
     """The reason why a value has more than 16 bits.
 
     Attributes:
@@ -70,7 +70,7 @@ class TracedOperation(Place):
       origins: origins of its operands; None for half-precision values, other types and numbers in the code.
     """
 
-    origins: tuple[Origin | None, ...] = ()
+    origins: tuple[FloatOrigin | None, ...] = ()
 
     @property
     def is_product(self) -> bool:
@@ -103,13 +103,13 @@ class TracedOperation(Place):
         return self.repeats * flops_of(self.equation)
 
     @property
-    def origin(self) -> Origin | None:
+    def origin(self) -> FloatOrigin | None:
         """The origin to blame for float32, if it is known."""
         return _to_blame(self.origins)
 
 
 def traced_operations(
-    jaxpr: ClosedJaxpr, origins: Sequence[Origin | None], constants: Mapping[int, Origin] | None = None
+    jaxpr: ClosedJaxpr, origins: Sequence[FloatOrigin | None], constants: Mapping[int, FloatOrigin] | None = None
 ) -> list[TracedOperation]:
     """Returns the operations of a program in order, including those within loops and branches.
 
@@ -124,7 +124,7 @@ def traced_operations(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Operations(Reading[Origin | None]):
+class _Operations(Reading[FloatOrigin | None]):
     """Lists operations; a value is its origin.
 
     Attributes:
@@ -135,7 +135,7 @@ class _Operations(Reading[Origin | None]):
     """
 
     found: list[TracedOperation]
-    closed_over: Mapping[int, Origin]
+    closed_over: Mapping[int, FloatOrigin]
     callers: tuple[Any, ...] = ()
     repeats: int = 1
 
@@ -148,18 +148,18 @@ class _Operations(Reading[Origin | None]):
     def trial(self) -> "_Operations":
         return dataclasses.replace(self, found=[])
 
-    def constant(self, array: Any) -> Origin | None:
+    def constant(self, array: Any) -> FloatOrigin | None:
         if not is_float32(array):
             return None
-        return self.closed_over.get(id(array)) or Origin(f"a closed-over {jax.typeof(array).str_short()}")
+        return self.closed_over.get(id(array)) or FloatOrigin(f"a closed-over {jax.typeof(array).str_short()}")
 
-    def literal(self, atom: Any) -> Origin | None:
+    def literal(self, atom: Any) -> FloatOrigin | None:
         return super().literal(atom) if getattr(atom.aval, "shape", ()) else None
 
-    def joined(self, values: Sequence[Origin | None]) -> Origin | None:
+    def joined(self, values: Sequence[FloatOrigin | None]) -> FloatOrigin | None:
         return _to_blame(values)
 
-    def enter(self, equation: Any, inputs: list[Origin | None]) -> Sequence[Origin | None] | None:
+    def enter(self, equation: Any, inputs: list[FloatOrigin | None]) -> Sequence[FloatOrigin | None] | None:
         outputs = super().enter(equation, inputs)
         if equation.primitive.name == "while":
             loop = While.of(equation)
@@ -167,13 +167,13 @@ class _Operations(Reading[Origin | None]):
             self.within(equation).evaluate(loop.condition, [*consts, *carry])
         return outputs
 
-    def bind(self, equation: Any, inputs: list[Origin | None]) -> list[Origin | None]:
+    def bind(self, equation: Any, inputs: list[FloatOrigin | None]) -> list[FloatOrigin | None]:
         self.found.append(TracedOperation(equation, self.callers, self.repeats, tuple(inputs)))
         origin = _result_origin(equation, self.callers, inputs)
         return [origin if is_float32(variable) else None for variable in equation.outvars]
 
 
-def _result_origin(equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequence[Origin | None]) -> Origin:
+def _result_origin(equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequence[FloatOrigin | None]) -> FloatOrigin:
     """Returns the origin of an equation's float32 results."""
     read = variables_read(equation)
     blamed = _to_blame(inputs)
@@ -188,12 +188,12 @@ def _result_origin(equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequenc
     dtype = traced_dtype(equation.outvars[0])
     name = equation.primitive.name
     if half is not None and name == "convert_element_type":
-        return Origin(f"cast from {half} to {dtype}", (*callers, equation), was_half=True)
+        return FloatOrigin(f"cast from {half} to {dtype}", (*callers, equation), was_half=True)
     what = f"{dtype} made by {name}" if half is None else f"the {dtype} result of {name}"
-    return Origin(what, (*callers, equation))
+    return FloatOrigin(what, (*callers, equation))
 
 
-def _to_blame(origins: Sequence[Origin | None]) -> Origin | None:
+def _to_blame(origins: Sequence[FloatOrigin | None]) -> FloatOrigin | None:
     known = [origin for origin in origins if origin is not None]
     return next((origin for origin in known if not origin.was_half), next(iter(known), None))
 
@@ -284,7 +284,7 @@ def arguments_of(
     return [leaf for name, x in pairs for leaf in named_leaves({name: x}, is_leaf)]
 
 
-def origins_of(paths: Sequence[str], jaxpr: ClosedJaxpr, parameters: Sequence[str]) -> list[Origin | None]:
+def origins_of(paths: Sequence[str], jaxpr: ClosedJaxpr, parameters: Sequence[str]) -> list[FloatOrigin | None]:
     """Returns the origins of a program's arguments, given their paths and the name of the argument with parameters."""
     prefixes = tuple(f"{name}/" for name in parameters)
     return [
@@ -293,6 +293,6 @@ def origins_of(paths: Sequence[str], jaxpr: ClosedJaxpr, parameters: Sequence[st
     ]
 
 
-def uncast_origin(path: str, *, of_policy: bool = False) -> Origin:
+def uncast_origin(path: str, *, of_policy: bool = False) -> FloatOrigin:
     """Returns the origin of an argument that a policy does not cast."""
-    return Origin(f"{path!r}, which the policy does not cast", of_policy=of_policy)
+    return FloatOrigin(f"{path!r}, which the policy does not cast", of_policy=of_policy)

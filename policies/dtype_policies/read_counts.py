@@ -25,7 +25,7 @@ _ENTERED = frozenset(("jit", "pjit", "closed_call", "remat2", "checkpoint", "sca
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class ProgramReads:
     """A traced program, and its values that are read often.
 
     Attributes:
@@ -40,7 +40,7 @@ class Program:
     consts: Sequence[Any]
     often: frozenset[Var]
     reads: Sequence[float]
-    inner: Mapping[int, Sequence["Program"]]
+    inner: Mapping[int, Sequence["ProgramReads"]]
 
     @property
     def is_rewritten(self) -> bool:
@@ -52,9 +52,9 @@ class ReadCounts:
     """Counts the reads of half values that may have gradients; programs that occur several times are read once."""
 
     def __init__(self) -> None:
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, ProgramReads] = {}
 
-    def of(self, jaxpr: Any, active: Sequence[bool]) -> Program:
+    def of(self, jaxpr: Any, active: Sequence[bool]) -> ProgramReads:
         """Returns the counts of a program.
 
         Args:
@@ -66,11 +66,11 @@ class ReadCounts:
             self._programs[key] = self._counted(opened(jaxpr), getattr(jaxpr, "consts", ()), active)
         return self._programs[key]
 
-    def _counted(self, jaxpr: Jaxpr, consts: Sequence[Any], active: Sequence[bool]) -> Program:
+    def _counted(self, jaxpr: Jaxpr, consts: Sequence[Any], active: Sequence[bool]) -> ProgramReads:
         live = {v for v, is_active in zip(jaxpr.invars, active, strict=True) if is_active}
         live |= {v for v, const in zip(jaxpr.constvars, consts, strict=False) if isinstance(const, Tracer)}
         reads: Any = Counter()
-        inner: dict[int, Sequence[Program]] = {}
+        inner: dict[int, Sequence[ProgramReads]] = {}
         for equation in jaxpr.eqns:
             given = [not isinstance(atom, jex.Literal) and atom in live for atom in equation.invars]
             if not any(given) or equation.primitive.name == "stop_gradient":
@@ -87,9 +87,9 @@ class ReadCounts:
             if any(program.is_rewritten for program in programs) or _sums_in_half(equation, given, times):
                 inner[id(equation)] = programs
         often = frozenset(v for v, count in reads.items() if count > MOST_READS)
-        return Program(jaxpr, consts, often, [reads[v] for v in jaxpr.invars], inner)
+        return ProgramReads(jaxpr, consts, often, [reads[v] for v in jaxpr.invars], inner)
 
-    def _held(self, equation: Any, given: Sequence[bool]) -> list[Program]:
+    def _held(self, equation: Any, given: Sequence[bool]) -> list[ProgramReads]:
         """Returns the programs of an equation that is entered."""
         name = equation.primitive.name
         if name not in _ENTERED or isinstance(equation.params.get("policy"), OpaqueCall):
@@ -103,7 +103,7 @@ class ReadCounts:
         return [self.of(body, given) for body in bodies_of(equation)]
 
 
-def _times(equation: Any, programs: Sequence[Program]) -> Sequence[float]:
+def _times(equation: Any, programs: Sequence[ProgramReads]) -> Sequence[float]:
     """Returns how many times an equation reads an element of each operand, at most."""
     name, params = equation.primitive.name, equation.params
     once = [1.0] * len(equation.invars)

@@ -21,7 +21,7 @@ CASTS_BY_AMP = "_jmp_train_casts_by_amp"
 AUTOCASTS_BY_AMP = "_jmp_train_autocasts_by_amp"
 
 
-class Pair(NamedTuple):
+class LossPair(NamedTuple):
     """The result of a loss function that may be two losses, or a loss and aux."""
 
     loss: Any
@@ -89,12 +89,12 @@ def only_losses(result: Any, has_aux: bool | None, to_say: str = "stateless(loss
     Args:
       result: the result of the loss function.
       has_aux: False if the caller declared that it returns only losses; None if undeclared: then the second of two
-        scalars may be aux, and a `Pair` is returned.
+        scalars may be aux, and a `LossPair` is returned.
       to_say: how to declare that it returns aux, for the message.
     """
     if not isinstance(result, tuple | list) or all(map(_is_loss, result)):
         unsaid = has_aux is None and isinstance(result, tuple) and len(result) == 2
-        return Pair(*result) if unsaid else result
+        return LossPair(*result) if unsaid else result
     raise TypeError(
         f"loss_fn returned {_described(result)} with values that are not losses; if it returns (loss, aux), pass "
         f"{to_say}"
@@ -120,7 +120,7 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
 
 def refuse_pair(loss: object) -> None:
     """Raises TypeError if it is undeclared whether the second of two scalars is a loss."""
-    if isinstance(loss, Pair):
+    if isinstance(loss, LossPair):
         raise TypeError(
             "loss_fn returned two scalars. Pass stateless(loss_fn, has_aux=True) if the second is aux, or "
             "has_aux=False to train on their sum"

@@ -38,7 +38,7 @@ from jmp_train.policies.pytrees import (
 from jmp_train.policies.quantizing import (
     BLOCK_DTYPES,
     BlockQuantized,
-    Item,
+    CallArguments,
     code_of,
     dequantize,
     dequantize_rows,
@@ -235,7 +235,7 @@ def _encoded(rules: StateRules, state: PyTree, old: PyTree, owners: Owners, key:
         path, x = paths_and_leaves[number]
         kind = _Kind(code_of(dtype), rules.block_size, owners.name_without_numbers(path))
         old_bits = to_bits(blocks[number]) if number in blocks else None
-        items.append(Item(kind, (rows[number], dtype == "int8"), x, old_bits))
+        items.append(CallArguments(kind, (rows[number], dtype == "int8"), x, old_bits))
     for (number, dtype), encoded in zip(dtypes.items(), map_alike(_encode, items, keys), strict=True):
         leaves[number] = from_bits(encoded, dtype) if is_quantized(encoded) else encoded
     return structure.unflatten(leaves)

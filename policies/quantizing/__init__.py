@@ -1,6 +1,6 @@
 """Arrays in few bits: rounding to half types, and blocks of 8-bit codes with one scale per block."""
 
-from jmp_train.policies.quantizing.alike import Item as Item
+from jmp_train.policies.quantizing.alike import CallArguments as CallArguments
 from jmp_train.policies.quantizing.alike import map_alike as map_alike
 from jmp_train.policies.quantizing.block_rows import dequantize_rows as dequantize_rows
 from jmp_train.policies.quantizing.block_rows import requantize_rows as requantize_rows

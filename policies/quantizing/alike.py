@@ -16,7 +16,7 @@ from jax import lax
 _ELEMENTS = 2**24  # most elements of a stack, unless one array has more
 
 
-class Item(NamedTuple):
+class CallArguments(NamedTuple):
     """The arguments of one call.
 
     Attributes:
@@ -32,7 +32,7 @@ class Item(NamedTuple):
     old: Any = None
 
 
-def map_alike(function: Callable[..., Any], items: Sequence[Item], shared: Any = None) -> list[Any]:
+def map_alike(function: Callable[..., Any], items: Sequence[CallArguments], shared: Any = None) -> list[Any]:
     """Returns `function(*item, shared)` for each item, compiled once for all with equal kinds and shapes.
 
     The arrays and the results of one loop are stacked. A stack has at most 16.8 million elements, or as many as the
@@ -47,7 +47,7 @@ def map_alike(function: Callable[..., Any], items: Sequence[Item], shared: Any =
       >>> import jax.numpy as jnp
       >>> def scaled(kind, numbers, x, old, shared):
       ...     return numbers[0].astype(x.dtype) * x + shared
-      >>> items = [Item("", (2,), jnp.ones(2)), Item("", (3,), jnp.ones(2)), Item("", (4,), jnp.ones(1))]
+      >>> items = [CallArguments("", (n,), jnp.ones(width)) for n, width in ((2, 2), (3, 2), (4, 1))]
       >>> [x.tolist() for x in map_alike(scaled, items, jnp.float32(1))]
       [[3.0, 3.0], [4.0, 4.0], [5.0]]
     """

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jmp_train.app.runs.events import Epoch, Run, Step
+from jmp_train.app.runs.events import Epoch, Run, StepRecord
 from jmp_train.steps.traced_costs import StepCosts
 from jmp_train.task import Task
 
@@ -28,7 +28,7 @@ def make_run(policy: str = "float32", *, scale: float = 1.0, skips: tuple[int, .
         skipped = number in skips
         scale = scale / 2 if skipped else scale
         loss = math.nan if skipped else 1 / number
-        steps.append(Step(number, loss, 1.0, scale, not skipped))
+        steps.append(StepRecord(number, loss, 1.0, scale, not skipped))
         if number % 50 == 0:
             count = sum(skip <= number for skip in skips)
             epochs.append(Epoch(number // 50, loss, 1e-3, number / 25, 300.0, scale, count))

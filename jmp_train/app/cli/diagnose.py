@@ -10,7 +10,7 @@ from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.option_values import count, path, positive
 from jmp_train.app.cli.options import NameOptions, SetupOptions, option
 from jmp_train.app.cli.outputs import checked_outputs, show
-from jmp_train.app.runs import PreparedRun, Saved, newest_saved
+from jmp_train.app.runs import PreparedRun, SavedRun, newest_saved
 from jmp_train.app.tasks import described, errors_of_file
 from jmp_train.checkpoints import CheckpointStore
 from jmp_train.steps import TrainState
@@ -121,7 +121,7 @@ def _moment(call: Call[DiagnoseOptions], name: str) -> tuple[PreparedRun, TrainS
     return prepared, state, batch
 
 
-def saved_state(directory: Path | None, prepared: PreparedRun, state: TrainState) -> Saved:
+def saved_state(directory: Path | None, prepared: PreparedRun, state: TrainState) -> SavedRun:
     """Returns the position of a run: after its last checkpoint if a folder is given, otherwise at its start.
 
     Args:
@@ -133,7 +133,7 @@ def saved_state(directory: Path | None, prepared: PreparedRun, state: TrainState
       WrongCall: there is no checkpoint, or it is of another run.
     """
     if directory is None:
-        return Saved(0, state, [], [])
+        return SavedRun(0, state, [], [])
     with checking_the_call(), CheckpointStore(directory, read_only=True) as store:
         if not directory.is_dir():
             raise WrongCall(f"--checkpoint-dir {directory} is not a folder")

@@ -43,7 +43,7 @@ def losses(runs: Sequence[Run]) -> doc.Chart:
     marks = [doc.curve(styles[run.policy], points) for run, points in zip(runs, curves, strict=True)]
     for run in runs:
         style = replace(styles[run.policy], legend="", width=1, dash="2 2")
-        marks += [doc.Path(style, [[(phase.start, y.low), (phase.start, y.high)]]) for phase in run.phases[1:]]
+        marks += [doc.Polyline(style, [[(phase.start, y.low), (phase.start, y.high)]]) for phase in run.phases[1:]]
     return _over_steps("Training loss", runs, y, marks)
 
 
@@ -65,7 +65,7 @@ def loss_scales(runs: Sequence[Run]) -> doc.Chart:
             continue
         scales += [step.loss_scale for step in run.steps if step.loss_scale > 0]
         style = styles[run.policy]
-        marks.append(doc.Path(style, [_history(run)]))
+        marks.append(doc.Polyline(style, [_history(run)]))
         marks += [doc.Dot(style, step.step, step.loss_scale, is_cross=True) for step in run.skipped]
     if not marks:
         return _over_steps(

@@ -31,7 +31,7 @@ from jmp_train.app.runs.precisions import schedule_name as schedule_name
 from jmp_train.app.runs.preparing import PreparedRun as PreparedRun
 from jmp_train.app.runs.preparing import prepare_run as prepare_run
 from jmp_train.app.runs.resuming import ResumeError as ResumeError
-from jmp_train.app.runs.resuming import Saved as Saved
+from jmp_train.app.runs.resuming import SavedRun as SavedRun
 from jmp_train.app.runs.resuming import Saving as Saving
 from jmp_train.app.runs.resuming import Stopped as Stopped
 from jmp_train.app.runs.resuming import newest_saved as newest_saved

@@ -12,7 +12,7 @@ from jmp_train.tools.documents import as_json
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One step.
 
     Attributes:
@@ -138,7 +138,7 @@ class Progress:
 
     total: int | None
     skipped_steps: int
-    recent: tuple[Step, ...]
+    recent: tuple[StepRecord, ...]
     watched: tuple[Watched, ...] = ()
 
 
@@ -193,7 +193,7 @@ class Run:
     memory_of: str
     batch_size: int | None
     epochs: tuple[Epoch, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[StepRecord, ...]
     costs: StepCosts
     higher_is_better: bool = True
     watch: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict, hash=False)
@@ -226,7 +226,7 @@ class Run:
         return self.epochs[-1].memory_mb
 
     @property
-    def skipped(self) -> tuple[Step, ...]:
+    def skipped(self) -> tuple[StepRecord, ...]:
         """The skipped steps."""
         return tuple(step for step in self.steps if not step.finite)
 
@@ -234,7 +234,7 @@ class Run:
 Event = Planned | Note | Warned | Compiled | Phase | Progress | Epoch | Run | Failed
 
 _KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
-_PARTS = {"epochs": Epoch, "recent": Step, "steps": Step, "watched": Watched, "phases": Phase}
+_PARTS = {"epochs": Epoch, "recent": StepRecord, "steps": StepRecord, "watched": Watched, "phases": Phase}
 _LEFT_OUT = ("watch", "watched", "rules", "phases")  # left out of the JSON of runs that have none
 _OF_0_1 = ("test_accuracy", "nonfinite_outputs", "bits_per_byte")  # metrics that were fields of a run in version 0.1
 

@@ -16,10 +16,10 @@ from jmp_train.app.runs.evaluation import evaluated
 from jmp_train.app.runs.events import Compiled, Event, Note, Phase, Run
 from jmp_train.app.runs.foreign_batches import rows_of
 from jmp_train.app.runs.preparing import PreparedRun, RunPhase, prepare_run
-from jmp_train.app.runs.resuming import Saved, Saver, Saving
+from jmp_train.app.runs.resuming import SavedRun, Saver, Saving
 from jmp_train.app.runs.run_settings import DEFAULT_SETTINGS, RunSettings
 from jmp_train.app.runs.step_records import StepRecords, peak_memory
-from jmp_train.app.runs.task_batches import Item, Place, with_shared
+from jmp_train.app.runs.task_batches import DataPosition, TaskBatch, with_shared
 from jmp_train.steps import StepCosts, TrainState, step_costs
 from jmp_train.task import Task
 from jmp_train.tools.capsules import SkipRecorder
@@ -28,7 +28,7 @@ from jmp_train.types import Batch, Metrics
 _Step: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-class Program(NamedTuple):
+class CompiledPhase(NamedTuple):
     """The compiled step of a phase.
 
     Attributes:
@@ -42,7 +42,7 @@ class Program(NamedTuple):
 
 def compile_phases(
     prepared: PreparedRun, state: TrainState, batch: Batch, done: int, recorder: SkipRecorder | None
-) -> tuple[Compiled, list[Program]]:
+) -> tuple[Compiled, list[CompiledPhase]]:
     """Compiles the steps of the remaining phases, and returns the report and the programs.
 
     Completed phases are traced too, because the report of a resumed run includes their costs.
@@ -63,14 +63,16 @@ def compile_phases(
     return Compiled(seconds, peak_memory()[1], costs), programs
 
 
-def _compiled(phase: RunPhase, state: TrainState, batch: Batch, done: int, recorder: SkipRecorder | None) -> Program:
+def _compiled(
+    phase: RunPhase, state: TrainState, batch: Batch, done: int, recorder: SkipRecorder | None
+) -> CompiledPhase:
     jitted = jax.jit(phase.step, donate_argnums=0)
     traced = jitted.trace(state, batch)
     costs = step_costs(traced, state)
     step = _of_any_size(jitted, traced.lower().compile(), batch) if phase.stop > done else None
     if step is not None and recorder is not None:
         step = recorder.watch(step)
-    return Program(Phase(phase.name, phase.start, phase.stop, costs), step)
+    return CompiledPhase(Phase(phase.name, phase.start, phase.stop, costs), step)
 
 
 def _of_any_size(jitted: _Step, compiled: _Step, batch: Batch) -> _Step:
@@ -98,7 +100,7 @@ def _costs_of_run(phases: Sequence[Phase]) -> StepCosts:
     )
 
 
-def program_at(programs: Sequence[Program], done: int) -> Program:
+def program_at(programs: Sequence[CompiledPhase], done: int) -> CompiledPhase:
     """Returns the program of the next step.
 
     Args:
@@ -172,7 +174,7 @@ def train_prepared(
       on_event: see `train`.
     """
     saver = None if saving is None else Saver(saving, prepared.length)
-    saved = Saved(0, state, [], []) if saver is None else saver.begin(state, prepared.metadata)
+    saved = SavedRun(0, state, [], []) if saver is None else saver.begin(state, prepared.metadata)
     for text in [*saved.notes, *([_OWN_SCALE] if prepared.phases[-1].setup.keeps_loss_scale else [])]:
         on_event(Note(text))
     items = prepared.items(saved.done, saved.place)
@@ -194,9 +196,9 @@ def train_prepared(
 
 def _train_steps(
     prepared: PreparedRun,
-    programs: Sequence[Program],
+    programs: Sequence[CompiledPhase],
     state: TrainState,
-    items: Iterable[Item],
+    items: Iterable[TaskBatch],
     records: StepRecords,
     saver: Saver | None,
 ) -> TrainState:
@@ -219,7 +221,7 @@ def _train_steps(
         ends_epoch = item.ends_epoch or is_last
         if ends_epoch:
             records.end_epoch(state, place.epoch + 1, place.batch, functools.partial(_rate, prepared))
-            place = Place(place.epoch + 1)
+            place = DataPosition(place.epoch + 1)
         if saver and saver.is_due(records.count, ends_epoch=ends_epoch, is_last=is_last):
             records.look(state)
             saver.save(state, records.steps, records.epochs, place, is_last=is_last)
@@ -232,8 +234,8 @@ def _run_of(
     prepared: PreparedRun,
     records: StepRecords,
     compiled: Compiled,
-    programs: Sequence[Program],
-    first: Item,
+    programs: Sequence[CompiledPhase],
+    first: TaskBatch,
     metrics: dict[str, float],
 ) -> Run:
     kind = prepared.devices[0].device_kind

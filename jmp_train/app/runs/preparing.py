@@ -15,7 +15,7 @@ from jmp_train.app.runs.precisions import is_schedule, phase_bounds, phases_name
 from jmp_train.app.runs.run_identity import run_metadata
 from jmp_train.app.runs.run_settings import DEFAULT_SETTINGS, RunLength, RunSettings, check_run, first_devices
 from jmp_train.app.runs.setups import Setup, make_setups, run_optimizer
-from jmp_train.app.runs.task_batches import Item, Place, TrainingData, batch_shapes, with_shared
+from jmp_train.app.runs.task_batches import DataPosition, TaskBatch, TrainingData, batch_shapes, with_shared
 from jmp_train.distributed import broadcast_state
 from jmp_train.parallel import data_parallel
 from jmp_train.steps import TrainState, with_fp8_state
@@ -85,7 +85,7 @@ class PreparedRun:
         """
         return next((phase for phase in self.phases if done < phase.stop), self.phases[-1])
 
-    def items(self, done: int, place: Place | None = None) -> Iterator[Item]:
+    def items(self, done: int, place: DataPosition | None = None) -> Iterator[TaskBatch]:
         """Yields the batches of the remaining steps, or one of the last epoch if none remains.
 
         Args:
@@ -94,19 +94,21 @@ class PreparedRun:
         """
         steps = self.length.steps_per_epoch
         if place is None:
-            place = Place(*divmod(done, steps)) if steps else Place()
+            place = DataPosition(*divmod(done, steps)) if steps else DataPosition()
         if place.epoch >= self.length.epochs:
-            place = Place(self.length.epochs - 1, (steps or 1) - 1)
+            place = DataPosition(self.length.epochs - 1, (steps or 1) - 1)
         left = None if self.length.total is None else max(self.length.total - done, 1)
         items = self.data.items(place, self.length.epochs, self.sharding)
         for number, item in enumerate(islice(items, left), done):
             yield item._replace(batch=with_shared(item.batch, self.shared(self.phase_at(number))))
 
-    def batches(self, done: int, place: Place | None = None) -> Iterator[Batch]:
+    def batches(self, done: int, place: DataPosition | None = None) -> Iterator[Batch]:
         """Yields the batches of the remaining steps, or the last batch after the end of the run; see `items`."""
         return (item.batch for item in self.items(done, place))
 
-    def advance(self, state: TrainState, done: int, steps: int, place: Place | None = None) -> tuple[TrainState, Batch]:
+    def advance(
+        self, state: TrainState, done: int, steps: int, place: DataPosition | None = None
+    ) -> tuple[TrainState, Batch]:
         """Trains some steps, and returns the state after them and the next batch, or the last one at the end of a run.
 
         Args:

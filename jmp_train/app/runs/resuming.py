@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp_train.app.runs.events import Epoch, Step
+from jmp_train.app.runs.events import Epoch, StepRecord
 from jmp_train.app.runs.run_identity import changed_definitions, differences
 from jmp_train.app.runs.run_settings import RunLength
-from jmp_train.app.runs.task_batches import Place
+from jmp_train.app.runs.task_batches import DataPosition
 from jmp_train.checkpoints import CheckpointStore, DamagedError
 from jmp_train.distributed import is_main_process
 from jmp_train.policies.files import write_atomically
@@ -53,7 +53,7 @@ class Saving:
     should_stop: Callable[[], bool] = lambda: False
 
 
-class Saved(NamedTuple):
+class SavedRun(NamedTuple):
     """The saved position of a run.
 
     Attributes:
@@ -67,9 +67,9 @@ class Saved(NamedTuple):
 
     done: int
     state: TrainState
-    steps: list[Step]
+    steps: list[StepRecord]
     epochs: list[Epoch]
-    place: Place | None = None
+    place: DataPosition | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -99,7 +99,7 @@ class Saver:
                 f"{self._store.directory} already has checkpoints; continue with --resume, or choose another folder"
             )
 
-    def begin(self, state: TrainState, metadata: dict[str, Any]) -> Saved:
+    def begin(self, state: TrainState, metadata: dict[str, Any]) -> SavedRun:
         """Returns the position at which the run starts: after the newest intact step, or at its first step.
 
         Args:
@@ -132,7 +132,13 @@ class Saver:
         return due or self._stops
 
     def save(
-        self, state: TrainState, steps: Sequence[Step], epochs: Sequence[Epoch], place: Place, *, is_last: bool
+        self,
+        state: TrainState,
+        steps: Sequence[StepRecord],
+        epochs: Sequence[Epoch],
+        place: DataPosition,
+        *,
+        is_last: bool,
     ) -> None:
         """Saves; raises Stopped if the run was asked to stop and is not at its end.
 
@@ -144,14 +150,14 @@ class Saver:
           is_last: True at the end of the run.
         """
         step = len(steps)
-        everything = _everything(state, _columns(Step, steps), _columns(Epoch, epochs))
+        everything = _everything(state, _columns(StepRecord, steps), _columns(Epoch, epochs))
         self._store.save(step, everything, metadata={**self._metadata, "place": place._asdict()})
         if self._stops and not is_last:
             self._store.wait()
             raise Stopped(step)
 
 
-def newest_saved(store: CheckpointStore, state: TrainState, metadata: dict[str, Any], length: RunLength) -> Saved:
+def newest_saved(store: CheckpointStore, state: TrainState, metadata: dict[str, Any], length: RunLength) -> SavedRun:
     """Returns the position at which a run starts: after the newest intact step of a store.
 
     Args:
@@ -164,21 +170,21 @@ def newest_saved(store: CheckpointStore, state: TrainState, metadata: dict[str, 
       ResumeError: the checkpoints are of a run with other options, have no options, or none is intact.
     """
     if not store.steps():
-        return Saved(0, state, [], [])
+        return SavedRun(0, state, [], [])
 
     def state_for(step: int, saved: dict[str, Any]) -> dict[str, Any]:
         _check_run(store.directory, step, saved.get("run"), metadata["run"])
         # As many records as at that step.
-        return _everything(state, _blank(Step, step), _blank(Epoch, _epochs_over(step, saved, length)))
+        return _everything(state, _blank(StepRecord, step), _blank(Epoch, _epochs_over(step, saved, length)))
 
     try:
         step, found = store.restore_as(state_for)
     except DamagedError as error:
         raise ResumeError(str(error)) from error
     saved = store.metadata(step)
-    place = Place(**saved["place"]) if "place" in saved else None
-    records = _records(Step, found["steps"]), _records(Epoch, found["epochs"])
-    return Saved(step, found["train"], *records, place, changed_definitions(saved, metadata, step))
+    place = DataPosition(**saved["place"]) if "place" in saved else None
+    records = _records(StepRecord, found["steps"]), _records(Epoch, found["epochs"])
+    return SavedRun(step, found["train"], *records, place, changed_definitions(saved, metadata, step))
 
 
 def _epochs_over(step: int, saved: dict[str, Any], length: RunLength) -> int:

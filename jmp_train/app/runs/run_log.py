@@ -42,10 +42,10 @@ class RunLog:
 
     Example:
       >>> import tempfile
-      >>> from jmp_train.app.runs.events import Step
+      >>> from jmp_train.app.runs.events import StepRecord
       >>> folder = Path(tempfile.mkdtemp()) / "float32"
       >>> with RunLog(folder) as log:
-      ...     log.write(Progress(total=1, skipped_steps=0, recent=(Step(1, 0.5, 2.0, 1.0, True),)))
+      ...     log.write(Progress(total=1, skipped_steps=0, recent=(StepRecord(1, 0.5, 2.0, 1.0, True),)))
       >>> print((folder / "metrics.jsonl").read_text(), end="")
       {"step": 1, "loss": 0.5, "grad_norm": 2.0, "loss_scale": 1.0, "finite": true}
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jmp_train.app.runs.events import Epoch, Event, Phase, Progress, Step, Watched
+from jmp_train.app.runs.events import Epoch, Event, Phase, Progress, StepRecord, Watched
 from jmp_train.policies import check_progress, skips_to_floor
 from jmp_train.policies.optimizers import loss_scale_of
 from jmp_train.steps import TrainState
@@ -43,7 +43,7 @@ class StepRecords:
         self,
         state: TrainState,
         total: int | None,
-        steps: Sequence[Step],
+        steps: Sequence[StepRecord],
         epochs: Sequence[Epoch],
         on_event: Callable[[Event], None],
         recorder: SkipRecorder | None,
@@ -81,7 +81,7 @@ class StepRecords:
             loss, grad_norm, loss_scale = (float(metrics[name]) for name in _KEPT[:3])
             finite = bool(metrics["grads_finite"])
             number = len(self.steps) + len(recent) + 1
-            recent.append(Step(number, loss, grad_norm, loss_scale, finite))
+            recent.append(StepRecord(number, loss, grad_norm, loss_scale, finite))
             if "watch" in metrics:
                 watched.append(Watched(number, jax.tree.map(float, metrics["watch"])))
                 self._add_shares(watched[-1].shares, finite)

@@ -24,7 +24,7 @@ from jmp_train.policies.pytrees import named_leaves
 from jmp_train.task import Task, count_examples
 
 
-class Place(NamedTuple):
+class DataPosition(NamedTuple):
     """A place in the training data, between two batches.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     iterator: Any = None
 
 
-class Item(NamedTuple):
+class TaskBatch(NamedTuple):
     """A training batch.
 
     Attributes:
@@ -50,7 +50,7 @@ class Item(NamedTuple):
 
     batch: Any
     ends_epoch: bool
-    after: Place
+    after: DataPosition
     nans: tuple[str, ...] = ()
 
 
@@ -73,7 +73,7 @@ class ArrayData:
         self.batch_size = batch_size
         self.steps_per_epoch = count_examples(task.train) // batch_size
 
-    def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
+    def items(self, place: DataPosition, epochs: int, sharding: NamedSharding | None) -> Iterator[TaskBatch]:
         """Yields the batches after a place, epoch after epoch.
 
         Args:
@@ -100,7 +100,7 @@ class ArrayData:
             if task.shards_shared:
                 batch = jax.device_put(batch, sharding)
             epoch, before = divmod(number, steps)
-            yield Item(batch, before + 1 == steps, Place(epoch, before + 1), nans)
+            yield TaskBatch(batch, before + 1 == steps, DataPosition(epoch, before + 1), nans)
 
 
 class IterableData:
@@ -119,7 +119,7 @@ class IterableData:
         self._first: Any = None if self._given else task.train(0)
         self.steps_per_epoch = self._given or length_of(self._first)
 
-    def items(self, place: Place, epochs: int, sharding: NamedSharding | None) -> Iterator[Item]:
+    def items(self, place: DataPosition, epochs: int, sharding: NamedSharding | None) -> Iterator[TaskBatch]:
         """Yields the batches after a place, epoch after epoch; see `ArrayData`."""
         first: Signature | None = None
         for epoch in range(place.epoch, epochs):
@@ -137,7 +137,7 @@ class IterableData:
                 batch = placed(batch, sharding, where)
                 number += 1
                 ahead = self._next(iterator, epoch, number)
-                yield Item(batch, ahead is None, Place(epoch, number, state), nans)
+                yield TaskBatch(batch, ahead is None, DataPosition(epoch, number, state), nans)
             if not number:
                 hint = "; it has to return a new iterator for each epoch" if epoch else ""
                 raise ValueError(f"train({epoch}) returned no batches{hint}")
@@ -183,7 +183,7 @@ def train_batches(
       start: number of batches to skip.
     """
     data = ArrayData(task, batch_size, seed)
-    place = Place(*divmod(start, data.steps_per_epoch))
+    place = DataPosition(*divmod(start, data.steps_per_epoch))
     return (item.batch for item in data.items(place, epochs, sharding))
 
 

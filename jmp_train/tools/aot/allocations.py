@@ -24,7 +24,7 @@ TEMPORARIES = "preallocated-temp"
 
 
 @dataclass(frozen=True)
-class Value:
+class AllocatedValue:
     """A result of an instruction, stored in an allocation.
 
     Attributes:
@@ -58,7 +58,7 @@ class Allocation:
     color: int
     parameter: int | None
     flags: frozenset[str]
-    values: tuple[Value, ...] = field(repr=False)
+    values: tuple[AllocatedValue, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Share:
       is_alive: whether it is alive at that moment; if not, its bytes are reserved for another moment.
     """
 
-    value: Value
+    value: AllocatedValue
     n_bytes: int
     is_alive: bool
 
@@ -108,11 +108,11 @@ def read_allocations(text: str, platform: str = "cuda") -> tuple[Allocation, ...
     """
     if not text.startswith("BufferAssignment:"):
         raise ValueError(f"assignment must be the text of a buffer assignment, got {text[:80]!r}")
-    found: list[tuple[re.Match[str], list[Value]]] = []
+    found: list[tuple[re.Match[str], list[AllocatedValue]]] = []
     for line in text.splitlines():
         value = _VALUE.match(line)
         if value and found:
-            found[-1][1].append(Value(_position(value[1]), value[4], int(value[2]), int(value[3])))
+            found[-1][1].append(AllocatedValue(_position(value[1]), value[4], int(value[2]), int(value[3])))
         elif allocation := _ALLOCATION.match(line):
             found.append((allocation, []))
     allocations = (_allocation(head, values) for head, values in found)
@@ -133,7 +133,7 @@ def _in_whole_units(allocation: Allocation) -> Allocation:
     return replace(allocation, size=-(-allocation.size // _UNIT) * _UNIT)
 
 
-def _allocation(head: re.Match[str], values: Iterable[Value]) -> Allocation:
+def _allocation(head: re.Match[str], values: Iterable[AllocatedValue]) -> Allocation:
     parameter, color = _PARAMETER.search(head[3]), _COLOR.match(head[3])
     return Allocation(
         number=int(head[1]),
@@ -179,7 +179,7 @@ def read_live_ranges(text: str) -> LiveRanges:
     return LiveRanges(times, ranges)
 
 
-def fullest_moment(values: Iterable[Value], ranges: Mapping[Position, tuple[int, int]]) -> int:
+def fullest_moment(values: Iterable[AllocatedValue], ranges: Mapping[Position, tuple[int, int]]) -> int:
     """Returns the first time at which the live values take the most memory.
 
     When an instruction writes its result over an operand, both are alive in the same place, counted once.
@@ -188,7 +188,7 @@ def fullest_moment(values: Iterable[Value], ranges: Mapping[Position, tuple[int,
       values: values of one allocation, or of several whose values do not share memory.
       ranges: the live range of each; values without one are never alive.
     """
-    starting, ending = defaultdict[int, list[Value]](list), defaultdict[int, list[Value]](list)
+    starting, ending = defaultdict[int, list[AllocatedValue]](list), defaultdict[int, list[AllocatedValue]](list)
     for value in values:
         if value.position in ranges and value.size:
             start, end = ranges[value.position]
@@ -204,7 +204,9 @@ def fullest_moment(values: Iterable[Value], ranges: Mapping[Position, tuple[int,
     return moment
 
 
-def shares_at(moment: int, values: Iterable[Value], ranges: Mapping[Position, tuple[int, int]]) -> tuple[Share, ...]:
+def shares_at(
+    moment: int, values: Iterable[AllocatedValue], ranges: Mapping[Position, tuple[int, int]]
+) -> tuple[Share, ...]:
     """Returns the values that occupy the bytes of one allocation at a moment.
 
     Each live value has its own bytes. If one is written over another at that moment, the older one has the place. The
@@ -216,7 +218,7 @@ def shares_at(moment: int, values: Iterable[Value], ranges: Mapping[Position, tu
       ranges: the live range of each; values without one are never alive.
     """
 
-    def order(value: Value) -> tuple[bool, int, int]:
+    def order(value: AllocatedValue) -> tuple[bool, int, int]:
         start, end = ranges[value.position]
         is_alive = start <= moment <= end
         return not is_alive, start if is_alive else -value.size, end
@@ -254,11 +256,11 @@ def tpu_sizes(assignment: str, live_range: str) -> dict[str, int]:
     }
 
 
-def _sum(parts: Iterable[Allocation | Value]) -> int:
+def _sum(parts: Iterable[Allocation | AllocatedValue]) -> int:
     return sum(part.size for part in parts)
 
 
-def _bytes_of_the_first(values: Sequence[Value]) -> list[int]:
+def _bytes_of_the_first(values: Sequence[AllocatedValue]) -> list[int]:
     """Returns for each value the number of bytes at which it is the first value in the list."""
     own = [0] * len(values)
     starting = defaultdict[int, list[int]](list)
@@ -276,7 +278,7 @@ def _bytes_of_the_first(values: Sequence[Value]) -> list[int]:
     return own
 
 
-def _overlap(a: Value, b: Value) -> int:
+def _overlap(a: AllocatedValue, b: AllocatedValue) -> int:
     return max(0, min(a.offset + a.size, b.offset + b.size) - max(a.offset, b.offset))
 
 

@@ -15,11 +15,11 @@ from functools import lru_cache
 from typing import Any
 
 from jmp_train.tools.aot.array_types import ArrayType
-from jmp_train.tools.aot.hlo import Instruction, Program
+from jmp_train.tools.aot.hlo import HloModule, Instruction
 
 
 @dataclass(frozen=True)
-class Product:
+class HloProduct:
     """A matrix product or a convolution.
 
     Attributes:
@@ -35,7 +35,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Axis:
+class SpatialAxis:
     """A spatial axis of a convolution.
 
     Attributes:
@@ -68,7 +68,7 @@ class Convolution:
       channels_in: input channels that an output channel depends on, those of its group.
     """
 
-    spatial: tuple[Axis, ...]
+    spatial: tuple[SpatialAxis, ...]
     batch: int
     channels: int
     channels_in: int
@@ -85,7 +85,7 @@ class Convolution:
         return math.prod(_positions_read(axis) for axis in self.spatial)
 
 
-def product(program: Program, instruction: Instruction) -> Product | None:
+def product(program: HloModule, instruction: Instruction) -> HloProduct | None:
     """Returns the product that an instruction computes, None if it is none; it does not look into fusions.
 
     Args:
@@ -101,7 +101,7 @@ def product(program: Program, instruction: Instruction) -> Product | None:
       ...   ROOT %z = f16[2,5]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
       ... }''')
       >>> product(program, program.instructions["z"])
-      Product(dtype='f16', operations=60, precision='default')
+      HloProduct(dtype='f16', operations=60, precision='default')
     """
     target, shapes = instruction.attribute("custom_call_target"), None
     if instruction.opcode == "dot":
@@ -123,7 +123,7 @@ def product(program: Program, instruction: Instruction) -> Product | None:
     return _product(lhs, rhs, operations, precision, algorithm)
 
 
-def convolution(program: Program, instruction: Instruction) -> Convolution | None:
+def convolution(program: HloModule, instruction: Instruction) -> Convolution | None:
     """Returns the shapes of the convolution that an instruction computes, None if it is none.
 
     Args:
@@ -143,7 +143,7 @@ def convolution(program: Program, instruction: Instruction) -> Convolution | Non
     inputs, filters, outputs = (dict(zip(*pair, strict=True)) for pair in zip(labels, (lhs, rhs, result), strict=True))
     window = _window(instruction.attribute("window"))
     spatial = tuple(
-        Axis(
+        SpatialAxis(
             inputs[label],
             filters[label],
             outputs[label],
@@ -172,17 +172,17 @@ _WIDTH = {"f64": 8, "c128": 8, "f32": 4, "c64": 4, "f16": 2, "bf16": 2}
 _ALGORITHM = re.compile(r"dot_(bf16|f16|f32|f64)_")
 
 
-def _product(lhs: ArrayType, rhs: ArrayType, operations: int, precision: str, algorithm: str) -> Product:
+def _product(lhs: ArrayType, rhs: ArrayType, operations: int, precision: str, algorithm: str) -> HloProduct:
     dtype = max(lhs.dtype, rhs.dtype, key=lambda dtype: _WIDTH.get(dtype, 1))
     named = _ALGORITHM.search(algorithm.lower())  # "dot_bf16_bf16_f32" on float32 operands computes in bfloat16
     exact = named is not None and named[1] == "f32"
     asked = "highest" if exact else next((p for p in ("highest", "high") if p in precision.lower()), "default")
     factor = 4 if dtype.startswith("c") else 1
-    return Product(named[1] if named else dtype, factor * operations, asked)
+    return HloProduct(named[1] if named else dtype, factor * operations, asked)
 
 
 def _window(text: str) -> Mapping[str, list[int]]:
-    """Returns the window of each spatial axis by the names of `Axis`; missing entries are 1 or 0."""
+    """Returns the window of each spatial axis by the names of `SpatialAxis`; missing entries are 1 or 0."""
     found = dict(re.findall(r"(\w+)=([\w\-]+)", text))
     return {
         "stride": _numbers(found.get("stride", "")),
@@ -193,7 +193,7 @@ def _window(text: str) -> Mapping[str, list[int]]:
 
 
 @lru_cache(maxsize=4096)
-def _meetings(axis: Axis) -> int:
+def _meetings(axis: SpatialAxis) -> int:
     """Returns the number of pairs of an output and a tap that meet an element of the input."""
     if axis.size > axis.outputs:  # taps and outputs can change roles in output * stride + tap * rhs_dilate - padding
         roles = {"size": axis.outputs, "outputs": axis.size, "stride": axis.rhs_dilate, "rhs_dilate": axis.stride}
@@ -201,7 +201,7 @@ def _meetings(axis: Axis) -> int:
     return sum(_outputs_that_meet(axis, tap * axis.rhs_dilate - axis.padding) for tap in range(axis.size))
 
 
-def _outputs_that_meet(axis: Axis, offset: int) -> int:
+def _outputs_that_meet(axis: SpatialAxis, offset: int) -> int:
     """Returns the number of outputs with an input element at position output * stride + offset."""
     last = (axis.length - 1) * axis.lhs_dilate
     start = max(0, -(offset // axis.stride))
@@ -214,7 +214,7 @@ def _outputs_that_meet(axis: Axis, offset: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _positions_read(axis: Axis) -> int:
+def _positions_read(axis: SpatialAxis) -> int:
     """Returns the number of elements of the input that some output depends on."""
     places = {
         output * axis.stride + tap * axis.rhs_dilate - axis.padding

@@ -7,17 +7,17 @@ from itertools import accumulate
 
 from jmp_train.tools.aot.allocations import TEMPORARIES as BLOCK
 from jmp_train.tools.aot.allocations import (
+    AllocatedValue,
     Allocation,
     LiveRanges,
     Share,
-    Value,
     fullest_moment,
     read_allocations,
     read_live_ranges,
     shares_at,
 )
 from jmp_train.tools.aot.array_types import array_types
-from jmp_train.tools.aot.hlo import Program
+from jmp_train.tools.aot.hlo import HloModule
 from jmp_train.tools.aot.origins import UNKNOWN, Origin, origin_of
 
 
@@ -65,7 +65,7 @@ class Buffer:
 def buffers_at_peak(
     assignment: str,
     live_range: str,
-    program: Program,
+    program: HloModule,
     arguments: Mapping[int, Argument] | None = None,
     *,
     platform: str = "cuda",
@@ -101,7 +101,7 @@ def buffers_at_peak(
     return tuple(sorted((b for b in buffers if b.n_bytes), key=lambda buffer: -buffer.n_bytes))
 
 
-def _one_block(allocations: Sequence[Allocation]) -> tuple[Value, ...]:
+def _one_block(allocations: Sequence[Allocation]) -> tuple[AllocatedValue, ...]:
     """Returns the temporary values with offsets in a single block that joins the blocks of all kinds of memory."""
     blocks = [allocation for allocation in allocations if BLOCK in allocation.flags]
     starts = accumulate((block.size for block in blocks), initial=0)
@@ -114,15 +114,15 @@ class _Describer:
 
     def __init__(
         self,
-        program: Program,
+        program: HloModule,
         live: LiveRanges,
         arguments: Mapping[int, Argument],
-        temporaries: Sequence[Value],
+        temporaries: Sequence[AllocatedValue],
         moment: int,
     ) -> None:
         self.program, self.live, self.arguments, self.moment = program, live, arguments, moment
         self.running = {time: name for name, time in live.times.items()}
-        self.at = defaultdict[tuple[int, int], list[Value]](list)  # the values of each place, by their starts
+        self.at = defaultdict[tuple[int, int], list[AllocatedValue]](list)  # the values of each place, by their starts
         for value in sorted(temporaries, key=self._range):
             self.at[value.offset, value.size].append(value)
 
@@ -149,7 +149,7 @@ class _Describer:
         kind = "saved for the backward pass" if is_saved else "temporaries"
         return _buffer(share.n_bytes, kind, origin if origin.source else read, share.value.type)
 
-    def _same(self, value: Value) -> list[Value]:
+    def _same(self, value: AllocatedValue) -> list[AllocatedValue]:
         """Returns a value and those that replace it in place, as in loops, where each starts while the last lives."""
         found, end = [value], self._range(value)[1]
         for other in self.at[value.offset, value.size]:
@@ -158,14 +158,14 @@ class _Describer:
                 end = max(end, self._range(other)[1])
         return found
 
-    def _range(self, value: Value) -> tuple[int, int]:
+    def _range(self, value: AllocatedValue) -> tuple[int, int]:
         return self.live.ranges.get(value.position, (0, 0))
 
-    def _opcode(self, value: Value) -> str:
+    def _opcode(self, value: AllocatedValue) -> str:
         instruction = self.program.instructions.get(value.position[0])
         return instruction.opcode if instruction else ""
 
-    def _origin(self, value: Value) -> Origin:
+    def _origin(self, value: AllocatedValue) -> Origin:
         name, index = value.position
         instruction = self.program.instructions.get(name)
         return origin_of(self.program, instruction, index[0] if index else 0) if instruction else UNKNOWN

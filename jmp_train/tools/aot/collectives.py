@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jmp_train.tools.aot.hlo import Instruction, Program
+from jmp_train.tools.aot.hlo import HloModule, Instruction
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ KINDS = frozenset(
 
 
 def collectives(
-    program: Program, instruction: Instruction, times: int = 1, *, kind: str | None = None
+    program: HloModule, instruction: Instruction, times: int = 1, *, kind: str | None = None
 ) -> Iterator[Collective]:
     """Yields the arrays that a collective instruction sends, by dtype; nothing for other instructions and for "-done".
 
@@ -71,7 +71,7 @@ def collectives(
         yield Collective(kind, dtype, size, group, n_bytes, sent, times)
 
 
-def n_devices(program: Program) -> int:
+def n_devices(program: HloModule) -> int:
     """Returns the number of devices that run a program.
 
     Args:

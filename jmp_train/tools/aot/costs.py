@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jmp_train.tools.aot.collectives import Collective, n_devices
-from jmp_train.tools.aot.hlo import Program
+from jmp_train.tools.aot.hlo import HloModule
 from jmp_train.tools.aot.kernels import Executed, Kernel
 from jmp_train.tools.aot.networks import Device, Network, Route
-from jmp_train.tools.aot.traffic import Place, Places
+from jmp_train.tools.aot.traffic import ArrayPlace, Places
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Costs:
         return dict(counter.most_common())
 
 
-def program_costs(program: Program, device: Device, network: Network | None = None) -> Costs:
+def program_costs(program: HloModule, device: Device, network: Network | None = None) -> Costs:
     """Returns the costs of one run of a compiled program.
 
     Args:
@@ -156,8 +156,8 @@ def _seconds_of_arguments_and_results(places: Places, kernels: Iterable[Kernel],
     entry = places.program.computations[places.program.entry]
     names = {instruction.name for instruction in entry}
     arguments = {instruction.name for instruction in entry if instruction.opcode == "parameter"}
-    read: dict[Place, int] = defaultdict(int)
-    written: dict[Place, int] = {}
+    read: dict[ArrayPlace, int] = defaultdict(int)
+    written: dict[ArrayPlace, int] = {}
     for kernel in kernels:
         if kernel.name in names:
             written.update(kernel.traffic.writes)

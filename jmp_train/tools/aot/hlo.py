@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import groupby
 
 from jmp_train.tools.aot.array_types import COMMENT, ArrayType, array_types, split_outside
-from jmp_train.tools.aot.stack_frames import Frame, read_stack_frames
+from jmp_train.tools.aot.stack_frames import StackFrame, read_stack_frames
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Instruction:
       called: the names of the computations that it calls, in the order of the text.
       attributes: the text after the operands, without metadata.
       op_name: the operation's name in jax: "jit(f)/jvp(Dense_0)/dot_general"; "" if unknown.
-      stack_frame: its innermost line of code, for `Program.frames`; None if unknown.
+      stack_frame: its innermost line of code, for `HloModule.frames`; None if unknown.
       is_root: whether its result is that of its computation.
     """
 
@@ -62,7 +62,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class HloModule:
     """A compiled program. Equality is identity, so that results can be cached by it.
 
     Attributes:
@@ -75,7 +75,7 @@ class Program:
 
     computations: Mapping[str, tuple[Instruction, ...]] = field(repr=False)
     entry: str
-    stack_frames: Mapping[int, tuple[Frame, int | None]] = field(repr=False)
+    stack_frames: Mapping[int, tuple[StackFrame, int | None]] = field(repr=False)
     header: str = field(repr=False)
 
     @cached_property
@@ -100,7 +100,7 @@ class Program:
                     to_read += dict.fromkeys(new)
         return tuple(found)
 
-    def frames(self, stack_frame: int | None) -> tuple[Frame, ...]:
+    def frames(self, stack_frame: int | None) -> tuple[StackFrame, ...]:
         """Returns the lines of Python that led to an instruction, innermost first.
 
         Equal lines in a row, which XLA creates when it inlines calls, are listed once.
@@ -108,7 +108,7 @@ class Program:
         Args:
           stack_frame: the instruction's.
         """
-        found: dict[int, Frame] = {}
+        found: dict[int, StackFrame] = {}
         while stack_frame is not None and stack_frame in self.stack_frames and stack_frame not in found:
             found[stack_frame], stack_frame = self.stack_frames[stack_frame]
         return tuple(frame for frame, _ in groupby(found.values()))
@@ -118,7 +118,7 @@ RUNS_OTHERS = frozenset({"while", "call", "conditional", "async-start", "call-st
 """The opcodes of instructions that run other computations whose results are stored."""
 
 
-def read_hlo(text: str) -> Program:
+def read_hlo(text: str) -> HloModule:
     """Returns the program in the text of a compiled HLO module.
 
     Args:
@@ -156,7 +156,7 @@ def read_hlo(text: str) -> Program:
             inside.append(_instruction(line))
     if not entry:
         raise ValueError(f"hlo must be the text of an HLO module, with its ENTRY, got {text[:80]!r}")
-    return Program(computations, entry, read_stack_frames(before), before[0] if before else "")
+    return HloModule(computations, entry, read_stack_frames(before), before[0] if before else "")
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from jmp_train.tools.aot.arithmetic import Product, backend_config, product
+from jmp_train.tools.aot.arithmetic import HloProduct, backend_config, product
 from jmp_train.tools.aot.collectives import KINDS, Collective, collectives
-from jmp_train.tools.aot.hlo import RUNS_OTHERS, Instruction, Program
+from jmp_train.tools.aot.hlo import RUNS_OTHERS, HloModule, Instruction
 from jmp_train.tools.aot.networks import Device
 from jmp_train.tools.aot.traffic import Places, Traffic, is_kernel, traffic
 
@@ -25,7 +25,7 @@ class Kernel:
 
     name: str
     times: int
-    products: tuple[Product, ...]
+    products: tuple[HloProduct, ...]
     traffic: Traffic = field(repr=False)
     seconds_of_products: float
     seconds_of_bytes: float
@@ -103,11 +103,11 @@ class Executed:
                 scatters = fusion.called[0].startswith("all-reduce-scatter")  # it sums, and keeps a part
                 yield from collectives(program, inner, kind="reduce-scatter" if scatters else None)
 
-    def _rate(self, product: Product) -> float:
+    def _rate(self, product: HloProduct) -> float:
         return self.device.matrix_rate(_JAX_NAMES.get(product.dtype, "float32"), precision=product.precision)
 
 
-def _inside(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+def _inside(program: HloModule, instruction: Instruction) -> Iterator[Instruction]:
     """Yields an instruction, or the contents of a fusion."""
     if instruction.opcode.removesuffix("-start") != "fusion":
         yield instruction
@@ -120,7 +120,7 @@ def _least_seconds(work: Work) -> float:
     return sum(done.times * done.seconds for done in work if isinstance(done, Kernel))
 
 
-def trip_count(program: Program, loop: Instruction) -> int | None:
+def trip_count(program: HloModule, loop: Instruction) -> int | None:
     """Returns how often a loop runs, None if it is unknown.
 
     The compiler for GPUs writes the number down. Otherwise the loop must count from a constant by a constant while it
@@ -134,7 +134,7 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
     return _counted(program, loop) if known is None else int(known)
 
 
-def _counted(program: Program, loop: Instruction) -> int | None:
+def _counted(program: HloModule, loop: Instruction) -> int | None:
     test = _root(program, loop.attribute("condition"))
     if test.opcode != "compare" or test.attribute("direction") != "LT":
         return None
@@ -155,11 +155,11 @@ def _counted(program: Program, loop: Instruction) -> int | None:
     return max(0, -(-(limit - begin) // step))
 
 
-def _root(program: Program, computation: str) -> Instruction:
+def _root(program: HloModule, computation: str) -> Instruction:
     return next(i for i in program.computations[computation.lstrip("%")] if i.is_root)
 
 
-def _resolved(program: Program, name: str) -> Instruction:
+def _resolved(program: HloModule, name: str) -> Instruction:
     """Returns the instruction that makes a value, through those that only move it."""
     instruction = program.instructions[name]
     while instruction.opcode in _SAME:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jax
 
-from jmp_train.tools.aot.hlo import Instruction, Program
-from jmp_train.tools.aot.stack_frames import Frame
+from jmp_train.tools.aot.hlo import HloModule, Instruction
+from jmp_train.tools.aot.stack_frames import StackFrame
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Origin:
 UNKNOWN = Origin("", "", "", "")
 
 
-def origin_of(program: Program, instruction: Instruction, place: int = 0) -> Origin:
+def origin_of(program: HloModule, instruction: Instruction, place: int = 0) -> Origin:
     """Returns the origin of one of the arrays of an instruction's result.
 
     Instructions added by the compiler have no origin of their own. A fusion gets that of its contents; others get
@@ -55,7 +55,7 @@ def origin_of(program: Program, instruction: Instruction, place: int = 0) -> Ori
     return Origin(operation, scopes, source_of(frames), direction(name))
 
 
-def _near(program: Program, instruction: Instruction, place: int) -> Iterator[Instruction]:
+def _near(program: HloModule, instruction: Instruction, place: int) -> Iterator[Instruction]:
     """Yields the instructions that may have the origin of another: its contents, then its inputs, the nearest first."""
     inside = {i.name for name in instruction.called for i in program.computations.get(name, ())}
     inside = inside if instruction.opcode == "fusion" else set()
@@ -105,15 +105,15 @@ def direction(op_name: str) -> str:
     return "" if outermost is None else "backward" if outermost[1] == "transpose" else "forward"
 
 
-def source_of(frames: Sequence[Frame]) -> str:
+def source_of(frames: Sequence[StackFrame]) -> str:
     """Returns the innermost of some lines, and the user's line if it is another one.
 
     Args:
       frames: the lines, innermost first, none of them in jax.
 
     Example:
-      >>> layer = Frame("/venv/site-packages/flax/linear.py", 422, "Linear.__call__")
-      >>> source_of([layer, Frame("train.py", 9, "loss"), Frame("train.py", 31, "<module>")])
+      >>> layer = StackFrame("/venv/site-packages/flax/linear.py", 422, "Linear.__call__")
+      >>> source_of([layer, StackFrame("train.py", 9, "loss"), StackFrame("train.py", 31, "<module>")])
       '/venv/site-packages/flax/linear.py:422 (Linear.__call__) from train.py:9 (loss)'
     """
     users = next((frame for frame in frames if not _is_installed(frame.file)), None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Frame:
+class StackFrame:
     """A line of Python that was executed while the program was traced.
 
     Attributes:
@@ -20,7 +20,7 @@ class Frame:
     function: str
 
 
-def read_stack_frames(lines: Iterable[str]) -> dict[int, tuple[Frame, int | None]]:
+def read_stack_frames(lines: Iterable[str]) -> dict[int, tuple[StackFrame, int | None]]:
     """Returns the stack frames by number, each with the number of the one that called it.
 
     Args:
@@ -38,7 +38,7 @@ def read_stack_frames(lines: Iterable[str]) -> dict[int, tuple[Frame, int | None
       ...
       ... StackFrames
       ... 1 {file_location_id=1 parent_frame_id=1}'''.splitlines())
-      {1: (Frame(file='train.py', line=12, function='loss'), None)}
+      {1: (StackFrame(file='train.py', line=12, function='loss'), None)}
     """
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     table: dict[int, str] | None = None
@@ -62,12 +62,12 @@ def read_stack_frames(lines: Iterable[str]) -> dict[int, tuple[Frame, int | None
     }
 
 
-def _frame(location: str, files: Mapping[int, str], functions: Mapping[int, str]) -> Frame:
+def _frame(location: str, files: Mapping[int, str], functions: Mapping[int, str]) -> StackFrame:
     file, function = (
         names.get(_number(key, location), "").strip('"')
         for names, key in ((files, "file_name_id"), (functions, "function_name_id"))
     )
-    return Frame(file, _number("line", location), function)
+    return StackFrame(file, _number("line", location), function)
 
 
 def _number(key: str, text: str) -> int:

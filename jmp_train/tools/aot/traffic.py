@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from jmp_train.tools.aot.arithmetic import CUBLAS, CUDNN_CONVOLUTION, convolution
 from jmp_train.tools.aot.array_types import ArrayType, array_types, tuple_types
 from jmp_train.tools.aot.collectives import KINDS
-from jmp_train.tools.aot.hlo import RUNS_OTHERS, Instruction, Program
+from jmp_train.tools.aot.hlo import RUNS_OTHERS, HloModule, Instruction
 
-Place = tuple[str, int]
+ArrayPlace = tuple[str, int]
 """An array in memory: the instruction that stores it, and which of the arrays of its result it is."""
 
 
@@ -30,8 +30,8 @@ class Traffic:
       writes: bytes by array.
     """
 
-    reads: Mapping[Place, int]
-    writes: Mapping[Place, int]
+    reads: Mapping[ArrayPlace, int]
+    writes: Mapping[ArrayPlace, int]
 
     @property
     def n_bytes(self) -> int:
@@ -47,11 +47,11 @@ class Places:
       program: the program of the instructions.
     """
 
-    program: Program
-    _known: dict[str, tuple[Place, ...]] = field(default_factory=dict, repr=False)
+    program: HloModule
+    _known: dict[str, tuple[ArrayPlace, ...]] = field(default_factory=dict, repr=False)
     _offsets: dict[str, list[int]] = field(default_factory=dict, repr=False)
 
-    def of(self, name: str) -> tuple[Place, ...]:
+    def of(self, name: str) -> tuple[ArrayPlace, ...]:
         """Returns the places of the arrays of an instruction's result.
 
         Args:
@@ -61,7 +61,7 @@ class Places:
             self._known[name] = self._find(self.program.instructions[name])
         return self._known[name]
 
-    def _find(self, instruction: Instruction) -> tuple[Place, ...]:
+    def _find(self, instruction: Instruction) -> tuple[ArrayPlace, ...]:
         if instruction.opcode in ("bitcast", "optimization-barrier"):
             return self.of(instruction.operands[0])
         if instruction.opcode == "tuple":
@@ -104,7 +104,7 @@ def traffic(kernel: Instruction, places: Places) -> Traffic:
     """
     program = places.program
     body = _body(program, kernel)
-    reads: dict[Place, int] = {}
+    reads: dict[ArrayPlace, int] = {}
     for operand, inner in zip(kernel.operands, body.inputs, strict=True):
         for i, place in enumerate(places.of(operand)):
             reads[place] = max(reads.get(place, 0), _read(program, body, inner, i))
@@ -135,7 +135,7 @@ class _Body:
     is_fused: bool
 
 
-def _body(program: Program, kernel: Instruction) -> _Body:
+def _body(program: HloModule, kernel: Instruction) -> _Body:
     fused = kernel.opcode.removesuffix("-start") == "fusion"
     inside = program.computations[kernel.called[0]] if fused else (kernel,)
     parameters = {int(i.literal): i.name for i in inside if i.opcode == "parameter"} if fused else {}
@@ -169,14 +169,14 @@ def _results(kernel: Instruction, *, has_workspace: bool) -> tuple[int, ...]:
     return tuple(0 if i and i == workspace else _in_memory(array) for i, array in enumerate(arrays))
 
 
-def _read(program: Program, body: _Body, name: str, i: int) -> int:
+def _read(program: HloModule, body: _Body, name: str, i: int) -> int:
     """Returns the least that a kernel reads of an input, or of the i-th array of a tuple."""
     whole = _in_memory(program.instructions[name].arrays[i])
     parts = [_used(program, body, user, position, whole) for user, position in body.uses[name]]
     return max(parts, default=0) if body.is_known else 0  # parts may overlap
 
 
-def _used(program: Program, body: _Body, user: Instruction, position: int, whole: int) -> int:
+def _used(program: HloModule, body: _Body, user: Instruction, position: int, whole: int) -> int:
     """Returns the least that one instruction reads of an operand with `whole` bytes."""
     if user.opcode == "fusion" and body.is_fused:  # TPUs have fusions in fusions
         inner = _body(program, user)
@@ -190,7 +190,7 @@ def _used(program: Program, body: _Body, user: Instruction, position: int, whole
     return _image_bytes(program, user, whole) if position == 0 and _reads_image(user) else whole
 
 
-def _written(program: Program, body: _Body, maker: Instruction, n_bytes: int) -> int:
+def _written(program: HloModule, body: _Body, maker: Instruction, n_bytes: int) -> int:
     """Returns the least that a kernel writes of a result with `n_bytes` bytes."""
     if not body.is_known or (maker.name in body.in_place and maker.opcode == "scatter"):
         return 0
@@ -202,7 +202,7 @@ def _in_memory(array: ArrayType) -> int:
     return array.stored_bytes if array.is_in_main_memory else 0
 
 
-def _through_bitcasts(program: Program, name: str) -> str:
+def _through_bitcasts(program: HloModule, name: str) -> str:
     instruction = program.instructions[name]
     while instruction.opcode == "bitcast":
         instruction = program.instructions[instruction.operands[0]]
@@ -214,7 +214,7 @@ def _n_updated(instruction: Instruction) -> int:
     return (len(instruction.operands) - 1) // 2 if instruction.opcode == "scatter" else 1
 
 
-def _updated_bytes(program: Program, update: Instruction) -> int:
+def _updated_bytes(program: HloModule, update: Instruction) -> int:
     """Returns the bytes that a dynamic-update-slice writes."""
     return program.instructions[update.operands[1]].arrays[0].n_bytes
 
@@ -224,7 +224,7 @@ def _reads_image(instruction: Instruction) -> bool:
     return target.startswith(CUDNN_CONVOLUTION) and "BackwardInput" not in target
 
 
-def _image_bytes(program: Program, instruction: Instruction, whole: int) -> int:
+def _image_bytes(program: HloModule, instruction: Instruction, whole: int) -> int:
     """Returns the bytes of its image that a convolution reads; large strides skip some."""
     shapes = convolution(program, instruction)
     assert shapes is not None

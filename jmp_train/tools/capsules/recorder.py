@@ -4,19 +4,16 @@ import functools
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
 
 from jmp_train.policies.pytrees import check_count, check_flag, checked_path, has_tracers
-from jmp_train.steps import TrainState, check_not_replicated
+from jmp_train.steps import StepFunction, TrainState, check_not_replicated
 from jmp_train.tools.capsules.capsule_files import capsules_in, write_capsule
 from jmp_train.tools.capsules.state_parts import Snapshot, StateParts, parts_of, snapshot
 from jmp_train.types import Batch, Metrics
-
-Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 _MOST_PENDING = 4  # steps whose batches are held until the device reports whether they were skipped
 
@@ -97,7 +94,7 @@ class SkipRecorder:
         self._pending: deque[_Pending] = deque()
         self._written: list[Path] = []
 
-    def watch(self, step: Step) -> Step:
+    def watch(self, step: StepFunction) -> StepFunction:
         """Returns a step that records its skips. Call it in place of the given step, outside of `jax.jit`.
 
         Args:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import FlatCall
-from jmp_train.tools.checking_parity.contributions import Named, Program, named_of, program_of
-from jmp_train.tools.checking_parity.fingerprints import SAME, Found, KnownRows, Prints, fingerprint, is_column_of
+from jmp_train.tools.checking_parity.contributions import Divergence, RecordedProgram, named_of, program_of
+from jmp_train.tools.checking_parity.fingerprints import SAME, KnownRows, MatchedRows, Prints, fingerprint, is_column_of
 from jmp_train.tools.checking_parity.log_probs import Tokens, differences_of, tokens_of
 from jmp_train.tools.checking_parity.report import FirstDifference, Kind, OperationParity, Operations
 from jmp_train.tools.checking_parity.rerunning import Rerun
@@ -81,7 +81,7 @@ def operations_of(
     kind = "rounding" if _agree(shadows) else "value"
     mean = differences_of(_tokens(sides, lambda pair: pair.actual, where)).mean
     matched = _first(sides, found, kind)
-    named = Named(matched, ({}, {}))
+    named = Divergence(matched, ({}, {}))
     if kind == "value":
         train, infer = (_program(*each) for each in zip(sides, found, strict=True))
         named = named_of(train, infer, matched, _apart(sides, where))
@@ -93,7 +93,7 @@ def operations_of(
     return Operations(tuple(rows[0]), tuple(rows[1]), first, mean)
 
 
-def _program(side: _Side, found: Sequence[Found | None]) -> Program:
+def _program(side: _Side, found: Sequence[MatchedRows | None]) -> RecordedProgram:
     """Returns a function as a program that can run again in float32."""
     differing = frozenset(n for n, op in enumerate(side.recorded) if _differs(found[n], "value", _width(op)))
     return program_of(Rerun(side.program, side.arguments), side.recorded, side.origins, differing)
@@ -142,7 +142,9 @@ def _side(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Side:
     return _Side(recorded, prints, results, program, leaves, frozenset().union(*origins))
 
 
-def _found(known: KnownRows, columns: Sequence[np.ndarray], op: Recorded, prints: Sequence[Prints]) -> Found | None:
+def _found(
+    known: KnownRows, columns: Sequence[np.ndarray], op: Recorded, prints: Sequence[Prints]
+) -> MatchedRows | None:
     """Returns the differences of an operation's rows, or columns if more of these are known, from known ones."""
     if not prints:
         return None
@@ -172,7 +174,7 @@ def _arguments(args: tuple[Any, ...]) -> list[Prints]:
 
 
 def _first(
-    sides: Sequence[_Side], found: Sequence[Sequence[Found | None]], kind: Kind
+    sides: Sequence[_Side], found: Sequence[Sequence[MatchedRows | None]], kind: Kind
 ) -> tuple[int | None, int | None]:
     """Returns the numbers of the first operations in training and inference whose rows the other lacks."""
     rounding = _rounding(sides)
@@ -184,7 +186,7 @@ def _first(
     return None, None
 
 
-def _first_of(side: _Side, found: Sequence[Found | None], kind: Kind, limit: float, width: int) -> int | None:
+def _first_of(side: _Side, found: Sequence[MatchedRows | None], kind: Kind, limit: float, width: int) -> int | None:
     """Returns the number of the first differing operation between matching operations and the results.
 
     Many rows of one number match by chance. They count as a match only if one operation of the other function has all
@@ -201,7 +203,7 @@ def _first_of(side: _Side, found: Sequence[Found | None], kind: Kind, limit: flo
     return min(named, default=None)
 
 
-def _to_blame(side: _Side, number: int, found: Found | None) -> set[int]:
+def _to_blame(side: _Side, number: int, found: MatchedRows | None) -> set[int]:
     """Returns the operands that may make an operation differ: only masks, if only its mask of seen numbers differs."""
     reads = side.recorded[number].reads
     masks = {i for i in reads if side.recorded[i].equation.outvars[0].aval.dtype == jnp.bool_}
@@ -214,7 +216,7 @@ def _width(op: Recorded) -> int:
     return shape[-1] if shape else 1
 
 
-def _differs(found: Found | None, kind: Kind, width: int) -> bool:
+def _differs(found: MatchedRows | None, kind: Kind, width: int) -> bool:
     """Returns whether an operation's rows differ from the other function's by more than the order of float32 sums."""
     if found is None or (width == 1 and kind == "rounding"):
         return True
@@ -223,7 +225,7 @@ def _differs(found: Found | None, kind: Kind, width: int) -> bool:
     return found.unknown > 0 or (found.apart if kind == "value" else found.difference) > _NOISE
 
 
-def _is_other(found: Found | None, kind: Kind, limit: float) -> bool:
+def _is_other(found: MatchedRows | None, kind: Kind, limit: float) -> bool:
     if found is None:
         return False
     if kind == "value":
@@ -248,7 +250,7 @@ def _agree(tokens: Tokens) -> bool:
     return bool((np.abs(first - second) <= SAME * np.maximum(np.abs(first), 1)).all())
 
 
-def _row(op: Recorded, found: Found | None) -> OperationParity:
+def _row(op: Recorded, found: MatchedRows | None) -> OperationParity:
     file, _, line = op.line.rpartition(":")
     (variable, *_) = op.equation.outvars
     return OperationParity(

@@ -29,12 +29,12 @@ _CLOSE = 0.7  # largest misfit of arrays that have only their shape in common
 _LEAST = 0.2  # of the difference: operations with a smaller part are not named
 _LEADING = 0.5  # of the largest part: the first operation with at least this much is named
 
-Numbers = tuple[int | None, int | None]
+MatchedNumbers = tuple[int | None, int | None]
 """Of an operation of training and one of inference."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class RecordedProgram:
     """A function that can run again.
 
     Attributes:
@@ -56,10 +56,10 @@ class Program:
 
 def program_of(
     rerun: Rerun, recorded: Sequence[Recorded], origins: frozenset[int], differing: frozenset[int]
-) -> Program:
+) -> RecordedProgram:
     """Returns a program with the values of its operations, after running it.
 
-    The arguments are attributes of `Program`.
+    The arguments are attributes of `RecordedProgram`.
     """
     numbers = {key_of(op.callers, op.equation): number for number, op in enumerate(recorded)}
     kept: dict[int, list[np.ndarray]] = {}
@@ -78,7 +78,7 @@ def program_of(
     }
     plain = [x for x in rerun.arguments if _is_plain(x) and x.size <= _MOST_ELEMENTS]
     values |= {-1 - i: Values(np.asarray(x)[None], "argument", 0.0) for i, x in enumerate(plain)}
-    return Program(rerun, recorded, values, results, origins, differing)
+    return RecordedProgram(rerun, recorded, values, results, origins, differing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,9 @@ class Contribution:
     counterpart: int | None
 
 
-def contributions(own: Program, other: Program, apart: Callable[[list[Any]], float]) -> dict[int, Contribution]:
+def contributions(
+    own: RecordedProgram, other: RecordedProgram, apart: Callable[[list[Any]], float]
+) -> dict[int, Contribution]:
     """Returns the contributions of operations to the difference, by number of the operation.
 
     Args:
@@ -139,7 +141,7 @@ def leading(found: dict[int, Contribution]) -> int | None:
 class _Counterparts:
     """The counterparts of a program's operations, each searched once."""
 
-    def __init__(self, own: Program, other: Program) -> None:
+    def __init__(self, own: RecordedProgram, other: RecordedProgram) -> None:
         self._own, self._numbers = own, list(other.values)
         self._varying = [number for number, values in other.values.items() if not is_uniform(values.array)]
         self._other = other
@@ -199,7 +201,7 @@ class _Counterparts:
         return ways[:_TRIED] + same[:1]
 
 
-def _groups(own: Program, known: _Counterparts) -> list[list[int]]:
+def _groups(own: RecordedProgram, known: _Counterparts) -> list[list[int]]:
     """Returns operations that may cause the difference, in the order they run, grouped by code."""
     groups: dict[tuple[str, str], list[int]] = {}
     waiting, reached = set(own.origins), set[int]()
@@ -226,7 +228,7 @@ def _code_of(op: Recorded) -> tuple[str, str]:
     return source_of((*op.callers, op.equation)), op.equation.primitive.name
 
 
-def _swaps(own: Program, other: Program, choice: dict[int, Counterpart]) -> Iterator[tuple[Key, Swap]]:
+def _swaps(own: RecordedProgram, other: RecordedProgram, choice: dict[int, Counterpart]) -> Iterator[tuple[Key, Swap]]:
     for number, found in choice.items():
         op = own.recorded[number]
         theirs = arranged(other.values[found.number].array, found.axes, own.values[number].array.ndim)
@@ -255,7 +257,7 @@ def _is_plain(x: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class Divergence:
     """The operations where two functions diverge.
 
     Attributes:
@@ -263,11 +265,16 @@ class Named:
       contributions: the contributions in training and in inference, by number of the tried operation.
     """
 
-    numbers: Numbers
+    numbers: MatchedNumbers
     contributions: tuple[dict[int, float], dict[int, float]]
 
 
-def named_of(train: Program, infer: Program, matched: Numbers, apart: Callable[[list[Any], list[Any]], float]) -> Named:
+def named_of(
+    train: RecordedProgram,
+    infer: RecordedProgram,
+    matched: MatchedNumbers,
+    apart: Callable[[list[Any], list[Any]], float],
+) -> Divergence:
     """Returns the operations where two functions diverge.
 
     Args:
@@ -283,10 +290,12 @@ def named_of(train: Program, infer: Program, matched: Numbers, apart: Callable[[
     first, second = numbers
     if first is not None and second in of_infer and of_infer[second].counterpart == first:
         shares[0][first] = shares[1][second]  # the same trial, seen from the other side
-    return Named(numbers, (shares[0], shares[1]))
+    return Divergence(numbers, (shares[0], shares[1]))
 
 
-def _numbers(of_train: dict[int, Contribution], of_infer: dict[int, Contribution], matched: Numbers) -> Numbers:
+def _numbers(
+    of_train: dict[int, Contribution], of_infer: dict[int, Contribution], matched: MatchedNumbers
+) -> MatchedNumbers:
     """Returns the first contributing operation of inference, and its counterpart or an earlier one in training.
 
     If inference leaves an operation out, only training has one.

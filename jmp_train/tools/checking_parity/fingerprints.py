@@ -114,7 +114,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class MatchedRows:
     """The differences of an operation's rows from those of another program.
 
     Attributes:
@@ -165,7 +165,7 @@ class KnownRows:
         together = np.unique(np.concatenate([np.zeros((0, COLUMNS), np.float32), *tables]), axis=0)
         self._rows = Rows(together[np.argsort(together[:, 0], kind="stable")])
 
-    def found(self, table: np.ndarray) -> Found:
+    def found(self, table: np.ndarray) -> MatchedRows:
         """Returns the differences between rows of the other program and these.
 
         Args:
@@ -177,7 +177,7 @@ class KnownRows:
             known = np.isfinite(difference)
             error = _distance(rows.shadow, rows.actual) / rows.norm
         error = np.where(rows.norm > 0, error, 0)
-        return Found(
+        return MatchedRows(
             unknown=float(1 - known.mean()),
             apart=float(apart[known].mean()) if known.any() else 0.0,
             difference=float(difference[known].mean()) if known.any() else float("nan"),

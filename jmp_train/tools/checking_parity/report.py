@@ -241,7 +241,9 @@ def operations_chart(operations: Operations) -> doc.Chart:
     if first:
         place = rows.index(first) + 0.5
         anchor = "end" if place > len(rows) / 2 else "start"
-        marks.append(doc.Path(doc.Style("bad", width=1.5), [[(place, _DIFFERENCES.low), (place, _DIFFERENCES.high)]]))
+        marks.append(
+            doc.Polyline(doc.Style("bad", width=1.5), [[(place, _DIFFERENCES.low), (place, _DIFFERENCES.high)]])
+        )
         marks.append(doc.Label(f"first difference: {first.primitive}", place, _DIFFERENCES.low, anchor, (0, 16)))
     title = "How far the operations of inference are from those of training"
     return doc.Chart(title, doc.Axis(0, max(len(rows), 1)), _DIFFERENCES, marks, (1000, 232), (60, 10, 12, 35))

@@ -14,7 +14,7 @@ from jax import lax
 from jmp_train.policies.programs import IN_PYTHON, Reading
 from jmp_train.tools.diagnosing import (
     Key,
-    Part,
+    ProgramPart,
     bound,
     compiled,
     has_references,
@@ -83,7 +83,7 @@ class _Again(Reading[Any]):
     def bind(self, equation: Any, inputs: list[Any]) -> list[Any]:
         op = operation_of(equation)
         if id(equation) not in self.operations:
-            run = _of_operation(Part([op], frozenset()))
+            run = _of_operation(ProgramPart([op], frozenset()))
             self.operations[id(equation)] = run if has_references(equation) else compiled(run, None, frozenset())
         results = self.operations[id(equation)]([*inputs, *op.inputs[len(inputs) :]])
         return results if len(results) != 1 else [self._replaced(key_of(self.callers, equation), results[0])]
@@ -98,7 +98,7 @@ class _Again(Reading[Any]):
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_operation(part: Part) -> Callable[[list[Any]], list[Any]]:
+def _of_operation(part: ProgramPart) -> Callable[[list[Any]], list[Any]]:
     """Returns an operation as a function of its float32 operands."""
     equation = part.operations[0].equation
 

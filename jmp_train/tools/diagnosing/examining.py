@@ -30,7 +30,7 @@ from jmp_train.tools.diagnosing.shadow import Shadowing
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class ShadowRun:
     """A run of a function with its shadow.
 
     Attributes:
@@ -65,7 +65,7 @@ def run_beside_shadow(
     steps: int,
     rounding: Rounding | None = None,
     own: Collection[int] = (),
-) -> Run:
+) -> ShadowRun:
     """Runs a function with its shadow.
 
     Args:
@@ -123,7 +123,7 @@ def run_beside_shadow(
     has_effects = bool(program.effects) or any("callback" in site.equation.primitive.name for site in sites)
     apart = tuple(0.0 if pair.shadow is None else _apart(pair.actual, pair.shadow) for pair in outputs)
     matrix = combined(np.stack(measures))
-    return Run(sites, matrix, results, names, carried, state, low_results, done, has_effects, apart)
+    return ShadowRun(sites, matrix, results, names, carried, state, low_results, done, has_effects, apart)
 
 
 def _apart(actual: jax.Array, exact: jax.Array) -> float:
@@ -259,7 +259,7 @@ def examine(
     return Examination(evidence, problems_of(evidence), run.steps, run.has_effects, run.apart, again, rounding)
 
 
-def _subjects(run: Run, arguments: Mapping[int, str]) -> list[str]:
+def _subjects(run: ShadowRun, arguments: Mapping[int, str]) -> list[str]:
     """Returns the descriptions of rows without a line of the user's; empty for others."""
     what = [
         f"the update of {name!r}" if number < run.carried else f"the result {name!r}"
@@ -309,7 +309,7 @@ def _stuck_scale(args: object) -> str:
     return ""
 
 
-def _lost_state(args: tuple[object, ...], run: Run) -> list[str]:
+def _lost_state(args: tuple[object, ...], run: ShadowRun) -> list[str]:
     """Returns the paths of the state's leaves that are NaN; infinities may be intended, as in a first best loss."""
     leaves = _arrays(args)[: run.carried]
     return [

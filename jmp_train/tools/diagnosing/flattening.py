@@ -21,7 +21,7 @@ _LONGEST = 24  # operations of a part: of fewer there are more programs to compi
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class FlatOperation:
     """An equation with the numbers of the values that it reads and writes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Flat:
 
     operands: tuple[int, ...]
     constants: dict[int, Any]
-    operations: list[Operation]
+    operations: list[FlatOperation]
     results: tuple[int | np.ndarray, ...]
 
 
@@ -76,7 +76,7 @@ class _Flattening(Reading[int | np.ndarray]):
     """Inlines calls; values are their numbers, or literals."""
 
     arrays: dict[int, Any]
-    operations: list[Operation]
+    operations: list[FlatOperation]
     numbers: Iterator[int]
     callers: tuple[Any, ...] = ()
 
@@ -95,15 +95,15 @@ class _Flattening(Reading[int | np.ndarray]):
 
     def bind(self, equation: Any, inputs: list[int | np.ndarray]) -> tuple[int, ...]:
         writes = tuple(itertools.islice(self.numbers, len(equation.outvars)))
-        self.operations.append(Operation(equation, (*inputs, *_starts(equation)), writes, self.callers))
+        self.operations.append(FlatOperation(equation, (*inputs, *_starts(equation)), writes, self.callers))
         return writes
 
 
-def operation_of(equation: Any) -> Operation:
+def operation_of(equation: Any) -> FlatOperation:
     """Returns an equation as an operation on values of its own."""
     reads = range(len(equation.invars))
     writes = range(len(reads), len(reads) + len(equation.outvars))
-    return Operation(equation, (*reads, *_starts(equation)), tuple(writes), ())
+    return FlatOperation(equation, (*reads, *_starts(equation)), tuple(writes), ())
 
 
 def last_uses(flat: Flat) -> dict[int, int]:
@@ -113,7 +113,7 @@ def last_uses(flat: Flat) -> dict[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class ProgramStage:
     """A part of a program in the order of execution.
 
     Attributes:
@@ -122,13 +122,13 @@ class Stage:
       runs: number of equal parts in the program.
     """
 
-    part: "Part"
+    part: "ProgramPart"
     freed: tuple[int, ...]
     runs: int
 
 
 @functools.lru_cache(maxsize=256)
-def staged(program: Any) -> tuple[Flat, list[Stage]]:
+def staged(program: Any) -> tuple[Flat, list[ProgramStage]]:
     """Returns a program as one list of operations and as the parts that run one after the other.
 
     Args:
@@ -136,14 +136,14 @@ def staged(program: Any) -> tuple[Flat, list[Stage]]:
     """
     flat = flattened(program)
     last_use = last_uses(flat)
-    parts, freed, end = list[Part](), list[tuple[int, ...]](), 0
+    parts, freed, end = list[ProgramPart](), list[tuple[int, ...]](), 0
     for operations in parts_of(flat.operations):
         end += len(operations)
         used = {number: last_use.get(number, -1) for op in operations for number in (*op.reads, *op.writes)}
-        parts.append(Part(operations, frozenset(number for number, last in used.items() if last >= end)))
+        parts.append(ProgramPart(operations, frozenset(number for number, last in used.items() if last >= end)))
         freed.append(tuple(number for number, last in used.items() if last < end))
     runs = collections.Counter(parts)
-    return flat, [Stage(part, own, runs[part]) for part, own in zip(parts, freed, strict=True)]
+    return flat, [ProgramStage(part, own, runs[part]) for part, own in zip(parts, freed, strict=True)]
 
 
 def is_plain(equation: Any) -> bool:
@@ -158,13 +158,13 @@ def has_references(equation: Any) -> bool:
     return any(hasattr(x.aval, "inner_aval") for x in (*equation.invars, *equation.outvars))
 
 
-def parts_of(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
+def parts_of(operations: Sequence[FlatOperation]) -> Iterator[list[FlatOperation]]:
     """Yields operations that run together: each with a program separately, the others from product to product.
 
     Args:
       operations: the operations in the order of execution.
     """
-    part: list[Operation] = []
+    part: list[FlatOperation] = []
     for op in operations:
         alone = not is_plain(op.equation)
         if part and (alone or len(part) == _LONGEST or op.equation.primitive.name in PRODUCTS):  # which begins a layer
@@ -178,7 +178,7 @@ def parts_of(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
         yield part
 
 
-class Part:
+class ProgramPart:
     """Operations that run together; equal to others with the same operations on values of the same types.
 
     Args:
@@ -193,7 +193,7 @@ class Part:
       returned: their places.
     """
 
-    def __init__(self, operations: Sequence[Operation], wanted: frozenset[int]) -> None:
+    def __init__(self, operations: Sequence[FlatOperation], wanted: frozenset[int]) -> None:
         self.operations = tuple(operations)
         made = {number for op in operations for number in op.writes}
         numbers = dict.fromkeys(x for op in operations for x in op.reads if x not in made)
@@ -220,7 +220,7 @@ class Part:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Part) and self._key == other._key
+        return isinstance(other, ProgramPart) and self._key == other._key
 
 
 def _key(equation: Any) -> Any:

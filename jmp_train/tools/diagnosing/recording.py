@@ -15,7 +15,15 @@ import numpy as np
 from jmp_train.policies.programs import IN_PYTHON, Place, Reading
 from jmp_train.tools.diagnosing.devices import compiled
 from jmp_train.tools.diagnosing.equations import user_line
-from jmp_train.tools.diagnosing.flattening import Flat, Operation, Part, flattened, is_plain, last_uses, parts_of
+from jmp_train.tools.diagnosing.flattening import (
+    Flat,
+    FlatOperation,
+    ProgramPart,
+    flattened,
+    is_plain,
+    last_uses,
+    parts_of,
+)
 from jmp_train.tools.diagnosing.pairs import Pair, run_both, with_shadow
 from jmp_train.tools.diagnosing.shadow import Shadowing
 
@@ -146,15 +154,15 @@ class _Recorder(Reading[_Value]):
                     values.pop(number, None)  # arrays that nothing reads any more are freed
         return [_read(x, values) for x in flat.results]
 
-    def _plain(self, part: list[Operation], values: dict[int, _Value]) -> None:
-        together = Part(part, frozenset(number for op in part for number in op.writes))
+    def _plain(self, part: list[FlatOperation], values: dict[int, _Value]) -> None:
+        together = ProgramPart(part, frozenset(number for op in part for number in op.writes))
         results = iter(compiled(_all_of(together), None, frozenset())([_read(x, values).pair for x in together.given]))
         for op in part:
             pairs = [next(results) for _ in op.writes]
             made = self._made(op, [_read(x, values) for x in op.inputs], pairs)
             values |= dict(zip(op.writes, made, strict=True))
 
-    def _made(self, op: Operation, inputs: Sequence[_Value], results: Sequence[Pair]) -> list[_Value]:
+    def _made(self, op: FlatOperation, inputs: Sequence[_Value], results: Sequence[Pair]) -> list[_Value]:
         """Records an operation that ran, if it has results, and returns them."""
         if not results:
             return []
@@ -169,7 +177,7 @@ class _Recorder(Reading[_Value]):
         recorded.kept.append([self.keep(pair) for pair in results])
         return [_Value(pair, frozenset((number,))) for pair in results]
 
-    def _holding_program(self, op: Operation, inputs: list[_Value]) -> list[_Value]:
+    def _holding_program(self, op: FlatOperation, inputs: list[_Value]) -> list[_Value]:
         results = dataclasses.replace(self, around=(*self.around, *op.callers)).enter(op.equation, inputs)
         if results is not None:
             return list(results)
@@ -178,7 +186,7 @@ class _Recorder(Reading[_Value]):
 
 
 @functools.lru_cache(maxsize=4096)
-def _all_of(part: Part) -> Callable[[list[Pair]], list[Pair]]:
+def _all_of(part: ProgramPart) -> Callable[[list[Pair]], list[Pair]]:
     """Returns operations as a function from their inputs to all their results."""
 
     def run(given: list[Pair]) -> list[Pair]:

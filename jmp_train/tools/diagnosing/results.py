@@ -17,7 +17,7 @@ _WRONG = 0.5  # relative error of a result
 _LOST_DIGITS = 0.1  # relative error of one operation that has lost its result's digits
 _ROUNDING = 1e-3  # relative error that operands have at least
 
-Named = Mapping[Any, Found]
+KnownProblems = Mapping[Any, Found]
 _LOST_TERMS = 0.02  # share of a sum's terms
 _ABSORBED = 0.1  # share of the additions of a loop
 _UNCHANGED = 0.5  # share of a state leaf's elements that should change
@@ -26,7 +26,7 @@ _BEFORE_ALL = -1  # the number of a row that comes before all operations
 _REACHED = 0.05  # relative error of a result, or of the backward pass, that a problem has to make
 
 
-def grown_infinities(known: Named, evidence: Evidence) -> Iterator[Found]:
+def grown_infinities(known: KnownProblems, evidence: Evidence) -> Iterator[Found]:
     """Finds infinities that grew from errors of operands, if no problem explains the errors.
 
     Args:
@@ -50,7 +50,7 @@ def is_undefined_at_zero(evidence: Evidence, row: int) -> bool:
     return name in ("div", "log", "pow", "rsqrt") or (name == "integer_pow" and equation.params["y"] < 0)
 
 
-def wrong_results(known: Named, evidence: Evidence) -> Iterator[Found]:
+def wrong_results(known: KnownProblems, evidence: Evidence) -> Iterator[Found]:
     """Finds a loss or, without a backward pass, a result with a large error, and its origin.
 
     Args:
@@ -75,7 +75,7 @@ def wrong_results(known: Named, evidence: Evidence) -> Iterator[Found]:
         yield problem_at(evidence, addition_before(evidence, row), "cancellation", text, remedy)
 
 
-def _is_explained(known: Named, evidence: Evidence, row: int) -> bool:
+def _is_explained(known: KnownProblems, evidence: Evidence, row: int) -> bool:
     return not evidence.before(row).isdisjoint(i for i, problem in known.values() if problem.severity == "problem")
 
 

@@ -25,7 +25,14 @@ from jmp_train.policies.programs import Scan, bodies_of, manual_axes, walk
 from jmp_train.policies.pytrees import has_tracers, is_key
 from jmp_train.tools.diagnosing.arithmetic import bound, count_rows, dtype_of
 from jmp_train.tools.diagnosing.devices import compiled, stacking
-from jmp_train.tools.diagnosing.flattening import Operation, Part, Stage, has_references, is_plain, staged
+from jmp_train.tools.diagnosing.flattening import (
+    FlatOperation,
+    ProgramPart,
+    ProgramStage,
+    has_references,
+    is_plain,
+    staged,
+)
 from jmp_train.tools.diagnosing.loops import (
     buffers_of,
     measuring,
@@ -43,8 +50,8 @@ _HOLDING = frozenset(("scan", "while", "cond", "shard_map"))  # programs, which 
 _MEASURED = 2**15  # elements from which on what measures is compiled to run faster, as few programs run often
 
 
-Block = jax.Array | np.ndarray  # of measures, [rows, columns]
-Results = tuple[list[Pair], list[Block]]
+Measures = jax.Array | np.ndarray  # of measures, [rows, columns]
+Results = tuple[list[Pair], list[Measures]]
 
 
 class Shadowing:
@@ -92,7 +99,7 @@ class Shadowing:
         flat, stages = staged(program)
         values = dict(zip(flat.operands, operands, strict=True))
         values |= {number: self._constant(array) for number, array in flat.constants.items()}
-        blocks: list[Block] = []
+        blocks: list[Measures] = []
         for stage in stages:
             results, found = self._part(stage, values, runs)
             blocks += found
@@ -101,14 +108,14 @@ class Shadowing:
                 values.pop(number, None)  # arrays that nothing reads any more are freed
         return [_read(x, values) for x in flat.results], blocks
 
-    def _part(self, stage: Stage, values: dict[int, Pair], runs: int) -> tuple[dict[int, Pair], list[Block]]:
+    def _part(self, stage: ProgramStage, values: dict[int, Pair], runs: int) -> tuple[dict[int, Pair], list[Measures]]:
         if is_plain(stage.part.operations[0].equation):
             return self._plain(stage.part, values, runs * stage.runs)
         (op,) = stage.part.operations
         results, blocks = self.run_operation(op, [_read(x, values) for x in op.inputs])
         return dict(zip(op.writes, results, strict=True)), blocks
 
-    def run_operation(self, op: Operation, inputs: list[Pair]) -> Results:
+    def run_operation(self, op: FlatOperation, inputs: list[Pair]) -> Results:
         """Runs an operation with a program, or with values that are not arrays."""
         equation, name = op.equation, op.equation.primitive.name
         own = _Own.of(equation, self.own, inputs)
@@ -121,14 +128,14 @@ class Shadowing:
             return self._sampled(op, inputs, stride, own)
         if name in _HOLDING:
             runs = max(Scan.of(equation).length, 1) if name == "scan" else _ITERATIONS
-            run = self._jit(_of_equation(measuring, Part([op], frozenset()), _in_body, own), _LARGE // runs)
+            run = self._jit(_of_equation(measuring, ProgramPart([op], frozenset()), _in_body, own), _LARGE // runs)
             results, block, self.iteration = run(inputs, self.iteration, *self.running)
             return results, [block]
         if has_references(equation):
             return run_both(equation, list(map(with_shadow, inputs))), []  # a reference has a shadow
         return [Pair(result) for result in bound(equation, [pair.actual for pair in inputs])], []
 
-    def _plain(self, part: Part, values: dict[int, Pair], runs: int) -> tuple[dict[int, Pair], list[Block]]:
+    def _plain(self, part: ProgramPart, values: dict[int, Pair], runs: int) -> tuple[dict[int, Pair], list[Measures]]:
         """Runs equations, one after the other, as one program."""
         own = frozenset(i for i, op in enumerate(part.operations) if id(op.equation) in self.own)
         given = [_read(x, values) for x in part.given]
@@ -145,9 +152,9 @@ class Shadowing:
         before, after = (sum(map(count_rows, others)) for others in (branches[:taken], branches[taken + 1 :]))
         return results, [nothing(before), *blocks, nothing(after)]
 
-    def _sampled(self, op: Operation, inputs: list[Pair], stride: int, own: "_Own") -> Results:
+    def _sampled(self, op: FlatOperation, inputs: list[Pair], stride: int, own: "_Own") -> Results:
         """Runs a scan and measures the iterations at a stride, and the first one that loses finite numbers."""
-        part, scan = Part([op], frozenset()), Scan.of(op.equation)
+        part, scan = ProgramPart([op], frozenset()), Scan.of(op.equation)
         made = _of_equation(segment_of, part, _in_body, own), *_of_equation(rows_of, part)
         segment, row, write = (self._jit(run, 0) for run in made)
         consts, carry, xs = scan.split(inputs)
@@ -230,13 +237,13 @@ def _in_body(
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_equation(make: Callable[..., Any], part: Part, *args: Any) -> Any:
+def _of_equation(make: Callable[..., Any], part: ProgramPart, *args: Any) -> Any:
     """Returns what is made of a part's only equation: the same for equal parts."""
     return make(part.operations[0].equation, *args)
 
 
 @functools.lru_cache(maxsize=4096)
-def _together(part: Part, own: frozenset[int]) -> Callable[..., tuple[list[Pair], list[Ran]]]:
+def _together(part: ProgramPart, own: frozenset[int]) -> Callable[..., tuple[list[Pair], list[Ran]]]:
     """Returns operations as a function from their inputs to their wanted results and measures.
 
     Args:

@@ -48,7 +48,7 @@ _CANDIDATES = (8, 3)  # sets of rules that are tried where no operation stands o
 _AS_GOOD = 2  # times the error that the best rules leave
 _EVERYTHING = AutocastRules(paths=(("", "float32"),))
 
-Place = tuple[str, int, str, str]
+ProblemPlace = tuple[str, int, str, str]
 
 
 def examine_by_rules(
@@ -129,7 +129,9 @@ def _checked_in_float32(first: Examination, again: Again) -> list[Found]:
     if not too or not any(row.dtype in ("float16", "bfloat16") for row in first.evidence.rows):
         return first.found
     exact = again(_EVERYTHING)
-    places = {_place(problem) for _, problem in exact.found if problem.in_float32 == "too"} if exact else set[Place]()
+    places = (
+        {_place(problem) for _, problem in exact.found if problem.in_float32 == "too"} if exact else set[ProblemPlace]()
+    )
 
     def checked(row: int, problem: Problem) -> Problem:
         if problem not in too or _place(problem) in places:
@@ -228,7 +230,12 @@ def _best(evidence: Evidence, rules: AutocastRules, again: Again, count: int) ->
 
 
 def _with_outcome(
-    problem: Problem, before: FunctionErrors, after: FunctionErrors, last: Examination, left: set[Place], shares: str
+    problem: Problem,
+    before: FunctionErrors,
+    after: FunctionErrors,
+    last: Examination,
+    left: set[ProblemPlace],
+    shares: str,
 ) -> Problem:
     """Returns a problem with the outcome of its rules, given the places of problems left and the shares in half."""
     if not is_tried(problem):
@@ -259,5 +266,5 @@ def _rules_of(found: list[Found]) -> AutocastRules:
     return merged(NO_RULES, *(problem.remedy.rules for _, problem in found if is_tried(problem)))
 
 
-def _place(problem: Problem) -> Place:
+def _place(problem: Problem) -> ProblemPlace:
     return problem.file, problem.line, problem.subject, problem.direction

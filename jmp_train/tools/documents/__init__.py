@@ -7,8 +7,8 @@ from jmp_train.tools.documents.charts import Color as Color
 from jmp_train.tools.documents.charts import Dot as Dot
 from jmp_train.tools.documents.charts import Label as Label
 from jmp_train.tools.documents.charts import Mark as Mark
-from jmp_train.tools.documents.charts import Path as Path
 from jmp_train.tools.documents.charts import Piece as Piece
+from jmp_train.tools.documents.charts import Polyline as Polyline
 from jmp_train.tools.documents.charts import Row as Row
 from jmp_train.tools.documents.charts import Style as Style
 from jmp_train.tools.documents.charts import bar_chart as bar_chart

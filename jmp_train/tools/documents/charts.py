@@ -83,7 +83,7 @@ class Style:
 
 
 @dataclasses.dataclass(frozen=True)
-class Path:
+class Polyline:
     """Lines through points; those of one point are not drawn."""
 
     style: Style
@@ -133,7 +133,7 @@ class Label:
     is_heading: bool = False
 
 
-Mark = Path | Box | Dot | Label
+Mark = Polyline | Box | Dot | Label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ def series_styles(names: Iterable[str], dashes: Sequence[str] = ("",)) -> dict[s
     return styles
 
 
-def curve(style: Style, points: Iterable[tuple[float, float]]) -> Path:
+def curve(style: Style, points: Iterable[tuple[float, float]]) -> Polyline:
     """Returns a line through points, with gaps where a value is not finite.
 
     Example:
@@ -197,12 +197,12 @@ def curve(style: Style, points: Iterable[tuple[float, float]]) -> Path:
             runs[-1].append((x, y))
         else:
             runs.append([])
-    return Path(style, runs)
+    return Polyline(style, runs)
 
 
-def dashes(style: Style, values: Iterable[float]) -> Path:
+def dashes(style: Style, values: Iterable[float]) -> Polyline:
     """Returns a dash per value, from its number to the next one; values that are not positive have none."""
-    return Path(style, [[(i, value), (i + 1, value)] for i, value in enumerate(values) if value > 0])
+    return Polyline(style, [[(i, value), (i + 1, value)] for i, value in enumerate(values) if value > 0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,4 +287,4 @@ def _bar(row: Row, axis: Axis, top: float, bottom: float) -> Iterator[Mark]:
         start += piece.value
     for mark in row.marks:
         if mark.value <= axis.high:
-            yield Path(mark.style, [[(mark.value, top - 3), (mark.value, bottom + 3)]], mark.title)
+            yield Polyline(mark.style, [[(mark.value, top - 3), (mark.value, bottom + 3)]], mark.title)

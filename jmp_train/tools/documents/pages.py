@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jmp_train.tools.documents.charts import Axis, Box, Chart, Color, Dot, Label, Mark, Path, Style, light_and_dark
+from jmp_train.tools.documents.charts import Axis, Box, Chart, Color, Dot, Label, Mark, Polyline, Style, light_and_dark
 from jmp_train.tools.documents.elements import Block, escaped, shown
 
 _LINE_HEIGHT = 18  # of the title and of each row of the legend
@@ -96,7 +96,7 @@ def placed(chart: Chart, *, is_whole: bool = True) -> tuple[list[Mark], float]:
       is_whole: True if title and legend are part of it.
 
     Example:
-      >>> chart = Chart("a line", Axis(0, 1), Axis(0, 1), [Path(Style(), [[(0, 0), (1, 1)]])])
+      >>> chart = Chart("a line", Axis(0, 1), Axis(0, 1), [Polyline(Style(), [[(0, 0), (1, 1)]])])
       >>> (title, path), height = placed(chart)
       >>> path.runs, height
       ([[(60.0, 255.0), (975.0, 30.0)]], 300)
@@ -122,7 +122,7 @@ def _legend(chart: Chart) -> tuple[list[Mark], int]:
             x, row = left, row + 1
         y = _LINE_HEIGHT * row
         key = dataclasses.replace(style, width=4)
-        marks += [Path(key, [[(x, y + 12), (x + 18, y + 12)]]), Label(style.legend, x + 24, y + 16)]
+        marks += [Polyline(key, [[(x, y + 12), (x + 18, y + 12)]]), Label(style.legend, x + 24, y + 16)]
         x += needed + 20
     return marks, row if marks else 0
 
@@ -144,11 +144,11 @@ class _Area:
         """Yields the grid and the labels."""
         for value, text in self.chart.y.ticks:
             y = self.y(value)
-            yield from [Path(_GRID, [[(self.left, y), (self.right, y)]])] * self.chart.y.has_grid
+            yield from [Polyline(_GRID, [[(self.left, y), (self.right, y)]])] * self.chart.y.has_grid
             yield Label(text, self.left - 6, y + 4, "end")
         for value, text in self.chart.x.ticks:
             x = self.x(value)
-            yield from [Path(_GRID, [[(x, self.top), (x, self.bottom)]])] * self.chart.x.has_grid
+            yield from [Polyline(_GRID, [[(x, self.top), (x, self.bottom)]])] * self.chart.x.has_grid
             yield Label(text, x, self.bottom + 16, "middle")
         if self.chart.x.title:
             yield Label(self.chart.x.title, (self.left + self.right) / 2, self.bottom + 36, "middle")
@@ -158,7 +158,7 @@ class _Area:
         texts: list[tuple[float, float]] = []
         for mark in self.chart.marks:
             match mark:
-                case Path():
+                case Polyline():
                     runs = [_seen([(self.x(x), self.y(y)) for x, y in run]) for run in mark.runs if len(run) > 1]
                     yield dataclasses.replace(mark, runs=runs)
                 case Box():
@@ -174,7 +174,7 @@ class _Area:
                         texts.append((x, y))
                     lines = [[(x - r, y - r), (x + r, y + r)], [(x - r, y + r), (x + r, y - r)]]
                     is_cross = mark.is_cross
-                    yield Path(mark.style, lines, mark.title) if is_cross else dataclasses.replace(mark, x=x, y=y)
+                    yield Polyline(mark.style, lines, mark.title) if is_cross else dataclasses.replace(mark, x=x, y=y)
 
     def _free(self, x: float, y: float, size: float, taken: list[tuple[float, float]]) -> float:
         """Returns the first free height for a dot of this size, at `y` or below."""
@@ -294,7 +294,7 @@ def _mark(mark: Mark, paint: Paint) -> str:
             css = f"fill: {paint(color)}" + ("; font-size: 13px" if is_heading else "")
             places = {"x": _pixel(x), "y": _pixel(y), "text-anchor": anchor}
             return _element("text", css, places, text=text) if text else ""
-        case Path(style, runs, title):
+        case Polyline(style, runs, title):
             css = f"fill: none; stroke: {paint(style.color)}; stroke-width: {style.width:g}"
             css += f"; stroke-dasharray: {style.dash}" if style.dash else ""
             return _element("path", css, {"d": "".join(map(_line, runs))}, title) if runs else ""

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.bound_operations import as_traced
-from jmp_train.policies.autocasting.decisions import Step, integers_fit, literals_fit, settle, steps_of
+from jmp_train.policies.autocasting.decisions import RuledEquation, integers_fit, literals_fit, settle, steps_of
 from jmp_train.policies.autocasting.emulating.rounded_operations import Bit, both, either, rounded, rounded_operation
 from jmp_train.policies.autocasting.interpreter import ByRules
 from jmp_train.policies.autocasting.literal_bounds import result_bounds
@@ -78,7 +78,7 @@ def emulated(array: Any, half: Bit = False, **about: Any) -> Value:
     return Value(array, half=half, **about)
 
 
-def _active(emulation: "Emulation", step: Step, inputs: list[Value]) -> Bit:
+def _active(emulation: "Emulation", step: RuledEquation, inputs: list[Value]) -> Bit:
     """Returns the flag of an operation: whether it may run in half precision."""
     equation: Any = step.equation
     region, name, rule = emulation.region, equation.primitive.name, step.rule
@@ -100,12 +100,12 @@ def _active(emulation: "Emulation", step: Step, inputs: list[Value]) -> Bit:
     return both(emulation.flags(_address(emulation, step), (*region.callers, equation)), met)
 
 
-def _address(emulation: "Emulation", step: Step) -> tuple[str]:
+def _address(emulation: "Emulation", step: RuledEquation) -> tuple[str]:
     region = emulation.region
     return (address_of((*region.callers, step.equation), join(region.path, step.scope)),)
 
 
-def _computed(emulation: "Emulation", step: Step, inputs: list[Value]) -> list[Value]:
+def _computed(emulation: "Emulation", step: RuledEquation, inputs: list[Value]) -> list[Value]:
     """Runs an operation on float32 operands, with rounding if its precision is variable and its flag is set."""
     equation, primitive = step.equation, step.equation.primitive
     active = _active(emulation, step, inputs)

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.ode import odeint
 
 import jmp_train as jt
-from jmp_train.policies.autocasting import Product
+from jmp_train.policies.autocasting import TracedProduct
 
 pytestmark = pytest.mark.quick
 
@@ -193,4 +193,4 @@ def test_tune_chooses_the_precision_of_a_custom_vjp_with_products() -> None:
 def test_a_product_is_described_by_its_two_factors() -> None:
     (equation,) = jax.make_jaxpr(lambda x, n: lax.ragged_dot(x, x[None], n))(X, jnp.array([4])).eqns[-1:]
     text = f"{equation.primitive.name} of float32[4,4] and float32[1,4,4] in Net/dense"
-    assert text in str(Product((equation,), "Net/dense", 0, ()))
+    assert text in str(TracedProduct((equation,), "Net/dense", 0, ()))

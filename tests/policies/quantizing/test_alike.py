@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_train.policies.quantizing import Item, map_alike
+from jmp_train.policies.quantizing import CallArguments, map_alike
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
@@ -17,7 +17,7 @@ def scaled(kind: str, numbers: Any, arrays: Any, old: Any, shared: Any) -> Any:
     return {"x": numbers[0] * arrays[0].astype(jnp.int32) + shared, "y": y, "old": None if old is None else old - 1}
 
 
-def items_of(count: int, shape: tuple[int, ...], kind: str = "sum") -> list[Item]:
+def items_of(count: int, shape: tuple[int, ...], kind: str = "sum") -> list[CallArguments]:
     """Returns items, of which those of kind "none" have nothing old."""
     random = np.random.default_rng(count)
 
@@ -25,7 +25,9 @@ def items_of(count: int, shape: tuple[int, ...], kind: str = "sum") -> list[Item
         return None if kind == "none" else jnp.full(4, number)
 
     return [
-        Item(kind, (n,), (jnp.asarray(random.integers(9, size=shape)), jnp.full((2, 3), n, jnp.float32)), old(n))
+        CallArguments(
+            kind, (n,), (jnp.asarray(random.integers(9, size=shape)), jnp.full((2, 3), n, jnp.float32)), old(n)
+        )
         for n in range(count)
     ]
 
@@ -48,7 +50,7 @@ def test_each_gets_its_own_result() -> None:
 def test_a_stack_holds_so_many_elements_or_the_largest_array(count: int, elements: int, calls: int) -> None:
     struct = (jax.ShapeDtypeStruct((elements,), jnp.int32), jax.ShapeDtypeStruct((2, 3), jnp.float32))
     program = jax.make_jaxpr(
-        lambda all_arrays: map_alike(scaled, [Item("", (1,), x) for x in all_arrays], jnp.int32(0))
+        lambda all_arrays: map_alike(scaled, [CallArguments("", (1,), x) for x in all_arrays], jnp.int32(0))
     )
     equations = program([struct] * count).eqns
     assert [x.params["name"] for x in equations if "name" in x.params].count("_mapped") == calls

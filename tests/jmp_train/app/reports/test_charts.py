@@ -7,7 +7,7 @@ import pytest
 from made_runs import COSTS, make_run
 
 from jmp_train.app.reports.charts import loss_scales, losses, panels
-from jmp_train.tools.documents import Box, Chart, Dot, Label, Path, svg
+from jmp_train.tools.documents import Box, Chart, Dot, Label, Polyline, svg
 
 pytestmark = pytest.mark.quick
 
@@ -17,8 +17,8 @@ HALF = dataclasses.replace(
 )
 
 
-def paths(chart: Chart) -> list[Path]:
-    return [mark for mark in chart.marks if isinstance(mark, Path)]
+def paths(chart: Chart) -> list[Polyline]:
+    return [mark for mark in chart.marks if isinstance(mark, Polyline)]
 
 
 def legends(chart: Chart) -> list[str]:

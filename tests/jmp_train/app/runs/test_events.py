@@ -12,7 +12,7 @@ from jmp_train.app.runs.events import (
     Phase,
     Planned,
     Progress,
-    Step,
+    StepRecord,
     Watched,
     event_from_json,
     event_to_json,
@@ -24,8 +24,8 @@ EVENTS = [
     Planned(2, 44),
     Compiled(2.5, "device", COSTS),
     Compiled(2.5, "process", dataclasses.replace(COSTS, residual_bytes=None)),
-    Progress(total=10, skipped_steps=1, recent=(Step(1, 0.5, 2.0, 8.0, True),)),
-    Progress(10, 1, (Step(1, 0.5, 2.0, 8.0, True),), (Watched(1, {"underflow": {"Dense_0": 0.25}}),)),
+    Progress(total=10, skipped_steps=1, recent=(StepRecord(1, 0.5, 2.0, 8.0, True),)),
+    Progress(10, 1, (StepRecord(1, 0.5, 2.0, 8.0, True),), (Watched(1, {"underflow": {"Dense_0": 0.25}}),)),
     Epoch(1, 0.5, 1e-3, 2.0, 300.0, 65536.0, 3),
     dataclasses.replace(make_run(), metrics={"test_accuracy": 0.5, "nonfinite_outputs": 7}),
     dataclasses.replace(make_run(), watch={"lost_updates": {"Dense_0": 0.25, "Dense_1": 0.0}}),
@@ -44,7 +44,7 @@ def test_an_event_survives_json(event: Event) -> None:
 
 
 def test_numbers_that_are_not_finite_become_null_and_nan() -> None:
-    step = Step(1, math.inf, math.nan, 8.0, False)
+    step = StepRecord(1, math.inf, math.nan, 8.0, False)
     fields = event_to_json(Progress(10, 1, (step,)))
     assert fields["recent"][0]["loss"] is None
     revived = event_from_json(json.loads(json.dumps(fields, allow_nan=False)))

@@ -21,11 +21,11 @@ from sealed_files import entry
 import jmp_train as jt
 from jmp_train.app.cli.entry import main
 from jmp_train.app.runs import RunSettings
-from jmp_train.app.runs.events import Epoch, Event, Phase, Progress, Run, Step
+from jmp_train.app.runs.events import Epoch, Event, Phase, Progress, Run, StepRecord
 from jmp_train.app.runs.loop import train
 from jmp_train.app.runs.resuming import ResumeError, Saver, Saving, Stopped
 from jmp_train.app.runs.run_settings import RunLength
-from jmp_train.app.runs.task_batches import Place
+from jmp_train.app.runs.task_batches import DataPosition
 from jmp_train.task import Task
 
 pytestmark = pytest.mark.quick
@@ -194,13 +194,13 @@ def begin(directory: Path, total: int = 100, **options: Any) -> Any:
     return saver, store, saved
 
 
-def save_steps(directory: Path, *steps: int, total: int = 100) -> tuple[list[Step], list[Epoch]]:
+def save_steps(directory: Path, *steps: int, total: int = 100) -> tuple[list[StepRecord], list[Epoch]]:
     saver, store, _ = begin(directory, total)
     with store:
-        records = [Step(n, n / 7, math.nan, 2.0**n, n % 3 > 0) for n in range(1, max(steps) + 1)]
+        records = [StepRecord(n, n / 7, math.nan, 2.0**n, n % 3 > 0) for n in range(1, max(steps) + 1)]
         epochs = [Epoch(n, n / 3, 0.1, 0.2, 0.3, 0.4, n) for n in range(1, len(records) // 4 + 1)]
         for n in steps:
-            place = Place(*divmod(n, STEPS_PER_EPOCH))
+            place = DataPosition(*divmod(n, STEPS_PER_EPOCH))
             saver.save(small_state(n), records[:n], epochs[: place.epoch], place, is_last=False)
     return records, epochs
 
@@ -213,7 +213,7 @@ def test_of_a_million_epochs_what_exists_is_saved(tmp_path: Path) -> None:
     assert (done, state.params["w"].tolist()) == (9, [9.0] * 3)
     assert repr(found_steps) == repr(records)  # nan is not equal to itself
     assert found_epochs == epochs
-    assert place == Place(2, 1)
+    assert place == DataPosition(2, 1)
     store.close()
 
 

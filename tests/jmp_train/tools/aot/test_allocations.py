@@ -1,6 +1,12 @@
 import pytest
 
-from jmp_train.tools.aot.allocations import Value, fullest_moment, read_allocations, read_live_ranges, shares_at
+from jmp_train.tools.aot.allocations import (
+    AllocatedValue,
+    fullest_moment,
+    read_allocations,
+    read_live_ranges,
+    shares_at,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -30,7 +36,7 @@ def test_allocations_of_the_device_are_read() -> None:
         (5, 160, 1, None, {"preallocated-temp"}),
     ]
     assert [v.position for v in read[0].values] == [("x.1", ()), ("out", (1,))]
-    assert read[3].values == (Value(("gemm", (0, 2)), "f16[16]{0}", 32, 128),)
+    assert read[3].values == (AllocatedValue(("gemm", (0, 2)), "f16[16]{0}", 32, 128),)
 
 
 def test_live_ranges_end_before_xlas_own_view_of_the_peak() -> None:
@@ -50,8 +56,8 @@ def test_another_text_is_refused(read: object) -> None:
         read("HloModule jit_f")
 
 
-def value(name: str, size: int, offset: int) -> Value:
-    return Value((name, ()), f"s8[{size}]", size, offset)
+def value(name: str, size: int, offset: int) -> AllocatedValue:
+    return AllocatedValue((name, ()), f"s8[{size}]", size, offset)
 
 
 # a: ------          b is written over a at time 3, where both are alive; c and d are never alive together

@@ -4,13 +4,13 @@ import json
 import numpy as np
 import pytest
 
-from jmp_train.tools.aot.arithmetic import Axis, Convolution, convolution, product
-from jmp_train.tools.aot.hlo import Instruction, Program, read_hlo
+from jmp_train.tools.aot.arithmetic import Convolution, SpatialAxis, convolution, product
+from jmp_train.tools.aot.hlo import HloModule, Instruction, read_hlo
 
 pytestmark = pytest.mark.quick
 
 
-def program(result: str, call: str, *operands: str) -> tuple[Program, Instruction]:
+def program(result: str, call: str, *operands: str) -> tuple[HloModule, Instruction]:
     """Returns a program of one operation on parameters of these types, and the operation."""
     types = [*operands]
     parameters = "".join(f"  %p{i} = {type_} parameter({i})\n" for i, type_ in enumerate(types))
@@ -115,7 +115,7 @@ def test_convolutions_of_cudnn(kind: str, result: str, operands: tuple[str, ...]
 def test_a_dilated_convolution_that_xla_computes() -> None:
     call = "convolution(), window={size=3 pad=2_2 lhs_dilate=2 rhs_dilate=3}, dim_labels=bf0_io0->f0b"
     found = convolution(*program("f32[8,9,4]", call, "f32[4,6,5]", "f32[6,8,3]"))
-    axis = Axis(length=5, size=3, outputs=9, padding=2, lhs_dilate=2, rhs_dilate=3)
+    axis = SpatialAxis(length=5, size=3, outputs=9, padding=2, lhs_dilate=2, rhs_dilate=3)
     assert found == Convolution(spatial=(axis,), batch=4, channels=8, channels_in=6)
 
 
@@ -127,7 +127,7 @@ def test_pairs_of_taps_and_outputs() -> None:
         reach = (size - 1) * rhs + 1
         windows = [dilated[i : i + reach : rhs] for i in range(0, len(dilated) - reach + 1, stride)]
         places = {j for i in range(0, len(dilated) - reach + 1, stride) for j in range(i, i + reach, rhs)}
-        shapes = Convolution((Axis(length, size, len(windows), stride, padding, lhs, rhs),), 1, 1, 1)
+        shapes = Convolution((SpatialAxis(length, size, len(windows), stride, padding, lhs, rhs),), 1, 1, 1)
         assert shapes.operations == 2 * sum(window.sum() for window in windows)
         assert shapes.positions_read == sum(dilated[j] for j in places)
 

@@ -8,7 +8,7 @@ from gpu_builders import compile_for_gpu
 
 from jmp_train.tools.aot.costs import Costs, program_costs
 from jmp_train.tools.aot.gpus import GPUS
-from jmp_train.tools.aot.hlo import Program, read_hlo
+from jmp_train.tools.aot.hlo import HloModule, read_hlo
 from jmp_train.tools.aot.kernels import Kernel
 
 PROGRAMS = Path(__file__).parents[3] / "programs" / "gpu_programs.py"
@@ -215,7 +215,7 @@ def test_a_program_compiled_here_is_counted() -> None:
     assert found.operations == {"f32": 7 * 2 * 24 * 40 * 40}
 
 
-def compiled(plan_python: str, name: str, **options: object) -> tuple[Program, Costs]:
+def compiled(plan_python: str, name: str, **options: object) -> tuple[HloModule, Costs]:
     program = read_hlo(compile_for_gpu(f"{PROGRAMS}:{name}", gpu="H100-80GB", python=plan_python, **options).hlo)  # pyright: ignore[reportArgumentType]
     return program, program_costs(program, H100)
 

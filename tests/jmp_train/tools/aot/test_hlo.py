@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jmp_train.tools.aot.hlo import Frame, Instruction, read_hlo
+from jmp_train.tools.aot.hlo import Instruction, StackFrame, read_hlo
 
 pytestmark = pytest.mark.quick
 
@@ -120,9 +120,9 @@ def test_the_lines_that_an_instruction_comes_from(shift: int) -> None:
         text = text.replace(f"parent_frame_id={parent}}}", f"parent_frame_id={parent - 1 + shift}}}")
     program = read_hlo(text)
     layer = "Model.__call__.<locals>.layer"
-    assert program.frames(3) == (Frame("a folder/model.py", 9, layer), Frame("train.py", 30, "main"))
-    assert program.frames(2) == (Frame("a folder/model.py", 7, layer), Frame("train.py", 30, "main"))
-    assert program.frames(1) == (Frame("train.py", 30, "main"),)
+    assert program.frames(3) == (StackFrame("a folder/model.py", 9, layer), StackFrame("train.py", 30, "main"))
+    assert program.frames(2) == (StackFrame("a folder/model.py", 7, layer), StackFrame("train.py", 30, "main"))
+    assert program.frames(1) == (StackFrame("train.py", 30, "main"),)
     assert program.frames(None) == program.frames(77) == ()
 
 

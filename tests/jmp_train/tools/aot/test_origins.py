@@ -7,7 +7,7 @@ import pytest
 import jmp_train
 from jmp_train.tools.aot.hlo import read_hlo
 from jmp_train.tools.aot.origins import Origin, direction, origin_of, source_of
-from jmp_train.tools.aot.stack_frames import Frame
+from jmp_train.tools.aot.stack_frames import StackFrame
 
 pytestmark = pytest.mark.quick
 
@@ -45,8 +45,8 @@ def test_a_line_of_a_package_is_followed_by_the_users() -> None:
     frames = ((JAX, 1, "jit"), (OPTAX, 7, "update"), (OURS, 8, "step"), (USER, 9, "main"))
     found = origins('ROOT %y = f32[8]{0} sine(%x), metadata={op_name="jit(f)/sin" stack_frame_id=1}', frames=frames)
     assert found["y"].source == f"{OPTAX}:7 (update) from {USER}:9 (main)"
-    assert source_of([Frame(USER, 9, "main")]) == f"{USER}:9 (main)"
-    assert source_of([Frame(OURS, 8, "")]) == f"{OURS}:8"
+    assert source_of([StackFrame(USER, 9, "main")]) == f"{USER}:9 (main)"
+    assert source_of([StackFrame(OURS, 8, "")]) == f"{OURS}:8"
     assert source_of([]) == ""
 
 

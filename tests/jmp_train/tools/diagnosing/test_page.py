@@ -10,7 +10,7 @@ import pytest
 import jmp_train as jt
 from jmp_train.policies.autocasting import rules_code
 from jmp_train.tools.diagnosing.report import errors_chart, row_of_problem
-from jmp_train.tools.documents import Box, Dot, Label, Path, placed
+from jmp_train.tools.documents import Box, Dot, Label, Polyline, placed
 
 pytestmark = pytest.mark.quick
 
@@ -97,7 +97,7 @@ def test_the_rules_can_be_copied() -> None:
 def test_the_chart_has_both_errors_the_passes_and_the_problems() -> None:
     chart = errors_chart(ROWS, (PROBLEM, NOTE))
     assert chart is not None
-    dashes = {mark.style.legend: mark.runs for mark in chart.marks if isinstance(mark, Path)}
+    dashes = {mark.style.legend: mark.runs for mark in chart.marks if isinstance(mark, Polyline)}
     assert dashes == {
         "inherited error": [[(0, 0.1), (1, 0.1)], [(1, 0.1), (2, 0.1)], [(2, math.inf), (3, math.inf)]],
         "local error": [[(0, 1e-3), (1, 1e-3)], [(1, 0.5), (2, 0.5)]],  # an error of 0 is not drawn

@@ -14,8 +14,8 @@ from jmp_train.tools.documents import (
     Dot,
     Label,
     Mark,
-    Path,
     Piece,
+    Polyline,
     Row,
     Style,
     bar_chart,
@@ -48,8 +48,8 @@ def marks_of(made: Chart, kind: type[Mark]) -> list[Mark]:
 
 
 def test_values_become_pixels_and_what_a_logarithmic_axis_lacks_is_at_its_end() -> None:
-    (path,) = marks_of(chart(Path(FIRST, [[(0, 1), (5, 0), (10, 1e9)]])), Path)
-    assert isinstance(path, Path)
+    (path,) = marks_of(chart(Polyline(FIRST, [[(0, 1), (5, 0), (10, 1e9)]])), Polyline)
+    assert isinstance(path, Polyline)
     assert path.runs == [[(10, 120), (60, 220), (110, 20)]]
     (box,) = marks_of(chart(Box(FIRST, 2, 4, 1e-3, 1)), Box)
     assert box == Box(FIRST, 30, 50, 220, 120)
@@ -69,14 +69,14 @@ def test_dots_with_text_do_not_cover_each_other_and_others_stay() -> None:
 
 
 def test_a_cross_is_two_lines() -> None:
-    (path,) = marks_of(chart(Dot(FIRST, 5, 1, is_cross=True)), Path)
-    assert isinstance(path, Path)
+    (path,) = marks_of(chart(Dot(FIRST, 5, 1, is_cross=True)), Polyline)
+    assert isinstance(path, Polyline)
     assert path.runs == [[(56, 116), (64, 124)], [(56, 124), (64, 116)]]
 
 
 def test_the_shortest_dash_is_seen_and_a_single_point_is_not() -> None:
-    (path,) = marks_of(chart(Path(FIRST, [[(5, 1), (5.001, 1)], [(5, 1), (7, 1)], [(6, 1)]])), Path)
-    assert isinstance(path, Path)
+    (path,) = marks_of(chart(Polyline(FIRST, [[(5, 1), (5.001, 1)], [(5, 1), (7, 1)], [(6, 1)]])), Polyline)
+    assert isinstance(path, Polyline)
     assert path.runs == [[(60, 120), (61.5, 120)], [(60, 120), (80, 120)]]
 
 
@@ -87,22 +87,24 @@ def test_curves_have_gaps_and_dashes_are_of_positive_values() -> None:
 
 
 def test_title_and_legend_take_rows_from_the_top_and_the_legend_wraps() -> None:
-    lines = [Path(style, [[(0, 1), (1, 1)]]) for style in (FIRST, OTHER, FIRST)]
+    lines = [Polyline(style, [[(0, 1), (1, 1)]]) for style in (FIRST, OTHER, FIRST)]
     marks, height = placed(chart(*lines))
     assert height == 240 + 2 * 18
-    keys = [mark for mark in marks if isinstance(mark, Path) and mark.style.width == 4]
+    keys = [mark for mark in marks if isinstance(mark, Polyline) and mark.style.width == 4]
     assert [key.style.legend for key in keys] == ["first of all"]
     headings = [mark.text for mark in marks if isinstance(mark, Label) and mark.is_heading]
     assert headings == ["a chart"]
     styles = series_styles([f"policy {i}" for i in range(5)], ("", "3 2"))
     assert [style.dash for style in styles.values()] == ["", "3 2", "", "3 2", ""]
     assert len({style.color for style in styles.values()}) == 5
-    many = Chart("c", LINEAR, LOG, [Path(style, [[(0, 1), (1, 1)]]) for style in styles.values()], (300, 240))
+    many = Chart("c", LINEAR, LOG, [Polyline(style, [[(0, 1), (1, 1)]]) for style in styles.values()], (300, 240))
     assert placed(many)[1] == 240 + 4 * 18  # two fit side by side
 
 
 def test_svg_is_well_formed_with_a_color_and_a_title_per_mark() -> None:
-    made = svg(chart(Path(OTHER, [[(0, 1), (10, 1)]], "a < b"), Dot(FIRST, 1, 1, title="here", text="1", link="#x")))
+    made = svg(
+        chart(Polyline(OTHER, [[(0, 1), (10, 1)]], "a < b"), Dot(FIRST, 1, 1, title="here", text="1", link="#x"))
+    )
     root = ElementTree.fromstring(made)
     assert root.get("aria-label") == "a chart"
     (path,) = [part for part in root.iter("path") if part.findtext("title")]
@@ -150,7 +152,7 @@ def test_bars_begin_where_the_last_one_ends_and_texts_are_next_to_them() -> None
     assert labels["5"] == (306, "start")
     assert labels["second"] == (92, "end")
     assert labels["group"] == (0, "start")
-    assert not [mark for mark in marks if isinstance(mark, Path) and mark.style == FIRST]  # beyond the axis
+    assert not [mark for mark in marks if isinstance(mark, Polyline) and mark.style == FIRST]  # beyond the axis
 
 
 @pytest.mark.parametrize("low", [1e-30, 0.031, 1.0, 7.0, 65504.0, 1e30])

@@ -13,7 +13,7 @@ from jmp_train.tools.documents import (
     Chart,
     Code,
     Panels,
-    Path,
+    Polyline,
     Section,
     Style,
     Table,
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.quick
 
 ODD = "<&\">'"
 LINE = Chart(
-    f"line {ODD}", Axis(0, 1), Axis(0, 1), [Path(Style("first", f"up {ODD}"), [[(0, 0), (1, 1)]], f"tip {ODD}")],
+    f"line {ODD}", Axis(0, 1), Axis(0, 1), [Polyline(Style("first", f"up {ODD}"), [[(0, 0), (1, 1)]], f"tip {ODD}")],
     note=f"below {ODD}",
 )  # fmt: skip
 BLOCKS = [

@@ -9,7 +9,7 @@ import pytest
 from read_pages import Page
 
 import jmp_train as jt
-from jmp_train.tools.documents import Path
+from jmp_train.tools.documents import Polyline
 from jmp_train.tools.tuning import Errors, Float32Entry, Verification
 from jmp_train.tools.tuning.tuned_rules import loss_chart
 
@@ -95,7 +95,7 @@ def test_losses_are_two_curves_with_gaps_where_they_are_not_finite() -> None:
     chart = loss_chart((3.0, 2.0, 1.5, 1.0, 0.5), (3.0, 2.0, math.nan, 1.0, 0.5))
     assert chart is not None
     assert [style.legend for style in chart.legend] == ["loss in float32", "loss by the rules"]
-    runs = [mark.runs for mark in chart.marks if isinstance(mark, Path)]
+    runs = [mark.runs for mark in chart.marks if isinstance(mark, Polyline)]
     assert [list(map(len, parts)) for parts in runs] == [[5], [2, 2]]
     assert loss_chart((), ()) is None
     assert loss_chart((1.0,), (1.0,)) is not None
