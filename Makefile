@@ -50,7 +50,7 @@ test-all: .venv/.dev .venv-plan/.plan
 	$(BIN)/coverage report
 	$(BIN)/coverage report --include='policies/*' --fail-under=95 --format=total
 
-# Every sixtieth test of those that `make test` leaves out: `make test-share SHARE=3/60`.
+# Every 120th test of those that `make test` leaves out: `make test-share SHARE=3/120`.
 test-share: .venv/.dev .venv-plan/.plan
 	$(BIN)/python -m pytest $(PARALLEL) $(REST) $(ALLOWED) --share $(SHARE)
 
@@ -62,15 +62,17 @@ test-compile: .venv/.dev .venv-plan/.plan
 test-mutations: .venv/.dev
 	$(BIN)/python tests/mutations.py
 
-test-newest:
-	@python=$$(.ci/newest-python); \
-	if [ -z "$$python" ]; then echo "no Python 3.12 or 3.13 here: the newest jax is not tested"; \
-	else $(MAKE) .venv-newest/.dev NEWEST_PYTHON="$$python" && $(MAKE) run-test-newest; fi
+NEWEST_PYTHON ?= $(shell .ci/newest-python)
 
+test-newest:
+	@if [ -z "$(NEWEST_PYTHON)" ]; then echo "no Python 3.12 or 3.13 here: the newest jax is not tested"; \
+	else $(MAKE) .venv-newest/.dev run-test-newest; fi
+
+# Only files that name the marker are imported.
 .PHONY: run-test-newest
 run-test-newest:
 	$(NEWEST)/python -c 'import jax; print("jax", jax.__version__); assert jax.__version_info__ >= (0, 11)'
-	$(NEWEST)/python -m pytest $(PARALLEL) -m "newest and not full" $(ALLOWED) $(SHARED)
+	$(NEWEST)/python -m pytest $(PARALLEL) -m "newest and not full" $(ALLOWED) $(SHARED) $$(grep -rl mark.newest tests)
 
 # DGL's side runs where `make .venv-dgl/.dgl` has made its environment, of 5 GB.
 test-migration: .venv/.dev .venv-peers/.peers

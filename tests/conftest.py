@@ -74,7 +74,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share",
         metavar="I/N",
-        help="run one N-th of the selected tests, chosen by the hash of their names; I may be any number",
+        help="run one N-th of the selected tests, chosen by the hash of their names; I may be any number. "
+        "If N is a multiple of 6, the share is of a sixth of the files, and no other is imported",
     )
 
 
@@ -93,12 +94,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for group in cases.values():
         marker = group[0].get_closest_marker("quick_cases")
         assert marker is not None
-        for item in sorted(group, key=_hash)[marker.args[0] :]:
+        for item in sorted(group, key=lambda item: _hash(item.nodeid))[marker.args[0] :]:
             item.add_marker(pytest.mark.full)
-    share = config.getoption("--share")
-    if share is not None:
-        index, count = map(int, share.split("/"))
-        items[:] = [item for item in items if _hash(item) % count == index % count]
+    (index, count), _ = _share(config)
+    items[:] = [item for item in items if _hash(item.nodeid) % count == index]
 
 
 @pytest.hookimpl(trylast=True)
@@ -108,9 +107,25 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def _hash(item: pytest.Item) -> int:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files of tests that have none of the share."""
+    _, (index, count) = _share(config)
+    name = os.path.relpath(collection_path, config.rootpath)
+    is_test = name.endswith(".py") and collection_path.name != "conftest.py"
+    return True if is_test and _hash(name) % count != index else None
+
+
+def _share(config: pytest.Config) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns which of how many parts of the tests of a file is asked for, and of which part of the files."""
+    index, count = map(int, (config.getoption("--share") or "0/1").split("/"))
+    files = 6 if count % 6 == 0 else 1
+    tests = count // files
+    return (index // files % tests, tests), (index % files, files)
+
+
+def _hash(name: str) -> int:
     """Returns a number that is the same in every process, unlike hash()."""
-    return zlib.crc32(item.nodeid.encode())
+    return zlib.crc32(name.encode())
 
 
 @pytest.hookimpl(trylast=True)

@@ -82,6 +82,10 @@ def test_rings_and_shares_part_the_tests(tmp_path: Path) -> None:
     shares = [chosen(tmp_path, "-m", "full", "--share", f"{index}/3") for index in (3, 7, 2)]
     assert sorted(name for share in shares for name in share) == sorted(rest)
     assert max(map(len, shares)) < len(rest)
+    for name in "abcdef":
+        (tmp_path / f"test_{name}.py").write_text("import pytest\n@pytest.mark.full\ndef test_other(): ...\n")
+    shares = [chosen(tmp_path, "-m", "full", "--share", f"{index}/12") for index in range(3, 15)]
+    assert sorted(name for share in shares for name in share) == sorted([*rest, *["test_other"] * 6])
 
 
 @pytest.mark.full
