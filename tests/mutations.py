@@ -174,7 +174,7 @@ MUTATIONS = (
     ),
     Mutation(
         "restore-order",
-        "jmp_train/checkpoints/reading.py",
+        "jmp_train/checkpoints/restoring.py",
         "in reversed(saved_steps(directory).items()):",
         "in saved_steps(directory).items():",
         "tests/jmp_train/checkpoints/test_store.py",
@@ -188,10 +188,10 @@ MUTATIONS = (
     ),
     Mutation(
         "report",
-        "jmp_train/app/reports/charts.py",
+        "jmp_train/app/reports/run_charts.py",
         "curve(styles[run.policy], points)",
         "curve(styles[runs[0].policy], points)",
-        "tests/jmp_train/app/reports/test_charts.py",
+        "tests/jmp_train/app/reports/test_run_charts.py",
     ),
     Mutation(  # a comparison of which one run has failed ends as if all were well
         "exit-code",
@@ -202,10 +202,10 @@ MUTATIONS = (
     ),
     Mutation(  # bfloat16, whose name is the only one with two letters before the number
         "hlo-parser",
-        "jmp_train/tools/aot/array_types.py",
+        "jmp_train/tools/aot/hlo_types.py",
         r'r"\b([a-z]\w*)\[',
         r'r"\b(pred|[a-z]\d+\w*)\[',
-        "tests/jmp_train/tools/aot/test_array_types.py",
+        "tests/jmp_train/tools/aot/test_hlo_types.py",
     ),
     Mutation(
         "master-weights",

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp_train.checkpoints.folder_lock import lock_folder
 from jmp_train.checkpoints.leaves import Leaf, check_values, leaves_of
-from jmp_train.checkpoints.reading import list_steps, read_metadata, read_state
+from jmp_train.checkpoints.restoring import list_steps, read_metadata, read_state
 from jmp_train.checkpoints.step_files import checked_step, clear_leftovers, remove, saved_steps, write_step
 from jmp_train.distributed import BackgroundWriter, is_divided, placement, to_host, to_leaf
 from jmp_train.policies import PyTree

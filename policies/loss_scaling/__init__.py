@@ -1,8 +1,5 @@
 """Loss scales: factors that keep half-precision gradients from underflow."""
 
-from jmp_train.policies.loss_scaling.argument_checks import check_range as check_range
-from jmp_train.policies.loss_scaling.argument_checks import check_scale as check_scale
-from jmp_train.policies.loss_scaling.argument_checks import is_loss_scale as is_loss_scale
 from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_train.policies.loss_scaling.loss_functions import AUTOCASTS_BY_AMP as AUTOCASTS_BY_AMP
 from jmp_train.policies.loss_scaling.loss_functions import CASTS_BY_AMP as CASTS_BY_AMP
@@ -25,3 +22,6 @@ from jmp_train.policies.loss_scaling.per_loss_scale import unscale_and_check as 
 from jmp_train.policies.loss_scaling.presets import apex_loss_scale as apex_loss_scale
 from jmp_train.policies.loss_scaling.presets import megatron_loss_scale as megatron_loss_scale
 from jmp_train.policies.loss_scaling.presets import torch_loss_scale as torch_loss_scale
+from jmp_train.policies.loss_scaling.scale_arguments import check_range as check_range
+from jmp_train.policies.loss_scaling.scale_arguments import check_scale as check_scale
+from jmp_train.policies.loss_scaling.scale_arguments import is_loss_scale as is_loss_scale

@@ -9,15 +9,15 @@ import dataclasses
 
 import numpy as np
 
-from jmp_train.policies.loss_scaling.argument_checks import (
+from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale
+from jmp_train.policies.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, NoOpLossScale, StaticLossScale
+from jmp_train.policies.loss_scaling.scale_arguments import (
     check_backoff,
     check_floor,
     check_growth,
     check_range,
     check_scale,
 )
-from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale
-from jmp_train.policies.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, NoOpLossScale, StaticLossScale
 from jmp_train.policies.pytrees import check_count, check_flag, check_number, is_integer
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from jmp_train.policies.loss_scaling.argument_checks import check_backoff, check_growth, check_loss_scale, check_scale
 from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale
 from jmp_train.policies.loss_scaling.loss_scale import (
     LARGEST_SCALE,
@@ -26,6 +25,7 @@ from jmp_train.policies.loss_scaling.loss_scale import (
     NoOpLossScale,
     StaticLossScale,
 )
+from jmp_train.policies.loss_scaling.scale_arguments import check_backoff, check_growth, check_loss_scale, check_scale
 from jmp_train.policies.pytrees import check_count, is_integer
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")

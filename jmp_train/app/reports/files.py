@@ -35,8 +35,8 @@ def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequ
       runs: the runs, at least one; the others are compared with the first.
       failures: (policy, reason) of each failed run.
     """
-    from jmp_train.app.reports.charts import panels
     from jmp_train.app.reports.page import page
+    from jmp_train.app.reports.run_charts import panels
 
     title = f"{task} on {' and '.join(dict.fromkeys(run.device for run in runs))}"
     return write_files(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jmp_train.app.reports import tables
-from jmp_train.app.reports.charts import panels
+from jmp_train.app.reports.run_charts import panels
 from jmp_train.app.runs import NONFINITE, Failed, Run
 from jmp_train.tools import documents as doc
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from jmp_train.app.reports.charts import run_styles
+from jmp_train.app.reports.run_charts import run_styles
 from jmp_train.app.runs import NONFINITE, Run
 from jmp_train.steps import WATCHES
 from jmp_train.tools.documents import Cell, Table, with_unit

@@ -16,8 +16,8 @@ from jmp_train.tools.aot.allocations import (
     read_live_ranges,
     shares_at,
 )
-from jmp_train.tools.aot.array_types import array_types
 from jmp_train.tools.aot.hlo import HloModule
+from jmp_train.tools.aot.hlo_types import array_types
 from jmp_train.tools.aot.origins import UNKNOWN, Origin, origin_of
 
 

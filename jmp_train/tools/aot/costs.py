@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jmp_train.tools.aot.collectives import Collective, n_devices
 from jmp_train.tools.aot.hlo import HloModule
+from jmp_train.tools.aot.hlo_collectives import Collective, n_devices
 from jmp_train.tools.aot.kernels import Executed, Kernel
 from jmp_train.tools.aot.networks import Device, Network, Route
 from jmp_train.tools.aot.traffic import ArrayPlace, Places

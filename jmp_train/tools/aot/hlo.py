@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
-from jmp_train.tools.aot.array_types import COMMENT, ArrayType, array_types, split_outside
+from jmp_train.tools.aot.hlo_types import COMMENT, ArrayType, array_types, split_outside
 from jmp_train.tools.aot.stack_frames import StackFrame, read_stack_frames
 
 

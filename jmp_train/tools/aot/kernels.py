@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from jmp_train.tools.aot.arithmetic import HloProduct, backend_config, product
-from jmp_train.tools.aot.collectives import KINDS, Collective, collectives
 from jmp_train.tools.aot.hlo import RUNS_OTHERS, HloModule, Instruction
+from jmp_train.tools.aot.hlo_collectives import KINDS, Collective, collectives
+from jmp_train.tools.aot.hlo_products import HloProduct, backend_config, product
 from jmp_train.tools.aot.networks import Device
 from jmp_train.tools.aot.traffic import Places, Traffic, is_kernel, traffic
 

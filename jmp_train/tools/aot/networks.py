@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from jmp_train.tools.aot.collectives import Collective, axes_of, fraction_sent
 from jmp_train.tools.aot.gpus import GPU
+from jmp_train.tools.aot.hlo_collectives import Collective, axes_of, fraction_sent
 from jmp_train.tools.aot.tpus import TPU
 
 Device = GPU | TPU

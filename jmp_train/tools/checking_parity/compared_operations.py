@@ -20,7 +20,7 @@ from jmp_train.policies.autocasting import FlatCall
 from jmp_train.tools.checking_parity.contributions import Divergence, RecordedProgram, named_of, program_of
 from jmp_train.tools.checking_parity.fingerprints import SAME, KnownRows, MatchedRows, Prints, fingerprint, is_column_of
 from jmp_train.tools.checking_parity.log_probs import Tokens, differences_of, tokens_of
-from jmp_train.tools.checking_parity.report import FirstDifference, Kind, OperationParity, Operations
+from jmp_train.tools.checking_parity.parity_report import FirstDifference, Kind, OperationParity, Operations
 from jmp_train.tools.checking_parity.rerunning import Rerun
 from jmp_train.tools.diagnosing import Pair, Recorded, is_low, record
 

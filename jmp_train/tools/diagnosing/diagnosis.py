@@ -17,8 +17,8 @@ from jmp_train.tools.diagnosing.devices import nonfinite_allowed
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.examining import examine
 from jmp_train.tools.diagnosing.measures import is_low
+from jmp_train.tools.diagnosing.numerics_report import NumericsReport
 from jmp_train.tools.diagnosing.problems import Found, Problem, place_of, where_is
-from jmp_train.tools.diagnosing.report import NumericsReport
 from jmp_train.tools.diagnosing.shadow import forget_programs
 from jmp_train.tools.diagnosing.trials import examine_by_rules, with_trials
 

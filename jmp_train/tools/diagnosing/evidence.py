@@ -11,7 +11,7 @@ from jmp_train.tools.diagnosing.arithmetic import picks
 from jmp_train.tools.diagnosing.descriptions import argument_of, function_called
 from jmp_train.tools.diagnosing.equations import Direction, Site
 from jmp_train.tools.diagnosing.measures import COLUMNS
-from jmp_train.tools.diagnosing.rows import OperationNumerics
+from jmp_train.tools.diagnosing.operation_numerics import OperationNumerics
 
 _NEGLIGIBLE = 1e-4  # magnitude of a gradient relative to the largest one
 _CARRIED = ("add", "sub", "mul", "convert_element_type")  # through which a sum is carried on

@@ -23,9 +23,9 @@ from jmp_train.tools.diagnosing.equations import Site, sites_of
 from jmp_train.tools.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.tools.diagnosing.findings import problems_of
 from jmp_train.tools.diagnosing.measures import combined, is_low, is_whole, nothing
+from jmp_train.tools.diagnosing.operation_numerics import row_of
 from jmp_train.tools.diagnosing.pairs import Pair
 from jmp_train.tools.diagnosing.problems import Found
-from jmp_train.tools.diagnosing.rows import row_of
 from jmp_train.tools.diagnosing.shadow import Shadowing
 
 

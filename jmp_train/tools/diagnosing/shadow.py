@@ -33,15 +33,15 @@ from jmp_train.tools.diagnosing.flattening import (
     is_plain,
     staged,
 )
-from jmp_train.tools.diagnosing.loops import (
+from jmp_train.tools.diagnosing.measures import combined, is_whole, nothing, totals_of
+from jmp_train.tools.diagnosing.pairs import Pair, Ran, run_both, run_once, with_shadow
+from jmp_train.tools.diagnosing.shadow_loops import (
     buffers_of,
     measuring,
     rows_of,
     segment_of,
     stride_of,
 )
-from jmp_train.tools.diagnosing.measures import combined, is_whole, nothing, totals_of
-from jmp_train.tools.diagnosing.pairs import Pair, Ran, run_both, run_once, with_shadow
 
 _FIRST = np.float32(0)  # the number of the iteration outside of all loops
 _LARGE = 2**21  # elements of an array from which on a program that runs once is compiled to run faster

@@ -6,8 +6,8 @@ from jmp_train.tools.planning.machines import Allowances as Allowances
 from jmp_train.tools.planning.machines import Machine as Machine
 from jmp_train.tools.planning.placements import Placement as Placement
 from jmp_train.tools.planning.placements import PlanSearch as PlanSearch
+from jmp_train.tools.planning.plan_report import Plan as Plan
+from jmp_train.tools.planning.plan_rows import PlanRow as PlanRow
 from jmp_train.tools.planning.planner import plan as plan
-from jmp_train.tools.planning.report import Plan as Plan
-from jmp_train.tools.planning.rows import PlanRow as PlanRow
 from jmp_train.tools.planning.search import Cut as Cut
 from jmp_train.tools.planning.workloads import Workload as Workload

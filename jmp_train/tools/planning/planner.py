@@ -21,8 +21,8 @@ from jmp_train.tools.planning.arguments import arguments_of
 from jmp_train.tools.planning.batches import LargestBatch, largest_batch
 from jmp_train.tools.planning.machines import Machine
 from jmp_train.tools.planning.placements import PlanSearch, several
-from jmp_train.tools.planning.report import Plan
-from jmp_train.tools.planning.rows import PlanRow
+from jmp_train.tools.planning.plan_report import Plan
+from jmp_train.tools.planning.plan_rows import PlanRow
 from jmp_train.tools.planning.search import Target, searched
 from jmp_train.tools.planning.workloads import Workload
 

@@ -15,7 +15,7 @@ from jmp_train.policies.autocasting import multiplies
 from jmp_train.steps import TrainStep
 from jmp_train.tools.planning.machines import Machine
 from jmp_train.tools.planning.placements import REPLICATED, Placement
-from jmp_train.tools.planning.rows import PlanRow, gigabytes, milliseconds
+from jmp_train.tools.planning.plan_rows import PlanRow, gigabytes, milliseconds
 from jmp_train.tools.planning.segments import in_segments
 from jmp_train.tools.planning.workloads import Variant
 

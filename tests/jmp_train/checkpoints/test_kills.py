@@ -21,7 +21,6 @@ from checkpoint_writers import numbered, value_of
 from machine_limits import as_nobody, everybodys_folder
 
 import jmp_train as jt
-from jmp_train.checkpoints import reading
 from jmp_train.checkpoints.step_files import open_step
 from jmp_train.policies.files import SafetensorsFile
 
@@ -224,7 +223,7 @@ def test_a_step_whose_file_is_gone_is_not_damaged(
             writer.wait()
             return open_step(path, step)
 
-        monkeypatch.setattr(reading, "open_step", open_late)
+        monkeypatch.setattr(restoring, "open_step", open_late)
         assert read_value(directory) == 4.0
 
 

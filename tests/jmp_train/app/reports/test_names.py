@@ -16,9 +16,9 @@ import pytest
 from made_runs import make_run
 
 from jmp_train.app.reports import print_tables, showing, terminal, trials_shown, write_report
-from jmp_train.app.reports.charts import panels
 from jmp_train.app.reports.display import LiveDisplay, display_on
 from jmp_train.app.reports.page import page
+from jmp_train.app.reports.run_charts import panels
 from jmp_train.app.reports.terminal import width_of
 from jmp_train.app.runs import RunLog
 from jmp_train.app.runs.events import Note, Phase, Planned, Progress, Run

@@ -9,10 +9,10 @@ import pytest
 from made_runs import COSTS, make_run
 
 from jmp_train.app.reports import explanations, print_tables, report, write_report
-from jmp_train.app.reports.charts import losses
 from jmp_train.app.reports.display import epoch_line
 from jmp_train.app.reports.page import page as report_page
 from jmp_train.app.reports.page import sentences
+from jmp_train.app.reports.run_charts import losses
 from jmp_train.app.runs.events import Epoch, Phase
 from jmp_train.tools.documents import svg
 

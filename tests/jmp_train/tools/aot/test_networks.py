@@ -3,7 +3,7 @@
 import pytest
 
 from jmp_train.tools.aot import GPUS, Network, program_costs, read_hlo, tpu_slice
-from jmp_train.tools.aot.collectives import Collective, fraction_sent
+from jmp_train.tools.aot.hlo_collectives import Collective, fraction_sent
 from jmp_train.tools.aot.networks import Route
 
 pytestmark = pytest.mark.quick

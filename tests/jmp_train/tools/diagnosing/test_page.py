@@ -9,7 +9,7 @@ import pytest
 
 import jmp_train as jt
 from jmp_train.policies.autocasting import rules_code
-from jmp_train.tools.diagnosing.report import errors_chart, row_of_problem
+from jmp_train.tools.diagnosing.numerics_report import errors_chart, row_of_problem
 from jmp_train.tools.documents import Box, Dot, Label, Polyline, placed
 
 pytestmark = pytest.mark.quick

@@ -13,7 +13,7 @@ import pytest
 
 import jmp_train as jt
 from jmp_train.tools import documents
-from jmp_train.tools.checking_parity.report import distribution_chart
+from jmp_train.tools.checking_parity.parity_report import distribution_chart
 
 pytestmark = pytest.mark.quick
 

@@ -4,8 +4,8 @@ import json
 import numpy as np
 import pytest
 
-from jmp_train.tools.aot.arithmetic import Convolution, SpatialAxis, convolution, product
 from jmp_train.tools.aot.hlo import HloModule, Instruction, read_hlo
+from jmp_train.tools.aot.hlo_products import Convolution, SpatialAxis, convolution, product
 
 pytestmark = pytest.mark.quick
 

@@ -1,7 +1,7 @@
 import pytest
 
-from jmp_train.tools.aot.collectives import Collective, axes_of, collectives, largest_group, n_devices
 from jmp_train.tools.aot.hlo import read_hlo
+from jmp_train.tools.aot.hlo_collectives import Collective, axes_of, collectives, largest_group, n_devices
 
 pytestmark = pytest.mark.quick
 

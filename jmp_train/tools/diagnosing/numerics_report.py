@@ -8,9 +8,9 @@ from typing import Any
 
 from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, rules_code
 from jmp_train.tools import documents as doc
+from jmp_train.tools.diagnosing.operation_numerics import OperationNumerics
 from jmp_train.tools.diagnosing.problems import Problem, place_of, where_is
 from jmp_train.tools.diagnosing.remedies import NO_RULES, merged
-from jmp_train.tools.diagnosing.rows import OperationNumerics
 
 _LARGEST = "The largest error of an operation alone comes first; # is the order in which they run."
 _ERRORS = (

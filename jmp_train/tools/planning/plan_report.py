@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jmp_train.tools.documents import Cell, Section, Table, Text, counted, page, text, with_unit
-from jmp_train.tools.planning.rows import PlanRow, gigabytes, milliseconds, table_cells
+from jmp_train.tools.planning.plan_rows import PlanRow, gigabytes, milliseconds, table_cells
 from jmp_train.tools.planning.search import Cut
 
 _UNLIMITED = 10_000  # characters of a line

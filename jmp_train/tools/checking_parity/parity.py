@@ -7,7 +7,7 @@ from jmp_train.policies.autocasting import none_key_explained
 from jmp_train.policies.pytrees import check_flag, check_values
 from jmp_train.tools.checking_parity.compared_operations import operations_of
 from jmp_train.tools.checking_parity.log_probs import differences_of, tokens_of
-from jmp_train.tools.checking_parity.report import ParityReport
+from jmp_train.tools.checking_parity.parity_report import ParityReport
 from jmp_train.tools.diagnosing import nonfinite_allowed
 
 

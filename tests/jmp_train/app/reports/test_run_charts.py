@@ -6,7 +6,7 @@ import math
 import pytest
 from made_runs import COSTS, make_run
 
-from jmp_train.app.reports.charts import loss_scales, losses, panels
+from jmp_train.app.reports.run_charts import loss_scales, losses, panels
 from jmp_train.tools.documents import Box, Chart, Dot, Label, Polyline, svg
 
 pytestmark = pytest.mark.quick
