@@ -21,6 +21,7 @@ from checkpoint_writers import numbered, value_of
 from machine_limits import as_nobody, everybodys_folder
 
 import jmp_train as jt
+from jmp_train.checkpoints import restoring
 from jmp_train.checkpoints.step_files import open_step
 from jmp_train.policies.files import SafetensorsFile
 
