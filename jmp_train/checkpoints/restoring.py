@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 LeavesFor = Callable[[int, dict[str, Any]], list[Leaf]]
 
 _ATTEMPTS = 100
-_ERRORS = (FileNotFoundError, OSError, DamagedError, ValueError)  # the most specific first
+_ERRORS = (FileNotFoundError, OSError, DamagedError, ValueError, TypeError, RuntimeError)  # the most specific first
 
 
 def read_state(
@@ -68,18 +68,26 @@ def _read_by_main(read: Callable[[], Found], otherwise: Found) -> Found:
     """Returns the result of process 0, and a default in other processes; raises its error in all processes."""
     if jax.process_count() == 1:
         return read()
-    found, failure = otherwise, ""
+    found, failure = otherwise, None
     if jax.process_index() == 0:
         try:
             found = read()
-        except _ERRORS as error:
-            kind = next(kind for kind in _ERRORS if isinstance(error, kind))
-            failure = f"{kind.__name__} {error}"
-    name, _, text = gather_texts(failure)[0].partition(" ")
-    for kind in _ERRORS:
-        if name == kind.__name__:
-            raise kind(text)
+        except Exception as error:  # noqa: BLE001 - any, for the others wait
+            failure = error
+    name, _, text = gather_texts("" if failure is None else _told(failure))[0].partition(" ")
+    if failure is not None:
+        raise failure
+    if name:
+        raise next(kind for kind in _ERRORS if name == kind.__name__)(text)
     return found
+
+
+def _told(error: Exception) -> str:
+    """Returns what the other processes raise: the name of one of `_ERRORS`, and the message."""
+    for kind in _ERRORS:
+        if isinstance(error, kind):
+            return f"{kind.__name__} {error}"
+    return f"RuntimeError process 0 raised {type(error).__name__}: {error}"
 
 
 def _from_main(read: Callable[[], Any], otherwise: Any) -> Any:

@@ -7,6 +7,7 @@ but whoever can write into the folder can forge them: so every name and shape is
 """
 
 import contextlib
+import errno
 import json
 import operator
 import os
@@ -35,6 +36,7 @@ _MANIFEST = "jmp_train.checkpoint"  # the entry of the metadata
 _STEP = r"step_([0-9]{8}|[1-9][0-9]{8,18})"
 _WRITER = r"[A-Za-z0-9-]+"  # in names of version 0.1, whose `whole` was about to take the step's name
 _SAVED = re.compile(rf"{_STEP}(\.safetensors|\.{_WRITER}\.whole)?")
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LEFTOVER = re.compile(rf"\.{_STEP}\.safetensors\..+|{_STEP}(\.{_WRITER})+\.(tmp|deleted)")
 
 
@@ -134,11 +136,16 @@ def checked_manifest(manifest: dict[str, Any], version: int, step: int) -> tuple
 
 @contextlib.contextmanager
 def unreadable_is_damaged(what: object) -> Iterator[None]:
-    """Turns errors of reading a file, and of trusting its content, into a DamagedError that names it."""
+    """Turns errors of reading a file, and of trusting its content, into a DamagedError that names it.
+
+    Not those of the process, which say nothing about the file: an older step would be restored for want of memory.
+    """
     try:
         with damage_named(what):
             yield
     except OSError as error:
+        if error.errno in _OF_THE_PROCESS:
+            raise
         raise DamagedError(f"{what}: {error.strerror}") from None
 
 

@@ -121,6 +121,9 @@ class CheckpointStore:
           TypeError: `step` is not an integer, a leaf is neither an array of one of jax's dtypes nor a number, or
             `metadata` is not JSON data.
           OSError: the previous step could not be written, or another store saves into the folder, see `lock`.
+
+        Warns:
+          UserWarning: an outdated step cannot be removed; from the thread.
         """
         number = checked_step(step)
         if self._closed:
@@ -224,7 +227,10 @@ class CheckpointStore:
         until_now = [number for number in saved if number <= step]
         outdated = [path for number in until_now[: -self.max_to_keep] for path in saved[number]]
         for path in [*outdated, *saved.get(step, [])[1:]]:  # the second, if version 0.1 saved the step, too
-            remove(path)
+            try:
+                remove(path)
+            except OSError as error:  # the step itself is saved
+                warnings.warn(f"step {step} is saved, but {path.name} cannot be removed: {error}", stacklevel=2)
 
     def _check_writable(self) -> None:
         if self.read_only:
@@ -248,5 +254,5 @@ def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns a copy of the metadata; raises TypeError for values that are not JSON data."""
     try:
         return json.loads(json.dumps(dict(metadata or {})))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"metadata must be JSON-serializable: {error}") from None

@@ -68,10 +68,10 @@ def batch_of_parts(sharding: NamedSharding, overflows: bool) -> Any:
 
 @contextlib.contextmanager
 def printing_refusal(name: str) -> Iterator[None]:
-    """Prints in one line the ValueError that is raised within."""
+    """Prints in one line the error that is raised within."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
         print(f"{name}: {error}".replace("\n", " |"))
 
 
@@ -203,7 +203,17 @@ def differ() -> None:
         jt.distributed.broadcast_state({"w": np.zeros(2 if odd else 3)})
     send_all_kinds()
     save_replicated_and_sharded_weights()
+    fail_to_describe_a_state()
     jt.distributed.check_agreement(seed=int(odd))  # the end
+
+
+def fail_to_describe_a_state() -> None:
+    """Restores with functions that raise, in process 0 before the others are asked."""
+    with tempfile.TemporaryDirectory() as directory, jt.CheckpointStore(directory) as store:
+        store.save(1, {"w": np.zeros(3)}, metadata={"name": "a"})
+        for name, size in (("key", "sizes"), ("type", "name")):
+            with printing_refusal(name):
+                store.restore_as(lambda step, metadata, size=size: {"w": np.zeros(metadata[size])})
 
 
 def send_all_kinds() -> None:

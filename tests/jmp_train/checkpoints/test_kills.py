@@ -228,6 +228,43 @@ def test_a_step_whose_file_is_gone_is_not_damaged(
         assert read_value(directory) == 4.0
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_an_error_of_the_process_is_no_damage(
+    number: int, one_step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older step is not taken for want of memory."""
+    directory = shutil.copytree(one_step, tmp_path / "copy")
+    with jt.CheckpointStore(directory) as writer:
+        writer.save(6, numbered(2.0))
+
+    def load_never(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(SafetensorsFile, "read", load_never)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        read(directory)
+    monkeypatch.undo()
+    assert read(directory) == (6, 2.0)
+
+
+def test_an_outdated_step_that_cannot_be_removed_is_told(one_step: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(one_step, tmp_path / "copy")
+    (directory / file_of(5)).unlink()
+    (directory / file_of(5)).mkdir()
+    text = rf"^step 6 is saved, but {file_of(5)} cannot be removed: "
+    with jt.CheckpointStore(directory, max_to_keep=1) as store:
+        store.lock()
+        (directory / f"{file_of(5)}.{os.getpid()}.deleted").write_text("in the way of its removal")
+
+        def save() -> None:
+            store.save(6, numbered(2.0))
+            store.wait()
+
+        with pytest.warns(UserWarning, match=text):
+            save()
+    assert read(directory) == (6, 2.0)
+
+
 def test_a_checkpoint_that_is_not_complete_is_not_committed(
     one_step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ SAVE = (
     "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     "    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))\n"
 )
-RUNNER = Path(jt.__file__).with_name("launch") / "rank.py"  # as the launcher starts scripts
+RUNNER = Path(jt.__file__).parent / "app/launch/rank.py"  # as the launcher starts scripts
 
 
 def run(directory: Path, script: str, *, launched: bool = False) -> subprocess.CompletedProcess[str]:

@@ -79,11 +79,14 @@ def test_what_differs_is_refused_and_a_state_is_sent_bit_by_bit(launch: Launch) 
         "batch 'extra': process 1 has float; processes 0 and 2 have nothing",
         "state 'rng': process 1 has key<fry>[] ",
         "broadcast: the processes do not agree: |  state 'w': process 1 has float64[2]; ",
-        "seed: process 1 has 1; processes 0 and 2 have 0",
         "loaded True True",
+        "type: 'str' object cannot be interpreted as an integer",
         "save: params must be arrays with values in this process: |  'w': divided between processes; gather it ",
     ):
         assert text.count(line) == 3, f"{line}\n{text}"
+    assert "seed: process 1 has 1; processes 0 and 2 have 0" in text, text  # of the first that ends by it
+    assert text.count("key: process 0 raised KeyError: 'sizes'") == 2, text
+    assert text.count("key: 'sizes'") == 1, text
     assert len(re.findall(r"state 'w': process 1 has float32\[3\] \w{16}; processes", text)) == 3
     assert re.search("jmp-train: error: process . ended with exit code 1", text), text
     assert text.count("signs [True, True, True] 7 int") == 3, text
