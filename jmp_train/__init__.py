@@ -2,8 +2,8 @@
 
 `import jmp_train as jt` offers the names for training scripts: policies, loss scales, autocast, train steps and
 checkpoints. `jt.graphs` passes messages on graphs, `jt.data` makes batches, `jt.aot` compiles ahead of time
-for a target GPU, `jt.distributed` connects several processes; `jt.policies`, `jt.autocasting`, `jt.steps`,
-`jt.parallel` and `jt.checkpoints` hold names for special needs. All names of jmp 0.0.4 are here unchanged.
+for a target GPU, `jt.distributed` connects several processes; `jt.policies`, `jt.steps`, `jt.parallel`,
+`jt.checkpoints` and `jt.tools` hold names for special needs. All names of jmp 0.0.4 are here unchanged.
 """
 
 from jmp_train import command_start  # noqa: F401, I001 - before all modules that may be in the current folder
@@ -48,7 +48,6 @@ from jmp_train.policies import apex_loss_scale as apex_loss_scale
 from jmp_train.policies import apply_policy as apply_policy
 from jmp_train.policies import autocast as autocast
 from jmp_train.policies import autocast_as as autocast_as
-from jmp_train.policies import autocasting as autocasting
 from jmp_train.policies import cast_to_full as cast_to_full
 from jmp_train.policies import cast_to_half as cast_to_half
 from jmp_train.policies import check_casts as check_casts

@@ -17,7 +17,7 @@ from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, largest, of_edges
 from jmp_train.graphs.kernels.implementations import EdgeOperation
 from jmp_train.graphs.kernels.spmm_sddmm import edge_rows
 from jmp_train.graphs.structure import CSR, Adjacency, CSRAndCSC, accumulation_dtype, finite_or_zero, reciprocal
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 Inputs = TypeVar("Inputs")
 

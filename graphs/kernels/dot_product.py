@@ -26,7 +26,7 @@ from jmp_train.graphs.structure import (
     reciprocal,
     upcast,
 )
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 
 @jax.tree_util.register_dataclass

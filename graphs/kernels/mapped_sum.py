@@ -23,7 +23,7 @@ from jmp_train.graphs.structure import (
     graph_storage,
     upcast,
 )
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 XLA_ELEMENTS = 2**21  # that a chunk of unsorted edges makes
 

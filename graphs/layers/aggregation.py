@@ -30,7 +30,7 @@ from jmp_train.graphs.structure import (
     rows_like,
     upcast,
 )
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 After = Callable[[Adjacency, jax.Array, jax.Array], jax.Array]
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.structure import SparseFeatures, graph_storage, upcast
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 from jmp_train.policies.pytrees import check_number
 
 Activation = Callable[[jax.Array], jax.Array]

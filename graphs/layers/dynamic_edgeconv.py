@@ -13,7 +13,7 @@ from jmp_train.graphs.layers.edgeconv import AGGREGATORS, Apply, checked_halves,
 from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, promoted
 from jmp_train.graphs.structure import CSR, as_count, checked_word, graph_storage, in_float32, upcast
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 ROWS = 256  # rows of distances computed at a time
 

@@ -26,7 +26,7 @@ from jmp_train.graphs.layers.layer_inputs import (
 )
 from jmp_train.graphs.messages import Edge, Frame, PerEdge, receive
 from jmp_train.graphs.structure import Block, Graph, checked_word, graph_storage, inverse_degrees, upcast
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 Params = TypeVar("Params")
 AGGREGATORS = ("sum", "mean", "max")

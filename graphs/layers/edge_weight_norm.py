@@ -10,7 +10,7 @@ from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.layer_inputs import as_edge_weight
 from jmp_train.graphs.layers.propagation import as_whole_graph
 from jmp_train.graphs.structure import AnyBatch, Incidence, checked_word, from_jraph, upcast
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 # The powers of the weights that leave the sender, that enter the sender, and that enter the receiver.
 NORMS = {"both": (-0.5, 0, -0.5), "left": (-1, 0, 0), "right": (0, 0, -1), "in": (0, -0.5, -0.5)}

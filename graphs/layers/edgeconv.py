@@ -23,7 +23,7 @@ from jmp_train.graphs.layers.layer_inputs import (
     promoted_with,
 )
 from jmp_train.graphs.structure import Adjacency, checked_word, graph_storage, in_float32, rows_like, upcast
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 AGGREGATORS: tuple[BlockReduction, ...] = ("max", "sum", "mean")
 Apply = Callable[[jax.Array], jax.Array]

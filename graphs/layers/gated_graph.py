@@ -21,7 +21,7 @@ from jmp_train.graphs.layers.layer_inputs import (
     promoted,
 )
 from jmp_train.graphs.structure import AnyBatch, Block, Graph, graph_storage, upcast
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 
 def gated_graph_conv(

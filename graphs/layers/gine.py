@@ -22,7 +22,7 @@ from jmp_train.graphs.layers.layer_inputs import (
 )
 from jmp_train.graphs.messages import reduce_messages
 from jmp_train.graphs.structure import Adjacency, accumulation_dtype, graph_storage, upcast
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 
 def gine_conv(

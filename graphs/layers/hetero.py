@@ -20,7 +20,7 @@ from jmp_train.graphs.structure import (
     graph_storage,
     upcast,
 )
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 Blocks = Mapping[EdgeType, Block]
 

@@ -22,7 +22,7 @@ from jmp_train.graphs.layers.hetero import (
 from jmp_train.graphs.layers.layer import Drawing, DropoutKeys, Layer
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, promoted
 from jmp_train.graphs.structure import EdgeType, HeteroGraph, finite_or_zero, graph_storage, upcast
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 
 class HGTNodeWeights(NamedTuple):

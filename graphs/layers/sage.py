@@ -34,7 +34,7 @@ from jmp_train.graphs.structure import (
     rows_like,
     upcast,
 )
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 AGGREGATORS = ("mean", "gcn", "pool", "lstm")
 

@@ -22,7 +22,7 @@ from jmp_train.graphs.layers.layer_inputs import (
     promoted_with,
 )
 from jmp_train.graphs.structure import Block, Graph, graph_storage, upcast
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 
 def transformer_conv(

@@ -37,7 +37,7 @@ from jmp_train.graphs.structure import (
     in_float32,
     upcast,
 )
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 Messages = Mapping[str, jax.Array]
 

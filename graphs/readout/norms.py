@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.readout.graph_features import graph_segments, rows_of
 from jmp_train.graphs.structure import AnyBatch, accumulation_dtype, batch_of, in_float32, incidence_of, upcast
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 
 def masked_moments(

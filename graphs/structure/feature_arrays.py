@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 Result = TypeVar("Result")
 _SMALL = 2**20  # bytes, up to which copying an array takes less time than compiling a program

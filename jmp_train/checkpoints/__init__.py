@@ -13,3 +13,11 @@ from jmp_train.checkpoints.store import CheckpointStore as CheckpointStore
 from jmp_train.checkpoints.weights import load_weights as load_weights
 from jmp_train.checkpoints.weights import save_weights as save_weights
 from jmp_train.policies.files import DamagedError as DamagedError
+
+# Names for users; other packages of the library import the rest.
+__all__ = (
+    "CheckpointStore",
+    "DamagedError",
+    "load_weights",
+    "save_weights",
+)

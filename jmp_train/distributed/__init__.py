@@ -16,3 +16,12 @@ from jmp_train.distributed.shared_arrays import placement as placement
 from jmp_train.distributed.shared_arrays import to_host as to_host
 from jmp_train.distributed.shared_arrays import to_leaf as to_leaf
 from jmp_train.distributed.stop_signals import StopSignals as StopSignals
+
+# Names for users; other packages of the library import the rest.
+__all__ = (
+    "StopSignals",
+    "broadcast_state",
+    "check_agreement",
+    "initialize",
+    "is_main_process",
+)

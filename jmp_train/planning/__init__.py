@@ -1,7 +1,6 @@
 """Memory and time that a training step would need on absent GPUs and TPUs."""
 
 from jmp_train.tools.planning import Allowances as Allowances
-from jmp_train.tools.planning import Batches as Batches
 from jmp_train.tools.planning import Cut as Cut
 from jmp_train.tools.planning import LargestBatch as LargestBatch
 from jmp_train.tools.planning import Machine as Machine

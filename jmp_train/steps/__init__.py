@@ -47,3 +47,35 @@ from jmp_train.steps.weighted_losses import weighted as weighted
 from jmp_train.types import Batch as Batch
 from jmp_train.types import Metrics as Metrics
 from jmp_train.types import ModelState as ModelState
+
+# Names for users; other packages of the library import the rest.
+__all__ = (
+    "Batch",
+    "FlaxTrainState",
+    "GradientFunction",
+    "GradientTransform",
+    "Metrics",
+    "ModelState",
+    "StepCosts",
+    "StepGradients",
+    "Summed",
+    "TrainState",
+    "TrainStep",
+    "Update",
+    "Weighted",
+    "accumulated",
+    "apply_gradients",
+    "evaluation",
+    "loss_gradients",
+    "nnx_value_and_grad",
+    "over_axes",
+    "scaled_grad",
+    "scaled_products",
+    "scaled_value_and_grad",
+    "stateless",
+    "step_costs",
+    "train_step",
+    "weighted",
+    "with_fp8_state",
+    "with_next_scales",
+)

@@ -8,17 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_train.policies import AutocastPolicy, Params, PathPolicy
-from jmp_train.policies.autocasting import (
-    DelayedScales,
-    DelayedScaling,
-    Fp8State,
-    after_step,
-    fp8_scales,
-    fp8_state,
-    scales_of,
-    with_magnitudes,
-)
+from jmp_train.policies import AutocastPolicy, DelayedScaling, Fp8State, Params, PathPolicy
+from jmp_train.policies.autocasting import DelayedScales, after_step, fp8_scales, fp8_state, scales_of, with_magnitudes
 from jmp_train.policies.dtype_policies import FirstTrace, Policy
 from jmp_train.policies.loss_scaling import LossScales, PerLossScale
 from jmp_train.policies.optimizers import loss_scale_of

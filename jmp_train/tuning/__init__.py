@@ -1,6 +1,5 @@
 """Which operations of a function or a training step must stay in float32, found by trials."""
 
-from jmp_train.tools.tuning import Criterion as Criterion
 from jmp_train.tools.tuning import Errors as Errors
 from jmp_train.tools.tuning import Float32Entry as Float32Entry
 from jmp_train.tools.tuning import Outcome as Outcome

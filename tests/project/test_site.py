@@ -22,7 +22,10 @@ import jmp_train.policies
 pytestmark = pytest.mark.quick
 
 DOCS = Path(__file__).parents[2] / "docs"
-INTERFACES = (jt, jmp_train.policies, jmp_train.graphs)
+INTERFACES = (
+    *(jt, jmp_train.policies, jmp_train.graphs, jt.tools, jt.steps, jt.parallel, jt.checkpoints, jt.distributed),
+    *(jt.data, jt.aot, jt.planning, jt.tuning, jt.capsules),
+)
 NOT_SHOWN = {"PyTree"}  # any tree: a name for readers of signatures
 GENERATED = ("genindex", "search")
 TUTORIALS = sorted(path.stem for path in (DOCS / "tutorials").glob("*.md"))
@@ -35,13 +38,16 @@ def missing_names(folder: Path) -> set[str]:
 
 def _names(module: ModuleType) -> Iterator[str]:
     yield from ("plan",) if module is jt else ()
-    yield from (
+    yield from getattr(module, "__all__", ()) or (
         name for name, thing in vars(module).items() if not name.startswith("_") and not inspect.ismodule(thing)
     )
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_the_reference_has_every_public_name_and_no_other() -> None:
     assert missing_names(DOCS / "api") == set()
+    public = {f"{module.__name__}.{name}" for module in INTERFACES for name in _names(module)}
+    listed = {full for name, full in documented_names(DOCS / "api").items() if not name.startswith("fn.")}
+    assert listed - public == set()
 
 
 @pytest.fixture(name="site", scope="module")

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies import pvary
-from jmp_train.policies.autocasting import autocast_as, opaque_to_autocast
+from jmp_train.policies import autocast_as, pvary
+from jmp_train.policies.autocasting import opaque_to_autocast
 from jmp_train.policies.pytrees import at_least_float32
 
 Tree = TypeVar("Tree")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jmp_train.policies.autocasting import autocast_as
+from jmp_train.policies import autocast_as
 
 from .convolution import torch_uniform
 

@@ -9,16 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.policies import AutocastPolicy
-from jmp_train.policies.autocasting import (
-    MOSTLY_HALF,
-    TORCH_CUDA,
-    AutocastReport,
-    AutocastRules,
-    autocast,
-    explain_autocast,
-    none_key_explained,
-)
+from jmp_train.policies import MOSTLY_HALF, AutocastPolicy, AutocastReport, explain_autocast
+from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast, none_key_explained
 from jmp_train.policies.dtype_policies import FirstTrace
 from jmp_train.policies.pytrees import check_half, check_number
 from jmp_train.tools.diagnosing import nonfinite_allowed

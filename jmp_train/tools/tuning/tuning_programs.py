@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocasting import AutocastRules, FlatCall, InnerGradientWarning, autocast
+from jmp_train.policies import InnerGradientWarning
+from jmp_train.policies.autocasting import AutocastRules, FlatCall, autocast
 from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS, emulated_autocast
 from jmp_train.policies.pytrees import Carried, is_array, path_name
 from jmp_train.tools.tuning.scores import no_scores, scores_of

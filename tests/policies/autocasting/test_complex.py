@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import jmp_train as jt
+from jmp_train.policies.autocasting import half_share
 from jmp_train.steps import step_costs
 
 pytestmark = pytest.mark.quick
@@ -58,7 +59,7 @@ def test_a_complex_product_costs_four_real_ones() -> None:
     with pytest.warns(jt.policies.Float32ProductsWarning, match="^80%"):
         jt.autocast(both)(X, Z)
     products = [row for row in jt.explain_autocast(both, X, Z).operations if row.operation == "dot_general"]
-    assert jt.policies.autocasting.half_share(products) == 0.2
+    assert half_share(products) == 0.2
 
 
 def test_the_share_of_a_step_counts_complex_products() -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_train import MOSTLY_HALF, TORCH_CUDA, AutocastRules, autocast, explain_autocast
-from jmp_train.policies.autocasting import AutocastReport, UnmetRulesWarning
+from jmp_train.policies import AutocastReport, UnmetRulesWarning
 
 pytestmark = pytest.mark.quick
 

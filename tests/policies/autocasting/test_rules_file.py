@@ -9,7 +9,8 @@ from any_rules import any_rules
 from hypothesis import given, settings
 
 import jmp_train as jt
-from jmp_train.policies.autocasting import TORCH_CPU, TORCH_CUDA
+from jmp_train.policies import TORCH_CPU
+from jmp_train.policies.autocasting import TORCH_CUDA
 
 pytestmark = pytest.mark.quick
 

@@ -11,8 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jt
-from jmp_train.policies import autocast
-from jmp_train.policies.autocasting import MOSTLY_HALF
+from jmp_train.policies import MOSTLY_HALF, autocast
 from jmp_train.policies.autocasting.emulating import emulated_autocast
 
 pytestmark = pytest.mark.quick
