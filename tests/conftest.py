@@ -35,6 +35,8 @@ XLA_FLAGS = [
     "--xla_cpu_experimental_ynn_fusion_type=",
     # Programs that run once: plainer machine code of the same operations, made in less than half the time.
     "--xla_backend_optimization_level=0",
+    # Both cores are busy with tests already: parts of a program, compiled side by side, take a fifth more.
+    "--xla_cpu_parallel_codegen_split_count=1",
 ]
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # which took the flag away
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
