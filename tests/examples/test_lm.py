@@ -45,6 +45,7 @@ def fixture_phrases(tmp_path_factory: pytest.TempPathFactory) -> Task:
     return with_config(load_task("lm", text_file=file), TINY)
 
 
+@pytest.mark.full
 def test_the_sizes_are_declared_and_gpt2_small_has_its_parameters() -> None:
     assert get_args(get_type_hints(lm.Options)["model"]) == tuple(lm.RECIPES)
     counts = {}

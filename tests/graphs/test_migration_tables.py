@@ -66,6 +66,7 @@ GRAPH = graphs.from_edges(SENDERS, RECEIVERS, NODES, edges={"w": jnp.float32(WEI
 LOOPED = graphs.add_self_loop(GRAPH, only_missing=True)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("norm", ["both", "in", "left", "right"])
 def test_edge_weights_over_weighted_degrees(norm: str) -> None:
     padded = graphs.pad(GRAPH, 9, 14)

@@ -42,7 +42,6 @@ GUIDES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md"))
 RECIPES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 HOW_IT_WORKS = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "how_it_works").glob("*.md"))]
 MIGRATION = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "migration").glob("*.md"))]
-QUICK_PAGE = "docs/recipes/scan.md"  # small: it shows that blocks are found and run
 PAGES = ("README.md", *GUIDES, *RECIPES, *HOW_IT_WORKS, *MIGRATION)
 
 
@@ -92,13 +91,10 @@ def test_the_readme_example_is_short() -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=() if page == QUICK_PAGE else pytest.mark.full)
-        for page in ("README.md", *GUIDES, *RECIPES, *HOW_IT_WORKS)
-        if blocks(page) and page != "docs/plan.md"
-    ],
+    [page for page in ("README.md", *GUIDES, *RECIPES, *HOW_IT_WORKS) if blocks(page) and page != "docs/plan.md"],
 )
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     run_python("-c", "\n".join(blocks(page)), cwd=tmp_path)

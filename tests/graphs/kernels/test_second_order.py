@@ -230,7 +230,7 @@ CASES: dict[str, Case] = {
     **{f"mapped, {kind}": mapped(kind) for kind in ("mixed", "mixed, bases", "blocks", "network")},
     **{f"blocks, {name}": by_blocks(name) for name in ("sum", "mean", "max")},
 }
-QUICK = ("extremes", "extremes of one edge", "dot")
+QUICK = ("extremes", "dot")
 WITHOUT_PLACES = ("extremes", "gat")
 BY_XLA = ("copy", "function of one edge", "dot", "gatv2", "dot attention, dropout and edge features", "mapped, blocks")
 

@@ -85,6 +85,7 @@ CASES: dict[str, tuple[Any, dict[str, tuple[tuple[int, ...], Any]]]] = {
 }
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_have_their_shapes_and_are_drawn_as_in_dgl(name: str) -> None:
     make, wanted = CASES[name]

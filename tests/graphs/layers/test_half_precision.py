@@ -97,7 +97,7 @@ halves = pytest.mark.parametrize("half", HALVES)
 ways = pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "autocast"])
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @ways
 @halves
 def test_results_are_rounded_once_and_nothing_overflows_before(half: str, is_cast: bool) -> None:

@@ -97,6 +97,7 @@ def test_messages_are_those_of_the_graph_without_the_edges(kind: str, implementa
 GROUPS = [MESSAGES[:3], *(pytest.param(MESSAGES[i : i + 8], marks=pytest.mark.full) for i in range(3, 32, 8))]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("implementation", implementations.IMPLEMENTATIONS)
 @pytest.mark.parametrize("functions", GROUPS)
 def test_all_messages_are_of_the_kept_edges(functions: Sequence[Any], implementation: str) -> None:

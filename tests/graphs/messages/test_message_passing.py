@@ -96,7 +96,7 @@ def shapes_of(message: fn.Message) -> list[tuple[tuple[int, ...], ...]]:
     return DOT_SHAPES if message.operation == "dot" else SHAPES
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 @pytest.mark.parametrize("message", [make_message(f) for f in MESSAGES], ids=lambda m: m.name)
 def test_equal_to_float64(message: fn.Message, dtype: str) -> None:

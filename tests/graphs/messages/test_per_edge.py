@@ -175,6 +175,7 @@ def test_a_function_is_only_asked_for_edges_that_there_are() -> None:
     assert gradients[0].tolist() == pytest.approx([-1 - 1 / 9, 1 - 1 / 4, 1 / 4 + 1 / 9, 0, 0, 0])
 
 
+@pytest.mark.full
 def test_complex_features_have_gradients() -> None:
     graph = graphs.from_edges([0, 1, 0], [1, 2, 2], 3)
     message = graphs.per_edge(lambda edge: {"m": (edge.src["h"] * edge.dst["h"]).real})
@@ -203,6 +204,7 @@ def test_ties_share_the_gradient_whichever_blocks_they_are_in() -> None:
     np.testing.assert_allclose(gradient, np.where(np.arange(41) % 3 == 1, 1 / 14, 0), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_without_edges_of_blocks_and_with_sorted_edges_only() -> None:
     none = graphs.from_edges([], [], 3, formats=("csr",))
     message = graphs.per_edge(lambda edge: {"m": edge.src["h"] * edge.sender.astype("float32")})

@@ -163,6 +163,7 @@ def test_gradients_of_sums_and_gathers_are_exact(half: str, degree: int, kind: s
     assert (grads == 3).all()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("half", "stagnant"), [("float16", 2048), ("bfloat16", 256)])
 def test_where_plain_half_fails(half: str, stagnant: int) -> None:
     """The table of 13,161 edges into one node, and DGL's 6,608 that became 2,048."""
@@ -405,6 +406,7 @@ def test_segments_without_rows_have_what_jraph_gives_them_and_nodes_without_mess
 STATISTICS = [graphs.segment_var, graphs.segment_std, graphs.segment_softmax, graphs.segment_softmax_sum]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("function", [graphs.segment_normalize, graphs.segment_sum, graphs.segment_max, *STATISTICS])
 def test_what_is_in_no_segment_has_no_say(function: Callable[..., jax.Array]) -> None:
     data, ids = jnp.array([[1.0], [4.0], [jnp.nan], [jnp.inf]]), jnp.array([0, 0, -1, 2])

@@ -26,6 +26,7 @@ def hub(half: str, edges: int = 5_000) -> tuple[graphs.Graph, np.ndarray]:
     return graphs.from_edges(np.arange(1, edges + 1), np.zeros(edges, int), edges + 1, {"h": h}), np.asarray(h, float)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 @pytest.mark.parametrize("half", ONE_HALF)
 def test_the_std_that_cancels_by_hand(half: str, implementation: str) -> None:
@@ -39,6 +40,7 @@ def test_the_std_that_cancels_by_hand(half: str, implementation: str) -> None:
     assert abs(float(squares[0, 0] - found["mean"][0, 0] ** 2) - h[1:].var()) > 0.03  # of a variance of 0.04
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 def test_no_edge_a_single_one_and_equal_ones(implementation: str) -> None:
     senders, receivers = [0, 0, 1, 2, 0, 1], [1, 2, 2, 2, 3, 3]  # of node 3 equal, of node 2 not

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.quick
 # What these send is sent again, or the case has its edges' types or features of the whole graph.
 WHOLE = ("appnp", "sg", "tag", "cheb", "gated", "relational", "nn", "transformer with")
 ON_PARTS = [name for name, case in CASES.items() if not case.is_recurrent and not name.startswith(WHOLE)]
-QUICK = ("gat residual, weighted",)
+QUICK = ("gin mean, weighted",)
 SPLIT = P("data")
 
 

@@ -78,6 +78,7 @@ def test_without_padding_places_are_as_many_as_the_largest_graph_has_nodes() -> 
     assert graphs.to_dense_batch(make(ODD["none"]), "h")[0].shape == (1, 0, 3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_padded", [pytest.param(False, marks=pytest.mark.full), True])
 def test_dropped_nodes_keep_their_places(is_padded: bool) -> None:
     batch = graphs.batch([make(ODD["isolated"]), make(ODD["multi-edges"])])
@@ -122,6 +123,7 @@ def test_under_jit_there_is_one_trace_for_a_size() -> None:
     assert mask.tolist() == [[True]]
 
 
+@pytest.mark.full
 def test_a_known_graph_needs_no_width_in_a_jitted_function_that_closes_over_it() -> None:
     graph = make(ODD["multi-edges"])
     dense, mask = jax.jit(lambda rows: graphs.to_dense_batch(graph, rows))(graph.nodes["h"])

@@ -41,7 +41,7 @@ def check_csr(found: CSR, ids: np.ndarray, others: np.ndarray, count: int, num_o
     np.testing.assert_array_equal(found.slots, slots)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["plain", "hub", "out of range", "sorted"])
 def test_edges_are_sorted_as_by_a_stable_sort(kind: str) -> None:
     senders, receivers = ends(kind)

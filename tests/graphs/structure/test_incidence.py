@@ -22,6 +22,7 @@ BUILDERS: dict[str, Callable[[np.ndarray], Incidence]] = {
 }
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_edges_have_their_segments_and_those_out_of_range_none(counts: list[int], name: str) -> None:

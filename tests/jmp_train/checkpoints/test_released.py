@@ -55,6 +55,7 @@ def test_a_state_has_the_values_that_were_saved(name: str, saved: Path) -> None:
         assert store.metadata(step) == {"state": name}
 
 
+@pytest.mark.full
 def test_the_values_are_not_those_of_a_new_state() -> None:
     for name in STEP_OF:
         fresh = values_of(new_state(name))

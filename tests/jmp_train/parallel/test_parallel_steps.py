@@ -136,7 +136,7 @@ def by_fsdp(step: jt.steps.TrainStep) -> Any:
     return jax.jit(run)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("reduce_dtype", ["float32", "float16"])
 @pytest.mark.parametrize("route", [*ROUTES, "fsdp"])
 def test_complex_parameters_state_and_aux_are_those_of_one_device(route: str, reduce_dtype: str) -> None:

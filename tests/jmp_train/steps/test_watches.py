@@ -94,7 +94,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_what_is_lost_is_lost_where_the_update_is_added(wrapped: str) -> None:
     make, wanted = WRAPPED[wrapped]
@@ -242,7 +242,7 @@ ROUTES: dict[str, Callable[[jt.steps.TrainStep], Any]] = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("route", ROUTES)
 def test_eight_devices_find_what_one_finds(route: str) -> None:
     rng = np.random.default_rng(1)

@@ -168,7 +168,7 @@ def half_of_emulation(fn: Callable[..., Any], args: Any, rules: AutocastRules) -
 CASES = [(program, rules) for rules in RULES for program in PROGRAMS if program != "loops" or rules == "mostly half"]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("program", "rules"), CASES)
 def test_what_may_be_half_is_what_autocast_runs_in_half(program: str, rules: str) -> None:
     fn, args = PROGRAMS[program]()

@@ -119,6 +119,7 @@ def precisions(fn: Callable[..., Any], *args: Any) -> list[Any]:
     return [e.params["precision"] for e in equations if e.primitive.name.startswith(("dot", "conv_", "ragged"))]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_float32_by_a_rule_is_highest_in_both_passes(way: str) -> None:
     for kind in KINDS:
@@ -193,6 +194,7 @@ def test_what_multiplies_exactly_by_itself_stays_as_it_is() -> None:
         assert names[-1] == ("jit" if fn is jitted else "custom_vjp_call")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("word", "preset"), [("tf32_x3", "tf32"), ("bf16_x3", "bf16"), ("bf16_x6", "bf16"), ("bf16_x9", "bf16")]
 )

@@ -209,6 +209,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_embeddings_by_every_way_to_a_policy(way: str) -> None:
     right = jnp.bincount(TOKENS, length=64)[:, None] * 8 * WIDTH / (8 * READS * WIDTH) * jnp.ones(WIDTH)

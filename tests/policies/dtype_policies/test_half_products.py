@@ -268,6 +268,7 @@ def test_the_program_that_runs_is_the_one_that_is_looked_at(make: Any) -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.full
 def test_the_other_trace_leaves_no_mark_on_models_with_state() -> None:
     class Net(nnx.Module):
         def __init__(self) -> None:

@@ -46,7 +46,7 @@ def run(command: tuple[str, ...], when: str, folder: Path) -> subprocess.Complet
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("name", "when"),

@@ -161,6 +161,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("signals", "code"),

@@ -208,6 +208,7 @@ def test_float8_is_lower_precision_too() -> None:
     assert (problem.kind, problem.primitive) == ("overflow", "convert_element_type")
 
 
+@pytest.mark.full
 def test_an_epsilon_that_is_zero_in_float32_too_is_no_problem() -> None:
     optimizer = optax.adam(1e-3)
     train = promoting(jt.train_step(jt.stateless(lambda w, x: jnp.mean((x @ w) ** 2)), optimizer))
@@ -216,6 +217,7 @@ def test_an_epsilon_that_is_zero_in_float32_too_is_no_problem() -> None:
     assert not [problem for problem in report.problems if "eps" in problem.evidence]
 
 
+@pytest.mark.full
 def test_what_a_step_does_to_nnx_objects_is_looked_at_and_undone() -> None:
     model = nnx.Linear(4, 3, dtype=BF16, param_dtype=BF16, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(1e-4), wrt=nnx.Param)

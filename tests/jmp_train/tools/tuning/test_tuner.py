@@ -124,6 +124,7 @@ def test_an_interrupt_returns_the_best_so_far(examples: list[tuple[Any, ...]]) -
     assert "the search was stopped" in str(stopped)
 
 
+@pytest.mark.full
 def test_a_function_that_is_no_loss(examples: list[tuple[Any, ...]]) -> None:
     def normalized(x: Any) -> Any:
         h = x * 300 @ jnp.eye(4)
@@ -334,6 +335,7 @@ def test_a_tolerance_checks_its_numbers(name: str) -> None:
         jt.tuning.Tolerance(**{name: -2})
 
 
+@pytest.mark.full
 def test_debugging_of_infinities_does_not_stop_the_trials() -> None:
     with jax.debug_infs(True):
         tuned = jt.tune(lambda w, x: jnp.mean((x @ w) ** 3), [(jnp.full((8, 8), 10.0), jnp.full((4, 8), 1.0))])
