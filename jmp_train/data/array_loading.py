@@ -80,24 +80,13 @@ def array_batches(
         from grain.experimental import ThreadPrefetchIterDataset
 
     total = _count_examples(arrays)
-    shared_by = sharding if process_index is None and process_count is None else None
-    process_index = jax.process_index() if process_index is None else process_index
-    process_count = jax.process_count() if process_count is None else process_count
-    check_order(seed, epochs, process_index, process_count)
-    check_integers(start=start, batch_size=batch_size, num_threads=num_threads, prefetch=prefetch)
-    if start < 0:
-        raise ValueError(f"start={start} must be at least 0")
+    check_order(seed, epochs, start)
+    check_integers(batch_size=batch_size, num_threads=num_threads, prefetch=prefetch)
     if not 1 <= batch_size <= total:
         raise ValueError(f"batch_size={batch_size} must be between 1 and the {total} examples")
     if not isinstance(sharding, Sharding | None):
         raise TypeError(f"sharding must be a jax.sharding.Sharding, got {type(sharding).__name__}")
-    if shared_by is not None:
-        own = _own_examples(shared_by, batch_size)
-    elif batch_size % process_count:
-        raise ValueError(f"{process_count} processes must divide batch_size={batch_size}")
-    else:
-        share = batch_size // process_count
-        own = slice(process_index * share, (process_index + 1) * share)
+    own = _own_examples(batch_size, process_index, process_count, sharding)
 
     def fetch(number: int, indices: np.ndarray) -> Any:
         indices = indices[own]
@@ -132,7 +121,20 @@ def array_batches(
     return closed_at_exit(iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=2)))
 
 
-def _own_examples(sharding: Sharding, batch_size: int) -> slice:
+def _own_examples(batch_size: int, index: int | None, count: int | None, sharding: Sharding | None) -> slice:
+    """Returns the examples of a global batch that one of `count` processes reads."""
+    if sharding is not None and index is None and count is None:
+        return _examples_on_devices(sharding, batch_size)
+    index = jax.process_index() if index is None else index
+    count = jax.process_count() if count is None else count
+    check_process(index, count)
+    if batch_size % count:
+        raise ValueError(f"{count} processes must divide batch_size={batch_size}")
+    share = batch_size // count
+    return slice(index * share, (index + 1) * share)
+
+
+def _examples_on_devices(sharding: Sharding, batch_size: int) -> slice:
     """Returns the examples of a global batch on this process's devices; other devices may have the same ones."""
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
@@ -183,12 +185,19 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed={seed} must be between 0 and 2**32 - 1")
 
 
-def check_order(seed: int, epochs: int | None, process_index: int, process_count: int) -> None:
+def check_order(seed: int, epochs: int | None, start: int = 0) -> None:
     """Raises ValueError if an argument of the order is out of range, and TypeError if it is not an integer."""
     check_seed(seed)
-    check_integers(epochs=1 if epochs is None else epochs, process_index=process_index, process_count=process_count)
+    check_integers(epochs=1 if epochs is None else epochs, start=start)
     if epochs is not None and epochs < 1:
         raise ValueError(f"epochs={epochs} must be at least 1")
+    if start < 0:
+        raise ValueError(f"start={start} must be at least 0")
+
+
+def check_process(process_index: int, process_count: int) -> None:
+    """Raises ValueError unless a process is one of `process_count`, and TypeError if a number is not an integer."""
+    check_integers(process_index=process_index, process_count=process_count)
     if not 0 <= process_index < process_count:
         raise ValueError(f"process_index={process_index} must be in [0, {process_count})")
 

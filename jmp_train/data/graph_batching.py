@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_train.data.array_loading import check_integers, check_order
+from jmp_train.data.array_loading import check_integers, check_order, check_process
 from jmp_train.data.device_batches import on_devices, stacked_count
 from jmp_train.extras import extra_packages
 from jmp_train.graphs import GraphData, PaddedSize, padded_batch, padded_sizes
@@ -85,12 +85,11 @@ def graph_batches(
     with extra_packages():
         import grain
 
-    check_order(seed, epochs, process_index, process_count)
-    check_integers(start=start, num_threads=num_threads, prefetch=prefetch)
+    check_order(seed, epochs, start)
+    check_process(process_index, process_count)
+    check_integers(num_threads=num_threads, prefetch=prefetch)
     check_flag("shuffle", shuffle)
     check_flag("drop_remainder", drop_remainder)
-    if start < 0:
-        raise ValueError(f"start={start} must be at least 0")
     own = stacked_count(stack)
     parts = own * process_count
     chosen = np.arange(len(data)) if places is None else np.asarray(places)

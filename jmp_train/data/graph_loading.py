@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_train.data.array_loading import check_integers, check_order
+from jmp_train.data.array_loading import check_integers, check_order, check_process
 from jmp_train.data.device_batches import is_shared, on_devices, stacked_count
 from jmp_train.extras import extra_packages
 from jmp_train.graphs import EdgeSampler, NeighborSampler, SaintSampler, SkipGramSampler
@@ -78,7 +78,8 @@ def neighbor_batches(
         import grain
 
     num_seeds, chosen = _choice(seeds)
-    check_order(seed, epochs, process_index, process_count)
+    check_order(seed, epochs)
+    check_process(process_index, process_count)
     check_integers(num_threads=num_threads, prefetch=prefetch)
     check_flag("shuffle", shuffle)
     check_flag("drop_remainder", drop_remainder)

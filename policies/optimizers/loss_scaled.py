@@ -92,13 +92,7 @@ def with_loss_scale(
     def init(params: Params) -> Any:
         refuse_overwritten(params)
         inner_state = inner.init(upcast_to_float32(params))
-        if scaled_states(inner_state):
-            raise ValueError("optimizer already has a loss scale; call with_loss_scale once")
-        if find_nodes(inner_state, StochasticRoundingState):
-            raise ValueError(
-                "with_stochastic_rounding has no effect inside with_loss_scale, where parameters are float32; put it "
-                "outside"
-            )
+        _refuse_nesting(inner_state)
         return LossScaledState(
             loss_scale=jax.tree_util.tree_map(jnp.array, loss_scale),
             inner_state=with_rule_state(skip, inner_state),
@@ -139,6 +133,17 @@ def with_loss_scale(
         return jax.tree_util.tree_map(lambda u: jnp.where(taken, u, -jnp.zeros_like(u)), new_updates), new_state
 
     return ParamsOptimizer(init, noting_scaled(update))
+
+
+def _refuse_nesting(inner_state: Any) -> None:
+    """Raises ValueError if the state of the wrapped optimizer shows one that does not belong inside."""
+    if scaled_states(inner_state):
+        raise ValueError("optimizer already has a loss scale; call with_loss_scale once")
+    if find_nodes(inner_state, StochasticRoundingState):
+        raise ValueError(
+            "with_stochastic_rounding has no effect inside with_loss_scale, where parameters are float32; "
+            "put it outside"
+        )
 
 
 class ZeroGradientsState(NamedTuple):

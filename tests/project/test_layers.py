@@ -198,15 +198,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(module, ())
 
 
-def test_no_two_classes_have_the_same_name() -> None:
-    """Except for those that begin with `_`."""
-    found: dict[str, Path] = {}
-    for path in SOURCES.values():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                assert found.setdefault(node.name, path) == path, node.name
-
-
 @pytest.mark.full
 def test_importing_is_light_and_starts_no_backend() -> None:
     code = f"""
