@@ -1,4 +1,4 @@
-"""Imports run downwards only, private jax is not used, and importing is light."""
+"""Imports run downwards only and are light, private jax is not used; files and functions are short, names are clear."""
 
 import ast
 import functools
@@ -22,6 +22,12 @@ HEAVY = (
 )  # fmt: skip
 
 
+LONGEST_FILE = 300  # lines of code: without docstrings, comments and blank lines
+LONGEST_FUNCTION = 60
+LONGER = {"graphs/kernels/dot_product.py:_backward"}
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
 def modules(folder: str) -> list[Path]:
     found = [p for p in (ROOT / folder).rglob("*.py") if not _through_link(p, ROOT / folder)]
     assert found
@@ -33,9 +39,14 @@ def _through_link(path: Path, top: Path) -> bool:
 
 
 @functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports_in(path: Path) -> list[ast.Import | ast.ImportFrom]:
     """Returns the imports of a file, at its top or within functions."""
-    nodes = ast.walk(ast.parse(path.read_text()))
+    nodes = ast.walk(tree_of(path))
     return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
@@ -139,7 +150,7 @@ def test_who_uses_the_library_imports_interfaces(folder: str) -> None:
 
 def test_interfaces_only_pass_names_on() -> None:
     for module, path in INTERFACES.items():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         kinds = (ast.Expr, ast.Import, ast.ImportFrom)
         if module != "jmp_train":  # which has its version, and loads some folders when they are asked for
             rest = [node for node in tree.body if not isinstance(node, kinds)]
@@ -196,6 +207,52 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
     for module in uses:
         visit(module, ())
+
+
+@functools.cache
+def definitions() -> dict[Path, list[Definition]]:
+    """Returns the module, classes and functions in each file of the library and the application."""
+    return {path: list(_definitions(tree_of(path))) for path in SOURCES.values()}
+
+
+def _definitions(node: ast.AST) -> Iterator[Definition]:
+    if isinstance(node, Definition):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield from _definitions(child)
+
+
+def code_lines(path: Path, found: list[Definition]) -> set[int]:
+    lines = (line.strip() for line in path.read_text().splitlines())
+    docstrings = [node.body[0] for node in found if ast.get_docstring(node, clean=False) is not None]
+    code = {number for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
+    return code.difference(*map(lines_of, docstrings))
+
+
+def lines_of(node: ast.stmt) -> set[int]:
+    return set(range(node.lineno, (node.end_lineno or 0) + 1))
+
+
+def test_files_and_functions_are_short() -> None:
+    files, functions = {}, set[str]()
+    for path, found in definitions().items():
+        lines, name = code_lines(path, found), path.relative_to(ROOT).as_posix()
+        files[name] = len(lines)
+        for node in found:
+            if isinstance(node, ast.FunctionDef) and len(lines & lines_of(node)) > LONGEST_FUNCTION:
+                functions.add(f"{name}:{node.name}")
+    assert {name: count for name, count in files.items() if count > LONGEST_FILE} == {}
+    assert functions <= LONGER
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    """Except for those that begin with `_`."""
+    where: dict[str, Path] = {}
+    for path, found in definitions().items():
+        for node in found:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                assert where.setdefault(node.name, path) == path, node.name
 
 
 @pytest.mark.full
