@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
