@@ -13,16 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jmp_train as jt
+from jmp_train.policies.loss_scaling import presets
 
 pytestmark = pytest.mark.quick
 
-PRESETS = [
-    jt.torch_loss_scale,
-    jt.apex_loss_scale,
-    jt.megatron_loss_scale,
-    jt.policies.nemo_loss_scale,
-    jt.deepspeed_loss_scale,
-]
+PRESETS = [function for name, function in vars(presets).items() if name.endswith("_loss_scale")]
 
 # --- golden traces: measured on the real classes (init 256, interval 3), scale AFTER each update ---
 

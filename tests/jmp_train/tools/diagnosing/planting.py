@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 import jmp_train as jt
+from jmp_train.tools.diagnosing.remedies import Action
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
-Action = Literal["rules", "argument", "loss scale", "epsilon", "mask", "state", "mathematics"]
 Standing = Literal["first", "nearly", "wrong", "quiet"]
 
 
