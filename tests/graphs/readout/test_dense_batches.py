@@ -79,7 +79,7 @@ def test_without_padding_places_are_as_many_as_the_largest_graph_has_nodes() -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_padded", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("is_padded", [False, True])
 def test_dropped_nodes_keep_their_places(is_padded: bool) -> None:
     batch = graphs.batch([make(ODD["isolated"]), make(ODD["multi-edges"])])
     graph = graphs.pad(batch, batch.num_nodes + 9, batch.num_edges + 5) if is_padded else batch

@@ -24,13 +24,12 @@ from jmp_train.checkpoints.store import CheckpointStore
 HOSTILE = "import pathlib, sys; pathlib.Path(__file__).with_name('RAN').touch(); sys.exit('hostile')"
 
 pytestmark = [
-    pytest.mark.quick,
+    pytest.mark.full,
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's"),
 ]
 
 
-@pytest.mark.full
 def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: Path) -> None:
     hostile, chosen = tmp_path / "hostile", tmp_path / "chosen"
     for folder in (hostile / "jmp_train", chosen):
@@ -49,7 +48,6 @@ def test_nothing_of_the_current_folder_runs_and_pythonpath_is_heeded(tmp_path: P
     assert json.loads(out.removeprefix("hello\nhalf"))["runs"][0]["policy"] == "float32"
 
 
-@pytest.mark.full
 def test_a_schedule_is_compared_as_a_policy_is(tmp_path: Path) -> None:
     code, out, error = shell(
         "$PYTHON -m jmp_train compare karate:task --policies float32 'mixed_float16, .60:float32' --out out "
@@ -75,7 +73,6 @@ def test_a_schedule_is_compared_as_a_policy_is(tmp_path: Path) -> None:
     assert '{"phase": "float32", "start": 30, "stop": 50}' in (tmp_path / f"log/{name}/metrics.jsonl").read_text()
 
 
-@pytest.mark.full
 def test_python_m_leaves_the_current_folder_before_it_imports_anything(tmp_path: Path) -> None:
     for name in ("networkx", "jax", "flax", "numpy", "typing_extensions", "random", "logging"):
         (tmp_path / f"{name}.py").write_text(HOSTILE)
@@ -86,7 +83,6 @@ def test_python_m_leaves_the_current_folder_before_it_imports_anything(tmp_path:
     assert out.isascii()
 
 
-@pytest.mark.full
 def test_the_processes_run_this_very_package(tmp_path: Path) -> None:
     other = tmp_path / "jmp_train"
     other.mkdir()
@@ -97,7 +93,6 @@ def test_the_processes_run_this_very_package(tmp_path: Path) -> None:
     assert (code, event_from_json(json.loads(out))) == (1, Failed("nowhere.py is not a file", is_wrong_call=True))
 
 
-@pytest.mark.full
 def test_a_full_disk_costs_what_does_not_fit_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/report.json").write_text("earlier")
@@ -119,7 +114,6 @@ def test_a_full_disk_costs_what_does_not_fit_and_is_named(tmp_path: Path) -> Non
     assert len(list((tmp_path / "out").iterdir())) == 3
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("command", "code", "warnings"),
     [
@@ -161,8 +155,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.full
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("signals", "code"),
     [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "data_parallel" / "checkpoint.py"
 RUN = ("--steps", 1000)  # longer than it takes to be killed often, on a fast machine too
@@ -40,7 +40,6 @@ def fixture_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     yield result(text)
 
 
-@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_run_whose_processes_are_killed_ends_as_one_that_is_left_alone(undisturbed: str, tmp_path: Path) -> None:
     kills = 20
@@ -86,7 +85,6 @@ def kill(pid: int) -> None:
         time.sleep(0)  # it was ready before
 
 
-@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_two_processes_checkpoint_goes_on_in_one(tmp_path: Path) -> None:
     for count, steps, start in ((2, 40, 0), (1, 60, 40)):

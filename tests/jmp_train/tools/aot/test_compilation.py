@@ -9,14 +9,13 @@ from process_helpers import run_python
 
 PROGRAMS = Path(__file__).parents[3] / "programs" / "gpu_programs.py"
 EDGES, FEATURES = 20_000, 64  # as in PROGRAMS
-pytestmark = [pytest.mark.quick, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(200)]
 
 
 def compiled(plan_python: str, name: str, *arguments: str, **options: Any) -> Any:
     return compile_for_gpu(f"{PROGRAMS}:{name}", *arguments, python=plan_python, timeout=150, **options)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("returned", "stored"), [("sum", 0), ("both", 1)])
 def test_messages_that_are_only_summed_are_not_stored(plan_python: str, returned: str, stored: int) -> None:
     program = compiled(plan_python, "messages", returned)
@@ -31,7 +30,6 @@ def test_messages_that_are_only_summed_are_not_stored(plan_python: str, returned
     assert program.argument_bytes == sum(arguments)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("gpu", ["V100-16GB", "A100-40GB", "H100-80GB"])
 def test_donated_matrices_and_products_are_seen(plan_python: str, gpu: str) -> None:
     program = compiled(plan_python, "loop", "256", gpu=gpu)

@@ -67,7 +67,7 @@ def sampling(fault: str) -> Any:
     return infer
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["mask", "place", "heads", "scale"])
 def test_the_fault_is_named_by_its_part_though_its_rows_are_those_of_other_tokens(args: Any, fault: str) -> None:
     report = jt.parity(train, sampling(fault), *args)

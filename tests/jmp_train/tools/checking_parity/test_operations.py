@@ -175,6 +175,7 @@ def test_functions_with_effects_and_without_arguments() -> None:
     assert (first.train and first.train.primitive, first.kind) == ("exp", "value")
 
 
+@pytest.mark.full
 def test_values_that_no_operation_made_have_no_first_difference(args: Any) -> None:
     recorded = np.asarray(trained(jnp.float32)(*args)) + np.float32(0.5) * np.eye(3, LENGTH, dtype=np.float32)
     report = jt.parity(trained(jnp.float32), lambda params, tokens: np.minimum(recorded, 0), *args)

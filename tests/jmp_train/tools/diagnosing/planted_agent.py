@@ -245,7 +245,7 @@ AGENT = (
     Fault("discounted returns", "cancellation", "linen", discounted, BF16, where="scan"),
     Fault("weights of episodes", "cancellation", "linen", importance, BF16),
     Fault("constant observation", "underflow", "linen", standardized, action="epsilon", applied="value"),
-    Fault("value loss", "overflow", "linen", unscaled, quick=True),
+    Fault("value loss", "overflow", "linen", unscaled),
     Fault("probability ratio", "overflow", "linen", far_off),
     Fault("saturated actions", "overflow", "linen", saturated),
 )

@@ -254,7 +254,7 @@ def tiny_embedding_gradients(way: Way) -> Case:
 UPDATES = (
     Fault("gradients that vanish", "underflow", "linen", vanishing, where="train_step", **SCALE),
     Fault("gradients of a mean", "underflow", "jax", tiny_embedding_gradients, where="train_step", **SCALE),
-    Fault("loss scale of a recurrent net", "overflow", "nnx", large_scale, where="scan", quick=True, **SCALE),
+    Fault("loss scale of a recurrent net", "overflow", "nnx", large_scale, where="scan", **SCALE),
     Fault("loss scale on devices", "overflow", "jax", large_scale_on_devices, where="shard_map", **SCALE),
     Fault("sum over devices", "overflow", "jax", summed_on_devices, where="shard_map"),
     Fault("gradient penalty", "overflow", "haiku", gan_penalty),

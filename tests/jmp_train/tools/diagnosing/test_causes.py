@@ -104,6 +104,7 @@ def adam_step(optimizer: Any) -> Callable[..., Any]:
     return promoting(step)
 
 
+@pytest.mark.full
 def test_adam_on_float16_needs_master_weights_and_its_epsilon_is_named() -> None:
     model = {"w": jnp.ones((4, 4), F16), "activation": jnp.tanh}
     optimizer: Any = optax.adam(1e-3)

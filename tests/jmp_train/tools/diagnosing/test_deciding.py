@@ -110,6 +110,7 @@ WAYS = (
 )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "fn",
     [pytest.param(fn, marks=[] if number < 2 else pytest.mark.full) for number, fn in enumerate(WAYS)],
@@ -191,6 +192,7 @@ def test_a_step_that_casts_for_itself_is_told_too() -> None:
     assert problem.code.endswith("# decides")
 
 
+@pytest.mark.full
 def test_comparisons_and_metrics_that_do_no_harm_are_no_problem() -> None:
     """A rectifier selects one of two equal numbers, and no gradient depends on an accuracy."""
 

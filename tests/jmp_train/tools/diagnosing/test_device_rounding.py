@@ -61,6 +61,7 @@ def test_the_error_is_that_of_rounded_operands(device: Any, bits: int) -> None:
     assert row.inherited_error == row.local_error == pytest.approx(error, rel=1e-2)
 
 
+@pytest.mark.full
 def test_in_loops_branches_convolutions_and_both_passes() -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         x = lax.scan(lambda c, _: (jax.checkpoint(lambda c: jnp.sin(c @ w))(c), None), x, None, 3)[0]

@@ -12,7 +12,7 @@ from planting import harmful
 
 import jmp_train as jt
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 UP, DOWN = jax.random.normal(jax.random.key(0), (32, 64)) / 6, jax.random.normal(jax.random.key(1), (64, 4))
 PARAMS = {"up": UP, "down": DOWN}
@@ -51,7 +51,6 @@ def test_the_product_is_named_and_only_it_leaves_the_8_bits() -> None:
     np.testing.assert_allclose(losses[1], loss_fn(PARAMS, with_outlier), rtol=0.02)
 
 
-@pytest.mark.full
 def test_numbers_without_an_outlier_are_no_problem() -> None:
     step, state = training(RULES)
     assert not harmful(jt.diagnose(step, state, X))

@@ -16,7 +16,6 @@ import jmp_train as jt
 pytestmark = pytest.mark.quick
 
 POLICIES = ("mixed_float16", "autocast_float16")
-QUICK = ((perceptron, "mixed_float16"),)
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +34,11 @@ def training(make: Callable[[], Any], policy: str) -> Any:
     return promoting(step), state, model.batch
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "policy"),
     [
-        pytest.param(
-            make, policy, id=f"{make.__name__}-{policy}", marks=[] if (make, policy) in QUICK else pytest.mark.full
-        )
+        pytest.param(make, policy, id=f"{make.__name__}-{policy}")
         for number, make in enumerate(MODELS)
         for policy in (*POLICIES, ("mixed_bfloat16", "autocast_bfloat16")[number % 2])
     ],

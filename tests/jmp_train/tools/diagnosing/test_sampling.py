@@ -24,7 +24,8 @@ def scanned(carry: jax.Array, factors: jax.Array, *, reverse: bool = False) -> t
     return lax.scan(body, carry, factors, reverse=reverse)
 
 
-@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("reverse", [False, True])
 def test_a_sample_is_measured_of_results_that_are_those_of_all_iterations(reverse: bool) -> None:
     factors = jnp.float16(1 + 0.02 * np.cos(np.arange(LENGTH) ** 2))
     carry, sums = scanned(START, factors, reverse=reverse)

@@ -44,6 +44,7 @@ def distances_of(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.log1p(distances.astype(jnp.float32)))
 
 
+@pytest.mark.full
 def test_the_rules_of_one_report_are_all_that_is_needed() -> None:
     step, state = training(distances_of, jnp.ones(8), "mixed_float16")
     report = jt.diagnose(step, state, 300 * X)
@@ -89,6 +90,7 @@ FILLS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # which is the fault
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ("full_like", "constant") else pytest.mark.full) for name in FILLS]

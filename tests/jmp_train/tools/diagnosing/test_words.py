@@ -113,6 +113,7 @@ def test_the_users_own_cast_is_shown_with_the_argument() -> None:
     assert first.evidence.endswith("(the argument '0/std')")
 
 
+@pytest.mark.full
 def test_updates_and_losses_are_named_where_no_line_of_the_users_makes_them() -> None:
     params = {"a": jnp.ones(4, BF16), "b": jnp.ones(4, BF16)}
     step, state = training(lambda p, x: jnp.mean((x * (p["a"] + p["b"])) ** 2) * 1e-4, params, None)

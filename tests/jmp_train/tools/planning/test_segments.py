@@ -76,6 +76,7 @@ def test_values_and_gradients_are_those_of_the_function(fn: Callable[..., Any], 
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.full
 def test_random_numbers_are_drawn_alike() -> None:
     plain = jax.jit(jax.value_and_grad(with_dropout))(PARAMS, X)
     found = jax.jit(jax.value_and_grad(in_segments(with_dropout, 5)))(PARAMS, X)

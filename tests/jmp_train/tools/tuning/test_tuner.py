@@ -79,6 +79,7 @@ def test_the_same_arguments_give_the_same_rules(tuned: jt.tuning.TunedRules, exa
     assert (again.rules, again.trials, again.entries) == (tuned.rules, tuned.trials, tuned.entries)
 
 
+@pytest.mark.full
 def test_a_model_that_can_be_half_has_no_entry(examples: list[tuple[Any, ...]]) -> None:
     tuned = jt.tune(loss_fn, examples[:1])
     assert tuned.entries == ()
@@ -103,6 +104,7 @@ def test_bfloat16(examples: list[tuple[Any, ...]]) -> None:
     assert (tuned.entries, tuned.dtype, tuned.loss_scale) == ((), "bfloat16", 1.0)
 
 
+@pytest.mark.full
 def test_a_criterion_of_the_users_own(examples: list[tuple[Any, ...]]) -> None:
     def first_gradient_is_close(outcome: Any, exact: Any) -> Any:
         return jnp.allclose(outcome.gradients["0"], exact.gradients["0"], rtol=1e-4, atol=1e-6)
