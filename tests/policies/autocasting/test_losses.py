@@ -57,7 +57,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_half_logits_are_as_exact_as_float32(name: str, half: Any) -> None:

@@ -105,7 +105,7 @@ READ_OFTEN: dict[str, tuple[Callable[[jax.Array, jax.Array], Any], tuple[int, in
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("half", [F16, jnp.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", READ_OFTEN)
 def test_gradients_of_what_is_read_often_are_added_in_float32(name: str, half: Any) -> None:
