@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,152 +69,8 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-MUTATIONS = (
-    Mutation(
-        "scale-rules",
-        "policies/loss_scaling/dynamic_loss_scale.py",
-        "full = counter >= last - 1",
-        "full = counter > last - 1",
-        "tests/policies/loss_scaling/test_presets.py",
-    ),
-    Mutation(  # the count of a schedule goes on, the moments do not
-        "skip",
-        "policies/optimizers/loss_scaled.py",
-        "inner_state = select_tree(taken, new_inner_state, old_inner_state)",
-        "inner_state = jax.tree_util.tree_map(\n"
-        "            lambda new, old: jnp.where(taken | (jnp.result_type(new) == jnp.int32), new, old),\n"
-        "            new_inner_state, old_inner_state,\n"
-        "        )",
-        "tests/policies/optimizers/test_loss_scaled.py",
-    ),
-    Mutation(
-        "cast",
-        "policies/pytrees/casting.py",
-        "if not is_float_array(x):\n        return x\n",
-        "if not isinstance(x, jax.Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.number):\n        return x\n",
-        "tests/policies/pytrees/test_casting.py",
-    ),
-    Mutation(
-        "autocast-rule",
-        "policies/autocasting/rules.py",
-        '"exp exp2 expm1 log',
-        '"exp2 expm1 log',
-        "tests/policies/autocasting/test_attention_logits.py",
-    ),
-    Mutation(  # some reader wants float32, instead of every one
-        "reader-analysis",
-        "policies/autocasting/readers.py",
-        "if out in read and out not in refused)",
-        "if out in read)",
-        "tests/policies/autocasting/test_losses.py",
-    ),
-    Mutation(
-        "segment-sum",
-        "graphs/messages/segment.py",
-        "return segments.sum(upcast(data)).astype(data.dtype)",
-        "return segments.sum(data)",
-        "tests/graphs/messages/test_segment.py",
-    ),
-    Mutation(  # powers are taken of the logits, not of their differences to the largest
-        "softmax",
-        "graphs/structure/incidence.py",
-        "largest = _largest(fixed, self.rows, self.num_rows)",
-        "largest = jnp.zeros_like(_largest(fixed, self.rows, self.num_rows))",
-        "tests/graphs/messages/test_segment.py",
-    ),
-    Mutation(  # the sum of a k t that every edge of a softmax shares
-        "streaming-gradient",
-        "graphs/kernels/gat.py",
-        "            of_logits - of_means,\n",
-        "            of_logits,\n",
-        "tests/graphs/layers/test_attention.py",
-    ),
-    Mutation(
-        "gat",
-        "graphs/layers/gat.py",
-        "    negative_slope: float = 0.2\n    residual",
-        "    negative_slope: float = 0.01\n    residual",
-        "tests/graphs/layers/test_gat.py",
-    ),
-    Mutation(
-        "sampler",
-        "graphs/sampling/host_edge_index.py",
-        "drawn[i] = np.where(is_taken, last, place)",
-        "drawn[i] = place",
-        "tests/graphs/sampling/test_host_edge_index.py",
-    ),
-    Mutation(  # receivers keep the numbers that they have in their own graph
-        "batching",
-        "graphs/structure/batching.py",
-        "return _from_jraph(jraph.batch_np([_on_host(graph) for graph in graphs]), formats, graphs)",
-        "parts = [_on_host(graph) for graph in graphs]\n"
-        "    receivers = np.concatenate([part.receivers for part in parts])\n"
-        "    return _from_jraph(jraph.batch_np(parts)._replace(receivers=receivers), formats, graphs)",
-        "tests/graphs/structure/test_batching.py",
-    ),
-    Mutation(
-        "reduce-dtype",
-        "policies/pytrees/collectives.py",
-        "upcast = upcast_to_float32(pvary(x, axis_names))\n",
-        "upcast = pvary(x, axis_names)\n",
-        "tests/policies/pytrees/test_collectives.py",
-    ),
-    Mutation(
-        "agreement",
-        "policies/pytrees/finite.py",
-        "return sum_over_axes((~finite).astype(jnp.int32), axis_names) == 0 if axis_names else finite",
-        "return finite",
-        "tests/policies/pytrees/test_finite.py",
-    ),
-    Mutation(  # an array of the same length counts as intact
-        "checkpoint-digest",
-        "policies/files/safetensors_files.py",
-        "if self._sums and self._sums.get(name) != hashlib.sha256(content).hexdigest():",
-        "if self._sums and name not in self._sums:",
-        "tests/jmp_train/checkpoints/test_damages.py",
-    ),
-    Mutation(
-        "restore-order",
-        "jmp_train/checkpoints/restoring.py",
-        "in reversed(saved_steps(directory).items()):",
-        "in saved_steps(directory).items():",
-        "tests/jmp_train/checkpoints/test_store.py",
-    ),
-    Mutation(
-        "loader-shuffle",
-        "jmp_train/data/array_loading.py",
-        ".repeat(epochs)\n",
-        ".repeat(epochs, reseed_each_epoch=False)\n",
-        "tests/jmp_train/data/test_array_loading.py",
-    ),
-    Mutation(
-        "report",
-        "jmp_train/app/reports/run_charts.py",
-        "curve(styles[run.policy], points)",
-        "curve(styles[runs[0].policy], points)",
-        "tests/jmp_train/app/reports/test_run_charts.py",
-    ),
-    Mutation(  # a comparison of which one run has failed ends as if all were well
-        "exit-code",
-        "jmp_train/app/cli/compare.py",
-        "    if problems:\n",
-        "    if problems and not runs:\n",
-        "tests/jmp_train/app/cli/test_entry.py",
-    ),
-    Mutation(  # bfloat16, whose name is the only one with two letters before the number
-        "hlo-parser",
-        "jmp_train/tools/aot/hlo_types.py",
-        r'r"\b([a-z]\w*)\[',
-        r'r"\b(pred|[a-z]\d+\w*)\[',
-        "tests/jmp_train/tools/aot/test_hlo_types.py",
-    ),
-    Mutation(
-        "master-weights",
-        "policies/optimizers/master_weights.py",
-        "upcast_to_float32(updates), state.inner_state, state.master_weights, on_addition, **extra_args",
-        "upcast_to_float32(updates), state.inner_state, upcast_to_float32(params), on_addition, **extra_args",
-        "tests/policies/optimizers/test_master_weights.py",
-    ),
+MUTATIONS = tuple(
+    Mutation(**fault) for fault in tomllib.loads((Path(__file__).parent / "planted_faults.toml").read_text())["fault"]
 )
 
 

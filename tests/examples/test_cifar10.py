@@ -1,10 +1,8 @@
 """The task `cifar10`: its data on the way into the network, its optimizer, and training with a small ResNet."""
 
 import dataclasses
-from typing import Any
 
 import cifar10
-import jax
 import optax
 import pytest
 from models.convolution import ResNet
@@ -12,7 +10,6 @@ from promotion import promoting_task, relaxed
 
 from jmp_train.app.runs import RunSettings
 from jmp_train.app.runs.loop import train
-from jmp_train.app.runs.precisions import precision_of
 from jmp_train.task import Task
 
 pytestmark = pytest.mark.full
@@ -24,23 +21,6 @@ def small_task(examples: int, features: tuple[int, ...], devices: int = 1) -> Ta
     train, test = ({**data, "image": data["image"][:, :8, :8]} for data in (train, test))
     model = ResNet(stages=(1,) * len(features), features=features, axis_name="data" if devices > 1 else None)
     return promoting_task(cifar10.make_task(model, train, test))
-
-
-@pytest.mark.parametrize("mode", ["torch", "apex-O1", "apex-O2", "apex-O3", "naive"])
-def test_all_convolutions_are_half_in_every_mode(mode: str) -> None:
-    """Reads the dtypes of their results in the program of a loss and its gradient."""
-    task = small_task(8, (4, 8))
-    amp: Any = precision_of(mode)
-    amp = dataclasses.replace(amp, batch_norms=task.batch_norms())
-    loss_fn, _ = amp.transform(task.loss_fn, optax.sgd(0.1))
-    params, stats = jax.eval_shape(task.init, jax.random.key(0))
-    params, stats = jax.eval_shape(amp.cast_params, params), jax.eval_shape(amp.cast_model_state, stats)
-    with jax.numpy_dtype_promotion("standard"):
-        gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        program = str(jax.make_jaxpr(gradient)(params, stats, task.prepare(task.train), jax.random.key(1)))
-    results = [line.partition(" = conv")[0] for line in program.splitlines() if "= conv_general_dilated[" in line]
-    assert len(results) > 10
-    assert all(":f16[" in result for result in results)
 
 
 @pytest.mark.parametrize("mode", ["float32", "torch", "apex-O1", "apex-O2", "apex-O3", "mixed_bfloat16"])

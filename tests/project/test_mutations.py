@@ -1,4 +1,4 @@
-"""The list of faults in `mutations.py` keeps up with the modules that it changes."""
+"""The list of faults in `planted_faults.toml` keeps up with the modules that it changes."""
 
 import ast
 from pathlib import Path

@@ -1,11 +1,9 @@
 """Every file of tests has a ring, and what the rings' options choose."""
 
 import ast
-import subprocess
 from pathlib import Path
 
 import pytest
-from process_helpers import shell
 
 pytestmark = pytest.mark.quick
 
@@ -86,34 +84,3 @@ def test_rings_and_shares_part_the_tests(tmp_path: Path) -> None:
         (tmp_path / f"test_{name}.py").write_text("import pytest\n@pytest.mark.full\ndef test_other(): ...\n")
     shares = [chosen(tmp_path, "-m", "full", "--share", f"{index}/12") for index in range(3, 15)]
     assert sorted(name for share in shares for name in share) == sorted([*rest, *["test_other"] * 6])
-
-
-@pytest.mark.full
-def test_a_share_says_since_when_a_test_may_have_failed(tmp_path: Path) -> None:
-    red = "def test_red(): raise AssertionError\n"
-    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
-    (tmp_path / "test_elsewhere.py").write_text(red)
-    repository = tmp_path / "repository"
-    repository.mkdir()
-    (repository / "test_old.py").write_text(f"{red}\ndef test_green(): ...\n")
-    (repository / "test_changed.py").touch()
-
-    def git(*command: str) -> str:
-        command = ("git", "-c", "user.name=a", "-c", "user.email=a@b", *command)
-        return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
-
-    git("init", "-q")
-    for message in ("first", "second", "third"):
-        (repository / "code.txt").write_text(message)
-        git("add", ".")
-        git("commit", "-q", "-m", message)
-    (repository / "test_changed.py").write_text(red)
-    commit, _, date = git("log", "--format=%h %cs", "--reverse").splitlines()[0].partition(" ")
-    _, shown, _ = shell("$PYTHON -m pytest -p no:cacheprovider --share 0/1", tmp_path)
-    for line in (
-        "test_elsewhere.py::test_red: unknown, without the history",
-        f"repository/test_old.py::test_red: since {commit} of {date}, 2 commits ago, at the earliest",
-        "repository/test_changed.py::test_red: now, its file is not committed as it is",
-    ):
-        assert line in shown
-    assert "test_green:" not in shown
