@@ -11,9 +11,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr
 
-from jmp_train.distributed import as_bytes
 from jmp_train.policies import PyTree
-from jmp_train.policies.files import DTYPES, MOST_AXES, printable
+from jmp_train.policies.files import MOST_AXES, printable
 from jmp_train.policies.pytrees import is_key, path_name
 
 # The dtypes that a checkpoint holds, by NumPy's names: all of jax's. Random keys are stored as their data.
@@ -81,11 +80,6 @@ def check_values(state: PyTree) -> None:
             raise TypeError(f"state {name!r} must be an array or a number, got {shown(x)}")
         if isinstance(x, jax.Array) and x.is_deleted():
             raise ValueError(f"state {name!r} was deleted, usually by donation: save the state that the step returned")
-
-
-def in_file(array: np.ndarray) -> np.ndarray:
-    """Returns an array as a safetensors file holds it: its bytes, if the format does not have its dtype."""
-    return array if array.dtype.name in DTYPES.values() else as_bytes(array)
 
 
 def differences(saved: Sequence[Leaf], wanted: Sequence[Leaf], what: str = "checkpoint") -> list[str]:

@@ -13,6 +13,7 @@ import operator
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -20,8 +21,10 @@ from typing import Any, NamedTuple, SupportsIndex
 import jax
 import numpy as np
 
-from jmp_train.checkpoints.leaves import Leaf, in_file, leaves_in, shown
+from jmp_train.checkpoints.leaves import Leaf, leaves_in, shown
+from jmp_train.distributed import as_bytes
 from jmp_train.policies.files import (
+    DTYPES,
     DamagedError,
     SafetensorsFile,
     damage_named,
@@ -78,9 +81,14 @@ def saved_steps(directory: Path) -> dict[int, list[Path]]:
 
 
 def write_step(
-    directory: Path, step: int, leaves: list[Leaf], arrays: list[np.ndarray], metadata: dict[str, Any]
+    directory: Path,
+    step: int,
+    leaves: list[Leaf],
+    arrays: list[np.ndarray],
+    metadata: dict[str, Any],
+    max_to_keep: int,
 ) -> None:
-    """Writes a step atomically.
+    """Writes a step atomically, then removes outdated steps.
 
     Args:
       directory: the folder.
@@ -88,14 +96,32 @@ def write_step(
       leaves: the leaves.
       arrays: their arrays.
       metadata: JSON data.
+      max_to_keep: number of newest steps to keep.
 
     Raises:
       OSError: the file cannot be written; an older one is still there.
+
+    Warns:
+      UserWarning: an outdated step cannot be removed.
     """
     described = [leaf._asdict() for leaf in leaves]
     manifest = {"format": FORMAT, "step": step, "jax": jax.__version__, "metadata": metadata, "leaves": described}
     named = {leaf.path: in_file(array) for leaf, array in zip(leaves, arrays, strict=True)}
     write_safetensors(directory / f"step_{step:08d}{SUFFIX}", named, {_MANIFEST: json.dumps(manifest)}, sealed=True)
+    saved = saved_steps(directory)
+    # Later steps, left behind by a run that went back, may be damaged: they do not count.
+    until_now = [number for number in saved if number <= step]
+    outdated = [path for number in until_now[:-max_to_keep] for path in saved[number]]
+    for path in [*outdated, *saved.get(step, [])[1:]]:  # the second, if version 0.1 saved the step, too
+        try:
+            _remove(path)
+        except OSError as error:  # the step itself is saved
+            warnings.warn(f"step {step} is saved, but {path.name} cannot be removed: {error}", stacklevel=2)
+
+
+def in_file(array: np.ndarray) -> np.ndarray:
+    """Returns an array as a safetensors file holds it: its bytes, if the format does not have its dtype."""
+    return array if array.dtype.name in DTYPES.values() else as_bytes(array)
 
 
 @contextlib.contextmanager
@@ -149,7 +175,7 @@ def unreadable_is_damaged(what: object) -> Iterator[None]:
         raise DamagedError(f"{what}: {error.strerror}") from None
 
 
-def remove(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Removes a saved step, in a way that never leaves half of one of version 0.1 under its name."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)

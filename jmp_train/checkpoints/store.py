@@ -13,7 +13,7 @@ import numpy as np
 from jmp_train.checkpoints.folder_lock import lock_folder
 from jmp_train.checkpoints.leaves import Leaf, check_values, leaves_of
 from jmp_train.checkpoints.restoring import list_steps, read_metadata, read_state
-from jmp_train.checkpoints.step_files import checked_step, clear_leftovers, remove, saved_steps, write_step
+from jmp_train.checkpoints.step_files import checked_step, clear_leftovers, write_step
 from jmp_train.distributed import BackgroundWriter, is_divided, placement, to_host, to_leaf
 from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import check_flag, checked_path, is_key
@@ -142,7 +142,7 @@ class CheckpointStore:
                 x.copy_to_host_async()  # all at once, before waiting for the first
         arrays = [to_host(x) for _, x in described]
         leaves = [leaf for leaf, _ in described]
-        self._writer.start(number, lambda: self._write(number, leaves, arrays, note))
+        self._writer.start(number, lambda: write_step(self.directory, number, leaves, arrays, note, self.max_to_keep))
 
     def metadata(self, step: int) -> dict[str, Any]:
         """Returns a step's verified metadata; empty if there are none.
@@ -219,18 +219,6 @@ class CheckpointStore:
         finally:
             if self._unlock is not None:
                 self._unlock()
-
-    def _write(self, step: int, leaves: list[Leaf], arrays: list[np.ndarray], metadata: dict[str, Any]) -> None:
-        write_step(self.directory, step, leaves, arrays, metadata)
-        saved = saved_steps(self.directory)
-        # Later steps, left behind by a run that went back, may be damaged: they do not count.
-        until_now = [number for number in saved if number <= step]
-        outdated = [path for number in until_now[: -self.max_to_keep] for path in saved[number]]
-        for path in [*outdated, *saved.get(step, [])[1:]]:  # the second, if version 0.1 saved the step, too
-            try:
-                remove(path)
-            except OSError as error:  # the step itself is saved
-                warnings.warn(f"step {step} is saved, but {path.name} cannot be removed: {error}", stacklevel=2)
 
     def _check_writable(self) -> None:
         if self.read_only:
