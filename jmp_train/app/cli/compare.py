@@ -1,8 +1,10 @@
 """`jmp-train compare`: one task in several policies or AMP modes, each in its own process."""
 
+import base64
 import dataclasses
 import json
 import os
+import pickle
 import sys
 import threading
 import traceback
@@ -10,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import PIPE
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from jmp_train.app.cli.errors import (
     RUN_FAILED,
@@ -24,7 +26,7 @@ from jmp_train.app.cli.errors import (
 )
 from jmp_train.app.cli.jobs import Call, check_precisions, options_for
 from jmp_train.app.cli.option_values import path
-from jmp_train.app.cli.options import SCHEDULES, RunOptions, as_data, names_option, option, read_options, values_of
+from jmp_train.app.cli.options import SCHEDULES, RunOptions, names_option, option
 from jmp_train.app.cli.outputs import checked_outputs, list_written
 from jmp_train.app.cli.starting import find_task_of
 from jmp_train.app.cli.train import TrainOptions, train_call
@@ -36,14 +38,13 @@ from jmp_train.app.runs import (
     Run,
     Warned,
     check_unused,
-    event_from_json,
-    event_to_json,
 )
 
 if TYPE_CHECKING:
     from jmp_train.app.reports import LineDisplay
 
 _PROCESS = Path(__file__).with_name("train_process.py")
+_SENT = b"jmp_train event "  # the beginning of an event among the lines of a process
 _KEPT_LINES = 1000  # of a process's standard error
 _READER_SECONDS = 5.0  # exceeded only if another process, started by the first, holds the pipe
 
@@ -138,7 +139,7 @@ def _train_all(
       WrongCall: the first run found the call wrong, as all others would.
       Failure: the first run could not begin, as none of the others could.
     """
-    from jmp_train.app.reports import display_on, explain_failure
+    from jmp_train.app.reports import display_on
 
     runs, failures = [], []
     with signals_as_exceptions(), display_on(log, names) as display:
@@ -149,9 +150,8 @@ def _train_all(
             except RunFailure as failure:
                 if not (failure.has_begun or runs or failures):
                     raise WrongCall(str(failure)) if failure.failed.is_wrong_call else failure from None
-                reason = explain_failure(name, failure.failed)
-                failures.append((name, reason))
-                display.fail(name, reason)
+                failures.append((name, str(failure)))
+                display.fail(name, str(failure))
     return runs, failures
 
 
@@ -159,13 +159,14 @@ def _run_in_process(call: Call[CompareOptions], name: str, display: "LineDisplay
     """Returns the run; raises RunFailure if the process did not end well."""
     event, has_begun = None, False
     errors: deque[bytes] = deque(maxlen=_KEPT_LINES)
-    with ChildProcess([*_command(), call_as_json(call, name)], stdout=PIPE, stderr=PIPE) as process:
+    with ChildProcess([*_command(), call_as_text(call, name)], stdout=PIPE, stderr=PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         reader = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
         reader.start()
         for line in process.stdout:
-            event = _event(line) or event
+            sent = line.partition(_SENT)[2]  # nothing in other lines, such as those printed when Python starts
+            event = _from_text(sent) if sent else event
             if isinstance(event, Warned):
                 warn(f"{name}: {event.text}")
             elif event is not None and not isinstance(event, Failed):
@@ -186,14 +187,6 @@ def _command() -> list[str]:
     return [sys.executable, "-P", *ignored, str(_PROCESS)]
 
 
-def _event(line: bytes) -> Event | None:
-    """Returns the event in a line; None if it has none, such as a line printed when Python starts."""
-    try:
-        return event_from_json(json.loads(line))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
 def _reason(code: int | None) -> str:
     """Returns the reason of a failure that the process did not report."""
     if not code:
@@ -201,8 +194,8 @@ def _reason(code: int | None) -> str:
     return f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-def call_as_json(call: Call[RunOptions], name: str) -> str:
-    """Returns the call of a run in its own process, as JSON.
+def call_as_text(call: Call[RunOptions], name: str) -> str:
+    """Returns the call of a run in its own process, as text.
 
     Args:
       call: the call of `compare`.
@@ -210,33 +203,38 @@ def call_as_json(call: Call[RunOptions], name: str) -> str:
     """
     options = options_for(call.options, name)
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(RunOptions)}
-    data = {"options": {**given, "policy": name}, "of_task": call.of_task}
-    data = {part: {name: as_data(value) for name, value in values.items()} for part, values in data.items()}
-    return json.dumps({"task": call.text, **data})
+    # The task's options on their own, because their types may be known only once the task's file is imported.
+    return _as_text((call.text, TrainOptions(**given, policy=name), _as_text(call.of_task)))
 
 
-def call_from_json(text: str) -> Call[TrainOptions]:
-    """Returns the call that `call_as_json` converted."""
-    found = json.loads(text)
-    options = read_options(TrainOptions, values_of(TrainOptions, found["options"]))
-    source = find_task_of("train", found["task"], options.devices)
-    of_task = {} if source.options is None else values_of(source.options, found["of_task"])
-    return Call(found["task"], source, options, of_task)
+def call_from_text(text: str) -> Call[TrainOptions]:
+    """Returns the call that `call_as_text` converted."""
+    task, options, of_task = _from_text(text)
+    source = find_task_of("train", task, options.devices)
+    return Call(task, source, options, _from_text(of_task))
+
+
+def _as_text(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def _from_text(text: str | bytes) -> Any:
+    return pickle.loads(base64.b64decode(text))
 
 
 def run_child(text: str) -> int:
-    """Trains a call in this process, prints its events as JSON, and returns the exit code.
+    """Trains a call in this process, prints its events, and returns the exit code.
 
     Args:
-      text: from `call_as_json`.
+      text: from `call_as_text`.
     """
     with lasting_output(), own_output() as output:
 
         def send(event: Event) -> None:
-            print(json.dumps(event_to_json(event)), file=output, flush=True)
+            print(f"{_SENT.decode()}{_as_text(event)}", file=output, flush=True)
 
         try:
-            train_call(call_from_json(text), send)
+            train_call(call_from_text(text), send)
         except Exception as error:  # noqa: BLE001 - of any kind, because it is reported
             if os.environ.get(TRACEBACK):
                 traceback.print_exception(error)

@@ -70,8 +70,7 @@ def report_error(error: Exception) -> int:
 
 def failed(error: Exception) -> Failed:
     """Returns an error as an event, for the process that started this one."""
-    reason = one_line(_text(error))
-    return Failed(reason, isinstance(error, WrongCall), isinstance(error, FloatingPointError))
+    return Failed(one_line(_text(error)), isinstance(error, WrongCall))
 
 
 def warn(text: str) -> None:

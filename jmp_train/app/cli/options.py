@@ -91,44 +91,6 @@ def read_options(kind: type[T], given: Mapping[str, Any]) -> T:
         raise WrongCall(str(error)) from error
 
 
-def as_data(value: Any) -> Any:
-    """Returns the value of an option as JSON holds it: what JSON would not give back exactly is {"text": ...}.
-
-    Example:
-      >>> as_data((1, Path("rules.toml")))
-      [1, {'text': 'rules.toml'}]
-    """
-    if isinstance(value, list | tuple):
-        return [as_data(x) for x in value]
-    return value if value is None or type(value) in (bool, int, float, str) else {"text": str(value)}
-
-
-def values_of(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a dataclass's options from what `as_data` returned; other names are left out.
-
-    Args:
-      kind: the dataclass.
-      data: values by name; texts are read as those of the command line are.
-
-    Raises:
-      WrongCall: a text cannot be read.
-    """
-    hints = typing.get_type_hints(kind)
-
-    def value(field: Any, x: Any) -> Any:
-        if isinstance(x, list):
-            return tuple(value(field, part) for part in x)
-        if not isinstance(x, dict):
-            return x
-        reader = _argument(kind, field.name, hints[field.name], field.metadata.get("type"))["type"]
-        try:
-            return reader(x["text"])
-        except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
-            raise WrongCall(f"{flag(field.name)} {x['text']}: {error}") from error
-
-    return {field.name: value(field, data[field.name]) for field in Fields(kind) if field.name in data}
-
-
 def flag(name: str) -> str:
     """Returns the option for a field.
 

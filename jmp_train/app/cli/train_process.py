@@ -1,6 +1,6 @@
 """The child process of `jmp-train compare`: trains what its argument describes, by this same package.
 
-It is started as `python -P train_process.py JSON`, so that nothing is imported from the current folder. `python -P -m
+It is started as `python -P train_process.py CALL`, so that nothing is imported from the current folder. `python -P -m
 jmp_train` would not find the package in the current folder, as in a checkout, or would find another one.
 """
 

@@ -9,7 +9,6 @@ from jmp_train.app.reports.files import json_line as json_line
 from jmp_train.app.reports.files import report as report
 from jmp_train.app.reports.files import write_files as write_files
 from jmp_train.app.reports.files import write_report as write_report
-from jmp_train.app.reports.page import explain_failure as explain_failure
 from jmp_train.app.reports.page import explanations as explanations
 from jmp_train.app.reports.terminal import print_text as print_text
 from jmp_train.app.reports.terminal import showing as showing

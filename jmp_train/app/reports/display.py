@@ -5,28 +5,22 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import IO, TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from jmp_train.app.reports.page import metrics_note
 from jmp_train.app.reports.tables import cost_table, process_memory, runs_table, speed_table, watch_table
-from jmp_train.app.reports.terminal import console_on, is_screen, print_text, sheet, showing, size_of, width_of, wrapped
+from jmp_train.app.reports.terminal import console_on, is_screen, print_text, sheet, showing
 from jmp_train.app.runs import Compiled, Epoch, Event, Note, Phase, Planned, Progress, Run
 from jmp_train.extras import extra_packages
 from jmp_train.policies.files import escaped
-from jmp_train.tools.documents import Table, with_unit
 
 if TYPE_CHECKING:
-    from rich.console import Group
     from rich.progress import TextColumn
-
-
-_CELLS = ("now", "step", "loss", "scale", "skipped", "s/epoch", "compile", "saved")
-_BESIDE_NAME_AND_COUNT = 40  # width of "steps", two clocks, a bar of ten, and gaps
 
 
 @showing()
 def print_tables(runs: Sequence[Run], *, has_speeds: bool = False) -> None:
-    """Prints tables of the runs, or one run below the other if the screen is too narrow.
+    """Prints tables of the runs.
 
     They are the results, the costs of a step on any device, and the watched fractions. The footnote is the memory of
     processes.
@@ -38,11 +32,11 @@ def print_tables(runs: Sequence[Run], *, has_speeds: bool = False) -> None:
     console = console_on(sys.stdout)
     for table in (runs_table(runs), cost_table(runs), watch_table(runs)):
         if table.rows:
-            console.print(sheet(table, console.width))
+            console.print(sheet(table))
     if footnote := process_memory(runs):
         console.print(escaped(footnote), style="dim")
     if has_speeds:
-        console.print(sheet(speed_table(runs), console.width))
+        console.print(sheet(speed_table(runs)))
 
 
 def epoch_line(policy: str, epoch: Epoch, epochs: int, memory_of: str) -> str:
@@ -71,7 +65,7 @@ def _counts_shown(first: str, later: str, stream: IO[str]) -> Iterator[Callable[
     with contextlib.ExitStack() as stack:
         update = None
         with showing():
-            columns = progress.SpinnerColumn(), _description(), progress.TimeElapsedColumn()
+            columns = progress.SpinnerColumn(), _text("description"), progress.TimeElapsedColumn()
             bars = progress.Progress(*columns, console=console_on(stream), transient=True)
             bar = bars.add_task(first, total=None)
             bars.start()
@@ -80,12 +74,12 @@ def _counts_shown(first: str, later: str, stream: IO[str]) -> Iterator[Callable[
         yield update
 
 
-def _description() -> "TextColumn":
-    """Returns the column of the descriptions of bars as text; rich's default reads markup."""
+def _text(field: str) -> "TextColumn":
+    """Returns a column with a field of bars as text; rich's default reads markup."""
     with extra_packages():
         from rich import progress
 
-    return progress.TextColumn("{task.description}", markup=False)
+    return progress.TextColumn(f"{{task.{field}}}", markup=False)
 
 
 compilations_shown = partial(_counts_shown, "tracing", "{} compiled, next {}")
@@ -136,87 +130,67 @@ class LineDisplay:
                 self._print(epoch_line(policy, event, self.epochs, self._memory_of.get(policy, "")))
 
     def _print(self, line: str) -> None:
-        print_text(wrapped(line, width_of(self.stream)) if self.stream.isatty() else line, self.stream)
+        print_text(line, self.stream)
 
 
 class LiveDisplay(LineDisplay):
-    """Shows a progress bar and a table row for each run below the lines, and updates them."""
+    """Shows a progress bar with a status for each run below the lines, and updates them."""
 
     def __init__(self, stream: IO[str], policies: Sequence[str]) -> None:
         with extra_packages():
             from rich import progress
-            from rich.live import Live
 
         super().__init__(stream)
-        self._rows = {policy: dict.fromkeys(_CELLS, "") | {"now": "waiting"} for policy in policies}
-        self._training = dict.fromkeys(policies, "training")  # and the phase, if there are several
-        clocks = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
-        counts = progress.BarColumn(), progress.MofNCompleteColumn(), "steps"
-        self._bars = progress.Progress(_description(), *counts, *clocks)
-        self._tasks = {policy: self._bars.add_task(escaped(policy), start=False, total=None) for policy in policies}
-        self._console = console_on(stream)
-        self._live = Live(get_renderable=self._render, console=self._console, transient=True)
+        counts = progress.BarColumn(10), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
+        columns = _text("description"), *counts, _text("fields[status]")
+        self._bars = progress.Progress(*columns, console=console_on(stream), transient=True)
+        self._tasks = {
+            policy: self._bars.add_task(escaped(policy), start=False, total=None, status="waiting")
+            for policy in policies
+        }
 
     def __enter__(self) -> Self:
         with showing():
-            self._live.start()
+            self._bars.start()
         return self
 
     @showing()
     def __exit__(self, *exception: object) -> None:
-        self._live.stop()  # clears bars and table; the lines stay
+        self._bars.stop()  # clears the bars; the lines stay
 
     @showing()
     def start(self, policy: str) -> None:
         """Starts a run's clock."""
-        self._rows[policy]["now"] = "loading"
+        self._update(policy, "loading")
         self._bars.start_task(self._tasks[policy])
 
     @showing()
     def show(self, policy: str, event: Event) -> None:
-        """Updates a run's bar and row, and prints the event's line, if it has one, above them."""
-        row, bar = self._rows[policy], self._tasks[policy]
+        """Updates a run's bar and status, and prints the event's line, if it has one, above them."""
         match event:
             case Planned(_, total):
-                row["now"] = "compiling"
-                self._bars.update(bar, total=total)
-            case Compiled(seconds, _, costs):
-                row["now"], row["compile"] = self._training[policy], f"{seconds:.1f} s"
-                row["saved"] = "" if costs.residual_bytes is None else with_unit(costs.residual_bytes, "B")
-            case Phase():
-                row["now"] = self._training[policy] = f"training, {event.policy}"
+                self._update(policy, "compiling", total=total)
+            case Compiled():
+                self._update(policy, "training")
             case Progress(total, skipped_steps, recent):
                 last = recent[-1]
-                self._bars.update(bar, total=total, completed=last.step)
-                row["step"] = f"{last.step}" if total is None else f"{last.step}/{total}"
-                row["loss"], row["scale"] = f"{last.loss:.4f}", f"{last.loss_scale:g}"
-                row["skipped"] = str(skipped_steps)
-            case Epoch():
-                row["s/epoch"] = f"{event.seconds:.2f}"
-                row["now"] = "evaluating" if event.epoch == self.epochs else self._training[policy]
+                status = f"loss {last.loss:.4f}  scale {last.loss_scale:g}  skipped {skipped_steps}"
+                self._update(policy, status, total=total, completed=last.step)
+            case Epoch() if event.epoch == self.epochs:
+                self._update(policy, "evaluating")
             case Run():
-                row["now"] = metrics_note(event)
+                self._update(policy, metrics_note(event))
         super().show(policy, event)
 
     @showing()
     def fail(self, policy: str, reason: str) -> None:
         """Marks a run as failed."""
         self._bars.stop_task(self._tasks[policy])
-        self._rows[policy]["now"] = "failed"
+        self._update(policy, "failed")
         self._print(f"{policy}: {reason}")
 
+    def _update(self, policy: str, status: str, **counts: Any) -> None:
+        self._bars.update(self._tasks[policy], status=escaped(status), **counts)
+
     def _print(self, line: str) -> None:
-        self._console.print(wrapped(escaped(line, "\n"), self._console.width), soft_wrap=True)
-
-    def _render(self) -> "Group":
-        """Returns bars and table; if the bars do not fit, only a table with the steps."""
-        with extra_packages():
-            from rich.console import Group
-
-        self._console.size = size_of(self.stream)  # the user may have resized the terminal
-        counts = max(len(row["step"]) for row in self._rows.values())
-        has_bars = max(map(len, self._rows)) + counts + _BESIDE_NAME_AND_COUNT <= self._console.width
-        heads = [name for name in _CELLS if name != "step" or not has_bars]
-        rows = [(policy, *(row[head] for head in heads)) for policy, row in self._rows.items()]
-        table = sheet(Table(("policy", *heads), rows, texts=(0, 1)), self._console.width)
-        return Group(self._bars, table) if has_bars else Group(table)
+        self._bars.console.print(escaped(line, "\n"), soft_wrap=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jmp_train.app.reports.tables import process_memory
-from jmp_train.app.runs import Run, event_to_json, metrics_of_0_1
+from jmp_train.app.runs import Run, event_to_json
 from jmp_train.policies.files import write_atomically
 from jmp_train.tools.documents import as_json, svg_file
 
@@ -60,7 +60,6 @@ def _run_report(run: Run) -> dict[str, Any]:
     epochs = [event_to_json(epoch) for epoch in run.epochs]
     return {
         **{name: value for name, value in found.items() if value or name not in _OPTIONAL},
-        **metrics_of_0_1(run),
         "epochs": [{name: epoch[name] for name in _OF_EPOCH} for epoch in epochs],
     }
 

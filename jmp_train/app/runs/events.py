@@ -1,10 +1,7 @@
 """Events of a training run, as values and as JSON."""
 
 import dataclasses
-import math
 import statistics
-import typing
-from collections.abc import Callable
 from typing import Any
 
 from jmp_train.steps import StepCosts
@@ -85,12 +82,10 @@ class Failed:
     Attributes:
       reason: a line for the user.
       is_wrong_call: True if the call is wrong, and nothing was trained.
-      is_nonfinite: True if the reason is that numbers are not finite.
     """
 
     reason: str
     is_wrong_call: bool = False
-    is_nonfinite: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,10 +228,7 @@ class Run:
 
 Event = Planned | Note | Warned | Compiled | Phase | Progress | Epoch | Run | Failed
 
-_KINDS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
-_PARTS = {"epochs": Epoch, "recent": StepRecord, "steps": StepRecord, "watched": Watched, "phases": Phase}
 _LEFT_OUT = ("watch", "watched", "rules", "phases")  # left out of the JSON of runs that have none
-_OF_0_1 = ("test_accuracy", "nonfinite_outputs", "bits_per_byte")  # metrics that were fields of a run in version 0.1
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -247,35 +239,4 @@ def event_to_json(event: Event) -> dict[str, Any]:
       {'event': 'progress', 'total': 330, 'skipped_steps': 0, 'recent': []}
     """
     fields = {k: v for k, v in dataclasses.asdict(event).items() if v or k not in _LEFT_OUT}
-    fields |= metrics_of_0_1(event) if isinstance(event, Run) else {}
     return {"event": type(event).__name__.lower(), **as_json(fields)}
-
-
-def metrics_of_0_1(run: Run) -> dict[str, float]:
-    """Returns the metrics that have had their own JSON keys since version 0.1.
-
-    Args:
-      run: the run.
-    """
-    return {name: run.metrics[name] for name in _OF_0_1 if name in run.metrics}
-
-
-def event_from_json(fields: dict[str, Any]) -> Event:
-    """Returns the event that `event_to_json` converted to `fields`; null becomes NaN."""
-    return _revive(_KINDS[fields["event"]], {k: v for k, v in fields.items() if k not in ("event", *_OF_0_1)})
-
-
-def _revive(kind: Callable[..., Any], fields: dict[str, Any]) -> Any:
-    values: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, list):
-            values[name] = tuple(_revive(_PARTS[name], part) for part in value)
-        elif name == "costs":
-            values[name] = StepCosts(**value)
-        elif name in ("total", "batch_size"):
-            values[name] = value
-        elif name == "metrics":
-            values[name] = {metric: math.nan if x is None else x for metric, x in value.items()}
-        else:
-            values[name] = math.nan if value is None else value
-    return kind(**values)

@@ -15,9 +15,9 @@ from example_tasks import FOLDER
 from process_helpers import shell
 
 from jmp_train.app.cli import compare as compare_command
-from jmp_train.app.cli.compare import CompareOptions, call_as_json
+from jmp_train.app.cli.compare import CompareOptions, call_as_text
 from jmp_train.app.cli.jobs import Call
-from jmp_train.app.runs.events import Failed, event_from_json
+from jmp_train.app.runs.events import Failed
 from jmp_train.app.tasks import find_task
 from jmp_train.checkpoints.store import CheckpointStore
 
@@ -88,9 +88,10 @@ def test_the_processes_run_this_very_package(tmp_path: Path) -> None:
     other.mkdir()
     (other / "__init__.py").write_text(HOSTILE)
     call = Call("nowhere.py", find_task("digits"), CompareOptions(), {})
-    command = f"$PYTHON -P {compare_command._PROCESS} '{call_as_json(call, 'float32')}'"
+    command = f"$PYTHON -P {compare_command._PROCESS} '{call_as_text(call, 'float32')}'"
     code, out, _ = shell(command, tmp_path, PYTHONPATH=str(tmp_path))
-    assert (code, event_from_json(json.loads(out))) == (1, Failed("nowhere.py is not a file", is_wrong_call=True))
+    sent = out.strip().removeprefix(compare_command._SENT.decode())
+    assert (code, compare_command._from_text(sent)) == (1, Failed("nowhere.py is not a file", is_wrong_call=True))
 
 
 def test_a_full_disk_costs_what_does_not_fit_and_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import os
 import pty
@@ -19,7 +18,7 @@ from jmp_train.app.cli import compare as compare_command
 from jmp_train.app.cli.compare import RunFailure
 from jmp_train.app.cli.entry import main
 from jmp_train.app.cli.starting import provide_cpu_devices, turn_ynn_fusion_off
-from jmp_train.app.runs.events import Compiled, Epoch, Failed, Planned, Run, event_from_json
+from jmp_train.app.runs.events import Failed, Run
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(300)]
 
@@ -32,13 +31,12 @@ def check_schema(report: Any, policies: list[str], epochs: int, task: str = "dig
     assert [entry["policy"] for entry in report["runs"]] == policies
     for entry in report["runs"]:
         assert set(entry) == {
-            "policy", "device", "metrics", "higher_is_better", "test_accuracy", "compile_seconds", "memory_of",
-            "epochs",
-            "iterations_per_second", "samples_per_second", "nonfinite_outputs", "costs",
+            "policy", "device", "metrics", "higher_is_better", "compile_seconds", "memory_of", "epochs",
+            "iterations_per_second", "samples_per_second", "costs",
         }  # fmt: skip
         assert 0 < entry["iterations_per_second"] < entry["samples_per_second"]
-        assert 0 <= entry["test_accuracy"] <= 1
-        assert entry["nonfinite_outputs"] == 0
+        assert 0 <= entry["metrics"]["test_accuracy"] <= 1
+        assert entry["metrics"]["nonfinite_outputs"] == 0
         assert entry["compile_seconds"] > 0
         costs = entry["costs"]
         assert costs["residual_bytes"] > 0 < costs["params_bytes"] <= costs["opt_state_bytes"]
@@ -108,16 +106,15 @@ def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
         cwd=tmp_path,
     )  # fmt: skip
     assert (result.returncode, result.stderr) == (0, "")
-    events = [event_from_json(json.loads(line)) for line in result.stdout.splitlines()]
-    assert events[0] == Planned(epochs=2, total=44)
-    assert isinstance(events[1], Compiled)
-    assert [event.epoch for event in events if isinstance(event, Epoch)] == [1, 2]
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert events[0] == {"event": "planned", "epochs": 2, "total": 44}
+    assert [events[1]["event"], events[-1]["event"]] == ["compiled", "run"]
+    assert [event["epoch"] for event in events if event["event"] == "epoch"] == [1, 2]
     final = events[-1]
-    assert isinstance(final, Run)
-    assert len(final.steps) == 44
-    assert final.metrics["test_accuracy"] > 0.5
+    assert len(final["steps"]) == 44
+    assert final["metrics"]["test_accuracy"] > 0.5
     logged = (tmp_path / "log/mixed_bfloat16/metrics.jsonl").read_text().splitlines()
-    assert json.loads(logged[-1]) == {"test_accuracy": final.metrics["test_accuracy"]}
+    assert json.loads(logged[-1]) == {"test_accuracy": final["metrics"]["test_accuracy"]}
     assert len(list((tmp_path / "log/mixed_bfloat16").glob("events.out.tfevents.*"))) == 1
 
 
@@ -125,9 +122,8 @@ def test_train_json_is_a_line_an_event(tmp_path: Path) -> None:
 def test_the_last_skipped_steps_are_written_as_capsules(tmp_path: Path) -> None:
     result = run("train", "--mode", "naive", "--epochs", "2", "--json", "--capsules", "made/capsules", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    final = event_from_json(json.loads(result.stdout.splitlines()[-1]))
-    assert isinstance(final, Run)
-    skipped = [step.step - 1 for step in final.steps if not step.finite]
+    final = json.loads(result.stdout.splitlines()[-1])
+    skipped = [step["step"] - 1 for step in final["steps"] if not step["finite"]]
     assert len(skipped) > 3
     assert sorted(os.listdir(tmp_path / "made/capsules")) == [f"step_{number:08d}.capsule" for number in skipped[-3:]]
 
@@ -153,8 +149,8 @@ def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
     os.close(terminal)
     assert process.wait(60) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(chunks).decode())
-    assert re.search(r"float32 [━╺╸ ]+44/44 steps", text)
-    assert re.search(r"float32 +compiling", text)
+    assert re.search(r"float32 [━╺╸ ]+44/44", text)
+    assert re.search(r"float32 .* compiling", text)
     assert "float32         epoch 2/2  loss" in text
     assert re.search(r"float32 +\d+\.\d\d +\d+\.\d s +\d+\.\d+% .* 1 +0", text)
 
@@ -173,27 +169,18 @@ def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
     check_schema(report, policies, epochs=1, task="mnist:task")
 
 
-def test_compare_says_why_a_mode_fell_behind_or_failed(
+def test_a_comparison_of_which_one_run_fails_has_the_others_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def run_in_process(call: Any, name: str, display: Any) -> Run:
-        del call, display
-        if name == "apex-O3-bfloat16":
-            raise RunFailure(Failed("the output is not finite", is_nonfinite=True), has_begun=True)
-        return dataclasses.replace(make_run(name), metrics={"test_accuracy": 0.9 if "-O" in name else 0.95})
+        if name == "apex-O3":
+            raise RunFailure(Failed("the output is not finite"), has_begun=True)
+        return make_run(name)
 
     monkeypatch.setattr(compare_command, "_run_in_process", run_in_process)
-    modes = ("float32", "apex-O2", "apex-O3", "apex-O3-bfloat16")
-    assert main(["compare", "karate:task", "--out", str(tmp_path), "--modes", *modes]) == 1
-    out, error = capsys.readouterr()
-    behind = [line for line in out.splitlines() if "below float32" in line]
-    assert len(behind) == 1
-    assert behind[0].startswith("apex-O3 is 5.00 points of test accuracy below float32. apex-O3 has")
-    reason = "apex-O3-bfloat16: the output is not finite. apex-O3-bfloat16 has no float32"
-    assert error.startswith(f"jmp-train: error: {reason}")
-    page = (tmp_path / "report.html").read_text()
-    assert f"<p>{behind[0]}</p>" in page
-    assert "did not end: the output is not finite. apex-O3-bfloat16 has no float32" in page
+    assert main(["compare", "karate:task", "--out", str(tmp_path), "--modes", "float32", "apex-O3"]) == 1
+    assert capsys.readouterr().err == "jmp-train: error: apex-O3: the output is not finite\n"
+    assert "apex-O3 did not end: the output is not finite" in (tmp_path / "report.html").read_text()
 
 
 def test_a_missing_package_is_named_with_its_remedy(

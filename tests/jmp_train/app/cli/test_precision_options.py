@@ -16,7 +16,7 @@ import jmp_train as jt
 import jmp_train.app.runs
 from jmp_train.app.cli import compare as compare_command
 from jmp_train.app.cli import train as train_module
-from jmp_train.app.cli.compare import call_as_json, call_from_json
+from jmp_train.app.cli.compare import call_as_text, call_from_text
 from jmp_train.app.cli.entry import main
 from jmp_train.app.cli.jobs import read_rules
 from jmp_train.app.cli.options import SetupOptions
@@ -143,7 +143,7 @@ def test_compare_gives_options_to_those_that_take_them_and_the_report_names_the_
     options = {}
 
     def run_in_process(call: Any, name: str, display: object) -> Run:
-        options[name] = call_from_json(call_as_json(call, name)).options
+        options[name] = call_from_text(call_as_text(call, name)).options
         return dataclasses.replace(make_run(name), rules="rules.toml" if name in ruled else None)
 
     monkeypatch.setattr(compare_command, "_run_in_process", run_in_process)

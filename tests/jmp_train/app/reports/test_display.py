@@ -50,7 +50,7 @@ def test_lines_where_there_is_no_terminal() -> None:
     assert stream.getvalue() == f"{line}\n"
 
 
-def test_a_phase_that_begins_is_a_line_and_the_status() -> None:
+def test_a_phase_that_begins_is_a_line() -> None:
     phase = Phase("float32", 40, 100, RUN.costs)
     lines, terminal = io.StringIO(), Terminal()
     for stream in (lines, terminal):
@@ -58,12 +58,11 @@ def test_a_phase_that_begins_is_a_line_and_the_status() -> None:
             for event in (Planned(2, 100), Compiled(7.5, "process", RUN.costs), phase, RUN.epochs[0]):
                 display.show("a", event)
             if isinstance(display, LiveDisplay):
-                display._live.refresh()
+                display._bars.refresh()
     first, second = lines.getvalue().splitlines()
     assert first == "a               from step 41 to 100 in float32"
     assert second.startswith("a               epoch 1/2")
     assert first in plain(terminal.getvalue())
-    assert re.search(r"a +training, float32 ", plain(terminal.getvalue()))
 
 
 @pytest.mark.parametrize("memory_of", ["device", "process"])
@@ -75,38 +74,38 @@ def test_the_memory_of_a_device_is_in_the_lines(memory_of: str) -> None:
         assert ("peak memory 300 MB" in stream.getvalue()) == (memory_of == "device")
 
 
-def test_a_terminal_gets_bars_a_table_and_the_lines_above_them() -> None:
+def test_a_terminal_gets_bars_and_the_lines_above_them() -> None:
     stream = Terminal()
     with display_on(stream, ["mixed_float16", "float32"]) as display:
         assert isinstance(display, LiveDisplay)
         show_all(display, "mixed_float16")
-        display._live.refresh()
+        display._bars.refresh()
         display.start("float32")
-        display._live.refresh()
+        display._bars.refresh()
         display.show("mixed_float16", RUN)
         display.fail("float32", "no memory")
     text = plain(stream.getvalue())
     assert "mixed_float16   epoch 1/2  loss" in text
-    assert re.search(r"mixed_float16 [━╺╸ ]+50/100 steps", text)
-    assert re.search(r"mixed_float16 training +0\.0200 +4 +1 +2\.00 +7\.5 s +3 MB", text)
-    assert re.search(r"float32 +waiting", text)
-    assert re.search(r"float32 +loading", text)
+    assert re.search(r"mixed_float16 [━╺╸ ]+50/100", text)
+    assert re.search(r"mixed_float16 .* loss 0\.0200  scale 4  skipped 1", text)
+    assert re.search(r"float32 .* waiting", text)
+    assert re.search(r"float32 .* loading", text)
     assert "test accuracy 98.70%" in text
     assert "float32: no memory" in text
-    assert re.search(r"float32 +failed", text)
+    assert re.search(r"float32 .* failed", text)
 
 
 def test_the_last_epoch_is_followed_by_the_test() -> None:
     stream = Terminal()
     with LiveDisplay(stream, ["a"]) as display:
         display.show("a", Planned(2, 100))
-        display._live.refresh()
+        display._bars.refresh()
         display.show("a", RUN.epochs[1])
-        display._live.refresh()
+        display._bars.refresh()
     text = plain(stream.getvalue())
-    assert re.search(r"a [━╺╸ ]+0/100 steps", text)  # before the first step, too
-    assert re.search(r"a +compiling", text)
-    assert re.search(r"a +evaluating", text)
+    assert re.search(r"a [━╺╸ ]+0/100", text)  # before the first step, too
+    assert re.search(r"a .* compiling", text)
+    assert re.search(r"a .* evaluating", text)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
@@ -118,16 +117,16 @@ def test_a_terminal_that_lacks_the_characters_and_then_goes_away(monkeypatch: py
         with display_on(stream, ["mixed_float16"]) as display:  # pyright: ignore[reportArgumentType]
             assert isinstance(display, LiveDisplay)
             show_all(display, "mixed_float16")
-            display._live.refresh()
+            display._bars.refresh()
             text = ""
-            while "/100 steps" not in text and select.select([user], [], [], 5)[0]:
+            while "/100" not in text and select.select([user], [], [], 5)[0]:
                 text += plain(os.read(user, 65536).decode("ascii"))
             os.close(user)
             display.show("mixed_float16", RUN.epochs[1])
             display.fail("mixed_float16", "why")
         assert isinstance(stream.lost, OSError)
     assert "mixed_float16   epoch 1/2  loss" in text
-    assert re.search(r"mixed_float16 -+ +0/100 steps|mixed_float16 [- ]+50/100 steps", text)
+    assert re.search(r"mixed_float16 -+ +0/100|mixed_float16 [- ]+50/100", text)
 
 
 def test_a_terminal_shows_the_progress_of_a_search_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from made_runs import COSTS, make_run
 from jmp_train.app.reports import explanations, print_tables, report, write_report
 from jmp_train.app.reports.display import epoch_line
 from jmp_train.app.reports.page import page as report_page
-from jmp_train.app.reports.page import sentences
 from jmp_train.app.reports.run_charts import losses
 from jmp_train.app.runs.events import Epoch, Phase
 from jmp_train.tools.documents import svg
@@ -79,11 +78,8 @@ def test_bits_per_byte_have_a_column_and_a_key(capsys: pytest.CaptureFixture[str
     print_tables(runs)
     out = capsys.readouterr().out
     assert all(text in out for text in ("bits/byte", "2.5000", "3.5000"))
-    assert [entry["bits_per_byte"] for entry in report("lm", runs)["runs"]] == [2.5, 3.5]
-    assert "bits_per_byte" not in report("digits", [make_run()])["runs"][0]
-    page = report_page("lm", runs)
-    assert "float32: test accuracy 90.00%, bits/byte 2.5000, " in page
-    assert "float16: test accuracy 90.00% (+0.00 points), bits/byte 3.5000, " in page
+    assert [entry["metrics"]["bits_per_byte"] for entry in report("lm", runs)["runs"]] == [2.5, 3.5]
+    assert "<td>2.5000" in report_page("lm", runs)
     assert "bits" not in report_page("digits", [make_run()])
 
 
@@ -193,26 +189,3 @@ def test_what_fits_is_written_and_the_earlier_rest_is_kept(tmp_path: Path) -> No
     assert json.loads(paths[0].read_text())["task"] == "mnist"
     assert [path.read_bytes() for path in paths[1:]] == earlier
     assert sorted(tmp_path.iterdir()) == sorted(paths)
-
-
-def test_the_sentences_compare_with_the_first_run() -> None:
-    half = dataclasses.replace(
-        make_run("half", scale=8.0, skips=(7,)),
-        metrics={"test_accuracy": 0.98},
-        costs=dataclasses.replace(COSTS, half_flops_share=0.987, residual_bytes=1_860_000),
-    )
-    epochs = tuple(dataclasses.replace(epoch, seconds=epoch.seconds / 2) for epoch in half.epochs)
-    on_cpu = [make_run("full"), dataclasses.replace(half, epochs=epochs)]
-    first, second = sentences(on_cpu)
-    assert first == "full: test accuracy 98.70%, 3 s per epoch, 3 MB saved for the backward pass."
-    start, speed = "half: test accuracy 98.00% (-0.70 points), ", "2.00 times as fast as full, "
-    end = "98.7% of the flops in half precision, 1.86 MB saved for the backward pass (0.62x); 1 of 100 steps skipped."
-    assert second == start + end
-    assert sentences([dataclasses.replace(run, device="H100") for run in on_cpu])[1] == start + speed + end
-
-
-def test_sentences_leave_out_what_is_not_known() -> None:
-    none = dataclasses.replace(make_run("a"), costs=dataclasses.replace(COSTS, residual_bytes=None))
-    first, second = sentences([none, none])
-    assert first == "a: test accuracy 98.70%, 3 s per epoch."
-    assert "in half precision; 0 of 100" in second
