@@ -27,7 +27,7 @@ from jmp_train.app.cli.errors import (
 from jmp_train.app.cli.jobs import Call, check_precisions, options_for
 from jmp_train.app.cli.option_values import path
 from jmp_train.app.cli.options import SCHEDULES, RunOptions, names_option, option
-from jmp_train.app.cli.outputs import checked_outputs, list_written
+from jmp_train.app.cli.outputs import check_outputs, list_written
 from jmp_train.app.cli.starting import find_task_of
 from jmp_train.app.cli.train import TrainOptions, train_call
 from jmp_train.app.launch import ChildProcess, lasting_output, own_output, signals_as_exceptions
@@ -106,25 +106,25 @@ def compare_command(call: Call[CompareOptions]) -> int:
         call.task_options()
     check_different("--modes" if options.modes else "--policies", names)
     log = sys.stdout if output is None else sys.stderr
-    with checked_outputs(folders={"--out": options.out, "--logdir": options.logdir}):
-        if options.logdir is not None:
-            with checking_the_call():
-                for name in names:
-                    check_unused(options.logdir / name)
-        runs, failures = _train_all(call, names, log)
-        problems = [f"{name}: {reason}" for name, reason in failures]
-        written: list[Path] = []
-        if options.out is not None and runs:  # keeps an earlier report if all runs fail
-            written, unwritten = write_report(options.out, call.source.name, runs, failures)
-            problems += unwritten
-        if output is not None:
-            print(json.dumps(report(call.source.name, runs), indent=2), file=output)
-        elif runs:
-            print_tables(runs, has_speeds=bool(options.modes))
-        with showing():
-            for text in explanations(runs):
-                print_text(text, log)
-        list_written(written, log)
+    check_outputs(folders={"--out": options.out, "--logdir": options.logdir})
+    if options.logdir is not None:
+        with checking_the_call():
+            for name in names:
+                check_unused(options.logdir / name)
+    runs, failures = _train_all(call, names, log)
+    problems = [f"{name}: {reason}" for name, reason in failures]
+    written: list[Path] = []
+    if options.out is not None and runs:  # keeps an earlier report if all runs fail
+        written, unwritten = write_report(options.out, call.source.name, runs, failures)
+        problems += unwritten
+    if output is not None:
+        print(json.dumps(report(call.source.name, runs), indent=2), file=output)
+    elif runs:
+        print_tables(runs, has_speeds=bool(options.modes))
+    with showing():
+        for text in explanations(runs):
+            print_text(text, log)
+    list_written(written, log)
     if problems:
         raise Failure("; ".join(problems))
     return 0

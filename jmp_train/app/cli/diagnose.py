@@ -9,7 +9,7 @@ from jmp_train.app.cli.errors import PROBLEMS_FOUND, WrongCall, checking_the_cal
 from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.option_values import count, path, positive
 from jmp_train.app.cli.options import NameOptions, SetupOptions, option
-from jmp_train.app.cli.outputs import checked_outputs, show
+from jmp_train.app.cli.outputs import check_outputs, show
 from jmp_train.app.runs import PreparedRun, SavedRun, newest_saved
 from jmp_train.app.tasks import described, errors_of_file
 from jmp_train.checkpoints import CheckpointStore
@@ -46,50 +46,44 @@ def diagnose_command(call: Call[DiagnoseOptions]) -> int:
     """Diagnoses a step of a task or of a function, prints the findings, and returns the exit code."""
     options, source = call.options, call.source
     device = _device(options.device)
-    with checked_outputs(folders={"--out": options.out}):
-        if source.takes_policy:
-            raise WrongCall(f"{call.text} must not have parameters; {_WANTED}")
-        with checking_the_call():
-            made = source.make() if source.options is None else None
-        if isinstance(made, tuple):
-            return _diagnose_function(call, made, device)
-        if isinstance(made, Task):
-            call = dataclasses.replace(call, source=dataclasses.replace(source, function=made))
-        elif source.options is None:
-            raise WrongCall(f"{call.text} returned {described(made)}; {_WANTED}")
-        name = options.name
-        with errors_of_file(source.file):
-            prepared, state, batch = _moment(call, name)
-            step = int(state.step)
-            phase = prepared.phase_at(step)
-            report = diagnose(phase.step, state, batch, steps=options.steps, device=device)
-        rules = prepared.settings.rules
-        subject = {
-            "task": source.name,
-            "policy": name,
-            **({"phase": phase.name} if phase.name != name else {}),
-            **({"rules": rules.name} if rules else {}),
-            "step": step,
-        }
-        within = f" ({phase.name})" if phase.name != name else ""
-        title = f"{source.name}, {name}, {f'rules of {rules.name}, ' if rules else ''}step {step}{within}"
-        return _show(report, title, subject, call)
+    check_outputs(folders={"--out": options.out})
+    if source.takes_policy:
+        raise WrongCall(f"{call.text} must not have parameters; {_WANTED}")
+    with checking_the_call():
+        made = source.make() if source.options is None else None
+    if isinstance(made, tuple):
+        return _diagnose_function(call, made, device)
+    if isinstance(made, Task):
+        call = dataclasses.replace(call, source=dataclasses.replace(source, function=made))
+    elif source.options is None:
+        raise WrongCall(f"{call.text} returned {described(made)}; {_WANTED}")
+    name = options.name
+    with errors_of_file(source.file):
+        prepared, state, batch = _moment(call, name)
+        step = int(state.step)
+        phase = prepared.phase_at(step)
+        report = diagnose(phase.step, state, batch, steps=options.steps, device=device)
+    rules = prepared.settings.rules
+    subject = {
+        "task": source.name,
+        "policy": name,
+        **({"phase": phase.name} if phase.name != name else {}),
+        **({"rules": rules.name} if rules else {}),
+        "step": step,
+    }
+    within = f" ({phase.name})" if phase.name != name else ""
+    title = f"{source.name}, {name}, {f'rules of {rules.name}, ' if rules else ''}step {step}{within}"
+    return _show(report, title, subject, call)
 
 
 def _device(name: str | None) -> Any:
     """Returns the device of an option: one of `plan`'s, or the name of a platform."""
     if name in (None, "cpu", "cuda", "tpu"):
         return name
-    from jmp_train.tools.aot import GPUS, tpu_slice
+    from jmp_train.tools.planning import Machine
 
-    if ":" not in name:
-        if name not in GPUS:
-            raise WrongCall(f"--device {name} is unknown; choose from cuda, tpu, {', '.join(GPUS)}, v5e:1x1, ...")
-        return GPUS[name]
-    try:
-        return tpu_slice(name)
-    except ValueError as error:
-        raise WrongCall(f"--device: {error}") from error
+    with checking_the_call():
+        return Machine(name).kind
 
 
 def _diagnose_function(call: Call[DiagnoseOptions], made: tuple[Any, ...], device: Any) -> int:

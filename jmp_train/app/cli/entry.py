@@ -27,7 +27,7 @@ from jmp_train.app.cli.errors import (
 from jmp_train.app.cli.jobs import OF_RUNS, Call
 from jmp_train.app.cli.option_values import Parser, count, few, path, positive
 from jmp_train.app.cli.options import add_options, flag, option, read_options
-from jmp_train.app.cli.outputs import make_writable
+from jmp_train.app.cli.outputs import check_outputs
 from jmp_train.app.cli.plan import PlanOptions, plan_command
 from jmp_train.app.cli.starting import find_task_of
 from jmp_train.app.cli.train import TrainOptions, train_command
@@ -181,7 +181,7 @@ def _launch(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     with checking_the_call():
         check_launch(command)
-        make_writable("--logdir", getattr(args, "logdir", None))
+        check_outputs(folders={"--logdir": getattr(args, "logdir", None)})
     options = read_options(LaunchOptions, vars(args))
     try:
         launch(command, args.processes, **dataclasses.asdict(options))

@@ -1,11 +1,10 @@
-"""The parser of command lines, which refuses options given twice, and readers of the values of options."""
+"""The parser of command lines, and readers of the values of options."""
 
 import argparse
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,7 +21,7 @@ _MOST_PROCESSES = 1024  # also of devices, which have their own threads
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses options given twice, raises `WrongCall`, and whose help ends with exit codes.
+    """A parser that raises `WrongCall`, and whose help ends with exit codes.
 
     Options have their whole names, because an abbreviation could be the name of a task's option. Those that are not
     given are not in the result.
@@ -32,28 +31,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             **{"epilog": EXIT_CODES, "allow_abbrev": False, "argument_default": argparse.SUPPRESS, **options}
         )
-        self.register("action", None, _StoreOnce)
-        self.register("action", "store_true", partial(_StoreOnce, nargs=0, const=True))
-        self.register("action", "store_false", partial(_StoreOnce, nargs=0, const=False))
 
     def error(self, message: str) -> NoReturn:
         """Raises a `WrongCall`."""
         raise WrongCall(message)
-
-
-class _StoreOnce(argparse.Action):
-    """Stores the value of an option; raises an error if it is given twice, because either may be meant."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        if getattr(namespace, self.dest, self.default) is not self.default:
-            raise argparse.ArgumentError(self, "given more than once")
-        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
 
 
 def schedule_of_precisions(text: str) -> str:
@@ -164,18 +145,3 @@ def state_dtype(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def one_of(choices: Iterable[str]) -> Callable[[str], str]:
-    """Returns a reader that accepts only the given words.
-
-    Args:
-      choices: the words.
-    """
-
-    def read(text: str) -> str:
-        if text not in choices:
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
-        return text
-
-    return read

@@ -15,7 +15,6 @@ from jmp_train.app.cli.option_values import (
     above_zero,
     few,
     number,
-    one_of,
     path,
     positive,
     schedule_of_precisions,
@@ -62,6 +61,8 @@ def add_options(parser: Any, kind: type[Any], *, without: Collection[str] = ()) 
         options = _argument(kind, name, hints[name], said.get("type"))
         if "metavar" in options:
             options["metavar"] = said.get("metavar", options["metavar"])
+        if "choices" in said:
+            options["choices"] = said["choices"]
         if "const" in said:
             options |= {"nargs": "?", "const": said["const"]}
         if default is True:
@@ -249,13 +250,15 @@ class SetupOptions(BatchOptions):
     rules: Path | None = option(path, "FILE")
     state_dtypes: tuple[str, ...] = option(state_dtype, ("FIELD=DTYPE", ""), default=())
     parameters: str | None = option(
-        one_of(PARAMETERS),
+        str,
         "HOW",
+        choices=PARAMETERS,
         help=f"how parameters in half precision keep updates below their precision: {', '.join(PARAMETERS)}",
     )
     fp8: str | None = option(
-        one_of(RECIPES),
+        str,
         "RECIPE",
+        choices=RECIPES,
         help=f"multiply an autocast policy's dense layers, or what --rules name, in 8 bits by {', '.join(RECIPES)}",
     )
 

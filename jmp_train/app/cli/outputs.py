@@ -1,9 +1,9 @@
 """Outputs of commands: findings, and files and folders that are checked before a run."""
 
-import contextlib
+import errno
+import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,27 +14,29 @@ from jmp_train.policies.files import escaped
 _NONE: Mapping[str, Path | None] = {}
 
 
-@contextlib.contextmanager
-def checked_outputs(
-    *, folders: Mapping[str, Path | None] = _NONE, files: Mapping[str, Path | None] = _NONE
-) -> Iterator[None]:
-    """Checks that outputs can be written.
-
-    Folders created for the outputs are removed if they are empty at the end.
+def check_outputs(*, folders: Mapping[str, Path | None] = _NONE, files: Mapping[str, Path | None] = _NONE) -> None:
+    """Raises WrongCall if an output cannot be written; creates nothing.
 
     Args:
-      folders: folders by option; None for options not given.
-      files: files, likewise. Existing ones are not touched, and are later replaced by an atomic write.
+      folders: folders by option, which need not exist; None for options not given.
+      files: files, likewise. Existing ones are later replaced by an atomic write.
     """
-    made: list[Path] = []
+    for option, path in {**folders, **files}.items():
+        if path is not None and (reason := _reason(path, is_file=option in files)):
+            raise WrongCall(f"{option} {path}: {reason}")
+
+
+def _reason(path: Path, *, is_file: bool) -> str:
+    """Returns the reason why a file or a folder cannot be written; empty if there is none."""
     try:
-        for option, folder in folders.items():
-            made = [*make_writable(option, folder), *made]
-        for option, file in files.items():
-            made = [*_check_file(option, file), *made]
-        yield
-    finally:
-        _remove_empty(made)
+        if is_file and path.exists() and not path.is_file():
+            return "it is not a regular file"
+        folder = path.parent if is_file else path
+        there = next(part for part in (folder, *folder.parents) if part.exists())
+        number = (0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES) if there.is_dir() else errno.ENOTDIR
+    except OSError as error:
+        return error.strerror or str(error)
+    return os.strerror(number) if number else ""
 
 
 def show(
@@ -75,45 +77,3 @@ def list_written(written: Iterable[Path], log: IO[str]) -> None:
 
     for path in written:
         print_text(escaped(f"wrote {path}"), log)
-
-
-def make_writable(option: str, directory: Path | None) -> list[Path]:
-    """Creates a folder, and returns the folders that did not exist, the innermost first.
-
-    Args:
-      option: the option that a `WrongCall` names if nothing can be written there.
-      directory: the folder; None for none.
-    """
-    if directory is None:
-        return []
-    try:
-        made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise WrongCall(f"{option} {directory}: {error.strerror}") from None
-    return made
-
-
-def _check_file(option: str, file: Path | None) -> list[Path]:
-    """Creates the folder of a file, and returns the result of `make_writable`."""
-    if file is None:
-        return []
-    made: list[Path] = []
-    try:
-        if file.exists() and not file.is_file():
-            raise WrongCall(f"{option} {file} is not a regular file")
-        made = make_writable(option, file.parent)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}."):  # the name may be too long
-            pass
-    except OSError as error:
-        _remove_empty(made)
-        raise WrongCall(f"{option} {file}: {error.strerror}") from None
-    return made
-
-
-def _remove_empty(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError):  # it is no longer empty
-            folder.rmdir()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jmp_train.app.cli.errors import PROBLEMS_FOUND, Failure, WrongCall, check_different, checking_the_call
 from jmp_train.app.cli.jobs import Call, run_settings
-from jmp_train.app.cli.option_values import fraction, number, one_of, pair_of, path, positive, precision_name
+from jmp_train.app.cli.option_values import fraction, number, pair_of, path, positive, precision_name
 from jmp_train.app.cli.options import PlannedOptions, names_option, option
-from jmp_train.app.cli.outputs import checked_outputs, show
+from jmp_train.app.cli.outputs import check_outputs, show
 from jmp_train.app.runs import MODE_CHOICES, RunSettings, batch_shapes, check_shared, has_shared, planned_step, rows_of
 from jmp_train.app.tasks import TaskSource, described, errors_of_file
 from jmp_train.task import Task, count_examples
@@ -72,8 +72,8 @@ class PlanOptions(PlannedOptions):
     no_largest: bool = False
     buffers: int | None = option(positive)
     page: Path | None = option(path, "FILE")
-    install: str | None = option(
-        one_of(("cuda", "tpu")),
+    install: Literal["cuda", "tpu"] | None = option(
+        str,
         "FOR",
         const="cuda",
         help="install XLA's compiler, once: for cuda, the default, about 600 MB, or for tpu, about 700 MB",
@@ -100,24 +100,24 @@ def plan_command(call: Call[PlanOptions]) -> int:
     from jmp_train.app.reports import compilations_shown
     from jmp_train.tools.aot import INSTALL, INSTALL_TPU, PluginError
 
-    with checked_outputs(files={"--page": options.page}):
-        try:
-            with compilations_shown(sys.stderr) if call.output is None else nullcontext() as progress:
-                found = _plan(call, progress)
-        except PluginError as error:
-            text = str(error).replace(INSTALL_TPU, "jmp-train plan --install tpu")
-            raise Failure(text.replace(INSTALL, "jmp-train plan --install")) from error
-        show(
-            call.output,
-            lambda: (
-                f"{title}:\n{found}".replace("PlanSearch(placement=True)", "--find-placement")
-                + (f"\n{found.largest_buffers(options.buffers)}" if options.buffers else "")
-            ),
-            {"step": title},
-            found.to_json(),
-            {options.page: lambda: found.to_html(title)},
-        )
-        return 0 if all(row.fits for row in found.rows) else PROBLEMS_FOUND
+    check_outputs(files={"--page": options.page})
+    try:
+        with compilations_shown(sys.stderr) if call.output is None else nullcontext() as progress:
+            found = _plan(call, progress)
+    except PluginError as error:
+        text = str(error).replace(INSTALL_TPU, "jmp-train plan --install tpu")
+        raise Failure(text.replace(INSTALL, "jmp-train plan --install")) from error
+    show(
+        call.output,
+        lambda: (
+            f"{title}:\n{found}".replace("PlanSearch(placement=True)", "--find-placement")
+            + (f"\n{found.largest_buffers(options.buffers)}" if options.buffers else "")
+        ),
+        {"step": title},
+        found.to_json(),
+        {options.page: lambda: found.to_html(title)},
+    )
+    return 0 if all(row.fits for row in found.rows) else PROBLEMS_FOUND
 
 
 def _install(options: PlanOptions) -> int:
@@ -210,25 +210,17 @@ def _plan_of_task(
 
 
 def _machines(options: PlanOptions) -> list["Machine"]:
-    from jmp_train.tools.aot import GPUS, read_gpus, tpu_slice
+    from jmp_train.tools.aot import read_gpus
     from jmp_train.tools.planning import Allowances, Machine
 
     own = {} if options.gpu_file is None else read_gpus(options.gpu_file)
     names = options.gpus or list(own) or ([] if options.tpus else list(PLANNED_GPUS))
-    known = {**GPUS, **own}
-    for name in names:
-        if name not in known:
-            raise WrongCall(f"--gpus {name} is unknown; choose from {', '.join(known)}")
-    try:
-        slices = [tpu_slice(name) for name in options.tpus]
-    except ValueError as error:
-        raise WrongCall(f"--tpus: {error}") from error
+    kinds = {name: own.get(name, name) for name in (*names, *options.tpus)}
     given = {"gpus": options.devices, "hosts": options.hosts, "interconnect": options.interconnect}
     given = {name: value for name, value in given.items() if value is not None}
     if options.memory_fraction is not None:
         given["allowances"] = Allowances(memory_fraction=options.memory_fraction)
     prices = dict(options.price)
-    kinds = {**{name: known[name] for name in names}, **{kind.name: kind for kind in slices}}
     if unknown := prices.keys() - {name.partition(":")[0] for name in kinds}:
         raise WrongCall(f"--price {min(unknown)} is not planned for; it must be one of {', '.join(kinds)}")
     return [Machine(kind, price=prices.get(name.partition(":")[0]), **given) for name, kind in kinds.items()]

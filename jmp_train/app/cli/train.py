@@ -14,7 +14,7 @@ from jmp_train.app.cli.errors import WrongCall, checking_the_call, warn
 from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.option_values import path, positive
 from jmp_train.app.cli.options import NameOptions, RunOptions, option
-from jmp_train.app.cli.outputs import checked_outputs
+from jmp_train.app.cli.outputs import check_outputs
 from jmp_train.app.runs import (
     Compiled,
     Event,
@@ -107,7 +107,7 @@ def train_call(call: Call[TrainOptions], on_event: Callable[[Event], None]) -> R
             "--logdir": options.logdir,
             "--capsules": options.capsules,
         }
-        stack.enter_context(checked_outputs(folders=folders))
+        check_outputs(folders=folders)
         with checking_the_call():
             job = load_job(call, name)
             prepared, state = job.prepare(name, watch=WATCHES if options.watch else (), with_metadata=saves)

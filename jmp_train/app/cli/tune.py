@@ -14,7 +14,7 @@ from jmp_train.app.cli.errors import PROBLEMS_FOUND, WrongCall, checking_the_cal
 from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.option_values import above_zero, count, path, positive
 from jmp_train.app.cli.options import BatchOptions, option
-from jmp_train.app.cli.outputs import checked_outputs, show
+from jmp_train.app.cli.outputs import check_outputs, show
 from jmp_train.app.runs import make_setup, run_optimizer
 from jmp_train.app.tasks import errors_of_file
 from jmp_train.steps import TrainState, TrainStep
@@ -58,7 +58,8 @@ def tune_command(call: Call[TuneOptions]) -> int:
     if options.out is not None and options.page is not None and options.out.absolute() == options.page.absolute():
         raise WrongCall(f"--out and --page are both {options.out}")
     files = {"--out": options.out, "--page": options.page}
-    with checked_outputs(files=files), errors_of_file(call.source.file):
+    check_outputs(files=files)
+    with errors_of_file(call.source.file):
         step, examples = _examples(call)
         done = int(examples[0][0].step)
         with trials_shown(sys.stderr) if output is None else nullcontext() as progress:

@@ -73,6 +73,7 @@ def write_files(texts: Mapping[Path, Callable[[], str | None]]) -> Written:
     written, problems = [], []
     for path, made in texts.items():
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             text = made()
             if text is not None:
                 write_atomically(path, text.encode())

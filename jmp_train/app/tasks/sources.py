@@ -24,9 +24,6 @@ BUILT_IN = "digits"
 TASK_FORMS = "path/to/file.py, path/to/file.py:function, or package.module:function"
 _FORM = re.compile(r"[^\0]+:[^\W\d]\w*")
 _FUNCTION = "task"  # of a file that is named without one
-# Tasks of version 0.1 that are files of the repository now.
-_FILES = {name: name for name in ("mnist", "karate", "cora", "reddit", "proteins", "cifar10", "lm")}
-_FILES |= {"planetoid": "cora", "vit-b16": "vit"}
 
 
 class FileError(Exception):
@@ -99,7 +96,7 @@ def is_task_text(text: str) -> bool:
       >>> [is_task_text(text) for text in ("digits", "my.py", "my.py:task", "0.9:float32", "gat")]
       [True, True, True, True, False]
     """
-    return text == BUILT_IN or text in _FILES or text.endswith(".py") or _FORM.fullmatch(text) is not None
+    return text == BUILT_IN or text.endswith(".py") or _FORM.fullmatch(text) is not None
 
 
 def find_task(text: str) -> TaskSource:
@@ -114,8 +111,6 @@ def find_task(text: str) -> TaskSource:
     """
     if text == BUILT_IN:
         return TaskSource(text, digits.task, digits.Options)
-    if text in _FILES:
-        raise ValueError(f"task {text} is a file of the repository now: examples/tasks/{_FILES[text]}.py")
     place, name = (text, _FUNCTION) if text.endswith(".py") else text.rpartition(":")[::2]
     if not (text.endswith(".py") or _FORM.fullmatch(text)):
         raise ValueError(f"{text!r} is not a task: {BUILT_IN}, {TASK_FORMS}")

@@ -9,7 +9,7 @@ the difference is named; see `contributions`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,14 +18,13 @@ import numpy as np
 
 from jmp_train.policies.autocasting import FlatCall
 from jmp_train.tools.checking_parity.contributions import Divergence, RecordedProgram, named_of, program_of
-from jmp_train.tools.checking_parity.fingerprints import SAME, KnownRows, MatchedRows, Prints, fingerprint, is_column_of
+from jmp_train.tools.checking_parity.fingerprints import SAME, KnownRows, MatchedRows, Prints, fingerprint
 from jmp_train.tools.checking_parity.log_probs import Tokens, differences_of, tokens_of
 from jmp_train.tools.checking_parity.parity_report import FirstDifference, Kind, OperationParity, Operations
 from jmp_train.tools.checking_parity.rerunning import Rerun
 from jmp_train.tools.diagnosing import Pair, Recorded, is_low, record
 
 _PART_OF_ROUNDING = 64  # differences below epsilon / 64 come from few elements that are rounded the other way
-_LAYOUTS = frozenset(("scatter", "dynamic_update_slice", "transpose"))  # they put features before places in caches
 _FARTHEST = 50.0  # largest difference of a token in trials, also used for NaN
 _NOISE = 4e-6  # difference between orders of float32 sums
 
@@ -50,11 +49,6 @@ class _Side:
     arguments: list[Any]
     origins: frozenset[int]
 
-    @property
-    def each(self) -> Iterator[tuple[Recorded, list[Prints]]]:
-        """Yields the operations, each with its fingerprints."""
-        return zip(self.recorded, self.prints, strict=True)
-
 
 def operations_of(
     train_fn: Callable[..., Any], infer_fn: Callable[..., Any], args: tuple[Any, ...], where: Any
@@ -72,8 +66,7 @@ def operations_of(
     found = []
     for side, other in (sides, sides[::-1]):
         known = KnownRows([table for prints in (*other.prints, arguments) for one in prints for table in one.tables])
-        columns = [np.unique(_numbers(prints)) for op, prints in other.each if _width(op) == 1 and prints]
-        found.append([_found(known, columns, op, prints) for op, prints in side.each])
+        found.append([_found(known, prints) for prints in side.prints])
     rows = [
         [_row(op, f) for op, f in zip(side.recorded, own, strict=True)] for side, own in zip(sides, found, strict=True)
     ]
@@ -142,29 +135,13 @@ def _side(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Side:
     return _Side(recorded, prints, results, program, leaves, frozenset().union(*origins))
 
 
-def _found(
-    known: KnownRows, columns: Sequence[np.ndarray], op: Recorded, prints: Sequence[Prints]
-) -> MatchedRows | None:
-    """Returns the differences of an operation's rows, or columns if more of these are known, from known ones."""
+def _found(known: KnownRows, prints: Sequence[Prints]) -> MatchedRows | None:
+    """Returns the differences of an operation's rows from known ones, or of its elements if more of these are known."""
     if not prints:
         return None
-    ways = [[one.rows for one in prints], [one.elements for one in prints]]
-    if op.equation.primitive.name in _LAYOUTS:
-        ways.append([one.columns for one in prints])
-    tables = [[table for table in way if table is not None] for way in ways]
-    complete = [np.concatenate(way) for way in tables if len(way) == len(prints)]
-    found = min(map(known.found, complete), key=lambda found: found.unknown)
-    seen = [one.seen for one in prints if one.seen is not None]
-    if any(one.has_fill for one in prints) and len(seen) == len(prints):
-        unknown = known.found(np.concatenate(seen)).unknown
-        only_seen = unknown > 0 and found.unknown == 0
-        found = dataclasses.replace(found, unknown=max(found.unknown, unknown), only_seen=only_seen)
-    return dataclasses.replace(found, in_column=is_column_of(_numbers(prints), columns)) if _width(op) == 1 else found
-
-
-def _numbers(prints: Sequence[Prints]) -> np.ndarray:
-    """Returns the numbers of an operation with one number per row, times a constant."""
-    return np.concatenate([one.rows[:, 0] for one in prints])
+    ways = [one.rows for one in prints], [one.elements for one in prints if one.elements is not None]
+    complete = [np.concatenate(way) for way in ways if len(way) == len(prints)]
+    return min(map(known.found, complete), key=lambda found: found.unknown)
 
 
 def _arguments(args: tuple[Any, ...]) -> list[Prints]:
@@ -189,8 +166,7 @@ def _first(
 def _first_of(side: _Side, found: Sequence[MatchedRows | None], kind: Kind, limit: float, width: int) -> int | None:
     """Returns the number of the first differing operation between matching operations and the results.
 
-    Many rows of one number match by chance. They count as a match only if one operation of the other function has all
-    of them. They are named only if no other operation is, or if no operation has all of them.
+    Many rows of one number match by chance, so they count as no match, and are named only if no other operation is.
     """
     reached: set[int] = set()
     waiting = set(side.origins)
@@ -198,16 +174,9 @@ def _first_of(side: _Side, found: Sequence[MatchedRows | None], kind: Kind, limi
         number = waiting.pop()
         if _differs(found[number], kind, _width(side.recorded[number])):
             reached.add(number)
-            waiting |= _to_blame(side, number, found[number]) - reached
+            waiting |= side.recorded[number].reads - reached
     named = (n for n in reached if _width(side.recorded[n]) >= width and _is_other(found[n], kind, limit))
     return min(named, default=None)
-
-
-def _to_blame(side: _Side, number: int, found: MatchedRows | None) -> set[int]:
-    """Returns the operands that may make an operation differ: only masks, if only its mask of seen numbers differs."""
-    reads = side.recorded[number].reads
-    masks = {i for i in reads if side.recorded[i].equation.outvars[0].aval.dtype == jnp.bool_}
-    return masks if found is not None and found.only_seen and masks else reads
 
 
 def _width(op: Recorded) -> int:
@@ -218,10 +187,8 @@ def _width(op: Recorded) -> int:
 
 def _differs(found: MatchedRows | None, kind: Kind, width: int) -> bool:
     """Returns whether an operation's rows differ from the other function's by more than the order of float32 sums."""
-    if found is None or (width == 1 and kind == "rounding"):
+    if found is None or width == 1:  # many rows of one number match by chance
         return True
-    if width == 1:
-        return not found.in_column
     return found.unknown > 0 or (found.apart if kind == "value" else found.difference) > _NOISE
 
 
@@ -229,7 +196,7 @@ def _is_other(found: MatchedRows | None, kind: Kind, limit: float) -> bool:
     if found is None:
         return False
     if kind == "value":
-        return found.unknown > 0 if found.in_column is None else not found.in_column
+        return found.unknown > 0
     return found.difference > limit
 
 

@@ -19,7 +19,6 @@ from jmp_train.policies.pytrees import is_key
 from jmp_train.tools.checking_parity.counterparts import FILL
 from jmp_train.tools.diagnosing import Pair
 
-LEAST_NUMBERS = 8  # fewer may be alike by chance
 _COUNT = 4
 COLUMNS = 2 * _COUNT + 1
 # Relative to a row's norm, the same float32 sums in another order differ by less, and different mathematics by more.
@@ -36,22 +35,15 @@ class Prints:
       rows: the fingerprints of the rows.
       elements: for a vector, the fingerprints of each element as a row, because it may belong to a column; otherwise
         None.
-      columns: the fingerprints along the second-to-last axis, if that is long; None for other arrays.
-      seen: the fingerprints of the rows with 1 added to seen numbers, so that a seen zero differs from a fill; None for
-        arrays without a second axis.
-      has_fill: True if a number stands for "not seen".
     """
 
     rows: np.ndarray
     elements: np.ndarray | None
-    columns: np.ndarray | None
-    seen: np.ndarray | None
-    has_fill: bool
 
     @property
     def tables(self) -> list[np.ndarray]:
         """All tables in which to search for rows of another function."""
-        return [table for table in (self.rows, self.elements, self.seen) if table is not None]
+        return [table for table in (self.rows, self.elements) if table is not None]
 
 
 def fingerprint(pair: Pair) -> Prints | None:
@@ -62,16 +54,12 @@ def fingerprint(pair: Pair) -> Prints | None:
     """
     if is_key(pair.actual) or jnp.iscomplexobj(pair.actual) or not np.size(pair.actual):
         return None
-    actual, is_seen = _rows(pair.actual)
-    shadow = actual if pair.shadow is None else _rows(pair.shadow)[0]
-    has_columns = pair.actual.ndim > 1 and pair.actual.shape[-2] >= LEAST_NUMBERS
+    actual = _rows(pair.actual)
+    shadow = actual if pair.shadow is None else _rows(pair.shadow)
     is_vector = pair.actual.ndim == 1 and pair.actual.dtype != jnp.bool_  # all elements of booleans are known
     return Prints(
         rows=_table(shadow, actual),
         elements=_table(shadow.reshape(-1, 1), actual.reshape(-1, 1)) if is_vector else None,
-        columns=_table(*(_columns(rows, pair.actual.shape) for rows in (shadow, actual))) if has_columns else None,
-        seen=_table(shadow + is_seen, actual + is_seen) if pair.actual.ndim > 1 else None,
-        has_fill=not is_seen.all(),
     )
 
 
@@ -80,15 +68,10 @@ def _table(shadow: np.ndarray, actual: np.ndarray) -> np.ndarray:
     return np.concatenate([shadow @ weights, actual @ weights, norm], axis=1)
 
 
-def _rows(x: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows of an array with zeros for numbers that are not seen, and the mask of seen numbers."""
+def _rows(x: Any) -> np.ndarray:
+    """Returns the rows of an array with zeros for numbers that are not seen."""
     rows = np.asarray(x).astype(np.float32).reshape(-1, x.shape[-1] if x.ndim else 1)
-    is_seen = np.abs(rows) < FILL if jnp.issubdtype(x.dtype, jnp.floating) else np.ones(rows.shape, bool)
-    return np.where(is_seen, rows, np.float32(0)), is_seen
-
-
-def _columns(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return rows.reshape(-1, *shape[-2:]).swapaxes(1, 2).reshape(-1, shape[-2])
+    return np.where(np.abs(rows) < FILL, rows, np.float32(0)) if jnp.issubdtype(x.dtype, jnp.floating) else rows
 
 
 @functools.lru_cache
@@ -122,36 +105,12 @@ class MatchedRows:
       apart: the mean difference of the shadows from those of the same rows in the other program, relative to the norm.
       difference: the mean difference from the same row of the other program, likewise; NaN if no row is known.
       error: the mean difference from the own shadow, likewise.
-      only_seen: True if the rows are known and only the mask of their seen numbers is not.
-      in_column: for rows of one number each, True if one operation there has all of them; None if unknown.
     """
 
     unknown: float
     apart: float
     difference: float
     error: float
-    only_seen: bool = False
-    in_column: bool | None = None
-
-
-def is_column_of(column: np.ndarray, others: Sequence[np.ndarray]) -> bool | None:
-    """Returns whether another column has all numbers of a column; None if too few to rule out chance.
-
-    Args:
-      column: numbers.
-      others: columns of sorted numbers, one per operation.
-    """
-    column = np.unique(column)
-    if len(column) < LEAST_NUMBERS:
-        return None
-    column = column[:: -(-len(column) // _MOST_QUERIES)]
-    return any(_has_all(other, column) for other in others if len(other) >= LEAST_NUMBERS)
-
-
-def _has_all(other: np.ndarray, column: np.ndarray) -> bool:
-    places = np.searchsorted(other, column)
-    below, above = other[np.maximum(places - 1, 0)], other[np.minimum(places, len(other) - 1)]
-    return bool((np.minimum(np.abs(below - column), np.abs(above - column)) <= SAME * np.abs(column)).all())
 
 
 class KnownRows:

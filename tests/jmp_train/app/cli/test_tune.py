@@ -98,11 +98,10 @@ def test_rules_that_do_not_hold_are_written_and_exit_with_3(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--out folder", "--out folder is not a regular file"),
-        ("--page /dev/null", "--page /dev/null is not a regular file"),
-        ("--out file/rules.toml", "--out file: File exists"),
-        ("--out made/rules.toml --page file/x/page.html", "--page file/x: Not a directory"),
-        (f"--out made/{250 * 'x'}", "File name too long"),
+        ("--out folder", "--out folder: it is not a regular file"),
+        ("--page /dev/null", "--page /dev/null: it is not a regular file"),
+        ("--out file/rules.toml", "--out file/rules.toml: Not a directory"),
+        ("--out made/rules.toml --page file/x/page.html", "--page file/x/page.html: Not a directory"),
         ("--out both --page ./both", "--out and --page are both both"),
         ("--dtype float32", "argument --dtype: invalid choice: 'float32'"),
         ("--tolerance 0", "argument --tolerance: '0' is not a number above 0"),

@@ -49,17 +49,8 @@ VALUES = [
     (*KARATE, "--image-size", "-16"),
 ]
 REPEATED = [
-    (*KARATE, "--epochs", "1"),
-    (*KARATE, "--policy", "float32", "--policy", "float32"),
-    (*KARATE, "--mode", "torch", "--mode", "naive"),
-    (*KARATE, "--json", "--json"),
-    (*KARATE, "--model", "gcn", "--model=gat"),
-    (*KARATE, "--checkpoint-dir", "a", "--checkpoint-dir", "b"),
-    (*COMPARE, "--policies", "bfloat16"),
-    (*COMPARE, "--out", "a", "--out", "b"),
     ("compare", "karate:task", "--policies", "float32", " float32 "),
     ("compare", "karate:task", "--policies", "c=f16,o=f32", "c=f16 , o= f32"),
-    ("launch", "-n", "1", "--processes", "2", "script.py"),
 ]
 NAMES = [
     (*KARATE, "--policy", name)

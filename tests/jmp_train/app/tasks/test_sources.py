@@ -37,18 +37,12 @@ def written(folder: Path, text: str, name: str = "job_of_a_user.py") -> Path:
 
 
 def test_what_has_the_form_of_a_task() -> None:
-    for text in ("digits", "mnist", "vit-b16", "a.py", "a.py:task", "C:/steps/a:b.py:make", "package.module:task"):
+    for text in ("digits", "a.py", "a.py:task", "C:/steps/a:b.py:make", "package.module:task"):
         assert is_task_text(text), text
     for text in ("make", ":make", "a.py:", "a.py:a.b", "a.py:3", "a\0.py:make", ""):
         assert not is_task_text(text), text
         with pytest.raises(ValueError, match=r"is not a task: digits, .*, path/to/file\.py:function, or package"):
             find_task(text)
-
-
-@pytest.mark.parametrize(("name", "file"), [("mnist", "mnist"), ("planetoid", "cora"), ("vit-b16", "vit")])
-def test_a_task_of_version_0_1_is_named_with_its_file(name: str, file: str) -> None:
-    with pytest.raises(ValueError, match=rf"^task {name} is a file of the repository now: examples/tasks/{file}\.py$"):
-        find_task(name)
 
 
 def test_a_file_is_named_with_or_without_its_function(folder: Path) -> None:

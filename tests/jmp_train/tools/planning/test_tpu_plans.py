@@ -52,7 +52,7 @@ def test_a_missing_compiler_is_said_with_its_command(no_compiler: None, capsys: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--tpus v5e:5x5", "--tpus: 'v5e:5x5' is no slice of TPUs: v5e has no slice of 5x5 chips"),
+        ("--tpus v5e:5x5", "'v5e:5x5' is no slice of TPUs: v5e has no slice of 5x5 chips"),
         ("--tpus v5e:2x2 --mesh data=2", "mesh={'data': 2} has 2 devices, but v5e:2x2 has 4"),
         ("--tpus v5e:2x2 --mesh data", "argument --mesh: 'data' is not AXIS=N, such as data=16"),
         ("--tpus v5e:2x2 --mesh data=2 data=2", "--mesh names data more than once"),
