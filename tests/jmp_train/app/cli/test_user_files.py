@@ -139,14 +139,14 @@ def files_of_a_user(folder: Path) -> None:
         ("train cora:task --data-dir . --synthetic", 2, "--data-dir and --synthetic exclude each other"),
     ],
 )
-def test_errors_are_one_line_and_leave_nothing(
+def test_errors_are_one_line_and_leave_no_file(
     arguments: str, code: int, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*arguments.split(), *(["--policy", "float32"] if arguments.startswith("train") else [])]) == code
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1, error
-    assert [path for path in folder.iterdir() if path.suffix != ".py" and path.name != "__pycache__"] == []
+    assert [path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")] == []
 
 
 def test_help_shows_the_options_of_the_task_and_of_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,11 @@ PLAN = Plan(
 
 
 def test_the_page_is_written_where_it_can_be(tmp_path: Path) -> None:
-    file, missing = tmp_path / "plan.html", tmp_path / "missing" / "plan.html"
+    file, missing = tmp_path / "made" / "plan.html", tmp_path / "file" / "plan.html"
+    (tmp_path / "file").touch()
     text = PLAN.to_html(f"vit {ODD}")
     found = write_files({missing: lambda: text, file: lambda: text, tmp_path / "own": lambda: None})
-    assert found == ([file, tmp_path / "own"], [f"{missing}: No such file or directory"])
+    assert found == ([file, tmp_path / "own"], [f"{missing}: File exists"])
     assert file.read_text(encoding="utf-8") == text
 
 
