@@ -139,7 +139,7 @@ def _read_labels(read: ReadTable, path: Path, rows: int, counted_by: Path) -> tu
 
 
 def _read_features(read: ReadTable, raw: Path, name: str, rows: int, counted_by: Path) -> dict[str, np.ndarray]:
-    """Returns the table of a name as "feat" if it exists."""
+    """Returns {"feat": table} for the table of a name; an empty dictionary if there is no such table."""
     path = find_table(raw, name)
     if path is None:
         return {}

@@ -201,7 +201,7 @@ def saint_sampler(
 
 
 def _inverse(shares: np.ndarray) -> np.ndarray:
-    """Returns 1 divided by shares; 0 for those of what is in no batch."""
+    """Returns 1 divided by shares; 0 for nodes and edges that are in no batch."""
     return np.divide(1, shares, out=np.zeros_like(shares), where=shares > 1e-15)
 
 

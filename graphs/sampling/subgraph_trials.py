@@ -17,7 +17,7 @@ LEAST_TRIALS, COVERAGE, MISSED, MOST_READS = 100, 50, 0.01, 500_000_000  # see `
 
 @dataclasses.dataclass
 class SubgraphTrials:
-    """What trial batches had: in how many each node and edge was, and the most of both."""
+    """Counts over trial batches: how many had each node and edge, and the largest numbers of nodes and edges."""
 
     nodes: np.ndarray
     edges: np.ndarray
@@ -26,7 +26,7 @@ class SubgraphTrials:
     most_edges: int = 0
 
     def add(self, nodes: np.ndarray, edges: np.ndarray) -> None:
-        """Counts what a batch has."""
+        """Counts the nodes and edges of a batch."""
         self.nodes[nodes] += 1
         self.edges[edges] += 1
         self.number += 1
@@ -35,13 +35,13 @@ class SubgraphTrials:
     def shares(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the shares of batches in which nodes are, and edges.
 
-        1 more in both counts makes an inverse share unbiased, except for what no trial had.
+        1 more in both counts makes an inverse share unbiased, except for nodes and edges that no trial had.
         """
         return (self.nodes + 1) / (self.number + 1), (self.edges + 1) / (self.number + 1)
 
     @property
     def missed(self) -> float:
-        """The share of the edges that no trial had."""
+        """The fraction of the edges that no trial had."""
         return float((self.edges == 0).mean()) if len(self.edges) else 0.0
 
 

@@ -99,7 +99,7 @@ def temporal_neighbors(
 
 
 def _ends_before(edges: HostEdges, nodes: np.ndarray, times: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Returns the place after the last edge of each node that is before its time, int64 [nodes]; by binary search."""
+    """Returns, per node, the place after its last edge before a time, int64 [nodes], found by binary search."""
     assert edges.times is not None  # checked before
     low, high = starts.copy(), np.where(nodes >= 0, edges.starts[np.minimum(nodes + 1, edges.num_targets)], starts)
     while (is_open := low < high).any():

@@ -180,8 +180,8 @@ def where_edges(adjacency: Adjacency, is_kept: IsKept) -> Adjacency:
 
     Args:
       adjacency: the edges.
-      is_kept: returns a mask, bool [edges], for int [edges]: the ids of edges, or None if they have no places of their
-        own; the senders and the receivers. Ends out of range belong to edges that do not count anyway.
+      is_kept: `is_kept(ids, senders, receivers)` returns a mask, bool [edges]. All three are int [edges]; the ids are
+        None if edges have no places of their own. Ends out of range belong to edges that do not count anyway.
     """
     ends, mask = adjacency.ends, None
     if ends is not None:

@@ -106,7 +106,7 @@ def _wrappers(paths: Collection[str]) -> list[int]:
 
 
 def leaves_in(described: list[dict[str, Any]]) -> list[Leaf]:
-    """Returns the leaves that a file describes; raises an error that says of which leaf something is not possible."""
+    """Returns the leaves that a file describes; raises an error that names the leaf with an impossible entry."""
     leaves = [Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"])) for x in described]
     for number, (path, kind, dtype, shape) in enumerate(leaves):
         if not isinstance(path, str) or not isinstance(kind, str):

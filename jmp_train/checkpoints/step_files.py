@@ -1,9 +1,10 @@
 """The files of a checkpoint folder: for each step a sealed safetensors file, `step_00000100.safetensors`.
 
 Its arrays are named by the paths of the leaves, and its metadata have one more entry: the manifest, JSON with the step,
-the caller's metadata and the kind, dtype and shape of each leaf. The file is written beside and put in place by a
-rename, so it is whole, and a reader that has opened it reads on if it is replaced or removed. The sums reveal damage,
-but whoever can write into the folder can forge them: so every name and shape is checked before it is used.
+the caller's metadata and the kind, dtype and shape of each leaf. The file is written under a temporary name and put in
+place by a rename, so it is whole, and a reader that has opened it reads on if it is replaced or removed. The sums
+reveal damage, but whoever can write into the folder can forge them: so every name and shape is checked before it is
+used.
 """
 
 import contextlib

@@ -90,7 +90,7 @@ def _lowest_precision(own: np.dtype, used: set[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Uses(Reading[frozenset[Any]]):
-    """Notes to which dtypes the uses of a program's inputs cast them; a value is the inputs of which it is a copy.
+    """Records the dtypes to which a program casts its inputs; a value is the set of inputs that it is a copy of.
 
     Attributes:
       dtypes: by input, the dtypes to which its uses cast it; its own if a use is no cast.

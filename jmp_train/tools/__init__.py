@@ -1,4 +1,4 @@
-"""Tools that examine functions and training steps: `diagnose`, `parity`, and what they report."""
+"""Tools that examine functions and training steps: `diagnose`, `parity`, and their reports."""
 
 from jmp_train.tools.checking_parity.log_probs import TokenDifference as TokenDifference
 from jmp_train.tools.checking_parity.parity import parity as parity

@@ -1,4 +1,4 @@
-"""The options of the AMP modes under the names of their originals, and the table of what the modes do."""
+"""The options of the AMP modes under the names of their originals, and the table of the modes."""
 
 import contextlib
 import dataclasses

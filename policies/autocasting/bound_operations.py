@@ -169,7 +169,7 @@ def _bound(op: _Operation) -> list[Value]:
 
 
 def _source(op: _Operation) -> Any:
-    """Returns the float32 array of which a moved array is the half one; None if there is none."""
+    """Returns the float32 array from which a moved half array was cast; None if there is none."""
     first, *others = op.inputs
     if op.name == "copy":
         is_stored = first.dtype == FLOAT32 and not first.weak  # by `graph_storage`

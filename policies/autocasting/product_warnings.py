@@ -148,7 +148,7 @@ class InnerGradientWarning(UserWarning):
 
 
 def warn_of_products(products: Sequence[TracedProduct], half: str, under: str, *, way: str, report: str) -> None:
-    """Warns of what the first trace of a function shows: products left in float32, and gradients taken in float16.
+    """Warns of products left in float32, and of gradients taken in float16, on the first trace of a function.
 
     Args:
       products: its products and convolutions.

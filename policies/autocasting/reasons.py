@@ -1,11 +1,11 @@
-"""Reasons of decisions: a cause, and the name of what decided. Only reports and warnings make text of them."""
+"""Reasons of decisions: a cause, and the name of the deciding entry. Only reports and warnings convert them to text."""
 
 import dataclasses
 import enum
 
 
 class Cause(enum.Enum):
-    """What decided on an operation; the value is its text, with a place for a name."""
+    """Causes of a decision on an operation; the value is its text, with a place for a name."""
 
     # Entries of the rules, and what precedes them.
     OPERATION = "operation {!r}"

@@ -44,7 +44,7 @@ class UnmetRulesWarning(UserWarning):
 def unmet_entries(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> tuple[str, ...]:
     """Returns the entries that apply to no operation, as text: the table, the name and the nearest name.
 
-    Those follow that match operations of which none can run by their rule.
+    After these come entries that match only operations that cannot run by their rule.
 
     Args:
       rules: the rules to check.

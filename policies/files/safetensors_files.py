@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files, a header of JSON before the bytes of the arrays, with NumPy alone.
+"""Reads and writes safetensors files, a header of JSON before the bytes of the arrays, with only NumPy.
 
 A sealed file has a sha256 of each array and one of the header in its metadata, so that no damage goes unnoticed. Other
 programs read it as any file of the format.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 class Passed(NamedTuple):
-    """What passed through wrappers.
+    """The gradients and updates that passed through wrappers of an optimizer.
 
     Attributes:
       scaled: the scaled gradients that each `with_loss_scale` took.
@@ -40,7 +40,7 @@ def noted_updates() -> Iterator[Passed]:
 
 
 def noting_scaled(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the `update` of a `with_loss_scale` that notes the gradients that it takes."""
+    """Returns the `update` of a `with_loss_scale`, extended to record the gradients that it takes."""
 
     @functools.wraps(update)
     def noting(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:

@@ -92,7 +92,7 @@ class StateRules:
 
 
 class Owners:
-    """The paths of the parameters, with which the paths of their arrays in the state end."""
+    """Finds the parameter of an array in the state: the path of the array ends with that of its parameter."""
 
     def __init__(self, params: Params) -> None:
         """Takes the parameters, or their gradients."""

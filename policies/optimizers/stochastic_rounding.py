@@ -60,9 +60,9 @@ def with_stochastic_rounding(
 ) -> StoringOptimizer:
     """Returns an optimizer that rounds bfloat16 parameters stochastically, without bias.
 
-    It goes outermost, in place of `with_master_weights`. The optimizer sees float32, and its new parameters are
-    rounded by `stochastic_round`. float32 parameters are stored unchanged. The
-    same key gives the same run; a skipped step changes no parameter, but draws.
+    It goes outermost, in place of `with_master_weights`. The optimizer sees float32, and its new parameters are rounded
+    by `stochastic_round`. float32 parameters are stored unchanged. The same key gives the same run; a skipped step
+    changes no parameter, but also uses a random key.
 
     Args:
       optimizer: any optax optimizer, including `with_loss_scale`.

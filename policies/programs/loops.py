@@ -56,7 +56,7 @@ class While:
 
     Attributes:
       program: its body.
-      condition: the program that tells whether it goes on.
+      condition: the program that computes whether it continues.
       counts: numbers of constants of condition and body.
     """
 
@@ -172,7 +172,7 @@ def _while_abstractly(reading: Any, equation: Any, inputs: list[Any]) -> list[An
 
 
 def _looped(reading: Any, program: Any, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
-    """Reads the body of a loop twice, the second time with what is known of all iterations."""
+    """Reads the body of a loop twice, the second time with the facts that hold in all iterations."""
     first = reading.trial().evaluate(program, [*consts, *carry, *xs])
     carry = [reading.joined(pair) for pair in zip(carry, first, strict=False)]
     results = reading.evaluate(program, [*consts, *carry, *xs])

@@ -1,4 +1,4 @@
-"""Readings: what the values of a traced program are to whoever runs it, and what an equation does to them."""
+"""Readings: the kind of value that a run of a traced program computes with, and how an equation changes such values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -16,7 +16,7 @@ Returns None if it is bound as it was traced."""
 
 
 class Reading(Generic[V]):
-    """What a program's values are, and what its equations do to them. By default, values are arrays.
+    """The kind of value of a run of a program, and how equations change such values. By default, values are arrays.
 
     `table` runs the equations that hold programs: `INLINED`, `IN_JAX`, `IN_PYTHON` or `ABSTRACTLY`. A reading defines
     `bind` for all others, and for values that are more than arrays how these are taken apart.
@@ -62,7 +62,7 @@ class Reading(Generic[V]):
         return [read(atom) for atom in jaxpr.outvars]
 
     def prepared(self, jaxpr: Any) -> Self:
-        """Returns the reading for the equations of a program, with what it has to know of all of them."""
+        """Returns the reading for the equations of a program, with the facts that it needs about all of them."""
         del jaxpr
         return self
 
@@ -151,7 +151,7 @@ class Reading(Generic[V]):
         """Takes what the last run of a body passed on, for a `shard_map` that of all devices, stacked."""
 
     def rows(self, count: int) -> Any:
-        """Returns arrays of which each iteration of a scan, or each device, gets a row."""
+        """Returns arrays with one row for each iteration of a scan, or for each device."""
         del count
         return ()
 

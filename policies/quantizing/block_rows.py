@@ -1,7 +1,7 @@
 """Blocks of arrays of many shapes as rows of one array, encoded by one program.
 
-A compiler's work grows with the number of loops over arrays, of which encoding takes about ten. In rows, an array needs
-only those that copy it.
+A compiler's work grows with the number of loops over arrays, and encoding takes about ten. In rows, an array needs only
+the loops that copy it.
 """
 
 import functools
@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """What is known of each row, [rows, 1] each.
+    """Facts about each row, [rows, 1] each.
 
     Attributes:
       array: the number of its array.

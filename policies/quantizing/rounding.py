@@ -263,7 +263,7 @@ def clip_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _upper_half(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns float32 rounded stochastically to bfloat16, its upper half: adding a random lower half may carry."""
+    """Returns float32 rounded stochastically to bfloat16: the upper 16 bits after adding 16 random ones."""
     draw = bits16(key, x.shape).astype(jnp.uint32)
     bits = lax.bitcast_convert_type(x, jnp.uint32) + draw
     return lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)

@@ -37,7 +37,7 @@ class PlanOptions(PlannedOptions):
       gpu_file: read your own GPUs from a TOML file
       hosts: hosts with --devices GPUs each; default: 1
       interconnect: see below.
-      mesh: axes of the mesh of all devices, such as data=16 model=16; default: data alone
+      mesh: axes of the mesh of all devices, such as data=16 model=16; default: only data
       shardings: how several devices store the state: replicated, zero1 or fsdp; default: replicated
       batch_size: examples over all devices; default: the task's
       find_placement: search for the fastest placement that fits, on the given devices
@@ -87,7 +87,7 @@ class PlanOptions(PlannedOptions):
 
     @property
     def names_or_default(self) -> tuple[str, ...]:
-        """The policies or modes; for TPUs alone, the default has no float16."""
+        """The policies or modes; if all devices are TPUs, the default has no float16."""
         only_tpus = self.tpus and not self.gpus and self.gpu_file is None
         return self.names or (PLANNED_POLICIES_OF_TPUS if only_tpus else PLANNED_POLICIES)
 

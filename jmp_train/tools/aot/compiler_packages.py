@@ -85,7 +85,8 @@ def compiler_path(platform: str = "cuda") -> Path | None:
       platform: "cuda" or "tpu".
 
     Raises:
-      PluginError: the compiler is in neither, or the environment's does not match jaxlib; the message has the command.
+      PluginError: neither the folder nor the environment has the compiler, or the environment's does not match jaxlib;
+        the message has the command that installs it.
     """
     return _tpu_path() if platform == "tpu" else _cuda_path()
 

@@ -88,12 +88,12 @@ class Costs:
 
     @property
     def products_seconds(self) -> float:
-        """The bound for matrix products and convolutions alone, at the peak rates of their dtypes."""
+        """The bound for only matrix products and convolutions, at the peak rates of their dtypes."""
         return sum(kernel.times * kernel.seconds_of_products for kernel in self.kernels)
 
     @property
     def bound_by(self) -> str:
-        """What takes the most of the bound: "arithmetic", "memory" or "links"."""
+        """The largest part of the bound: "arithmetic", "memory" or "links"."""
         if self.communication_seconds > self.compute_seconds:
             return "links"
         return "arithmetic" if self.products_seconds >= self.memory_seconds else "memory"

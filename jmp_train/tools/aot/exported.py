@@ -89,7 +89,7 @@ def export_program(
         place, their values after the call are results too.
       arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shape and dtype are used. Other leaves are
         constants, see `shapes_of`.
-      names: names of the arguments, with which `paths` begin.
+      names: names of the arguments; `paths` begin with them.
       donated: the numbers of the donated arguments.
       shardings: for each argument a tree like it of `NamedSharding`s over an abstract mesh; None on one device.
       devices: the size of that mesh.
@@ -141,7 +141,7 @@ def compile_program(
 
     Args:
       program: from `export_program`.
-      device: a GPU, `program.devices` of which the hosts have, or a slice with that many TPUs.
+      device: a GPU, if the hosts have `program.devices` of them, or a slice with that many TPUs.
       hosts: number of hosts with GPUs.
       timeout: seconds after which the compilation is killed.
       stop: ends the compilation when another thread sets it.

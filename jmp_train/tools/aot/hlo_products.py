@@ -194,7 +194,7 @@ def _window(text: str) -> Mapping[str, list[int]]:
 
 @lru_cache(maxsize=4096)
 def _meetings(axis: SpatialAxis) -> int:
-    """Returns the number of pairs of an output and a tap that meet an element of the input."""
+    """Returns the number of pairs (output, tap) that read an element of the input, not padding or a gap."""
     if axis.size > axis.outputs:  # taps and outputs can change roles in output * stride + tap * rhs_dilate - padding
         roles = {"size": axis.outputs, "outputs": axis.size, "stride": axis.rhs_dilate, "rhs_dilate": axis.stride}
         axis = replace(axis, **roles)

@@ -255,7 +255,7 @@ def _last_rounded(evidence: Evidence, row: int) -> int:
 
 
 def errors_of_elements(evidence: Evidence) -> list[float]:
-    """Returns the root mean square of each row's elements' errors, each relative to the element and at most 1."""
+    """Returns, per row, the root mean square of the relative errors of its elements; each error counts at most 1."""
     return np.sqrt(evidence.column("squared_error") / np.maximum(evidence.column("elements"), 1)).tolist()
 
 

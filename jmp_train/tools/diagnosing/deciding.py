@@ -57,7 +57,7 @@ def errors_with_decisions(examination: Examination) -> FunctionErrors:
 
 
 def share_left(first: Examination, row: int, last: Examination) -> float:
-    """Returns the share of elements that rules leave decided differently, relative to the share without them.
+    """Returns the fraction of elements that rules leave decided differently, relative to the share without them.
 
     Args:
       first: the examination of the unchanged function.

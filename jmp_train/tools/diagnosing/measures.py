@@ -80,7 +80,7 @@ def combine(first: Any, second: jax.Array) -> jax.Array:
 
 
 def combined(stack: Any) -> Any:
-    """Returns the measures [..., columns] of runs together that are stacked along the first axis."""
+    """Returns the measures [..., columns] of all runs, given those of each run stacked along the first axis."""
     concatenate = np.concatenate if isinstance(stack, np.ndarray) else jnp.concatenate
     return concatenate([stack[..., : len(SUMS)].sum(0), stack[..., len(SUMS) :].max(0)], -1)
 

@@ -82,7 +82,7 @@ class Problem:
 
     @property
     def said(self) -> str:
-        """The evidence, with what float32 does."""
+        """The evidence, and the result in float32."""
         return self.evidence + _IN_FLOAT32[self.in_float32]
 
     @property

@@ -285,7 +285,7 @@ def merged(*tables: AutocastRules) -> AutocastRules:
 
 
 def lacks(rules: AutocastRules, others: AutocastRules) -> bool:
-    """Returns whether rules lack some entry of others."""
+    """Returns whether some entry of other rules is missing in `rules`."""
     return any(not set(entries) <= set(getattr(rules, name)) for name, entries in vars(others).items())
 
 

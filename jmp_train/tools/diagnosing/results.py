@@ -169,7 +169,7 @@ def nonfinite_arguments(evidence: Evidence) -> Iterator[Found]:
 
 
 def products_in_8_bits(evidence: Evidence) -> Iterator[Found]:
-    """Finds products in 8 bits of which an operand's outliers make many other elements 0."""
+    """Finds products in 8 bits whose operand has outliers that make many of its other elements 0."""
     for row in range(len(evidence.rows)):
         if (cast := flushed_operand(evidence, row)) is None or evidence.direction(row) != "forward":
             continue

@@ -157,7 +157,7 @@ def _bracket(needed: Callable[[int], int], limit: int, start: int, tile: int) ->
 
 
 def _narrowed(needed: Callable[[int], int], limit: int, low: int, high: int, unit: int) -> tuple[int, int]:
-    """Returns neighboring sizes between two others, the first of which fits and the second does not."""
+    """Returns two neighboring sizes between two others: the first one fits, the second one does not."""
     by_line = True
     while high - low > unit:
         middle = (low + high) // 2

@@ -15,7 +15,7 @@ INTERCONNECTS = {"HDR": 25e9, "NDR": 50e9, "XDR": 100e9, "p4d": 6.25e9, "p5": 50
 
 @dataclass(frozen=True)
 class Allowances:
-    """Memory that a training step cannot have, each part with the reason.
+    """Memory that is not available to a training step, by reason.
 
     jax takes `memory_fraction` of the GPU's memory for its pool when it starts, and the program has to fit into it.
     CUDA and its libraries allocate outside of the pool, which counts only if both exceed the memory;

@@ -107,7 +107,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What a plan searches for: placements, and the largest batch.
+    """The search of a plan: placements, and the largest batch.
 
     Attributes:
       largest_batch: whether to search for the largest batch that fits, which takes about five compilations. Without

@@ -1,7 +1,7 @@
 """The search for a placement: the fastest way, by its bound, to split a step over the given devices so that it fits.
 
 The replicated state is compiled first, then the other shardings and meshes, unless the first fits and takes no longer
-than its products alone, which no sharding reduces. For those that do not fit, micro-batches and rematerialization
+than only its products, which no sharding reduces. For those that do not fit, micro-batches and rematerialization
 follow; then both together. Each placement that is not compiled has a reason.
 """
 

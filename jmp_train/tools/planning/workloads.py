@@ -1,4 +1,4 @@
-"""What a plan is about: a training step with its state and batch, in one or several precisions."""
+"""The subject of a plan: a training step with its state and batch, in one or several precisions."""
 
 import dataclasses
 import math
@@ -108,7 +108,7 @@ class Variant:
     batch_size: int
 
     def multiple(self, placement: Placement) -> int:
-        """Returns the number of which batch sizes must be multiples."""
+        """Returns the number that must divide every batch size."""
         return placement.batch_parts * (self.step.accumulate_steps if isinstance(self.step, TrainStep) else 1)
 
     def state_bytes(self, placement: Placement) -> int:

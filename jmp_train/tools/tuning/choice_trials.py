@@ -1,6 +1,6 @@
 """Trials of operations in float32 by one compiled program, and the search for a smallest choice that suffices.
 
-The search does not depend on precision: a test function tells whether a set of items suffices.
+The search does not depend on precision: a test function returns whether a set of items suffices.
 """
 
 import math

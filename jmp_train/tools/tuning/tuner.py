@@ -195,7 +195,7 @@ def _verified(
     tolerance: Tolerance,
     seen: int,
 ) -> tuple[AutocastRules, Verification, frozenset[int]]:
-    """Returns rules that pass under autocast itself, if there are any, and the units added for that."""
+    """Returns the rules, their verification by autocast itself, and the units added to pass it, if some suffice."""
     rest = [i for i in ranking if i not in kept]
     found: dict[frozenset[int], tuple[AutocastRules, Verification]] = {}
 
