@@ -128,6 +128,7 @@ STOPPED = {129, 130, 143}  # exit codes after SIGHUP, SIGINT and SIGTERM of a ru
 
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 1.0  # after a failure, because others may fail for the same reason
+_NOTICE_SECONDS = 10.0  # after the end of the first script, before a message names the others
 
 
 @dataclass
@@ -159,6 +160,7 @@ def wait_for(children: Sequence[ChildProcess], messages: int, exit_timeout: floa
       grace: seconds that the others may run on after the first has stopped at a signal.
     """
     endings = Endings()
+    noticed = False
     while True:
         now = time.monotonic()
         codes = [child.poll() for child in children]
@@ -180,6 +182,9 @@ def wait_for(children: Sequence[ChildProcess], messages: int, exit_timeout: floa
         elif endings.ended and _at_work(endings):
             waited = now - min(endings.ended.values())
             endings.late = exit_timeout is not None and waited >= exit_timeout
+            if (endings.late or waited >= _NOTICE_SECONDS) and not noticed:
+                noticed = True
+                say(_notice(endings, waited, exit_timeout))
             if endings.late:
                 return endings
         time.sleep(_POLL_SECONDS)
@@ -206,7 +211,16 @@ def reason(endings: Endings, exit_timeout: float | None) -> str | None:
     if endings.running:
         was = "was" if len(endings.running) == 1 else "were"
         parts.append(f"{_processes(endings.running)} still ran and {was} stopped")
-    return ", then ".join(parts)
+    text = ", then ".join(parts)
+    before = _ended_before_others(endings)
+    return f"{text}; the script of {_processes(before)} had ended well before that" if before else text
+
+
+def _ended_before_others(endings: Endings) -> list[int]:
+    """Returns the processes whose scripts had ended before the first failure, unless all had."""
+    failure = endings.first_failure or 0.0
+    before = [rank for rank, since in endings.ended.items() if since < failure]
+    return before if set(before) < {*endings.failed, *endings.running, *endings.ended} else []
 
 
 def _told(messages: int) -> list[int]:
@@ -218,6 +232,16 @@ def _told(messages: int) -> list[int]:
 
 def _at_work(endings: Endings) -> list[int]:
     return [rank for rank in endings.running if rank not in endings.ended]
+
+
+def _notice(endings: Endings, waited: float, exit_timeout: float | None) -> str:
+    text = (
+        f"{_processes(endings.ended)} ended well, still running after {waited:.3g} s: "
+        f"{_processes(_at_work(endings))}; operations of all processes cannot continue"
+    )
+    if exit_timeout is None:
+        return text
+    return f"{text}; to be stopped " + ("now" if endings.late else f"in {exit_timeout - waited:.3g} s")
 
 
 def _processes(ranks: Iterable[int]) -> str:

@@ -211,6 +211,11 @@ def _train_steps(
         current = program
         state, metrics = program.step(state, item.batch)
         records.after_step(state, metrics)
+        if item.nans and records.count == 1:
+            records.look(state)
+            loss = records.steps[-1].loss
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss of step 1 is {loss}: {'; '.join(item.nans)}")
         place = item.after
         is_last = records.count == length.total or (item.ends_epoch and place.epoch + 1 == length.epochs)
         ends_epoch = item.ends_epoch or is_last

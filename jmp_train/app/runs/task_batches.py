@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jmp_train.app.runs.foreign_batches import (
@@ -19,6 +20,7 @@ from jmp_train.app.runs.foreign_batches import (
 )
 from jmp_train.data import array_batches
 from jmp_train.extras import extra_packages
+from jmp_train.policies.pytrees import named_leaves
 from jmp_train.task import Task, count_examples
 
 
@@ -43,11 +45,13 @@ class TaskBatch(NamedTuple):
       batch: the batch, on the devices.
       ends_epoch: True if it is the last batch of its epoch.
       after: the place after it.
+      nans: the result of `nan_lines` for the first batch; empty for later batches.
     """
 
     batch: Any
     ends_epoch: bool
     after: DataPosition
+    nans: tuple[str, ...] = ()
 
 
 class ArrayData:
@@ -92,10 +96,11 @@ class ArrayData:
             prefetch=max(4, task.loading_threads),
         )
         for number, batch in enumerate(batches, start):
+            nans = nan_lines(batch, "the first batch") if number == start else ()
             if task.shards_shared:
                 batch = jax.device_put(batch, sharding)
             epoch, before = divmod(number, steps)
-            yield TaskBatch(batch, before + 1 == steps, DataPosition(epoch, before + 1))
+            yield TaskBatch(batch, before + 1 == steps, DataPosition(epoch, before + 1), nans)
 
 
 class IterableData:
@@ -127,11 +132,12 @@ class IterableData:
             while ahead is not None:
                 batch, state = ahead
                 where = f"batch {number} of train({epoch})"
+                nans = nan_lines(batch, where) if first is None else ()
                 first = signature_of(batch).checked_against(first, where)
                 batch = placed(batch, sharding, where)
                 number += 1
                 ahead = self._next(iterator, epoch, number)
-                yield TaskBatch(batch, ahead is None, DataPosition(epoch, number, state))
+                yield TaskBatch(batch, ahead is None, DataPosition(epoch, number, state), nans)
             if not number:
                 hint = "; it has to return a new iterator for each epoch" if epoch else ""
                 raise ValueError(f"train({epoch}) returned no batches{hint}")
@@ -179,6 +185,31 @@ def train_batches(
     data = ArrayData(task, batch_size, seed)
     place = DataPosition(*divmod(start, data.steps_per_epoch))
     return (item.batch for item in data.items(place, epochs, sharding))
+
+
+def nan_lines(batch: Any, where: str) -> tuple[str, ...]:
+    """Returns a line for each array of a batch with NaN, and for each with infinities.
+
+    Args:
+      batch: tree of arrays of this process.
+      where: name of the batch.
+
+    Example:
+      >>> nan_lines({"x": np.array([1.0, np.nan]), "y": np.ones(2)}, "batch 0 of train(0)")
+      ("'x' of batch 0 of train(0) has NaN in 1 of 2 values",)
+    """
+    lines = []
+    for path, leaf in named_leaves(batch):
+        if not (hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)):
+            continue
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            continue
+        with np.errstate(over="ignore"):  # as on the device
+            values = np.asarray(leaf).astype(np.float32)
+        for kind, count in (("NaN", np.isnan(values).sum()), ("infinity", np.isinf(values).sum())):
+            if count:
+                lines.append(f"{path or 'the array'!r} of {where} has {kind} in {count} of {leaf.size} values")
+    return tuple(lines)
 
 
 def batch_shapes(task: Task, size: int | None) -> Any:

@@ -1,6 +1,7 @@
 """The launcher, with scripts that do without jax."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -153,7 +154,9 @@ def test_all_are_restarted_after_a_failure(script: Path, tmp_path: Path, capfd: 
     ["pass", "sys.exit()", "exit(0)", "os._exit(0)",
      "import atexit; atexit.register(time.sleep, 60)"],  # as jax does, which waits for the others
 )  # fmt: skip
-def test_processes_that_wait_for_one_that_has_ended_are_stopped(how: str, script: Path, pids: Path) -> None:
+def test_processes_that_wait_for_one_that_has_ended_are_stopped(
+    how: str, script: Path, pids: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script.write_text(
         "import os, pathlib, sys, time\n"
         "rank = os.environ['JAX_PROCESS_ID']\n"
@@ -167,6 +170,11 @@ def test_processes_that_wait_for_one_that_has_ended_are_stopped(how: str, script
     assert str(error.value) == (
         "process 1 ended well, still running after the exit timeout of 0.5 s: processes 0, 2, now stopped; "
         "do all take the same number of steps?"
+    )
+    assert re.fullmatch(
+        r"jmp-train: process 1 ended well, still running after 0\.\d+ s: processes 0, 2; operations of all "
+        r"processes cannot continue; to be stopped now\n",
+        capfd.readouterr().err,
     )
     assert survivors(noted(pids), 0) == []
 
@@ -196,7 +204,9 @@ def test_the_command_line_takes_an_exit_timeout(script: Path, capfd: pytest.Capt
     )
 
 
-def test_an_early_end_counts_for_restarts(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_early_end_counts_for_restarts_and_is_named_with_a_failure_that_follows(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script.write_text(
         "import os, pathlib, sys, time\n"
         "mark = pathlib.Path(sys.argv[1], os.environ['JAX_PROCESS_ID'])\n"
@@ -207,12 +217,15 @@ def test_an_early_end_counts_for_restarts(script: Path, tmp_path: Path, capfd: p
         "    sys.exit(times)\n"
     )
     launch([str(script), str(tmp_path)], 2, exit_timeout=1.5, restarts=2, grace=0.5)
-    assert capfd.readouterr().err.splitlines() == [
+    assert capfd.readouterr().err.splitlines()[1:] == [
         (
             "jmp-train: process 1 ended well, still running after the exit timeout of 1.5 s: process 0, now stopped; "
             "do all take the same number of steps?; restarting all, 1 of 2 times"
         ),
-        "jmp-train: process 0 ended with exit code 1; restarting all, 2 of 2 times",
+        (
+            "jmp-train: process 0 ended with exit code 1; the script of process 1 had ended well before that; "
+            "restarting all, 2 of 2 times"
+        ),
     ]
 
 

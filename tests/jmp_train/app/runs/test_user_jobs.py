@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -276,6 +277,31 @@ def batches_of(batch: Any) -> dict[str, Any]:
 def test_what_a_jobs_functions_must_not_return(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run(make_task(**changes))
+
+
+def test_nan_in_the_first_batch_is_named_where_the_loss_has_it_too() -> None:
+    def with_nan(field: str) -> Callable[[int], list[Any]]:
+        def train(epoch: int) -> list[Any]:
+            found = list(batches(epoch))
+            found[0][field] = found[0][field].copy()
+            found[0][field][3] = np.nan
+            return found
+
+        return train
+
+    message = r"the loss of step 1 is nan: 'x' of batch 0 of train\(0\) has NaN in 3"
+    with pytest.raises(FloatingPointError, match=message):
+        run(make_task(train=with_nan("x")))
+
+    def masked(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        known = ~jnp.isnan(batch["y"])
+        return loss_fn(params, model_state, {**batch, "y": jnp.where(known, batch["y"], 0)}, rng)
+
+    assert run(make_task(train=with_nan("y"), loss_fn=masked, epochs=1)).steps[-1].finite  # NaN for what is not known
+    linear = jt.stateless(lambda params, batch: (batch["x"] * params["in"][0, 0]).sum())
+    batch = {"x": np.full((4, 3), np.inf, np.float32), "y": np.ones(4)}
+    with pytest.raises(FloatingPointError, match=r"'x' of batch 0 of .* has infinity in 12 of 12 values"):
+        run(make_task(loss_fn=linear, **batches_of(batch)))
 
 
 def test_tensors_become_arrays_without_a_copy() -> None:
