@@ -87,8 +87,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if isinstance(item, pytest.DoctestItem):
-            # Examples of graphs compile much, and what they show has tests of its own.
-            item.add_marker(pytest.mark.full if "/graphs/" in item.nodeid else pytest.mark.quick)
+            # Some examples compile much, and what they show has tests of its own.
+            compiles = any(f"/{folder}/" in item.nodeid for folder in ("graphs", "quantizing", "tuning"))
+            item.add_marker(pytest.mark.full if compiles else pytest.mark.quick)
         if "plan_python" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.full)
         if item.get_closest_marker("quick_cases") is not None:

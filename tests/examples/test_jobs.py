@@ -43,7 +43,6 @@ TINY = {
 }
 PRECISIONS = ("float32", "mixed_float16", "autocast_bfloat16")
 MODELS = [f"models.{name}" for name in ("causal_attention", "gpt", "graph_classifiers", "rounded_once", "token_losses")]
-QUICK = ("table_mlp", "mixed_float16")
 
 
 @pytest.fixture(autouse=True)
@@ -104,15 +103,10 @@ def test_each_option_of_a_published_job_is_described(name: str) -> None:
         assert f" {field.name}: " in "".join(part.__doc__ or "" for part in options.__mro__), field.name
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        pytest.param(name, precision, marks=() if (name, precision) == QUICK else pytest.mark.full)
-        for name in TINY
-        for precision in PRECISIONS
-    ],
-)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", TINY)
 def test_a_published_job_trains_in_each_precision(
     name: str, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from jmp_train.tools.aot import ExportedProgram
 from jmp_train.tools.planning import Placement, PlanRow, PlanSearch, Workload
 from jmp_train.tools.planning.arguments import arguments_of
 
-pytestmark = [pytest.mark.quick, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 
 Step = tuple[Callable[..., Any], Any, Any]
 
@@ -93,7 +93,6 @@ STEPS: dict[Callable[[], Step], dict[str, int]] = {
     of_script("seq2seq", True): {"parameters": 26, "optimizer state": 58, "other arguments": 1, "batch": 2},
     of_script("vae"): {"parameters": 10, "optimizer state": 21, "other arguments": 1, "batch": 1},
 }  # fmt: skip
-QUICK = (nnx_mnist,)
 
 
 def exported(step: Any, state: Any, batch: Any, **options: Any) -> tuple[ExportedProgram, Any]:
@@ -102,11 +101,7 @@ def exported(step: Any, state: Any, batch: Any, **options: Any) -> tuple[Exporte
     return variant.exported(Placement(), variant.batch_size), variant.state
 
 
-def cases(makers: Any) -> list[Any]:
-    return [pytest.param(make, id=make.__name__, marks=() if make in QUICK else pytest.mark.full) for make in makers]
-
-
-@pytest.mark.parametrize("make", cases(STEPS))
+@pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
 def test_all_arguments_are_there_in_their_groups(make: Callable[[], Step]) -> None:
     program, state = exported(*make())
     arguments = arguments_of(program.paths, state)
@@ -119,7 +114,6 @@ def test_all_arguments_are_there_in_their_groups(make: Callable[[], Step]) -> No
     assert {i for i, path in enumerate(program.paths) if path.startswith("batch")} <= {*found.module_kept_var_idx}
 
 
-@pytest.mark.full
 def test_haikus_policies_are_those_of_the_thread_that_plans(compiler: None) -> None:
     step = haiku_transformer.script(False)
 
@@ -135,7 +129,6 @@ def test_haikus_policies_are_those_of_the_thread_that_plans(compiler: None) -> N
     assert hk.mixed_precision.get_policy(haiku_transformer.LanguageModel) is None
 
 
-@pytest.mark.full
 def test_steps_that_cannot_be_planned_say_what_to_do() -> None:
     imagenet = of_script("imagenet")()
     with pytest.raises(ValueError, match=r"runs on 2 devices by itself \(pmap, .*; pass the step of one device"):
@@ -163,7 +156,6 @@ def n_bytes(tree: Any) -> int:
     return sum(np.prod(x.shape, dtype=int) * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
 
 
-@pytest.mark.full
 def test_graphs_grow_by_a_function_of_their_number(compiler: None) -> None:
     step, state, _ = of_script("ogbg")()
     small, large = (row_of(step, state, padded_graphs, batch_size=size) for size in (8, 64))
@@ -173,7 +165,6 @@ def test_graphs_grow_by_a_function_of_their_number(compiler: None) -> None:
     assert small.peak_bytes < large.peak_bytes
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("make", [nnx_mnist, equinox_diffusion, of_script("lm1b"), of_script("seq2seq", True)])
 def test_they_compile_and_more_examples_need_more(make: Callable[[], Step], compiler: None) -> None:
     step, state, batch = make()

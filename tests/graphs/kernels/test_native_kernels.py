@@ -115,7 +115,7 @@ def test_results_are_those_of_float64(native: Any, name: str, width: int, dtype:
         assert np.linalg.norm(x - y) <= ROUNDINGS[dtype] * np.linalg.norm(y)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_dropped_edges_do_not_count(native: Any, name: str) -> None:
     graph = graphs.drop_edges(hub_graph(), 0.5, jax.random.key(0))

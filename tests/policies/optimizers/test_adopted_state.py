@@ -56,6 +56,7 @@ def test_the_next_step_is_that_of_the_old_optimizer() -> None:
             jax.tree.map(lambda u, e: np.testing.assert_allclose(u, e, rtol=1e-5, atol=1e-8), updates, expected)
 
 
+@pytest.mark.full
 def test_common_wrappers_are_taken_over_and_others_taken_off() -> None:
     _, old = trained(scaled(growth_interval=2), steps=3, scale=64.0)
     assert float(jt.get_loss_scale(old).loss_scale) == 128

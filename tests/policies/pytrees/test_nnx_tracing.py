@@ -336,6 +336,7 @@ def test_policies_cast_the_parameters_alone() -> None:
     assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model))} == {"float32"}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("run", [nnx.jit, nnx.remat], ids=["jit", "remat"])
 def test_parameters_that_a_transform_hands_on_are_not_rounded(run: Callable[..., Any]) -> None:
     """`nnx.jit` and, within a scan, `nnx.remat` return new arrays for variables that nothing was put into."""

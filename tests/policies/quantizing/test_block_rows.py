@@ -32,7 +32,7 @@ def arrays(dtype: str) -> list[np.ndarray]:
     return [np.abs(x) for x in xs] if dtype == "uint8" else xs
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtypes", [("int8", "uint8"), ("float8_e4m3fn",), ("float8_e5m2",)])
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_every_array_gets_what_it_gets_alone(dtypes: tuple[str, ...], stochastic: bool) -> None:
@@ -62,6 +62,7 @@ def test_every_array_gets_what_it_gets_alone(dtypes: tuple[str, ...], stochastic
     assert not all(unchanged)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e5m2"])
 def test_an_unchanged_block_that_is_not_full_keeps_its_bits(dtype: str) -> None:
     first = quantize(jnp.asarray(arrays("int8")[2]), dtype, block_size=30)

@@ -18,7 +18,7 @@ KEYS = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("partitionable", [True, False])
 def test_draws_are_those_of_jax(key: str, partitionable: bool) -> None:
