@@ -18,6 +18,7 @@ from jmp_train.policies.autocasting.fp8 import Fp8Scales as Fp8Scales
 from jmp_train.policies.autocasting.fp8 import Fp8State as Fp8State
 from jmp_train.policies.autocasting.fp8 import MXFP8BlockScaling as MXFP8BlockScaling
 from jmp_train.policies.autocasting.opaque import float32_dot_general as float32_dot_general
+from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
 from jmp_train.policies.autocasting.operations import OperationReport as OperationReport
 from jmp_train.policies.autocasting.product_warnings import CpuConvolutionWarning as CpuConvolutionWarning
 from jmp_train.policies.autocasting.product_warnings import Float32ProductsWarning as Float32ProductsWarning

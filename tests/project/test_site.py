@@ -1,5 +1,6 @@
 """The site: every public name once in its reference, every page built, looked at in a browser."""
 
+import ast
 import html
 import inspect
 import re
@@ -48,6 +49,15 @@ def test_the_reference_has_every_public_name_and_no_other() -> None:
     public = {f"{module.__name__}.{name}" for module in INTERFACES for name in _names(module)}
     listed = {full for name, full in documented_names(DOCS / "api").items() if not name.startswith("fn.")}
     assert listed - public == set()
+
+
+def test_examples_use_public_names() -> None:
+    """And data sets, which examples name by module."""
+    allowed = documented_names(DOCS / "api").keys() | {"graphs", "fn"}
+    for path in (DOCS.parent / "examples").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and re.match(r"jmp_train(?!\.graphs\.datasets)", node.module or ""):
+                assert {alias.name for alias in node.names} <= allowed, path
 
 
 @pytest.fixture(name="site", scope="module")

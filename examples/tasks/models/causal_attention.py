@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.autocasting import autocast, opaque_to_autocast
+from jmp_train.policies import autocast, opaque_to_autocast
 
 from .rounded_once import (
     LARGEST_CHUNK,

@@ -17,11 +17,11 @@ from jmp_train.graphs import NodeData, PartitionedGraph, partition
 from jmp_train.graphs.sampling import HostEdges
 from jmp_train.graphs.structure import Graph, GraphPart, GraphStack
 from jmp_train.policies import Params
-from jmp_train.policies.pytrees import path_name
-from jmp_train.steps import LossFn, ModelState
+from jmp_train.steps import ModelState
 
 WEIGHT_DECAY = 5e-4
 Init = Callable[[jax.Array], tuple[Any, Any]]
+LossFn = Callable[..., Any]
 Predict = Callable[..., jax.Array]
 
 
@@ -151,7 +151,10 @@ def adam_with_l2(
     """
 
     def is_decayed(params: Params) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) == decayed, params)
+        def is_it(path: Any, _: object) -> bool:
+            return jax.tree_util.keystr(path[:-1], simple=True, separator="/") == decayed  # the last key is "value"
+
+        return jax.tree_util.tree_map_with_path(is_it, params)
 
     mask = None if decayed is None else is_decayed
     return optax.chain(optax.add_decayed_weights(weight_decay, mask), optax.adam(learning_rate))

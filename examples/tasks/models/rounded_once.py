@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies import autocast_as, pvary
-from jmp_train.policies.autocasting import opaque_to_autocast
-from jmp_train.policies.pytrees import at_least_float32
+from jmp_train.policies import autocast_as, opaque_to_autocast, pvary
 
 Tree = TypeVar("Tree")
 LARGEST_CHUNK = 2**25  # elements of its results: 134 MB of float32
@@ -54,17 +52,21 @@ def vary_alike(tree: Tree) -> Tree:
 
 def zeros_like_sums(x: jax.Array) -> jax.Array:
     """Returns zeros for a loop to add to: float32, with the array's shape and varying over the same mesh axes."""
-    return pvary(jnp.zeros(x.shape, at_least_float32(x.dtype)), _axes(x))
+    return pvary(jnp.zeros(x.shape, _at_least_float32(x.dtype)), _axes(x))
 
 
 def upcast(x: jax.Array) -> jax.Array:
     """Returns a half-precision array in float32, others unchanged; the cotangent is only rounded with the array's."""
-    return x.astype(at_least_float32(x.dtype))
+    return x.astype(_at_least_float32(x.dtype))
 
 
 def product(subscripts: str, *operands: jax.Array) -> jax.Array:
     """Returns `jnp.einsum` of operands of one dtype with unrounded sums, float32 for half-precision operands."""
-    return jnp.einsum(subscripts, *operands, preferred_element_type=at_least_float32(operands[0].dtype))
+    return jnp.einsum(subscripts, *operands, preferred_element_type=_at_least_float32(operands[0].dtype))
+
+
+def _at_least_float32(dtype: Any) -> Any:
+    return jnp.float32 if dtype.itemsize < 4 else dtype
 
 
 def _axes(tree: Any) -> list[str]:

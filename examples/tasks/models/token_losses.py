@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting import opaque_to_autocast
+from jmp_train.policies import opaque_to_autocast
 
 from .rounded_once import (
     LARGEST_CHUNK,
