@@ -35,22 +35,11 @@ def evaluated(prepared: PreparedRun, state: TrainState) -> dict[str, float]:
     task, setup = prepared.task, prepared.phases[-1].setup
     if task.evaluate is not None:
         params, model_state = _local((state.params, state.model_state))
-        found = _evaluated_by(task.evaluate, setup.cast_params(params), model_state)
+        found = task.evaluate(setup.cast_params(params), model_state)
         if not isinstance(found, Mapping):
             raise TypeError(f"Task: evaluate must return a dict of numbers, got a {type(found).__name__}")
         return {str(name): _number(name, value) for name, value in found.items()}
     return {} if task.metrics is None else _over_batches(prepared, state, task.metrics)
-
-
-def _evaluated_by(evaluate: Callable[[Any, Any], Any], params: Any, model_state: Any) -> Any:
-    """Returns the result of `evaluate`; for half-precision parameters, adds a note to errors about dtypes."""
-    try:
-        return evaluate(params, model_state)
-    except TypeError as error:
-        dtypes = {str(x.dtype) for x in jax.tree.leaves(params)} & {"float16", "bfloat16"}
-        if dtypes and "dtype" in str(error):
-            error.add_note(f"evaluate gets parameters in {dtypes.pop()} under this policy: cast its data to that, too")
-        raise
 
 
 def _over_batches(prepared: PreparedRun, state: TrainState, metrics: Callable[..., Any]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,52 +15,27 @@ from jmp_train.policies.pytrees import named_leaves
 _BYTES = "base64"  # the key of bytes in JSON
 
 
-class Signature(NamedTuple):
-    """The common properties of all batches of a run.
-
-    Attributes:
-      structure: the tree structure.
-      leaves: path, dtype and number of axes of each array.
-    """
-
-    structure: Any
-    leaves: tuple[tuple[str, np.dtype, int], ...]
-
-    def paths(self) -> str:
-        """Returns the paths of the arrays as text."""
-        return ", ".join(repr(path) for path, _, _ in self.leaves)
-
-    def checked_against(self, first: Self | None, where: str) -> Self:
-        """Returns the first signature; raises ValueError if this one differs.
-
-        Args:
-          first: the signature of the first batch; None if this is the first batch.
-          where: name of this batch.
-        """
-        if first is None:
-            return self
-        if self.structure != first.structure:
-            has, had = self.paths(), first.paths()
-            if has == had:
-                has, had = str(self.structure), str(first.structure)
-            raise ValueError(f"{where} has another structure than the first batch: {has}; the first batch has {had}")
-        for (path, dtype, ndim), (_, wanted, axes) in zip(self.leaves, first.leaves, strict=True):
-            if (dtype, ndim) != (wanted, axes):
-                raise ValueError(
-                    f"{where}: {path or 'the array'!r} is {dtype} with {ndim} axes, but the first batch had {wanted} "
-                    f"with {axes} axes"
-                )
-        return first
+BatchKind = tuple[Any, list[str]]
+"""The tree structure of a batch, and path, dtype and number of axes of each array."""
 
 
-def signature_of(batch: Any) -> Signature:
-    """Returns the signature of a batch.
+def kind_of(batch: Any) -> BatchKind:
+    """Returns what all batches of a run have in common."""
+    arrays = [f"{path or 'the array'!r} {x.dtype} {x.ndim}D" for path, x in named_leaves(batch)]
+    return jax.tree.structure(batch), arrays
+
+
+def check_alike(found: BatchKind, first: BatchKind, where: str) -> None:
+    """Raises ValueError unless a batch is of the kind of the first one.
 
     Args:
-      batch: tree of arrays.
+      found: the kind of the batch.
+      first: the kind of the first batch.
+      where: name of the batch.
     """
-    leaves = tuple((path, np.dtype(leaf.dtype), leaf.ndim) for path, leaf in named_leaves(batch))
-    return Signature(jax.tree.structure(batch), leaves)
+    if found != first:
+        has, had = (str(kind[0]) if found[1] == first[1] else ", ".join(kind[1]) for kind in (found, first))
+        raise ValueError(f"{where} has other arrays than the first batch: {has}; the first batch has {had}")
 
 
 def as_arrays(batch: Any, where: str) -> Any:

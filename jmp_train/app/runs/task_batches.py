@@ -9,14 +9,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jmp_train.app.runs.foreign_batches import (
-    Signature,
+    BatchKind,
     as_arrays,
+    check_alike,
     iterator_state,
+    kind_of,
     length_of,
     placed,
     restore_iterator,
     rows_of,
-    signature_of,
 )
 from jmp_train.data import array_batches
 from jmp_train.extras import extra_packages
@@ -121,7 +122,7 @@ class IterableData:
 
     def items(self, place: DataPosition, epochs: int, sharding: NamedSharding | None) -> Iterator[TaskBatch]:
         """Yields the batches after a place, epoch after epoch; see `ArrayData`."""
-        first: Signature | None = None
+        first: BatchKind | None = None
         for epoch in range(place.epoch, epochs):
             iterator = iter(self._epoch(epoch))
             done = place.batch if epoch == place.epoch else 0
@@ -133,7 +134,9 @@ class IterableData:
                 batch, state = ahead
                 where = f"batch {number} of train({epoch})"
                 nans = nan_lines(batch, where) if first is None else ()
-                first = signature_of(batch).checked_against(first, where)
+                kind = kind_of(batch)
+                first = first or kind
+                check_alike(kind, first, where)
                 batch = placed(batch, sharding, where)
                 number += 1
                 ahead = self._next(iterator, epoch, number)

@@ -26,7 +26,6 @@ from jmp_train.policies.files import (
     DamagedError,
     SafetensorsFile,
     damage_named,
-    open_plain,
     parse_json,
     write_safetensors,
 )
@@ -35,7 +34,7 @@ from jmp_train.tools.capsules.state_parts import Snapshot, StateParts
 from jmp_train.tools.capsules.structures import structure_to_json
 from jmp_train.types import Batch
 
-_FORMAT, _FIRST = 2, b"jmp_train capsule 1"  # the beginning of files of the first format
+_FORMAT = 2
 _ABOUT = "jmp_train.capsule"  # the entry of the metadata
 _NAME = re.compile(
     r"step_(?P<step>[0-9]{8,18})(\.process_(?P<process>[0-9]{1,9})_of_(?P<processes>[0-9]{1,9}))?\.capsule"
@@ -182,9 +181,6 @@ def read_capsule(path: Path) -> list[CapsuleFile]:
 
 
 def _read(path: Path, process: int, processes: int) -> CapsuleFile:
-    with open_plain(path) as file:
-        if file.read(len(_FIRST)) == _FIRST:
-            raise DamagedError(f"{path} is a capsule of an earlier version of jmp_train, which this one does not read")
     with SafetensorsFile(path, sealed=True) as file, damage_named(path):
         about = parse_json(path, file.metadata[_ABOUT].encode())
         if about["format"] != _FORMAT:
