@@ -43,7 +43,12 @@ from jmp_train.app.runs import (
 if TYPE_CHECKING:
     from jmp_train.app.reports import LineDisplay
 
-_PROCESS = Path(__file__).with_name("train_process.py")
+# This same package, wherever it is, and nothing else of its folder. `python -P -m jmp_train` would not find the one
+# in the current folder, as in a checkout, or would find another.
+_PROCESS = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); import jmp_train; del sys.path[0]; "
+    "from jmp_train.app.cli.compare import run_child; sys.exit(run_child(sys.argv[1]))"
+)
 _SENT = b"jmp_train event "  # the beginning of an event among the lines of a process
 _KEPT_LINES = 1000  # of a process's standard error
 _READER_SECONDS = 5.0  # exceeded only if another process, started by the first, holds the pipe
@@ -184,7 +189,7 @@ def _run_in_process(call: Call[CompareOptions], name: str, display: "LineDisplay
 def _command() -> list[str]:
     """Returns the command of a run's process; -P prevents imports from the current folder."""
     ignored = ["-E"] * sys.flags.ignore_environment + ["-s"] * sys.flags.no_user_site
-    return [sys.executable, "-P", *ignored, str(_PROCESS)]
+    return [sys.executable, "-P", *ignored, "-c", _PROCESS, str(Path(__file__).parents[3])]
 
 
 def _reason(code: int | None) -> str:

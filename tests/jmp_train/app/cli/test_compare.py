@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def test_the_processes_run_this_very_package(tmp_path: Path) -> None:
     other.mkdir()
     (other / "__init__.py").write_text(HOSTILE)
     call = Call("nowhere.py", find_task("digits"), CompareOptions(), {})
-    command = f"$PYTHON -P {compare_command._PROCESS} '{call_as_text(call, 'float32')}'"
+    command = f"{shlex.join(compare_command._command())} '{call_as_text(call, 'float32')}'"
     code, out, _ = shell(command, tmp_path, PYTHONPATH=str(tmp_path))
     sent = out.strip().removeprefix(compare_command._SENT.decode())
     assert (code, compare_command._from_text(sent)) == (1, Failed("nowhere.py is not a file", is_wrong_call=True))
@@ -180,7 +181,7 @@ def test_compare_leaves_no_process_behind(tmp_path: Path, signals: list[signal.S
     )
     signal.signal(signal.SIGINT, before)
     try:
-        wait_until(lambda: sum("train_process" in text for text in marked(mark).values()) == 2)
+        wait_until(lambda: sum("run_child" in text for text in marked(mark).values()) == 2)
         for number in signals:
             process.send_signal(number)
         _, error = process.communicate(timeout=60)
