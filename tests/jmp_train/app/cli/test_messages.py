@@ -105,6 +105,7 @@ def test_missing_files_of_mnist_are_a_line_each(capsys: pytest.CaptureFixture[st
     assert all("https://" in line and "bytes, sha256 " in line for line in lines)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_what_only_a_run_of_compare_finds_wrong_is_a_wrong_call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
