@@ -119,7 +119,7 @@ def test_the_binary_layout_is_refused(folder: Path) -> None:
     ("name", "text", "message"),
     [
         ("raw/edge", "0,1\n4,x\n2,2\n1,0\n", ": row 1, column 1 is 'x', no whole number of int32"),
-        ("raw/edge", "0,1\n4,2.5\n2,2\n", ": row 1, column 1 is '2.5', no whole number of int32"),
+        ("raw/edge", "0,2147483647\n4,2.5\n2,2\n", ": row 1, column 1 is '2.5', no whole number of int32"),
         ("raw/edge", "0,1\n\n4,2.0\n", ": row 1, column 1 is '2.0', no whole number of int32"),
         ("raw/edge", "0,1\n4,99999999999\n", ": row 1, column 1 is '99999999999', no whole number"),
         ("raw/edge", "0,\x1e1\n4,x\n2,2\n", ": row 1, column 1 is 'x', no whole number of int32"),

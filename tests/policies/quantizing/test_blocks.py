@@ -121,13 +121,16 @@ def test_what_is_not_finite_makes_its_block_nan_and_zeros_stay() -> None:
     x[0, 0], x[1, 100], x[2, 511] = np.nan, np.inf, -1
     x[3] = 0
     extreme = np.array([[3.4e38, -3.4e38], [-3.4e38, 1.0]], np.float32)
-    run = jax.jit(lambda x, y: [dequantize(quantize(x, "uint8")), dequantize(quantize(y, "int8"))])
-    after, finite = map(np.asarray, run(x, extreme))
+    run = jax.jit(
+        lambda x, y: [dequantize(quantize(x, "uint8")), dequantize(quantize(y, "int8")), quantize(y - y, "int8").codes]
+    )
+    after, finite, codes = map(np.asarray, run(x, extreme))
     lost = np.isnan(after).reshape(4, 8, 64)
     np.testing.assert_array_equal(np.argwhere(lost.any(-1)), [[0, 0], [1, 1], [2, 7]])
     assert lost.sum() == 3 * 64
     np.testing.assert_array_equal(after[3], 0)
     assert np.isfinite(finite).all()
+    assert (codes == -1).all()  # index 127 of the code, stored less 128
 
 
 LEAST, MOST = 1e-37, 3e38  # what float32 holds with room for an inverse
