@@ -10,13 +10,6 @@ from jmp_train.app.runs import Run, event_to_json
 from jmp_train.policies.files import write_atomically
 from jmp_train.tools.documents import as_json, svg_file
 
-_OF_RUN = (
-    "policy", "rules", "phases", "device", "metrics", "higher_is_better", "compile_seconds", "memory_of",
-    "iterations_per_second", "samples_per_second", "costs", "watch",
-)  # fmt: skip
-_OPTIONAL = ("rules", "phases", "watch")  # left out if a run has none
-_OF_EPOCH = ("epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps")
-
 Written = tuple[list[Path], list[str]]
 """The written files, and one line per file that could not be written, with path and reason."""
 
@@ -51,17 +44,13 @@ def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequ
 
 
 def report(task: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Returns the content of report.json; numbers that are not finite become null."""
-    return as_json({"task": task, "runs": [_run_report(run) for run in runs]})
+    """Returns the content of report.json: runs as events, without steps; numbers that are not finite are null."""
+    return {"task": task, "runs": [_run_report(run) for run in runs]}
 
 
 def _run_report(run: Run) -> dict[str, Any]:
-    found = {name: getattr(run, name) for name in _OF_RUN}
-    epochs = [event_to_json(epoch) for epoch in run.epochs]
-    return {
-        **{name: value for name, value in found.items() if value or name not in _OPTIONAL},
-        "epochs": [{name: epoch[name] for name in _OF_EPOCH} for epoch in epochs],
-    }
+    speeds = {"iterations_per_second": run.iterations_per_second, "samples_per_second": run.samples_per_second}
+    return {name: x for name, x in event_to_json(run).items() if name not in ("event", "steps")} | as_json(speeds)
 
 
 def write_files(texts: Mapping[Path, Callable[[], str | None]]) -> Written:

@@ -32,7 +32,7 @@ def check_schema(report: Any, policies: list[str], epochs: int, task: str = "dig
     for entry in report["runs"]:
         assert set(entry) == {
             "policy", "device", "metrics", "higher_is_better", "compile_seconds", "memory_of", "epochs",
-            "iterations_per_second", "samples_per_second", "costs",
+            "batch_size", "iterations_per_second", "samples_per_second", "costs",
         }  # fmt: skip
         assert 0 < entry["iterations_per_second"] < entry["samples_per_second"]
         assert 0 <= entry["metrics"]["test_accuracy"] <= 1
@@ -45,7 +45,7 @@ def check_schema(report: Any, policies: list[str], epochs: int, task: str = "dig
         assert [epoch["epoch"] for epoch in entry["epochs"]] == list(range(1, epochs + 1))
         for epoch in entry["epochs"]:
             assert set(epoch) == {
-                "epoch", "loss", "seconds", "memory_mb", "loss_scale", "skipped_steps",
+                "epoch", "loss", "learning_rate", "seconds", "memory_mb", "loss_scale", "skipped_steps",
             }  # fmt: skip
             assert epoch["loss"] > 0 < epoch["seconds"] < 100 < epoch["memory_mb"]
 

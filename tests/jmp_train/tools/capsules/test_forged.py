@@ -61,7 +61,7 @@ def is_refused(path: Path, state: jt.TrainState, wanted: Any) -> bool:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", [8, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("part", [24, pytest.param(1, marks=pytest.mark.full)])
 def test_a_node_of_the_header_is_replaced(tmp_path: Path, part: int) -> None:
     path, state, _ = recorded(tmp_path)
     header = entry(path, ABOUT)
@@ -74,7 +74,7 @@ def test_a_node_of_the_header_is_replaced(tmp_path: Path, part: int) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", [200, pytest.param(1500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [60, pytest.param(1500, marks=pytest.mark.full)])
 def test_values_of_the_header_are_exchanged_or_its_bytes_changed(tmp_path: Path, count: int) -> None:
     path, state, _ = recorded(tmp_path)
     header = entry(path, ABOUT)
