@@ -230,7 +230,8 @@ CASES: dict[str, Case] = {
     **{f"mapped, {kind}": mapped(kind) for kind in ("mixed", "mixed, bases", "blocks", "network")},
     **{f"blocks, {name}": by_blocks(name) for name in ("sum", "mean", "max")},
 }
-QUICK = ("extremes", "dot")
+QUICK = ("extremes",)
+FORWARD = ("gat", "dot attention", "copy", "dot")
 WITHOUT_PLACES = ("extremes", "gat")
 BY_XLA = ("copy", "function of one edge", "dot", "gatv2", "dot attention, dropout and edge features", "mapped, blocks")
 
@@ -299,8 +300,7 @@ def test_whole_arrays_of_edges(name: str, product: Callable[..., Arrays]) -> Non
     check(name, "xla", product=product)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["gat", "gatv2", "dot attention", "copy", "dot"])
+@pytest.mark.parametrize("name", ["gatv2", *(pytest.param(x, marks=pytest.mark.full) for x in FORWARD)])
 def test_forward_mode_of_gradients_in_chunks_is_right_or_refused(name: str) -> None:
     """Gradients of attention are plain code; those of sums are sums with gradients of their own."""
     refused = pytest.raises(TypeError, match="forward-mode")
