@@ -13,10 +13,14 @@ from jmp_train.policies.amp_modes.mode_options import AmpType as AmpType
 from jmp_train.policies.autocasting.explain import AutocastReport as AutocastReport
 from jmp_train.policies.autocasting.explain import explain_autocast as explain_autocast
 from jmp_train.policies.autocasting.fp8 import DelayedScaling as DelayedScaling
+from jmp_train.policies.autocasting.fp8 import Float8BlockScaling as Float8BlockScaling
 from jmp_train.policies.autocasting.fp8 import Float8CurrentScaling as Float8CurrentScaling
+from jmp_train.policies.autocasting.fp8 import Float8RowwiseScaling as Float8RowwiseScaling
 from jmp_train.policies.autocasting.fp8 import Fp8Scales as Fp8Scales
 from jmp_train.policies.autocasting.fp8 import Fp8State as Fp8State
+from jmp_train.policies.autocasting.fp8 import Int8RowwiseScaling as Int8RowwiseScaling
 from jmp_train.policies.autocasting.fp8 import MXFP8BlockScaling as MXFP8BlockScaling
+from jmp_train.policies.autocasting.fp8 import NVFP4BlockScaling as NVFP4BlockScaling
 from jmp_train.policies.autocasting.opaque import float32_dot_general as float32_dot_general
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
 from jmp_train.policies.autocasting.operations import OperationReport as OperationReport

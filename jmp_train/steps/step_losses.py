@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
 from jmp_train.policies import Params, PathPolicy
-from jmp_train.policies.autocasting import missing_key_explained
+from jmp_train.policies.autocasting import missing_key_explained, rounding_key
 from jmp_train.policies.dtype_policies import FirstTrace, Policy, named_policy
 from jmp_train.policies.loss_scaling import (
     LossScales,
@@ -129,7 +129,7 @@ def loss_gradients(
             names=("params", "batch", "model_state", "rng"),
         )
         value_and_grad = unwatched_value_and_grad(loss_of, policy, has_aux=True)
-        with look:
+        with look, rounding_key(rng):
             (loss, (new_state, aux)), grads = value_and_grad(loss_scale, params, batch)
         if policy is not None:
             own = policy.default.cast_to_output(own_aux(aux))

@@ -5,6 +5,7 @@ from jmp_train.policies.autocasting.custom_derivatives import multiplies as mult
 from jmp_train.policies.autocasting.explain import decided as decided
 from jmp_train.policies.autocasting.explain import explained_region as explained_region
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE as DEFAULT_RECIPE
+from jmp_train.policies.autocasting.fp8 import RECIPES as RECIPES
 from jmp_train.policies.autocasting.fp8 import DelayedScales as DelayedScales
 from jmp_train.policies.autocasting.fp8 import Recipe as Recipe
 from jmp_train.policies.autocasting.fp8 import after_step as after_step
@@ -57,6 +58,7 @@ from jmp_train.policies.autocasting.transform import autocast as autocast
 from jmp_train.policies.autocasting.transform import fp8_scales as fp8_scales
 from jmp_train.policies.autocasting.transform import is_trying as is_trying
 from jmp_train.policies.autocasting.transform import mark_of as mark_of
+from jmp_train.policies.autocasting.transform import rounding_key as rounding_key
 from jmp_train.policies.autocasting.transform import run_region as run_region
 from jmp_train.policies.autocasting.transform import trying as trying
 from jmp_train.policies.autocasting.unmet_rules import unmet_entries as unmet_entries

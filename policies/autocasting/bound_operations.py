@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.decisions import RuledEquation, literals_fit, settle
-from jmp_train.policies.autocasting.fp8 import Contract, fp8_dot
+from jmp_train.policies.autocasting.fp8 import Extra, product_in_few_bits
 from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
     COMPUTED,
@@ -125,7 +126,7 @@ def computed(region: Region, step: RuledEquation, inputs: list[Value]) -> list[V
     note_integers(equation, inputs, outputs)
     if region.log is not None:
         used = [x.dtype if d is None else d for x, d in zip(inputs, step.dtypes, strict=True)]
-        used = [region.recipe.forward_dtype for _ in inputs] if step.rule == "fp8" else used
+        used = [region.recipe.forward_dtype] * 2 + used[2:] if step.rule == "fp8" else used
         word = product_rule(op.params) if step.rule == "float32" and op.name in PRODUCTS else str(step.rule)
         region.note(equation, step.scope, word, step.reason, used, outputs)
     if op.name in ARITHMETIC:
@@ -138,9 +139,10 @@ def _bound(op: _Operation) -> list[Value]:
     """Returns the results of an operation. How it is bound decides what its gradient stores; the first way applies."""
     step, name, inputs = op.step, op.name, op.inputs
     if step.rule == "fp8":
-        contract, _ = op.params["dimension_numbers"]
+        ragged = op.params.get("ragged_dot_dimension_numbers")
+        numbers = op.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
         dtype = op.params.get("preferred_element_type") or op.half
-        return [product_in_8_bits(op.region, step.place, inputs, contract, dtype)]
+        return [product_in_8_bits(op.region, step.place, inputs, numbers, dtype)]
     if step.rule == "lower" and step.is_logits:
         halves = [x.to(op.half) for x in inputs]
         return [Value(float32_product(op.equation.primitive, halves, op.equation.params), product=True)]
@@ -190,12 +192,15 @@ def _saved(op: _Operation, output: Value, inputs: list[Value]) -> Value:
 
 
 def product_in_8_bits(
-    region: Region, place: str, inputs: Sequence[Value], contract: Contract, dtype: DTypeLike
+    region: Region, place: str, inputs: Sequence[Value], numbers: lax.DotDimensionNumbers, dtype: DTypeLike
 ) -> Value:
-    """Multiplies in 8 bits; the operands keep their dtypes."""
-    lhs, rhs = (on_device(value.array) for value in inputs)
-    scales = region.delayed.of(place) if region.delayed else None
-    return Value(fp8_dot(lhs, rhs, contract, region.recipe, dtype, scales), product=True)
+    """Multiplies by the region's recipe; the operands keep their dtypes. A third one has the sizes of groups."""
+    (lhs, rhs), groups = (on_device(x.array) for x in inputs[:2]), inputs[2].array if inputs[2:] else None
+    given, batch = [x.given for x in inputs[:2]], numbers[1][0]
+    weights = given[0] and not given[1], given[1] or not (any(given) or batch)
+    key = (jax.random.key(0) if region.key is None else region.key) if region.recipe.stochastic else None
+    extra = Extra(region.delayed.of(place) if region.delayed else None, key, groups)
+    return Value(product_in_few_bits(lhs, rhs, numbers, region.recipe, dtype, extra, weights), product=True)
 
 
 def _converted(op: _Operation) -> Value:

@@ -36,7 +36,7 @@ def custom_jvp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Va
     if equation.params.get("symbolic_zeros") or _has_other_floats(equation):
         return None
     # The rule runs when their casts are gone, and must not close over scales that have gradients.
-    reading = reading.changed(constants={}, delayed=None)
+    reading = reading.changed(constants={}, delayed=None, key=None)
     function = jax.custom_jvp(on_arrays(reading, equation.params["call_jaxpr"], inputs))
 
     def of_floats(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:

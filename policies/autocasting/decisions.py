@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_train.policies.autocasting.fp8 import E4M3, place_of
+from jmp_train.policies.autocasting.fp8 import place_of
 from jmp_train.policies.autocasting.literal_bounds import fits
 from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
@@ -92,7 +92,7 @@ def steps_of(region: Region, jaxpr: Jaxpr) -> dict[int, RuledEquation]:
 def _places(region: Region, jaxpr: Jaxpr) -> list[str]:
     """Returns one place per equation: "" unless it may be or hold a product in 8 bits with scales from outside."""
     counts: Counter[str] = Counter()
-    may_multiply = {"dot_general", *ENTERED} if region.delayed else ()
+    may_multiply = {"dot_general", "ragged_dot_general", *ENTERED} if region.delayed else ()
     return [
         place_of(equation, join("", str(equation.source_info.name_stack)), region.place, counts)
         if equation.primitive.name in may_multiply
@@ -110,6 +110,8 @@ def settle(region: Region, step: RuledEquation, inputs: list[Value]) -> RuledEqu
     rule, reason = rule or step.rule, step.reason if cause is None else Reason(cause, name)
     if rule == "lower" and step.is_logits:
         reason = dataclasses.replace(reason, of_logits=True)
+    if cause is Cause.ACTIVATIONS and region.refused is not None:
+        region.refused.append(step.equation)
     return dataclasses.replace(step, rule=rule, reason=reason, dtypes=_dtypes(case, rule, cause))
 
 
@@ -123,6 +125,11 @@ class _Case(NamedTuple):
     rule: Rule | None  # from a table
     touched: list[bool]  # the operands that autocast may cast
     is_complex: bool
+
+    @property
+    def floats(self) -> list[Value]:
+        """The operands that autocast may cast."""
+        return chosen(self.inputs, self.touched)
 
     def is_product_by_primitive(self) -> bool:
         """Returns whether this is a product with a rule for all products, or for those in 8 bits."""
@@ -142,11 +149,19 @@ _SETTLED: tuple[tuple[Callable[[_Case], bool], Rule | None, Cause | None], ...] 
     (lambda c: c.rule is None and (c.name in PROMOTE or c.name in EXCHANGES), "promote", Cause.ELEMENTWISE),
     (lambda c: c.rule is None, "keep", Cause.NOT_KNOWN),
     (lambda c: c.rule in ("lower", "fp8") and not _can_lower(c.step.equation), "keep", Cause.OWN_PRECISION),
-    (lambda c: c.is_product_by_primitive() and not integers_fit(c.region, c.inputs), "float32", Cause.INTEGERS),
+    (lambda c: c.is_product_by_primitive() and not integers_fit(c.region, c.floats), "float32", Cause.INTEGERS),
     (lambda c: c.is_product_by_primitive() and _is_outer_in_float32(c), "promote", Cause.OUTER_PRODUCT),
-    (lambda c: c.rule == "fp8" and not _held_by(E4M3, c.inputs), "lower", Cause.PRIMITIVE),
+    (lambda c: c.rule == "fp8" and not _held_by(c.region.recipe.holds, c.floats), "lower", Cause.PRIMITIVE),
+    (lambda c: c.rule == "fp8" and _is_of_activations(c), "lower", Cause.ACTIVATIONS),
     (lambda _: True, None, None),
 )
+
+
+def _is_of_activations(case: _Case) -> bool:
+    """Returns whether a product has batch dimensions but no weight, as attention's, and no rule of its own."""
+    numbers = case.step.equation.params.get("dimension_numbers")
+    batched = numbers is not None and bool(numbers[1][0])
+    return batched and case.step.reason.cause is not Cause.OPERATION and not any(x.given for x in case.floats)
 
 
 def _is_cast(case: _Case) -> bool:

@@ -81,7 +81,7 @@ def explain_autocast(fn: Callable[..., Any], *args: object, **kwargs: object) ->
         operations = decided(region, lambda region, *a, **k: run_region(region, plain, a, k), call)
     return AutocastReport(
         operations=operations,
-        unmet=unmet_entries(region.rules, region.programs or ()),
+        unmet=unmet_entries(region),
         residual_bytes_float32=_residual_bytes(call.of_arrays(plain), in_float32),
         residual_bytes_autocast=_residual_bytes(under_autocast, in_float32),
     )
@@ -95,7 +95,7 @@ def explained_region(mark: AutocastMark | None) -> tuple[Callable[..., Any], Reg
     """
     if mark is None or mark.region is None:
         raise ValueError("fn is an autocast with enabled=False: there is nothing to explain")
-    return mark.plain, dataclasses.replace(mark.region, programs=[])
+    return mark.plain, dataclasses.replace(mark.region, programs=[], refused=[])
 
 
 def decided(region: Region, run: Callable[..., Any], call: FlatCall) -> tuple[OperationReport, ...]:

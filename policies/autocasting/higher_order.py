@@ -14,8 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.bound_operations import product_in_8_bits
 from jmp_train.policies.autocasting.custom_derivatives import custom_jvp, custom_vjp
-from jmp_train.policies.autocasting.fp8 import Contract
-from jmp_train.policies.autocasting.opaque import OpaqueCall
+from jmp_train.policies.autocasting.opaque import Contract, OpaqueCall
 from jmp_train.policies.autocasting.primitives import ENTERED
 from jmp_train.policies.autocasting.unrounded import called, checkpointed
 from jmp_train.policies.autocasting.values import Value, values_of
@@ -45,7 +44,7 @@ def _opaque(reading: Any, equation: Any, inputs: list[Value]) -> list[Value]:
         rule, reason = region.decide(product, "")
         if rule == "fp8":
             dtype = equation.outvars[0].aval.dtype
-            outputs = [product_in_8_bits(region, region.place, inputs, call.contract, dtype)]
+            outputs = [product_in_8_bits(region, region.place, inputs, (call.contract, ((), ())), dtype)]
             region.note(product, "", rule, reason, (region.recipe.forward_dtype,) * 2, outputs)
             return outputs
     return values_of(called(call.run, [on_device(x.array) for x in inputs], [x.source for x in inputs]))

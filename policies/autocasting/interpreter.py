@@ -133,12 +133,12 @@ class Autocast(ByRules):
     def operand(self, array: Any, outer: Value) -> Value:
         """Returns an operand of a body as an argument."""
         value = argument(array)
-        value.integers = outer.integers
+        value.integers, value.given = outer.integers, outer.given
         return value
 
     def row(self, array: Any, outer: Value) -> Value:
         """Returns a row."""
-        return Value(array, integers=outer.integers)
+        return Value(array, integers=outer.integers, given=outer.given)
 
     def constants(self, values: Sequence[Value]) -> Callable[[], list[Value]]:
         """Returns what casts half constants of a scan in each iteration.

@@ -11,14 +11,16 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jmp_train.policies.autocasting.fp8 import Contract, operand_gradients
 from jmp_train.policies.autocasting.region import DECIDED
 from jmp_train.policies.pytrees import at_least_float32
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+
+Contract = tuple[tuple[int, ...], tuple[int, ...]]  # dimensions of lhs and of rhs, in pairs
 
 
 class OpaqueCall:
@@ -139,12 +141,26 @@ def _forward(contract: Contract, precision: object, lhs: jax.Array, rhs: jax.Arr
 
 def _backward(contract: Contract, precision: object, inputs: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
     lhs, rhs = inputs
-    return operand_gradients(
-        contract,
-        (lhs.shape, rhs.shape),
-        lambda dimensions: _product(dimensions, precision, cotangent, rhs),
-        lambda dimensions: _product(dimensions, precision, cotangent, lhs),
+    lhs_contract, rhs_contract = contract
+    lhs_free, rhs_free = (_others(x.ndim, dims) for x, dims in zip(inputs, contract, strict=True))
+    of_lhs = tuple(range(len(lhs_free)))  # dimensions of the cotangent
+    of_rhs = tuple(range(len(lhs_free), cotangent.ndim))
+    for_lhs = _product((of_rhs, rhs_free), precision, cotangent, rhs)
+    for_rhs = _product((of_lhs, lhs_free), precision, cotangent, lhs)
+    return (
+        _like(for_lhs, lhs_free, lhs_contract, rhs_contract),
+        _like(for_rhs, rhs_free, rhs_contract, lhs_contract),
     )
+
+
+def _others(count: int, dimensions: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(i for i in range(count) if i not in dimensions)
+
+
+def _like(grads: Any, free: tuple[int, ...], contract: tuple[int, ...], partners: tuple[int, ...]) -> jax.Array:
+    """Returns gradients with an operand's order of dimensions; they come free first, then in the partner's order."""
+    order = [contract[partners.index(partner)] for partner in sorted(partners)]
+    return jnp.transpose(grads, np.argsort([*free, *order]).tolist())
 
 
 _product.defvjp(_forward, _backward)

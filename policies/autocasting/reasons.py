@@ -31,6 +31,7 @@ class Cause(enum.Enum):
     SQUARE = "a square"
     TYPED_BODY = "its body is typed"
     # Its operands.
+    ACTIVATIONS = "no operand is a weight"
     COMPLEX = "complex numbers have no half type"
     INTEGERS = "operand from integers"
     UNTOUCHED = "no operand that autocast touches"

@@ -75,10 +75,12 @@ class Region:
       repeats: the number of times that the loops around it run, if known.
       log: the list to which decisions are added, or None.
       programs: the list to which traced functions are added, or None.
+      refused: the list to which products are added that no entry but one of `operations` puts in 8 bits, or None.
       constants: the constants of the programs so far, by identity.
       memory: cached facts about programs; see `remembered`.
       recipe: the recipe of products in 8 bits.
       delayed: their scales, if these come from outside.
+      key: the random key of stochastic rounding.
       place: the place of the current body; see `place_of`.
       complemented: variables of the current program that are subtracted from a constant.
       read_in_float32: the current program's results that are read only in float32.
@@ -93,10 +95,12 @@ class Region:
     repeats: int = 1
     log: list[Decision] | None = None
     programs: list[Any] | None = None
+    refused: list[Any] | None = None
     constants: dict[int, Value] = dataclasses.field(default_factory=dict)
     memory: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     recipe: Recipe = DEFAULT_RECIPE
     delayed: DelayedScales | None = None
+    key: jax.Array | None = None
     place: str = ""
     complemented: frozenset[Any] = frozenset()
     read_in_float32: frozenset[Any] = frozenset()
@@ -230,12 +234,17 @@ def _modules_of(source: str) -> tuple[str, ...]:
     return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
-def in_8_bits(equation: JaxprEqn) -> bool:
+def in_8_bits(equation: Any) -> bool:
     """Returns whether an equation is a matrix product that can multiply in 8 bits."""
-    if equation.primitive.name != "dot_general" or _no_matrix_product(equation) is not None:
+    name, params = equation.primitive.name, equation.params
+    if name not in ("dot_general", "ragged_dot_general") or _no_matrix_product(equation) or contracts_one(equation):
         return False
-    _, (batch, _) = equation.params["dimension_numbers"]
-    return not batch and not contracts_one(equation)
+    if name == "dot_general":
+        return True
+    numbers = params["ragged_dot_dimension_numbers"]
+    (lhs, _), (batch, _) = numbers.dot_dimension_numbers
+    groups = tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions), params["group_offset"]
+    return groups == ((0,), (0,), None) and len(lhs) == 1 and not batch and len(equation.outvars[0].aval.shape) == 2
 
 
 def contracts_one(product: Any) -> bool:

@@ -10,9 +10,10 @@ A rule is one of these words:
 * `promote`: floating inputs become the highest-precision type among them;
 * `demote`: floating inputs become the half type if one of them is of that type, and stay as they are otherwise;
   literals and integers that half cannot hold keep them in float32, and scalars are promoted;
-* `fp8`: matrix products without batch dimensions, such as dense layers and their gradients, multiply in 8 bits by
-  autocast's recipe. Products with batch dimensions, such as attention's, and convolutions are `lower`. Other operations
-  in a path or function have the rule that they would have without this one;
+* `fp8`: the matrix products of layers and their gradients multiply in 8 or 4 bits by autocast's recipe: those without
+  batch dimensions, ragged ones, and those with batch dimensions of which one operand is a weight. Others with batch
+  dimensions, such as attention's, are `lower` unless `operations` names them; so are convolutions. Other operations in
+  a path or function have the rule that they would have without this one;
 * `keep`: the traced dtypes, which are those of the plain function for float32 inputs.
 
 Operations that no table names are promoted if they are elementwise or move data, and kept otherwise.
@@ -43,6 +44,7 @@ PRESETS = {
 
 CPUs and TPUs have no `tf32_x3` and `bf16_x9`, and compute float32 instead.
 """
+_IN_8_BITS = "dot_general", "ragged_dot_general"
 FLOAT32_RULES = frozenset(("float32", "tf32", *PRESETS))
 
 
@@ -73,9 +75,9 @@ class AutocastRules:
         them do.
 
     Raises:
-      ValueError: a rule is not one of these words; a primitive other than `dot_general` has the rule `fp8`; a
-        regular expression is not valid; jax has no primitive of that name; or the name of a function looks like a
-        misspelled jax function.
+      ValueError: a rule is not one of these words; a primitive other than `dot_general` and `ragged_dot_general` has
+        the rule `fp8`; a regular expression is not valid; jax has no primitive of that name; or the name of a function
+        looks like a misspelled jax function.
 
     Example:
       >>> rules = TORCH_CUDA.replace(primitives={"tanh": "float32"}, paths={"head$": "float32"})
@@ -102,10 +104,9 @@ class AutocastRules:
                         f"{field}: the rule of {name!r} must be one of {', '.join(get_args(Rule))}, got {rule!r}"
                     )
         for name, rule in self.primitives:
-            if rule == "fp8" and name != "dot_general":
-                raise ValueError(
-                    f"primitives: the rule of {name!r} cannot be 'fp8': only dot_general multiplies in 8 bits"
-                )
+            if rule == "fp8" and name not in _IN_8_BITS:
+                known = " and ".join(_IN_8_BITS)
+                raise ValueError(f"primitives: the rule of {name!r} cannot be 'fp8': only {known} multiply in 8 bits")
         for field in ("paths", "operations"):
             for expression, _ in getattr(self, field):
                 try:

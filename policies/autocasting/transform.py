@@ -32,6 +32,7 @@ Result = TypeVar("Result")
 
 # A part of jit's cache keys, so that functions traced without the rules on trial are traced again.
 _trial = jax.make_user_context(None)
+_KEY: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("key of stochastic rounding", default=None)
 _SCALES: contextvars.ContextVar[DelayedScales | None] = contextvars.ContextVar("fp8 scales", default=None)
 
 
@@ -56,8 +57,8 @@ def autocast(
       dtype: the half type, float16 or bfloat16.
       rules: a table with the precision of each operation.
       enabled: False runs `fn` unchanged, also within another region.
-      fp8: the recipe of the products whose rule is "fp8": `Float8CurrentScaling`, `MXFP8BlockScaling` or
-        `DelayedScaling`, whose state `train_step` keeps. Such products have gradients, but no forward-mode derivatives.
+      fp8: the recipe of the products whose rule is "fp8", such as `Float8CurrentScaling`, or `DelayedScaling`, whose
+        state `train_step` keeps. Such products have gradients, but no forward-mode derivatives.
 
     Returns:
       A function with the same signature. Regions nest; the innermost one decides.
@@ -122,13 +123,14 @@ class _Run:
         if self.seen and not (region.half == jnp.bfloat16 and is_at_risk()):
             return run_region(region, fn, args, kwargs)
         log, programs = [], []
-        result = run_region(dataclasses.replace(region, log=log, programs=programs), fn, args, kwargs)
+        noting = dataclasses.replace(region, log=log, programs=programs, refused=[])
+        result = run_region(noting, fn, args, kwargs)
         half, products = str(region.half), [product for decision in log for product in products_of(decision)]
         warn_of_convolutions(products)  # on every trace: their results may be garbage
         if self.seen:
             return result
         self.seen = True
-        warn_of_unmet(region.rules, programs)
+        warn_of_unmet(noting)
         way = f'jt.apply_policy(fn, "mixed_{half}") around the function that is not entered casts its arguments.'
         warn_of_products(products, half, f"autocast to {half}", way=way, report="explain_autocast")
         return result
@@ -195,11 +197,21 @@ def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kw
     def run(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
         if region.programs is not None:
             region.programs.append(jaxpr)
-        fresh = dataclasses.replace(region, constants={}, memory={}, delayed=delayed)
+        fresh = dataclasses.replace(region, constants={}, memory={}, delayed=delayed, key=_KEY.get())
         return [value.array for value in Autocast(fresh).evaluate(jaxpr, list(map(argument, arrays)))]
 
     with fp8_scales(None):  # regions within get no scales
         return run_traced(run, fn, args, kwargs)
+
+
+@contextlib.contextmanager
+def rounding_key(key: jax.Array | None) -> Iterator[None]:
+    """Gives a random key for stochastic rounding to the autocast regions that run within this context."""
+    token = _KEY.set(key)
+    try:
+        yield
+    finally:
+        _KEY.reset(token)
 
 
 @contextlib.contextmanager

@@ -3,18 +3,16 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from jax.extend.core import ClosedJaxpr
-
 from jmp_train.policies.autocasting.decisions import can_take
 from jmp_train.policies.autocasting.known_names import is_function_of_jax, nearest
 from jmp_train.policies.autocasting.operations import held_jaxprs
 from jmp_train.policies.autocasting.primitives import ENTERED
+from jmp_train.policies.autocasting.region import Region
 from jmp_train.policies.autocasting.rules import (
     APEX_O1,
     MOSTLY_HALF,
     TORCH_CPU,
     TORCH_CUDA,
-    AutocastRules,
 )
 from jmp_train.policies.autocasting.source_lines import address_of, warn_user
 from jmp_train.policies.programs import Place, walk
@@ -28,7 +26,8 @@ _SHIPPED_PRIMITIVES = frozenset(entry for rules in _TABLES for entry in rules.pr
 class UnmetRulesWarning(UserWarning):
     """Entries of autocast rules apply to no operation: their names are wrong, or the function has changed.
 
-    Or no operation that they match can take the rule, such as `fp8` for a path with convolutions only.
+    Or no operation that they match can take the rule, such as `fp8` for a path with convolutions only, or with
+    attention's products only.
 
     `autocast` warns when it first traces the function, and so do `train_step` and `apply_policy` if they use rules.
     `explain_autocast` lists all such entries. Names of `primitives` and of jax's `functions` may match nothing. If
@@ -41,15 +40,16 @@ class UnmetRulesWarning(UserWarning):
     """
 
 
-def unmet_entries(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> tuple[str, ...]:
+def unmet_entries(region: Region) -> tuple[str, ...]:
     """Returns the entries that apply to no operation, as text: the table, the name and the nearest name.
 
     After these come entries that match only operations that cannot run by their rule.
 
     Args:
-      rules: the rules to check.
-      programs: the traced functions.
+      region: an autocast region that has run, with the traced functions.
     """
+    rules, programs = region.rules, region.programs or ()
+    kept = {id(equation) for equation in region.refused or ()}
     tables = {
         "paths": rules.paths,
         "operations": rules.operations,
@@ -64,9 +64,10 @@ def unmet_entries(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> tupl
             matches = re.compile(name).search if table in ("paths", "operations") else name.__eq__
             met = [equation for equation, names in found if any(map(matches, names))]
             operations = [equation for equation in met if equation.primitive.name not in ENTERED]
+            taking = (x for x in operations if id(x) not in kept and can_take(rule, x))
             if not met and table != "primitives" and not (table == "functions" and is_function_of_jax(name)):
                 unmet.append(_text(table, name, {known for _, names in found for known in names}))
-            elif operations and rule in ("lower", "fp8") and not any(can_take(rule, x) for x in operations):
+            elif operations and rule in ("lower", "fp8") and next(taking, None) is None:
                 refused.append(f"{table}: {name!r}: what it matches cannot be {rule!r}")
     return *unmet, *refused
 
@@ -93,9 +94,9 @@ def unmet_lines(unmet: Sequence[str]) -> list[str]:
     return [*head, *(f"  {entry}" for entry in unmet)]
 
 
-def warn_of_unmet(rules: AutocastRules, programs: Sequence[ClosedJaxpr]) -> None:
-    """Warns of the entries that apply to no operation; takes the arguments of `unmet_entries`."""
-    unmet = unmet_entries(rules, programs)
+def warn_of_unmet(region: Region) -> None:
+    """Warns of the entries that apply to no operation; takes the argument of `unmet_entries`."""
+    unmet = unmet_entries(region)
     if not unmet:
         return
     more = f"\n  and {len(unmet) - _SHOWN} more" if len(unmet) > _SHOWN else ""

@@ -58,6 +58,7 @@ class Value:
       weak: True for values computed only from literals.
       bounds: the least and greatest magnitude of a weak value.
       origin: the original size of an argument or constant that was only moved; otherwise None.
+      given: True for an argument or constant, or a row of one, that was only moved.
       product: True for results of a matrix product or convolution, possibly moved.
       scaled: True for products and quotients of a half value.
       casts: the array in other dtypes, if the program computed the value.
@@ -73,6 +74,7 @@ class Value:
     weak: bool = False
     bounds: Bounds = UNKNOWN
     origin: int | None = None
+    given: bool = False
     product: bool = False
     scaled: bool = False
     casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -121,7 +123,7 @@ class Value:
 def argument(array: jax.Array) -> Value:
     """Returns an argument or constant as a value."""
     array = _as_array(array)
-    return Value(array, origin=getattr(array, "size", None))
+    return Value(array, origin=getattr(array, "size", None), given=True)
 
 
 def literal(atom: Any) -> Value:
@@ -157,6 +159,7 @@ def facts_of(equation: JaxprEqn, inputs: Sequence[Value]) -> dict[str, Any]:
         "weak": weak,
         "bounds": result_bounds(equation, [v.bounds for v in inputs]) if weak else UNKNOWN,
         "origin": inputs[0].origin if is_moved else None,
+        "given": (is_moved or equation.primitive.name == "dynamic_slice") and inputs[0].given,
         "product": inputs[0].product if is_moved else equation.primitive.name in PRODUCTS,
     }
 

@@ -157,7 +157,7 @@ def _under_autocast(
             return run_region(region, plain, *call)
 
     operations = decided(region, run, FlatCall(args, kwargs))
-    return PolicyReport(operations, unmet_entries(region.rules, region.programs or ()))
+    return PolicyReport(operations, unmet_entries(region))
 
 
 def _row(operation: TracedOperation) -> OperationReport:

@@ -19,16 +19,14 @@ from jmp_train.policies import (
     AutocastPolicy,
     AutocastRules,
     DelayedScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
     Policy,
     with_kahan,
     with_stochastic_rounding,
 )
+from jmp_train.policies.autocasting import RECIPES
 from jmp_train.policies.files import escaped
 from jmp_train.task import Task, count_examples
 
-RECIPES = {recipe.__name__: recipe for recipe in (Float8CurrentScaling, DelayedScaling, MXFP8BlockScaling)}
 PARAMETERS: dict[str, Callable[[Any], Any]] = {
     "kahan": with_kahan,
     "kahan-int8": partial(with_kahan, compensation_dtype="int8"),

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jmp_train as jt
-from jmp_train.policies.autocasting.fp8 import fp8_dot
+from jmp_train.policies.autocasting.fp8 import product_in_few_bits
 
 pytestmark = pytest.mark.quick
 
@@ -23,6 +23,10 @@ RECIPES = [
     jt.policies.MXFP8BlockScaling(),
 ]
 FP8 = jt.TORCH_CUDA.replace(primitives={"dot_general": "fp8"})
+
+
+def dot(x: Any, w: Any, contract: Any, recipe: Any) -> jax.Array:
+    return product_in_few_bits(x, w, (contract, ((), ())), recipe)
 
 
 def normal(*shape: int) -> jax.Array:
@@ -44,7 +48,7 @@ def test_all_three_products_are_those_of_quantized_operands(left: str, right: st
     contract = tuple(map(left.index, both)), tuple(map(right.index, both))
     sizes = dict(zip("abcd", (5, 6, 7, 3), strict=True))
     lhs, rhs = normal(*(sizes[i] for i in left)), normal(*(sizes[i] for i in right)).astype(jnp.bfloat16)
-    product = jax.jit(lambda x, w: fp8_dot(x, w, contract, jt.policies.Float8CurrentScaling(backward)))
+    product = jax.jit(lambda x, w: dot(x, w, contract, jt.policies.Float8CurrentScaling(backward)))
     out, pullback = jax.vjp(product, lhs, rhs)
     cotangent = normal(*out.shape)
     grads = pullback(cotangent)
@@ -61,7 +65,7 @@ def test_all_three_products_are_those_of_quantized_operands(left: str, right: st
 @pytest.mark.parametrize("recipe", RECIPES[1:])
 def test_products_and_gradients_are_near_those_of_float32(recipe: Any) -> None:
     x, w = normal(64, 96) * 100, normal(96, 32) / 1000
-    fp8 = jax.jit(jax.value_and_grad(lambda x, w: (fp8_dot(x, w, ((1,), (0,)), recipe) ** 3).sum(), (0, 1)))
+    fp8 = jax.jit(jax.value_and_grad(lambda x, w: (dot(x, w, ((1,), (0,)), recipe) ** 3).sum(), (0, 1)))
     exact = jax.value_and_grad(lambda x, w: ((x @ w) ** 3).sum(), (0, 1))
     for got, wanted in zip(fp8(x, w)[1], exact(x, w)[1], strict=True):
         assert float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted)) < 0.1
@@ -69,7 +73,7 @@ def test_products_and_gradients_are_near_those_of_float32(recipe: Any) -> None:
 
 def test_zeros_stay_zeros_and_an_overflow_is_seen() -> None:
     x, w = jnp.zeros((4, 8)), normal(8, 4)
-    run = jax.jit(lambda x, w: fp8_dot(x, w, ((1,), (0,)), jt.policies.Float8CurrentScaling()))
+    run = jax.jit(lambda x, w: dot(x, w, ((1,), (0,)), jt.policies.Float8CurrentScaling()))
     np.testing.assert_array_equal(run(x, w), 0)
     assert not np.isfinite(run(x.at[0, 0].set(jnp.inf), w)[0]).any()
 
@@ -88,7 +92,11 @@ def test_a_rule_by_primitive_leaves_what_is_no_layer() -> None:
     assert found[0] == ("dot_general", "fp8", FLOAT8)
     assert ("exp", "float32", "float32") in found
     batches = normal(3, 8, 16)
-    assert rows(jnp.matmul, batches, normal(3, 16, 4))[0] == ("dot_general", "lower", "bfloat16 bfloat16")
+    attend = lambda x, y: jnp.matmul(jnp.sin(x), jnp.sin(y))
+    assert rows(attend, batches, normal(3, 16, 4))[-1] == ("dot_general", "lower", "bfloat16 bfloat16")
+    assert rows(jnp.matmul, jnp.sin(batches), normal(3, 16, 4))[0] == ("dot_general", "fp8", FLOAT8)
+    named = FP8.replace(operations={"dot_general": "fp8"})
+    assert rows(attend, batches, normal(3, 16, 4), rules=named)[-1] == ("dot_general", "fp8", FLOAT8)
     assert rows(jnp.vdot, x, x)[-1][:2] == ("dot_general", "float32")
     highest = rows(lambda x, w: jnp.matmul(x, w, precision="highest"), x, w)
     assert highest == [("dot_general", "float32", "float32 float32")]
@@ -191,7 +199,7 @@ def test_the_whole_range_of_float32_is_restored(lhs: float, rhs: float) -> None:
 
     @jax.jit
     def run(x: jax.Array, y: jax.Array) -> Any:
-        return jax.value_and_grad(lambda x, y: fp8_dot(x, y, ((1,), (0,)), RECIPES[0]).sum(), (0, 1))(x, y)
+        return jax.value_and_grad(lambda x, y: dot(x, y, ((1,), (0,)), RECIPES[0]).sum(), (0, 1))(x, y)
 
     value, grads = run(jnp.full((1, 4), lhs, jnp.float32), jnp.full((4, 1), rhs, jnp.float32))
     np.testing.assert_allclose(value, 4 * lhs * rhs, rtol=2.0**-3)

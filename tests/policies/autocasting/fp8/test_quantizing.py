@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_train.policies.autocasting.fp8.recipes import amax_of, dequantize_blocks, quantize, quantize_blocks, scale_of
+from jmp_train.policies.autocasting.fp8.casting import dequantized, quantize, quantized, scale_of
+from jmp_train.policies.autocasting.fp8.protocol import E8M0, WHOLE, Scaling
 
 pytestmark = pytest.mark.quick
 
 FORMATS = [jnp.float8_e4m3fn, jnp.float8_e5m2]
+MX = Scaling(32, dtype=E8M0)
 
 
 def values_of(dtype: Any) -> Any:
@@ -70,25 +72,29 @@ def test_scales_are_those_of_transformer_engine(dtype: Any, margin: int) -> None
 
 
 def test_amax_sees_what_is_not_finite() -> None:
-    assert float(amax_of(jnp.array([1.0, -3.0], jnp.bfloat16))) == 3
-    assert np.isnan(amax_of(jnp.array([1.0, jnp.nan])))
-    assert np.isinf(amax_of(jnp.array([1.0, -jnp.inf])))
-    assert float(amax_of(jnp.zeros((0, 3)))) == 0
+    for scaling in (WHOLE, MX):
+
+        def amax_of(x: Any, scaling: Scaling = scaling) -> Any:
+            return quantized(x, 1, scaling, jnp.float8_e4m3fn).amax
+
+        assert float(amax_of(jnp.array([1.0, -3.0], jnp.bfloat16))) == 3
+        assert np.isnan(amax_of(jnp.array([1.0, jnp.nan])))
+        assert np.isinf(amax_of(jnp.array([1.0, -jnp.inf])))
+        assert float(amax_of(jnp.zeros((0, 3)))) == 0
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_blocks_have_the_smallest_scales_that_clip_nothing(dtype: Any, dimension: int) -> None:
+def test_blocks_have_the_smallest_scales_that_clip_nothing(dtype: Any) -> None:
     random = np.random.default_rng(0)
-    x = (random.normal(size=(70, 40)) * 2.0 ** random.integers(-20, 20, (70, 40))).astype(np.float32)
-    x[:, 3], x[3] = 0, 448 * 2.0**7  # an amax that needs no rounding up
-    x[:, 4] = x[4] = 1.5 * float(jnp.finfo(dtype).max) * 2.0**-127  # over which the type's largest number is subnormal
-    quantized, scales = jax.jit(quantize_blocks, static_argnums=(1, 2))(x, dimension, dtype)
-    assert quantized.shape == x.shape
-    assert scales.dtype == jnp.float8_e8m0fnu
-    whole = np.moveaxis(x.astype(np.float64), dimension, 0)
-    got = np.moveaxis(np.asarray(quantized).astype(np.float64), dimension, 0)
-    found = np.moveaxis(np.asarray(scales).astype(np.float64), dimension, 0)
+    x = (random.normal(size=(40, 70)) * 2.0 ** random.integers(-20, 20, (40, 70))).astype(np.float32)
+    x[3], x[2] = 0, 448 * 2.0**7  # an amax that needs no rounding up
+    x[4] = 1.5 * float(jnp.finfo(dtype).max) * 2.0**-127  # over which the type's largest number is subnormal
+    operand = jax.jit(quantized, static_argnums=(1, 2, 3))(x, 1, MX, jnp.dtype(dtype))
+    assert operand.array.shape == (40, 96)
+    assert operand.blocks.dtype == jnp.float8_e8m0fnu
+    whole = x.astype(np.float64).T
+    got = np.asarray(operand.array).astype(np.float64).T[:70]
+    found = np.asarray(operand.blocks).astype(np.float64).T
     for start in range(0, len(whole), 32):
         block, scale = whole[start : start + 32], found[start // 32]
         amax = np.abs(block).max(0)
@@ -96,12 +102,12 @@ def test_blocks_have_the_smallest_scales_that_clip_nothing(dtype: Any, dimension
             exponent = np.maximum(np.ceil(np.log2(amax / float(jnp.finfo(dtype).max))), -126)
         np.testing.assert_array_equal(scale, 2.0**exponent)
         np.testing.assert_array_equal(got[start : start + 32], nearest(block / scale, dtype))
-    back = np.moveaxis(np.asarray(dequantize_blocks(quantized, scales, dimension)).astype(np.float64), dimension, 0)
+    back = np.asarray(dequantized(operand)).astype(np.float64).T[:70]
     np.testing.assert_array_equal(back, got * np.repeat(found, 32, 0)[: len(got)])
 
 
 def test_a_block_with_an_infinity_spoils_no_other() -> None:
     x = jnp.ones(64).at[5].set(jnp.inf)
-    quantized, scales = quantize_blocks(x, 0, jnp.float8_e4m3fn)
-    np.testing.assert_array_equal(np.isfinite(np.asarray(quantized, np.float32)), np.arange(64) != 5)
-    np.testing.assert_array_equal(dequantize_blocks(quantized, scales, 0)[32:], 1)
+    operand = quantized(x, 1, MX, jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(np.isfinite(np.asarray(operand.array, np.float32)), np.arange(64) != 5)
+    np.testing.assert_array_equal(np.asarray(dequantized(operand), np.float32)[32:], 1)

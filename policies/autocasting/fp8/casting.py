@@ -1,0 +1,227 @@
+"""Scales and saturating casts of the operands of products in few bits."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jmp_train.policies.autocasting.fp8.protocol import E2M1, E4M3, E8M0, Scaling
+from jmp_train.policies.quantizing import uniform
+
+_EXPONENT_BIAS, _MANTISSA_BITS = 127, 23  # of float32
+_LARGEST_SCALE = 2.0**126  # whose inverse is a normal number; XLA's CPU compiler flushes others to 0
+_LARGEST_OF_TENSOR = 2.0**112  # next to scales of blocks, so that both together are finite
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, drawn once
+
+
+class Quantized(NamedTuple):
+    """An operand in few bits: `array` times `blocks`, if there are any, times `inverse` is the operand.
+
+    Attributes:
+      array: in 8 or 4 bits, with contracted dimensions last. Zeros fill up the last of several blocks.
+      inverse: float32, with length 1 where a scale is shared.
+      blocks: scales of the blocks of the last dimension; None without blocks.
+      amax: float32 scalar, the operand's largest magnitude.
+    """
+
+    array: jax.Array
+    inverse: jax.Array
+    blocks: jax.Array | None
+    amax: jax.Array
+
+
+def quantized(
+    x: jax.Array,
+    contracted: int,
+    scaling: Scaling,
+    dtype: DTypeLike,
+    *,
+    leading: int = 0,
+    scale: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> Quantized:
+    """Returns an operand in few bits.
+
+    Args:
+      x: floating array whose last dimensions are contracted.
+      contracted: the number of these.
+      scaling: which numbers share a scale.
+      dtype: float8_e4m3fn, float8_e5m2, float4_e2m1fn or int8.
+      leading: the number of first dimensions that are batches, or 1 for the groups of a ragged product.
+      scale: the scale, if it is known in advance.
+      key: a jax random key to round stochastically; the largest magnitude is folded in, so that another tensor draws
+        other numbers.
+    """
+    largest = functools.partial(jnp.max, keepdims=True, initial=0.0)
+    if scaling.terms:
+        return _in_blocks(x, x.ndim - contracted, scaling, dtype, leading, key)
+    first = leading if scaling.whole else x.ndim - contracted
+    amax = largest(jnp.abs(x), axis=tuple(range(first, x.ndim))).astype(jnp.float32)
+    scale = scale_of(amax, dtype) if scale is None else scale.reshape((1,) * x.ndim)
+    scale = jnp.minimum(scale, _LARGEST_SCALE)
+    inverse = 1.0 / scale
+    if dtype == jnp.int8:  # it has no NaN
+        inverse = jnp.where(jnp.isfinite(amax), inverse, jnp.nan)
+    amax = jnp.max(amax, initial=0.0)
+    return Quantized(quantize(x, dtype, scale, _folded(key, amax)), inverse, None, amax)
+
+
+def _in_blocks(
+    x: jax.Array, free: int, scaling: Scaling, dtype: DTypeLike, leading: int, key: jax.Array | None
+) -> Quantized:
+    """Returns an operand with one scale per block; `free` dimensions come before the contracted ones."""
+    axis, tiled = free - 1, scaling.rows > 1 and free > leading
+    terms = min(scaling.terms, max(x.shape[-1], 1))
+    blocks = _split(x.astype(jnp.float32), x.ndim - 1, terms)
+    blocks = _split(blocks, axis, scaling.rows) if tiled else blocks
+    amax = jnp.max(jnp.abs(blocks), axis=(axis + 1, -1) if tiled else -1, keepdims=True)
+    whole = jnp.max(amax, initial=0.0)
+    codes, factor, inverse = _scales_of_blocks(amax, whole, scaling, dtype)
+    array = quantize(blocks, dtype, factor, _folded(key, whole))
+    codes = jnp.broadcast_to(codes, (*array.shape[:-1], 1))
+    if tiled:
+        array, codes = (_joined(a, axis, x.shape[axis]) for a in (array, codes))
+    array = array.reshape(*x.shape[:-1], codes.shape[-2] * terms)
+    return Quantized(array, inverse.reshape((1,) * x.ndim), lax.squeeze(codes, (codes.ndim - 1,)), whole)
+
+
+def _scales_of_blocks(amax: jax.Array, whole: jax.Array, scaling: Scaling, dtype: DTypeLike) -> tuple[Any, Any, Any]:
+    """Returns the scales of blocks as they are stored, the factors of their numbers and the scale of the tensor."""
+    if scaling.dtype == E8M0:
+        exponent = _exponent_above(amax / largest_of(dtype))
+        factor = lax.bitcast_convert_type(2 * _EXPONENT_BIAS - exponent << _MANTISSA_BITS, jnp.float32)
+        return lax.bitcast_convert_type(exponent.astype(jnp.uint8), E8M0), factor, jnp.ones((), jnp.float32)
+    if scaling.dtype == E4M3:
+        most = largest_of(dtype) * largest_of(E4M3)
+        usable = (whole > 0) & jnp.isfinite(whole)
+        tensor = jnp.where(usable, jnp.minimum(most / jnp.where(usable, whole, 1.0), _LARGEST_OF_TENSOR), 1.0)
+        codes = quantize(amax / largest_of(dtype), E4M3, tensor)  # NaN of what is not finite
+        decoded = codes.astype(jnp.float32)
+        return codes, jnp.where(decoded == 0, 0.0, tensor / decoded), 1.0 / tensor
+    factor = jnp.minimum(scale_of(amax, dtype), _LARGEST_SCALE)
+    return 1.0 / factor, factor, jnp.ones((), jnp.float32)
+
+
+def _exponent_above(ratio: jax.Array) -> jax.Array:
+    """Returns the biased exponents of the smallest powers of two that are not below positive numbers."""
+    bits = lax.bitcast_convert_type(ratio, jnp.uint32)
+    exponent, mantissa = (bits >> _MANTISSA_BITS) & 0xFF, bits & (1 << _MANTISSA_BITS) - 1
+    exponent += (mantissa > 0).astype(jnp.uint32)
+    exponent = jnp.maximum(exponent, 1)  # XLA's CPU compiler flushes subnormal scales to 0
+    return jnp.where(jnp.isfinite(ratio), exponent, _EXPONENT_BIAS)
+
+
+def dequantized(operand: Quantized) -> jax.Array:
+    """Returns the array times the scales of its blocks: in bfloat16, which holds them exactly, or float32."""
+    codes: Any = operand.blocks
+    dtype = jnp.float32 if codes.dtype == jnp.float32 else jnp.bfloat16
+    terms = operand.array.shape[-1] // max(codes.shape[-1], 1)
+    return operand.array.astype(dtype) * jnp.repeat(codes.astype(dtype), terms, axis=-1)
+
+
+def quantize(x: jax.Array, dtype: DTypeLike, scale: ArrayLike = 1.0, key: jax.Array | None = None) -> jax.Array:
+    """Returns an array times a scale, rounded to the nearest value of a type of few bits, ties to even.
+
+    Args:
+      x: floating array.
+      dtype: float8_e4m3fn and float4_e2m1fn, which have no infinity, float8_e5m2, or int8.
+      scale: finite and positive, with a shape that broadcasts to the shape of `x`.
+      key: a jax random key to round stochastically, so that the mean over many keys is `x` times the scale.
+
+    Returns:
+      The quantized array. Finite numbers beyond the type's range become its largest number of the same sign. Infinities
+      become NaN in both float8 types, and NaN stays NaN, so that a loss scale can detect an overflow.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> quantize(jnp.array([1.1, 1000.0, -jnp.inf]), jnp.float8_e4m3fn).astype(jnp.float32)
+      Array([  1.125, 448.   ,     nan], dtype=float32)
+
+    Reference: Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433.
+    """
+    most = largest_of(dtype)
+    scaled = jnp.clip(x.astype(jnp.float32) * scale, -most, most)
+    if dtype == jnp.int8:
+        scaled = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
+        return jnp.where(jnp.isfinite(x), scaled, 0.0).astype(dtype)
+    if dtype == E2M1 or key is not None:
+        scaled = _on_grid(scaled, dtype, key)
+    return jnp.where(jnp.isfinite(x), scaled, jnp.nan).astype(dtype)
+
+
+def _on_grid(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
+    """Returns numbers within the range of a floating type, rounded to its values."""
+    info = jnp.finfo(dtype)
+    exponent = (lax.bitcast_convert_type(x, jnp.int32) >> _MANTISSA_BITS) & 0xFF
+    exponent = jnp.maximum(exponent, int(info.minexp) + _EXPONENT_BIAS) - info.nmant
+    step = lax.bitcast_convert_type(exponent << _MANTISSA_BITS, jnp.float32)  # between two values
+    steps = jnp.abs(x) / step
+    nearest = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
+    steps = nearest if key is None else jnp.floor(steps + uniform(key, x.shape))
+    return jnp.copysign(steps * step, x)
+
+
+def largest_of(dtype: DTypeLike) -> float:
+    """Returns the largest number of a type of few bits, 127 of int8."""
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+def scale_of(amax: jax.Array, dtype: DTypeLike, margin: int = 0, old: ArrayLike = 1.0) -> jax.Array:
+    """Returns the scale that maps the largest magnitude to the largest number of a type.
+
+    Args:
+      amax: float32 array of largest magnitudes.
+      dtype: a type of few bits.
+      margin: the scale is divided by `2**margin`.
+      old: the scale to use where `amax` is 0, infinite or NaN.
+
+    Returns:
+      float32 array of the shape of `amax`: (largest number of the type / amax) / 2**margin, at most the largest number
+      of float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> scale_of(jnp.array([2.0, 0.0, jnp.inf]), jnp.float8_e4m3fn, margin=1, old=4.0)
+      Array([112.,   4.,   4.], dtype=float32)
+
+    Reference: `compute_scale_from_amax` of Transformer Engine.
+    """
+    usable = (amax > 0) & jnp.isfinite(amax)
+    scale = largest_of(dtype) / jnp.where(usable, amax, 1.0) / 2.0**margin
+    return jnp.where(usable, jnp.minimum(scale, float(jnp.finfo(jnp.float32).max)), old)
+
+
+def spread(x: jax.Array) -> jax.Array:
+    """Returns a Hadamard transform of each 16 numbers of the last dimension, filled up with zeros.
+
+    Both operands of a product, transformed along the contracted dimension, have the same product.
+
+    Args:
+      x: floating array.
+    """
+    signs = np.array(_SIGNS, np.float32)
+    matrix = functools.reduce(np.kron, [np.array([[1, 1], [1, -1]], np.float32)] * 4) * signs[:, None] / 4
+    blocks = _split(x.astype(jnp.float32), x.ndim - 1, len(signs))
+    moved = jnp.matmul(blocks, matrix, precision=lax.Precision.HIGHEST)
+    return moved.reshape(*x.shape[:-1], blocks.shape[-2] * len(signs))
+
+
+def _folded(key: jax.Array | None, amax: jax.Array) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, lax.bitcast_convert_type(amax, jnp.uint32))
+
+
+def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Returns an array with a dimension split into two, blocks and their numbers; zeros fill up the last block."""
+    missing = -x.shape[axis] % size
+    filled = lax.pad(x, jnp.zeros((), x.dtype), [(0, missing if i == axis else 0, 0) for i in range(x.ndim)])
+    return filled.reshape(*x.shape[:axis], filled.shape[axis] // size, size, *x.shape[axis + 1 :])
+
+
+def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """Returns an array with two neighboring dimensions joined into one, of which the last numbers are dropped."""
+    rows = x.shape[axis] * x.shape[axis + 1]
+    return lax.slice_in_dim(x.reshape(*x.shape[:axis], rows, *x.shape[axis + 2 :]), 0, length, axis=axis)
