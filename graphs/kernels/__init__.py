@@ -1,10 +1,13 @@
 """Sums over edges and attention, computed chunk by chunk or on whole arrays of edges."""
 
-from jmp_train.graphs.kernels.attention import edge_dropout as edge_dropout
+from jmp_train.graphs.kernels.attention import ATTENTION as ATTENTION
+from jmp_train.graphs.kernels.attention import Attended as Attended
+from jmp_train.graphs.kernels.attention import AttentionInputs as AttentionInputs
+from jmp_train.graphs.kernels.attention_logits import DotAttention as DotAttention
+from jmp_train.graphs.kernels.attention_logits import GATv2 as GATv2
+from jmp_train.graphs.kernels.gat import GAT as GAT
+from jmp_train.graphs.kernels.threefry_dropout import edge_dropout as edge_dropout
 from jmp_train.graphs.kernels.chunks import run_chunked as run_chunked
-from jmp_train.graphs.kernels.dot_product import DOT_ATTENTION as DOT_ATTENTION
-from jmp_train.graphs.kernels.dot_product import DotInputs as DotInputs
-from jmp_train.graphs.kernels.dot_product import DotResult as DotResult
 from jmp_train.graphs.kernels.edge_functions import Reduced as Reduced
 from jmp_train.graphs.kernels.edge_functions import Terms as Terms
 from jmp_train.graphs.kernels.edge_functions import reduce_edges as reduce_edges
@@ -20,10 +23,6 @@ from jmp_train.graphs.kernels.edge_terms import first_edges as first_edges
 from jmp_train.graphs.kernels.edge_terms import largest_term as largest_term
 from jmp_train.graphs.kernels.edge_terms import sums_of_terms as sums_of_terms
 from jmp_train.graphs.kernels.edge_terms import weighted_sender as weighted_sender
-from jmp_train.graphs.kernels.gat import GAT as GAT
-from jmp_train.graphs.kernels.gat import GATInputs as GATInputs
-from jmp_train.graphs.kernels.gatv2 import GATV2 as GATV2
-from jmp_train.graphs.kernels.gatv2 import GATv2Inputs as GATv2Inputs
 from jmp_train.graphs.kernels.implementations import CHUNKED_ELEMENTS as CHUNKED_ELEMENTS
 from jmp_train.graphs.kernels.implementations import EdgeOperation as EdgeOperation
 from jmp_train.graphs.kernels.mapped_sum import MAPPED_SUM as MAPPED_SUM

@@ -21,6 +21,7 @@ GPU_EDGES = 2**18
 GPU_ELEMENTS = 2**25  # that a chunk makes at most: 128 MiB
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """A chunk of blocks of edges, traced.
@@ -50,31 +51,43 @@ class Chunk:
         is_edge = self.is_edge.reshape(*self.is_edge.shape, *[1] * (data.ndim - 2))
         return jnp.where(is_edge, data, jnp.zeros_like(data))
 
-    def sum_of_others(
-        self,
-        data: jax.Array,
-        weights: jax.Array | None,
-        change: Callable[[jax.Array], jax.Array] = lambda rows: rows,
-    ) -> jax.Array:
-        """Returns the sums [blocks, heads, width] of the rows of features [others, heads, width], upcast.
+    def sums_by_place(self, terms: Callable[..., Sequence[jax.Array]], *narrow: jax.Array) -> list[jax.Array]:
+        """Returns the sums [blocks, ...] of wide terms.
 
         It adds one edge of each block at a time, so that the sums stay in registers.
 
         Args:
+          terms: returns terms [blocks, 1, ...] of a chunk with one edge of each block, and of its part of `narrow`.
+          *narrow: arrays [blocks, width, ...], which XLA would compute for each number of a term again.
+        """
+        terms, sums = jax.jit(terms), []
+        count = len(jax.eval_shape(terms, self._place(0), *(x[:, :1] for x in narrow)))
+        for term in range(count):
+            # Each sum reads its rows anew: XLA would store those that two of them share.
+            chunk = self if count == 1 else jax.lax.optimization_barrier(self)
+            values = jax.lax.optimization_barrier(narrow) if narrow else ()
+            total: Any = 0
+            for place in range(self.others.shape[1]):
+                one = chunk._place(place)
+                total += one.where_edge(terms(one, *(x[:, place : place + 1] for x in values))[term])[:, 0]
+            sums.append(total)
+        return sums
+
+    def _place(self, place: int) -> "Chunk":
+        """Returns the chunk of one edge of each block."""
+        others, is_edge, positions = (x[:, place : place + 1] for x in (self.others, self.is_edge, self.positions))
+        return Chunk(others, is_edge, self.nodes, positions)
+
+    def sum_of_others(self, data: jax.Array, weights: jax.Array | None) -> jax.Array:
+        """Returns the sums [blocks, heads, width] of the rows of features [others, heads, width], upcast.
+
+        Args:
           data: floating.
           weights: [blocks, width, heads] or [blocks, width, 1], 0 in empty places; None for 1.
-          change: function of the rows [blocks, heads, width] that are added.
         """
-        if weights is not None:  # or XLA would gather them for each number of a row again
-            weights = jax.lax.optimization_barrier(weights)
-        total = None
-        for place in range(self.others.shape[1]):
-            rows = change(upcast_at(data, self.others[:, place]))
-            rows = jnp.where(self.is_edge[:, place, None, None], rows, jnp.zeros_like(rows))
-            rows = rows if weights is None else weights[:, place, :, None] * rows
-            total = rows if total is None else total + rows
-        assert total is not None  # a block has at least 8 places
-        return total
+        if weights is None:
+            return self.sums_by_place(lambda one: [one.of_others(data)])[0]
+        return self.sums_by_place(lambda one, weights: [weights[..., None] * one.of_others(data)], weights)[0]
 
     def dot_with_others(self, others: jax.Array, nodes: jax.Array) -> jax.Array:
         """Returns the products [blocks, width, heads] of rows at both ends, summed over their width, in float32.
@@ -108,6 +121,7 @@ def run_chunked(kernel: Callable[..., Tree], edges: CSRAndCSC | None, *arguments
     return opaque_to_autocast(kernel)(*alike)
 
 
+@jax.custom_jvp
 def sum_of_rows(data: jax.Array) -> jax.Array:
     """Returns data [..., width], upcast, summed over the width."""
 
@@ -117,6 +131,9 @@ def sum_of_rows(data: jax.Array) -> jax.Array:
         return jnp.matmul(rows, ones, precision="highest").reshape(data.shape[:-1])
 
     return jax.lax.platform_dependent(data, cpu=by_product, default=lambda data: data.sum(-1))
+
+
+sum_of_rows.defjvp(lambda data, tangents: (sum_of_rows(*data), tangents[0].sum(-1)))
 
 
 def at(data: jax.Array, ids: jax.Array) -> jax.Array:

@@ -214,7 +214,7 @@ def native_dot(neighbors: CSR, scales: Scales, senders: jax.Array, receivers: ja
 def native_gat(
     negative_slope: float, neighbors: CSR, features: jax.Array, left: jax.Array, right: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns attention, the largest logits and the inverse sums; see `SoftmaxSum`.
+    """Returns attention, the largest logits and the inverse sums; see `Softmax`.
 
     Args:
       negative_slope: slope of the leaky ReLU below 0.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import jraph
 
 from jmp_train.graphs.array_types import Floats, Ids
-from jmp_train.graphs.kernels import GAT, GATV2, GATInputs, GATv2Inputs, edge_dropout
+from jmp_train.graphs.kernels import ATTENTION, GAT, AttentionInputs, GATv2, edge_dropout
 from jmp_train.graphs.layers.dense import check_dropout
 from jmp_train.graphs.layers.layer_inputs import AnyEdges, as_edge_weight, as_floats, as_graph
 from jmp_train.graphs.messages import checked_ids, frame_of, some_edges
@@ -133,9 +133,10 @@ def gat_attention(
             )
 
     weight = as_edge_weight(graph, edge_weight)
-    inputs = GATInputs(graph_storage(features), *ends, edge_weight=weight)
+    inputs = AttentionInputs((graph_storage(features), ends[0]), ends[1], weight=weight)
     dropout = edge_dropout(dropout_rate, dropout_key, features.shape[1])
-    return graph_storage(GAT(implementation, adjacency, negative_slope, dropout, inputs))
+    found = ATTENTION(implementation, adjacency, GAT(negative_slope), dropout, inputs)
+    return graph_storage(found.totals[0])
 
 
 def gatv2_attention(
@@ -194,11 +195,10 @@ def gatv2_attention(
             f"got shapes {ends[0].shape}, {ends[1].shape} and {attention.shape}"
         )
     weight = as_edge_weight(graph, edge_weight)
-    stored = [graph_storage(end) for end in ends]
-    inputs = GATv2Inputs(*stored, attention=attention, edge_weight=weight)
+    inputs = AttentionInputs(*map(graph_storage, ends), shared=attention, weight=weight)
     dropout = edge_dropout(dropout_rate, dropout_key, attention.shape[0])
-    result = GATV2(implementation, graph.connections, negative_slope, dropout, inputs)
-    return graph_storage(result)
+    found = ATTENTION(implementation, graph.connections, GATv2(negative_slope), dropout, inputs)
+    return graph_storage(found.totals[0])
 
 
 def _ends(adjacency: Adjacency, left: Floats, right: Floats) -> list[jax.Array]:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.kernels import DOT_ATTENTION, DotInputs, edge_dropout
+from jmp_train.graphs.kernels import ATTENTION, AttentionInputs, DotAttention, edge_dropout
 from jmp_train.graphs.layers.dense import activated, check_dropout, dense
 from jmp_train.graphs.layers.hetero import (
     Blocks,
@@ -143,8 +143,8 @@ def hgt_conv(
         dropout = edge_dropout(attention_dropout, key, heads)
         block = block_of(graph, kind)
         inputs = _dot_inputs(tables[kind[0]], _targets(kind[2], tables[kind[2]], block.num_targets), of_kind)
-        found = DOT_ATTENTION(implementation, block.connections, 1.0, dropout, inputs)
-        attended.setdefault(kind[2], []).append(_Attended(found.total, found.log_sum, block.in_degrees > 0))
+        found = ATTENTION(implementation, block.connections, DotAttention(1.0), dropout, inputs)
+        attended.setdefault(kind[2], []).append(_Attended(found.totals[0], found.log_sum, block.in_degrees > 0))
     return {
         name: _result(_targets(name, tables[name], len(results[0].is_entered)), results)
         for name, results in attended.items()
@@ -164,7 +164,7 @@ class _Tables(NamedTuple):
 
 
 class _Attended(NamedTuple):
-    """The attention over the edges of one type, see `DotResult`, and the nodes that they enter, bool [nodes]."""
+    """The attention over the edges of one type, see `Attended`, and the nodes that they enter, bool [nodes]."""
 
     total: jax.Array
     log_sum: jax.Array
@@ -233,16 +233,14 @@ def _checked_edge_weights(kind: EdgeType, weights: HGTEdgeWeights, tables: _Tabl
     ]
 
 
-def _dot_inputs(senders: _Tables, receivers: _Tables, weights: Sequence[jax.Array]) -> DotInputs:
+def _dot_inputs(senders: _Tables, receivers: _Tables, weights: Sequence[jax.Array]) -> AttentionInputs:
     """Returns queries, and keys and values times the edge type's matrices, with priors and scale in the keys'."""
     key_weight, value_weight, prior = weights
     scaled = autocast_as("float32")(_scaled_keys)(key_weight, prior)
     key, value, key_weight, value_weight = promoted(senders.key, senders.value, scaled, value_weight)
-    return DotInputs(
-        graph_storage(receivers.query),
-        graph_storage(jnp.einsum("nhd,hde->nhe", key, key_weight)),
-        graph_storage(jnp.einsum("nhd,hde->nhe", value, value_weight)),
-    )
+    weighted = ((value, value_weight), (key, key_weight))
+    sent = tuple(graph_storage(jnp.einsum("nhd,hde->nhe", rows, weight)) for rows, weight in weighted)
+    return AttentionInputs(sent, (graph_storage(receivers.query), None))
 
 
 def _scaled_keys(weight: jax.Array, prior: jax.Array) -> jax.Array:

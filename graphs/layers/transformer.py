@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.kernels import DOT_ATTENTION, DotInputs, DotResult, edge_dropout
+from jmp_train.graphs.kernels import ATTENTION, Attended, AttentionInputs, DotAttention, edge_dropout
 from jmp_train.graphs.layers.dense import Activation, activated, check_dropout, dense
 from jmp_train.graphs.layers.layer import Drawing, DrawnLayer, DropoutKeys
 from jmp_train.graphs.layers.layer_inputs import (
@@ -122,10 +122,11 @@ def transformer_conv(
     query = table(rows.receivers, weights[0], biases[0])
     key, value = table(rows.senders, weights[1], biases[1]), table(rows.senders, weights[2], biases[2])
     edge_query = None if kernel is None else _edge_queries(query, kernel)
-    inputs = DotInputs(graph_storage(query), graph_storage(key), graph_storage(value), of_edges, edge_query)
+    senders, receivers = (graph_storage(value), graph_storage(key)), (graph_storage(query), edge_query)
+    inputs = AttentionInputs(senders, receivers, of_edges)
     dropout = edge_dropout(attention_dropout, dropout_key, num_heads)
-    scale = (columns // num_heads) ** -0.5
-    attention = DOT_ATTENTION(implementation, graph.connections, scale, dropout, inputs)
+    kind = DotAttention((columns // num_heads) ** -0.5)
+    attention = ATTENTION(implementation, graph.connections, kind, dropout, inputs)
     result = _combined(attention, kernel, concat).astype(rows.senders.dtype)
     if own_weight is not None:
         mine = dense(rows.receivers, own_weight, own_bias)
@@ -154,12 +155,12 @@ def _edge_queries(query: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 @autocast_as("float32")
-def _combined(attention: DotResult, weight: jax.Array | None, concat: bool) -> jax.Array:
+def _combined(attention: Attended, weight: jax.Array | None, concat: bool) -> jax.Array:
     """Returns the combined results of senders and edges, heads concatenated or averaged, in at least float32."""
-    total = attention.total
-    if attention.edge_total is not None and weight is not None:
+    total, *of_edges = attention.totals
+    if weight is not None:
         kernel = upcast(weight).reshape(-1, *total.shape[1:])
-        total = total + jnp.einsum("nhf,fhd->nhd", attention.edge_total, kernel, precision="highest")
+        total = total + jnp.einsum("nhf,fhd->nhd", *of_edges, kernel, precision="highest")
     _, heads, width = total.shape
     return total.reshape(-1, heads * width) if concat else total.mean(1)
 

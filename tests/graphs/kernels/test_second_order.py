@@ -116,10 +116,15 @@ def kept() -> jax.Array:
     return dropped().of_edges(jnp.arange(EDGES)).astype("float64")
 
 
+def attend(implementation: str, graph: graphs.Graph, kind: Any, inputs: Any, has_all: bool) -> Any:
+    return kernels.ATTENTION(implementation, graph.connections, kind, dropped() if has_all else None, inputs)
+
+
 def gat(*, has_all: bool) -> Case:
     def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> Any:
-        inputs = kernels.GATInputs(*arrays, *([] if has_all else [None]))
-        return kernels.GAT(implementation, graph.connections, 0.3, dropped() if has_all else None, inputs)
+        x, left, right, *weight = arrays
+        inputs = kernels.AttentionInputs((x, left), right, weight=weight[0] if has_all else None)
+        return attend(implementation, graph, kernels.GAT(0.3), inputs, has_all).totals[0]
 
     def wanted(x: jax.Array, left: jax.Array, right: jax.Array, *weight: jax.Array) -> Any:
         logits = jax.nn.leaky_relu(left[SENDERS] + right[RECEIVERS], 0.3)
@@ -130,8 +135,9 @@ def gat(*, has_all: bool) -> Case:
 
 def gatv2(*, has_all: bool) -> Case:
     def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> Any:
-        inputs = kernels.GATv2Inputs(*arrays, *([] if has_all else [None]))
-        return kernels.GATV2(implementation, graph.connections, 0.3, dropped() if has_all else None, inputs)
+        left, right, shared, *weight = arrays
+        inputs = kernels.AttentionInputs(left, right, shared=shared, weight=weight[0] if has_all else None)
+        return attend(implementation, graph, kernels.GATv2(0.3), inputs, has_all).totals[0]
 
     def wanted(left: jax.Array, right: jax.Array, attention: jax.Array, *weight: jax.Array) -> Any:
         both = jax.nn.leaky_relu(left[SENDERS] + right[RECEIVERS], 0.3)
@@ -143,9 +149,9 @@ def gatv2(*, has_all: bool) -> Case:
 
 def dot_attention(*, has_all: bool) -> Case:
     def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> Any:
-        inputs = kernels.DotInputs(*arrays)
-        found = kernels.DOT_ATTENTION(implementation, graph.connections, 0.7, dropped() if has_all else None, inputs)
-        return jax.tree.leaves(found)
+        query, key, value, features, edge_query = (*arrays, None, None)[:5]
+        inputs = kernels.AttentionInputs((value, key), (query, edge_query), features)
+        return jax.tree.leaves(attend(implementation, graph, kernels.DotAttention(0.7), inputs, has_all))
 
     def wanted(query: jax.Array, key: jax.Array, value: jax.Array, *of_edges: jax.Array) -> Any:
         logits = (query[RECEIVERS] * key[SENDERS]).sum(-1)
