@@ -5,8 +5,6 @@ from jmp_train.graphs.kernels.attention import Attended as Attended
 from jmp_train.graphs.kernels.attention import AttentionInputs as AttentionInputs
 from jmp_train.graphs.kernels.attention_logits import DotAttention as DotAttention
 from jmp_train.graphs.kernels.attention_logits import GATv2 as GATv2
-from jmp_train.graphs.kernels.gat import GAT as GAT
-from jmp_train.graphs.kernels.threefry_dropout import edge_dropout as edge_dropout
 from jmp_train.graphs.kernels.chunks import run_chunked as run_chunked
 from jmp_train.graphs.kernels.edge_functions import Reduced as Reduced
 from jmp_train.graphs.kernels.edge_functions import Terms as Terms
@@ -23,6 +21,7 @@ from jmp_train.graphs.kernels.edge_terms import first_edges as first_edges
 from jmp_train.graphs.kernels.edge_terms import largest_term as largest_term
 from jmp_train.graphs.kernels.edge_terms import sums_of_terms as sums_of_terms
 from jmp_train.graphs.kernels.edge_terms import weighted_sender as weighted_sender
+from jmp_train.graphs.kernels.gat import GAT as GAT
 from jmp_train.graphs.kernels.implementations import CHUNKED_ELEMENTS as CHUNKED_ELEMENTS
 from jmp_train.graphs.kernels.implementations import EdgeOperation as EdgeOperation
 from jmp_train.graphs.kernels.mapped_sum import MAPPED_SUM as MAPPED_SUM
@@ -40,3 +39,4 @@ from jmp_train.graphs.kernels.reductions import Messages as Messages
 from jmp_train.graphs.kernels.reductions import reduce_blocks as reduce_blocks
 from jmp_train.graphs.kernels.spmm_sddmm import edge_dot as edge_dot
 from jmp_train.graphs.kernels.spmm_sddmm import weighted_sum as weighted_sum
+from jmp_train.graphs.kernels.threefry_dropout import edge_dropout as edge_dropout

@@ -1,10 +1,10 @@
 """Attention over edges: sums of messages, weighted by a softmax over the edges that enter a node, of any logits.
 
 An attention is a function of the rows at edges to their logits and messages. With the logit s, its largest value m over
-the edges that enter a node, the inverse i of the sum of `exp(s - m)` there, and the factor k of dropout and edge weight,
-the result is the sum of `a k z` for messages z, with `a = exp(s - m) i`. With g the gradient of the result, and
-`t = g . z`, that of s is `a (k t - d)`, where d is the sum of `a k t` over the node's edges. The difference is taken for
-each edge: sums of both terms would cancel at nodes with many edges. All other gradients are those of the function.
+the edges that enter a node, the inverse i of the sum of `exp(s - m)` there, and the factor k of dropout and edge
+weight, the result is the sum of `a k z` for messages z, with `a = exp(s - m) i`. With g the gradient of the result, and
+`t = g . z`, that of s is `a (k t - d)`, where d is the sum of `a k t` over the node's edges. The difference is taken
+for each edge: sums of both terms would cancel at nodes with many edges. All other gradients are the function's own.
 
 In chunks, two values per node and head are stored, and values of edges are computed again.
 """
@@ -34,6 +34,9 @@ from jmp_train.graphs.structure import (
     upcast,
 )
 from jmp_train.policies import autocast_as
+
+
+Add = Callable[[jax.Array], jax.Array]
 
 
 class AttentionInputs(NamedTuple):
@@ -133,8 +136,8 @@ class Attention:
 
     is_exact = False
 
-    def __call__(self, rows: AttentionInputs) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns logits [..., heads] and messages [..., heads, width] of upcast rows."""
+    def __call__(self, rows: AttentionInputs, add: Add = sum_of_rows) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns logits [..., heads] and messages [..., heads, width] of upcast rows, adding over widths by `add`."""
         raise NotImplementedError
 
     def elements(self, neighbors: CSR, inputs: AttentionInputs) -> int:
@@ -289,8 +292,14 @@ def _like(attention: Attention, inputs: AttentionInputs) -> list[jax.ShapeDtypeS
         return jax.ShapeDtypeStruct((1, *x.shape[1:]), accumulation_dtype(x.dtype))
 
     shared = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, accumulation_dtype(x.dtype)), inputs.shared)
-    found = jax.eval_shape(attention, jax.tree.map(row, inputs)._replace(shared=shared))
+    found = jax.eval_shape(
+        functools.partial(attention, add=_plain_sum), jax.tree.map(row, inputs)._replace(shared=shared)
+    )
     return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(found)]
+
+
+def _plain_sum(data: jax.Array) -> jax.Array:
+    return data.sum(-1)
 
 
 def _dtype(attention: Attention, inputs: AttentionInputs) -> DTypeLike:
@@ -316,6 +325,8 @@ def _total(rows: jax.Array) -> jax.Array:
 def _by_chunks(
     adjacency: Adjacency, attention: Attention, dropout: EdgeDropout | None, inputs: AttentionInputs
 ) -> Attended:
+    if not _elements(attention, dropout, inputs):  # no heads, or no width
+        return _by_xla(adjacency, attention, dropout, inputs)
     return run_chunked(functools.partial(_attended, attention), adjacency.neighbors, dropout, inputs)
 
 
@@ -329,7 +340,7 @@ def _by_xla(
         rows = wide._replace(
             senders=jax.tree.map(senders.read, wide.senders), receivers=jax.tree.map(receivers.read, wide.receivers)
         )
-        logits, messages = attention(rows)
+        logits, messages = attention(rows, _plain_sum)
         weights, log_sum = receivers.softmax(logits), jnp.zeros(())
         if attention.is_exact:
             logits = jnp.where(receivers.is_counted[:, None], logits, -jnp.inf)

@@ -1,14 +1,17 @@
-"""GAT's attention, with the logits `leaky_relu(left[u] + right[v])`, its own gradient, and native kernels."""
+"""GAT's attention, with the logits `leaky_relu(left[u] + right[v])`, its own gradient, and native kernels.
+
+With the names of `attention.py`, `d[v]`, the sum of `a k t`, needs no second pass over the edges: a logit's gradient
+`a (k t - d[v])` is added at v in two sums, and d, the factor of one, is summed in the same pass.
+"""
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.kernels.attention import Attention, AttentionInputs, Side, Softmax, of_weights, times
+from jmp_train.graphs.kernels.attention import Add, Attention, AttentionInputs, Side, Softmax, of_weights, times
 from jmp_train.graphs.kernels.chunks import Chunk, add_up, sum_of_rows
 from jmp_train.graphs.kernels.native_calls import native_gat, native_gat_gradient, on_cpus, takes
 from jmp_train.graphs.kernels.threefry_dropout import EdgeDropout
@@ -21,8 +24,9 @@ class GAT(Attention):
 
     negative_slope: float
 
-    def __call__(self, rows: AttentionInputs) -> tuple[jax.Array, list[jax.Array]]:
+    def __call__(self, rows: AttentionInputs, add: Add = sum_of_rows) -> tuple[jax.Array, list[jax.Array]]:
         """Returns logits and messages."""
+        del add
         features, left = rows.senders
         return jax.nn.leaky_relu(left + rows.receivers, self.negative_slope), [features]
 
