@@ -35,7 +35,6 @@ from jmp_train.graphs.structure import (
 )
 from jmp_train.policies import autocast_as
 
-
 Add = Callable[[jax.Array], jax.Array]
 
 
