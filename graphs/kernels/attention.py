@@ -214,7 +214,7 @@ def _forward(
 def _backward(attention: Attention, saved: Any, gradient: Attended) -> tuple[None, None, AttentionInputs]:
     edges, dropout, inputs, softmax, totals = saved
     softmax = softmax._replace(of_totals=gradient.totals)
-    shift: Any = sum((sum_of_rows(g * x) for g, x in zip(softmax.of_totals, totals, strict=bool(totals))), start=0)
+    shift: Any = sum((_plain_sum(g * x) for g, x in zip(softmax.of_totals, totals, strict=bool(totals))), start=0)
     softmax = softmax._replace(shift=shift - gradient.log_sum)
     found = attention.gradients(edges, dropout, inputs, softmax)
     return None, None, jax.tree.map(lambda x, like: x.astype(like.dtype), found, inputs)
