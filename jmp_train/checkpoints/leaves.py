@@ -77,7 +77,7 @@ def check_values(state: PyTree) -> None:
         if isinstance(x, Tracer):
             raise TypeError(f"state {name!r} is traced: save outside of transforms such as jax.jit")
         if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-            raise TypeError(f"state {name!r} must be an array or a number, got {shown(x)}")
+            raise TypeError(f"state {name!r} must be an array or a number, got {as_ascii(x)}")
         if isinstance(x, jax.Array) and x.is_deleted():
             raise ValueError(f"state {name!r} was deleted, usually by donation: save the state that the step returned")
 
@@ -110,11 +110,11 @@ def leaves_in(described: list[dict[str, Any]]) -> list[Leaf]:
     leaves = [Leaf(x["path"], x["kind"], x["dtype"], tuple(x["shape"])) for x in described]
     for number, (path, kind, dtype, shape) in enumerate(leaves):
         if not isinstance(path, str) or not isinstance(kind, str):
-            raise ValueError(f"it says of leaf {number} path {shown(path)} and kind {shown(kind)}")
+            raise ValueError(f"it says of leaf {number} path {as_ascii(path)} and kind {as_ascii(kind)}")
         if dtype not in STORED:
-            raise ValueError(f"it says of leaf {number} dtype {shown(dtype)}")
+            raise ValueError(f"it says of leaf {number} dtype {as_ascii(dtype)}")
         if len(shape) > MOST_AXES or not all(map(is_count, shape)) or math.prod(max(1, n) for n in shape) >= 2**60:
-            raise ValueError(f"it says of leaf {number} shape {shown(shape)}, which no array has")
+            raise ValueError(f"it says of leaf {number} shape {as_ascii(shape)}, which no array has")
     if (twice := _repeated_path(leaves)) is not None:
         raise ValueError(f"it has two leaves of the same path {printable(twice)}")
     return leaves
@@ -125,7 +125,7 @@ def is_count(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
-def shown(x: object) -> str:
+def as_ascii(x: object) -> str:
     """Returns the text of an arbitrary value for error messages, on one line and truncated."""
     text = ascii(x)
     return text if len(text) <= 80 else f"{text[:80]}..."
@@ -150,7 +150,7 @@ def leaf_of(path: str, x: Any, name: str | None = None) -> Leaf:
             raise ValueError(f"state {name!r} is an int of {x.bit_length()} bits, which does not fit into int64")
         return Leaf(path, type(x).__name__, dtype, ())
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"state {name!r} must be an array or a number, got {shown(x)}")
+        raise TypeError(f"state {name!r} must be an array or a number, got {as_ascii(x)}")
     if is_key(x):
         data = jax.eval_shape(jax.random.key_data, x)
         return Leaf(path, str(x.dtype), data.dtype.name, tuple(data.shape))

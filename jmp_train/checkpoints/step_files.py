@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import jax
 import numpy as np
 
-from jmp_train.checkpoints.leaves import Leaf, leaves_in, shown
+from jmp_train.checkpoints.leaves import Leaf, as_ascii, leaves_in
 from jmp_train.distributed import as_bytes
 from jmp_train.policies.files import (
     DTYPES,
@@ -63,9 +63,9 @@ def checked_step(step: SupportsIndex) -> int:
     try:
         number = operator.index(step)
     except TypeError:
-        raise TypeError(f"step={shown(step)} must be a whole number") from None
+        raise TypeError(f"step={as_ascii(step)} must be a whole number") from None
     if not 0 <= number < 2**63:
-        raise ValueError(f"step={shown(step)} must be at least 0 and below 2**63")
+        raise ValueError(f"step={as_ascii(step)} must be at least 0 and below 2**63")
     return number
 
 
@@ -152,12 +152,12 @@ def open_step(path: Path, step: int) -> Iterator[SavedStep]:
 def checked_manifest(manifest: dict[str, Any], version: int, step: int) -> tuple[dict[str, Any], list[Leaf]]:
     """Returns the caller's metadata and the leaves in a manifest; raises an error that says what is wrong with it."""
     if manifest["format"] != version:
-        raise ValueError(f"it has format {shown(manifest['format'])}, this version of jmp_train reads {version}")
+        raise ValueError(f"it has format {as_ascii(manifest['format'])}, this version of jmp_train reads {version}")
     if type(manifest["step"]) is not int or manifest["step"] != step:
-        raise ValueError(f"it is of step {shown(manifest['step'])}")
+        raise ValueError(f"it is of step {as_ascii(manifest['step'])}")
     metadata = manifest.get("metadata", {})  # version 0.1 leaves out none
     if not isinstance(metadata, dict):
-        raise ValueError(f"it has metadata {shown(metadata)}")
+        raise ValueError(f"it has metadata {as_ascii(metadata)}")
     return metadata, leaves_in(manifest["leaves"])
 
 

@@ -201,10 +201,10 @@ def over_axes(
       >>> jax.vmap(of_device, axis_name="data")(jnp.array([1.0, 3.0]))
       Array([2., 2.], dtype=float32)
     """
-    return averaged(on_device(gradients, axis_names), axis_names, reduce_dtype, micro_batches)
+    return averaged(of_own_device(gradients, axis_names), axis_names, reduce_dtype, micro_batches)
 
 
-def on_device(gradients: GradientFunction, axis_names: Sequence[str]) -> GradientFunction:
+def of_own_device(gradients: GradientFunction, axis_names: Sequence[str]) -> GradientFunction:
     """Returns a gradient function with different random keys on each device and local gradients.
 
     Args:
@@ -257,7 +257,7 @@ def averaged(
     """Returns a gradient function whose results are averaged over devices.
 
     Args:
-      gradients: gradient function with local gradients, from `on_device`.
+      gradients: gradient function with local gradients, from `of_own_device`.
       axis_names: mesh axes; none returns `gradients`.
       reduce_dtype: see `over_axes`.
       micro_batches: see `over_axes`.

@@ -22,7 +22,7 @@ from jmp_train.steps.gradient_functions import (
     StepOptions,
     accumulated,
     averaged,
-    on_device,
+    of_own_device,
 )
 from jmp_train.steps.metrics import checked_watches, step_metrics
 from jmp_train.steps.step_losses import explained, loss_gradients
@@ -193,7 +193,7 @@ class TrainStep(StepOptions):
         gradients = accumulated(gradients, self.accumulate_steps)
         for transform in self.transforms:
             gradients = transform(gradients)
-        return on_device(explained(gradients, self.all_axes), self.axis_names)
+        return of_own_device(explained(gradients, self.all_axes), self.axis_names)
 
     @property
     def gradients(self) -> GradientFunction:

@@ -50,7 +50,7 @@ from jmp_train.policies.autocasting.values import (
     upcast_operands,
     without_overflow,
 )
-from jmp_train.policies.programs import on_device
+from jmp_train.policies.programs import as_jax_array
 
 _READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # they may read a value more than once
 _SAVES_ITS_INPUT = TRANSCENDENTAL | {"mul", "div"}  # their gradients need an input or the result
@@ -195,7 +195,7 @@ def product_in_8_bits(
     region: Region, place: str, inputs: Sequence[Value], numbers: lax.DotDimensionNumbers, dtype: DTypeLike
 ) -> Value:
     """Multiplies by the region's recipe; the operands keep their dtypes. A third one has the sizes of groups."""
-    (lhs, rhs), groups = (on_device(x.array) for x in inputs[:2]), inputs[2].array if inputs[2:] else None
+    (lhs, rhs), groups = (as_jax_array(x.array) for x in inputs[:2]), inputs[2].array if inputs[2:] else None
     given, batch = [x.given for x in inputs[:2]], numbers[1][0]
     weights = given[0] and not given[1], given[1] or not (any(given) or batch)
     key = (jax.random.key(0) if region.key is None else region.key) if region.recipe.stochastic else None
@@ -220,7 +220,7 @@ def _converted(op: _Operation) -> Value:
 def as_traced(equation: JaxprEqn, *arrays: jax.Array) -> list[Any]:
     """Binds a call to values in their traced dtypes; its custom rules are Python code and need jax arrays."""
     primitive, params = equation.primitive, equation.params
-    return primitive.bind(*map(on_device, arrays), **primitive.get_bind_params(params))
+    return primitive.bind(*map(as_jax_array, arrays), **primitive.get_bind_params(params))
 
 
 def _is_smaller(inputs: Sequence[Value], shape: tuple[int, ...]) -> bool:

@@ -26,7 +26,7 @@ from jmp_train.policies.autocasting.values import (
     traced_dtype,
     values_of,
 )
-from jmp_train.policies.programs import on_arrays, on_device, opened
+from jmp_train.policies.programs import as_jax_array, on_arrays, opened
 
 
 def custom_jvp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
@@ -96,7 +96,7 @@ def custom_vjp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Va
     dtype = region.half if region.forced == "lower" else jnp.dtype(jnp.float32)
     floats = [eligible(traced_dtype(atom)) for atom in equation.invars[n_consts:]]
     arrays = [x.to(dtype) if forced and is_float else x.array for x, is_float in zip(given, floats, strict=True)]
-    arrays = list(map(on_device, arrays))
+    arrays = list(map(as_jax_array, arrays))
     plain = values_of([*consts, *arrays])
 
     def tried() -> tuple[list[Any], Decision | None]:

@@ -18,7 +18,7 @@ from jmp_train.policies.autocasting.opaque import Contract, OpaqueCall
 from jmp_train.policies.autocasting.primitives import ENTERED
 from jmp_train.policies.autocasting.unrounded import called, checkpointed
 from jmp_train.policies.autocasting.values import Value, values_of
-from jmp_train.policies.programs import IN_JAX, Enter, on_device
+from jmp_train.policies.programs import IN_JAX, Enter, as_jax_array
 
 
 def _remat(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
@@ -29,7 +29,7 @@ def _remat(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> Sequence[Va
     def run(*arrays: Any, sources: Sequence[Any] = (None,) * len(inputs)) -> list[Any]:
         operands = map(reading.operand, arrays, inputs)
         values = [dataclasses.replace(x, source=source) for x, source in zip(operands, sources, strict=True)]
-        return [on_device(value.array) for value in reading.body().evaluate(params["jaxpr"], values)]
+        return [as_jax_array(value.array) for value in reading.body().evaluate(params["jaxpr"], values)]
 
     options = {"prevent_cse": params["prevent_cse"], "policy": params["policy"]}
     sources = [x.source if reading.region.delayed is None else None for x in inputs]  # no derivative may hold scales
@@ -47,7 +47,7 @@ def _opaque(reading: Any, equation: Any, inputs: list[Value]) -> list[Value]:
             outputs = [product_in_8_bits(region, region.place, inputs, (call.contract, ((), ())), dtype)]
             region.note(product, "", rule, reason, (region.recipe.forward_dtype,) * 2, outputs)
             return outputs
-    return values_of(called(call.run, [on_device(x.array) for x in inputs], [x.source for x in inputs]))
+    return values_of(called(call.run, [as_jax_array(x.array) for x in inputs], [x.source for x in inputs]))
 
 
 def _product_of(equation: Any, contract: Contract) -> JaxprEqn:

@@ -23,7 +23,7 @@ from jmp_train.policies.autocasting.readers import noting_complements, readers_o
 from jmp_train.policies.autocasting.region import Region
 from jmp_train.policies.autocasting.source_lines import at_line_of
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, argument, eligible, literal, traced_dtype
-from jmp_train.policies.programs import Reading, on_device
+from jmp_train.policies.programs import Reading, as_jax_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Autocast(ByRules):
         dtypes = [outs[0] if len(set(outs)) == 1 else FLOAT32 for outs in zip(*found, strict=True)]
 
         def agree(results: list[Value]) -> list[Value]:
-            pairs = zip(map(on_device, (x.array for x in results)), dtypes, strict=True)
+            pairs = zip(map(as_jax_array, (x.array for x in results)), dtypes, strict=True)
             return [Value(x if x.dtype == dtype else lax.convert_element_type(x, dtype)) for x, dtype in pairs]
 
         return agree

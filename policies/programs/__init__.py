@@ -1,8 +1,8 @@
 """Traced programs: the programs that equations hold, and one evaluator of them for many readings."""
 
 from jmp_train.policies.programs.in_jax import IN_JAX as IN_JAX
+from jmp_train.policies.programs.in_jax import as_jax_array as as_jax_array
 from jmp_train.policies.programs.in_jax import on_arrays as on_arrays
-from jmp_train.policies.programs.in_jax import on_device as on_device
 from jmp_train.policies.programs.loops import ABSTRACTLY as ABSTRACTLY
 from jmp_train.policies.programs.loops import IN_PYTHON as IN_PYTHON
 from jmp_train.policies.programs.loops import INLINED as INLINED

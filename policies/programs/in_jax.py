@@ -15,7 +15,7 @@ from jmp_train.policies.programs.reading import Enter
 from jmp_train.policies.programs.walking import RUN_ONCE, manual_axes
 
 
-def on_device(array: Any) -> Any:
+def as_jax_array(array: Any) -> Any:
     """Returns a NumPy array as a jax array, and anything else, such as a reference, unchanged."""
     return jnp.asarray(array) if isinstance(array, np.ndarray | np.generic) else array
 
@@ -43,7 +43,7 @@ def on_arrays(reading: Any, program: Any, outer: Sequence[Any]) -> Callable[...,
     def run(*arrays: Any) -> list[Any]:
         body = reading.body()
         outputs = body.evaluate(program, list(map(body.operand, arrays, outer)))
-        return [jax.tree.map(on_device, body.packed(x)) for x in outputs]
+        return [jax.tree.map(as_jax_array, body.packed(x)) for x in outputs]
 
     return run
 
@@ -52,7 +52,7 @@ def remat(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
     """Runs a body under `jax.checkpoint`."""
     params, body = equation.params, on_arrays(reading, equation.params["jaxpr"], inputs)
     run = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    return list(map(reading.unpacked, run(*(on_device(reading.array(x)) for x in inputs))))
+    return list(map(reading.unpacked, run(*(as_jax_array(reading.array(x)) for x in inputs))))
 
 
 def _scan(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
@@ -111,14 +111,14 @@ def _cond(reading: Any, equation: Any, inputs: list[Any]) -> list[Any] | None:
     if programs is None:
         return None
     index, *operands = inputs
-    arrays = [on_device(reading.given(x)) for x in operands]
+    arrays = [as_jax_array(reading.given(x)) for x in operands]
     agreed = reading.agreed(programs, list(map(reading.operand, arrays, operands)))
 
     def taken(number: int) -> Callable[..., Any]:
         def run(state: Any, *arrays: Any) -> Any:
             body = reading.branch(number).body(state=state)
             outputs = body.evaluate(programs[number], list(map(body.operand, arrays, operands)))
-            return [jax.tree.map(on_device, body.packed(x)) for x in agreed(outputs)], body.state()
+            return [jax.tree.map(as_jax_array, body.packed(x)) for x in agreed(outputs)], body.state()
 
         return run
 
@@ -136,7 +136,9 @@ def _shard_map(reading: Any, equation: Any, inputs: list[Any]) -> list[Any]:
     def run(rows: Any, state: Any, *arrays: Any) -> Any:
         body = reading.body(jax.tree.map(lambda x: x[0], rows), count, state)
         outputs = body.evaluate(params["jaxpr"], list(map(body.operand, arrays, inputs)))
-        return [jax.tree.map(on_device, body.packed(x)) for x in outputs], jax.tree.map(lambda x: x[None], body.state())
+        return [jax.tree.map(as_jax_array, body.packed(x)) for x in outputs], jax.tree.map(
+            lambda x: x[None], body.state()
+        )
 
     mapped = jax.shard_map(
         run,

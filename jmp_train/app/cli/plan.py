@@ -12,7 +12,15 @@ from jmp_train.app.cli.jobs import Call, run_settings
 from jmp_train.app.cli.option_values import fraction, number, pair_of, path, positive, precision_name
 from jmp_train.app.cli.options import PlannedOptions, names_option, option
 from jmp_train.app.cli.outputs import check_outputs, show
-from jmp_train.app.runs import MODE_CHOICES, RunSettings, batch_shapes, check_shared, has_shared, planned_step, rows_of
+from jmp_train.app.runs import (
+    MODE_CHOICES,
+    RunSettings,
+    batch_shapes,
+    check_shared,
+    examples_in,
+    has_shared,
+    planned_step,
+)
 from jmp_train.app.tasks import TaskSource, described, errors_of_file
 from jmp_train.task import Task, count_examples
 
@@ -191,7 +199,7 @@ def _plan_of_task(
             "--no-largest"
         )
     with checking_the_call(), errors_of_file(call.source.file):
-        own = rows_of(batch_shapes(task, None)) if callable(task.train) else task.batch_size
+        own = examples_in(batch_shapes(task, None)) if callable(task.train) else task.batch_size
     resizes = own is not None and not has_shared(task)  # the size of a whole graph does not depend on the batch
     batch_size = call.options.batch_size or own
     if batch_size is None and not callable(task.train):

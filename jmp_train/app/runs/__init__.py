@@ -12,7 +12,7 @@ from jmp_train.app.runs.events import Progress as Progress
 from jmp_train.app.runs.events import Run as Run
 from jmp_train.app.runs.events import Warned as Warned
 from jmp_train.app.runs.events import event_to_json as event_to_json
-from jmp_train.app.runs.foreign_batches import rows_of as rows_of
+from jmp_train.app.runs.foreign_batches import examples_in as examples_in
 from jmp_train.app.runs.loop import train as train
 from jmp_train.app.runs.loop import train_prepared as train_prepared
 from jmp_train.app.runs.precisions import AUTOCAST_CHOICES as AUTOCAST_CHOICES

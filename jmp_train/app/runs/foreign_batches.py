@@ -97,11 +97,11 @@ def placed(batch: Any, sharding: NamedSharding | None, where: str) -> Any:
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), hosts)
 
 
-def rows_of(batch: Any) -> int | None:
+def examples_in(batch: Any) -> int | None:
     """Returns the common length of the first axes of a batch; None if they differ, or the batch has graphs.
 
     Example:
-      >>> rows_of({"x": np.ones((8, 3)), "y": np.ones(8)}), rows_of({"x": np.ones(8), "y": np.ones(7)})
+      >>> examples_in({"x": np.ones((8, 3)), "y": np.ones(8)}), examples_in({"x": np.ones(8), "y": np.ones(7)})
       (8, None)
     """
     nodes = jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, GraphStack))

@@ -14,7 +14,7 @@ import numpy as np
 
 from jmp_train.app.runs.evaluation import evaluated
 from jmp_train.app.runs.events import Compiled, Event, Note, Phase, Run
-from jmp_train.app.runs.foreign_batches import rows_of
+from jmp_train.app.runs.foreign_batches import examples_in
 from jmp_train.app.runs.preparing import PreparedRun, RunPhase, prepare_run
 from jmp_train.app.runs.resuming import SavedRun, Saver, Saving
 from jmp_train.app.runs.run_settings import DEFAULT_SETTINGS, RunSettings
@@ -245,7 +245,7 @@ def _run_of(
         metrics=metrics,
         compile_seconds=compiled.seconds,
         memory_of=peak_memory()[1],
-        batch_size=prepared.data.batch_size or rows_of(first.batch),
+        batch_size=prepared.data.batch_size or examples_in(first.batch),
         epochs=tuple(records.epochs),
         steps=tuple(records.steps),
         costs=compiled.costs,

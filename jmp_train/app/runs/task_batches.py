@@ -12,12 +12,12 @@ from jmp_train.app.runs.foreign_batches import (
     BatchKind,
     as_arrays,
     check_alike,
+    examples_in,
     iterator_state,
     kind_of,
     length_of,
     placed,
     restore_iterator,
-    rows_of,
 )
 from jmp_train.data import array_batches
 from jmp_train.extras import extra_packages
@@ -234,7 +234,7 @@ def batch_shapes(task: Task, size: int | None) -> Any:
     if batch is None:
         raise ValueError("train(0) returned no batches")
     batch = as_arrays(batch, "batch 0 of train(0)")
-    if size is not None and rows_of(batch) is None:
+    if size is not None and examples_in(batch) is None:
         raise ValueError(f"batch_size={size}: the arrays of a batch have no common number of examples")
     return _shapes(batch, size)
 
@@ -265,7 +265,7 @@ def evaluation_batches(task: Task, batch_size: int | None) -> Iterator[tuple[Any
         made: Any = task.test()
         for number, found in enumerate(made):
             batch = as_arrays(found, f"batch {number} of test()")
-            yield batch, rows_of(batch)
+            yield batch, examples_in(batch)
         return
     with extra_packages():
         import grain

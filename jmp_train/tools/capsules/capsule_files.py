@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from jmp_train.checkpoints import Leaf, in_file, is_count, leaf_of, leaves_in, shown
+from jmp_train.checkpoints import Leaf, as_ascii, in_file, is_count, leaf_of, leaves_in
 from jmp_train.distributed import key_implementation, local_data, to_host
 from jmp_train.policies import PyTree
 from jmp_train.policies.files import (
@@ -184,9 +184,9 @@ def _read(path: Path, process: int, processes: int) -> CapsuleFile:
     with SafetensorsFile(path, sealed=True) as file, damage_named(path):
         about = parse_json(path, file.metadata[_ABOUT].encode())
         if about["format"] != _FORMAT:
-            raise ValueError(f"it has format {shown(about['format'])}, this version of jmp_train reads {_FORMAT}")
+            raise ValueError(f"it has format {as_ascii(about['format'])}, this version of jmp_train reads {_FORMAT}")
         if capsule_path(path.parent, *about["place"]) != path or about["place"][1:] != [process, processes]:
-            said = shown(about["place"])
+            said = as_ascii(about["place"])
             raise ValueError(f"it is of step, process and number of processes {said}, which its name is not")
         if not all(map(is_count, [*about["fingerprints"].values(), about["later_steps"]])):
             raise ValueError("its fingerprints or later steps are no numbers")

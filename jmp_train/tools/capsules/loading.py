@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.checkpoints import Leaf, differences, leaves_of, shown
+from jmp_train.checkpoints import Leaf, as_ascii, differences, leaves_of
 from jmp_train.distributed import gather_texts, local_data, placement, to_leaf
 from jmp_train.policies import PyTree
 from jmp_train.policies.files import damage_named, printable
@@ -155,7 +155,7 @@ def _restored(leaf: Leaf, about: dict[str, Any], array: np.ndarray) -> Any:
     except (RuntimeError, MemoryError):  # of the device
         raise
     except Exception as error:  # noqa: BLE001 - of any kind, because jax's errors about shardings are of many
-        raise ValueError(f"{shown(held)} or sharding {shown(about['sharding'])} does not fit: {error}") from None
+        raise ValueError(f"{as_ascii(held)} or sharding {as_ascii(about['sharding'])} does not fit: {error}") from None
     if held in ("jax", "weak") and x.dtype.name != leaf.dtype:
         raise ValueError(f"a leaf is {leaf.dtype}, which needs JAX_ENABLE_X64=1")
     if held == "weak":  # an update of a weak array stays weak

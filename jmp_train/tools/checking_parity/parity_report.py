@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jmp_train.policies.pytrees import checked_path
 from jmp_train.tools import documents as doc
 from jmp_train.tools.checking_parity.log_probs import EDGES, Differences, TokenDifference
-from jmp_train.tools.diagnosing import place_of
+from jmp_train.tools.diagnosing import file_and_line
 
 _SHOWN = 3  # worst tokens in the text
 _EXPLAINED = 0.25  # of the mean: if operations run one by one differ by less, the compiler causes the rest
@@ -197,7 +197,7 @@ class ParityReport(Differences):
         lines += ["worst: {} train {}, infer {}".format(*_token(token)) for token in self.worst[:_SHOWN]]
         return doc.text([*map(doc.Text, lines), *self._operation_blocks()])
 
-    def _operation_blocks(self) -> list[doc.Block]:
+    def _operation_blocks(self) -> list[doc.Element]:
         if self.operations is None:
             return []
         compiler = ""
@@ -259,7 +259,8 @@ def _operation(name: str, operation: OperationParity | None) -> doc.Section | No
         return None
     shape = ",".join(map(str, operation.shape))
     path = f" ({operation.path.strip('/')})" if operation.path else ""
-    head = f"{name}: {operation.primitive} {operation.dtype}[{shape}], {place_of(operation.file, operation.line)}{path}"
+    where = file_and_line(operation.file, operation.line)
+    head = f"{name}: {operation.primitive} {operation.dtype}[{shape}], {where}{path}"
     other = "infer" if name == "train" else "train"
     if operation.unknown:
         evidence = f"{operation.unknown:.0%} of its rows are not among those of {other}"
@@ -277,5 +278,5 @@ def _row(number: int, row: OperationParity) -> tuple[str, ...]:
     differences = [f"{x:.2g}" if x else "" for x in (row.difference, row.error)]
     unknown = f"{row.unknown:.0%}" if row.unknown else ""
     part = "" if math.isnan(row.contribution) else f"{row.contribution:.0%}"
-    where = place_of(row.file, row.line)
+    where = file_and_line(row.file, row.line)
     return str(number), row.primitive, row.path, where, result, str(row.runs), *differences, unknown, part

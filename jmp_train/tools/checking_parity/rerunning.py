@@ -17,8 +17,8 @@ from jmp_train.tools.diagnosing import (
     ProgramPart,
     bound,
     compiled,
+    float32_results,
     has_references,
-    in_float32,
     is_low,
     key_of,
     operation_of,
@@ -103,7 +103,7 @@ def _of_operation(part: ProgramPart) -> Callable[[list[Any]], list[Any]]:
     equation = part.operations[0].equation
 
     def run(inputs: list[Any]) -> list[Any]:
-        results = in_float32(equation, inputs)
+        results = float32_results(equation, inputs)
         if results is None:
             dtypes: list[Any] = [getattr(variable.aval, "dtype", None) for variable in equation.invars]
             pairs = zip(inputs, dtypes, strict=True)

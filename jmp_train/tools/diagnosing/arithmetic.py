@@ -79,7 +79,7 @@ def bound(equation: Any, operands: Sequence[Any]) -> list[Any]:
     return _bind(equation.primitive, operands, params)
 
 
-def in_float32(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
+def float32_results(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
     """Returns an equation's results in float32 for operands in float32; None if there is no such operation.
 
     Args:
@@ -128,7 +128,7 @@ def magnitude_of_terms(equation: Any, operands: Sequence[Any]) -> Any:
     magnitudes = [jnp.abs(x) if is_float(jnp.asarray(x).dtype) else x for x in operands]
     if name == "sub":
         return magnitudes[0] + magnitudes[1]
-    results = in_float32(equation, magnitudes)
+    results = float32_results(equation, magnitudes)
     return None if results is None else results[0]
 
 
@@ -160,7 +160,7 @@ class _InFloat32(Reading[Any]):
         return jnp.asarray(atom.val, widened(atom.aval.dtype))
 
     def bind(self, equation: Any, inputs: list[Any]) -> list[Any]:
-        results = in_float32(equation, inputs)
+        results = float32_results(equation, inputs)
         if results is None:
             raise NotImplementedError(equation.primitive.name)
         return results

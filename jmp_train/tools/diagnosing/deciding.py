@@ -18,7 +18,7 @@ from jmp_train.tools.diagnosing.amplifying import (
 from jmp_train.tools.diagnosing.arithmetic import decides, is_discrete, picks
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.examining import Examination
-from jmp_train.tools.diagnosing.problems import Found, place_of, problem_at
+from jmp_train.tools.diagnosing.problems import Found, file_and_line, problem_at
 from jmp_train.tools.diagnosing.remedies import Remedy, everything_before, operands_in_float32
 
 LEFT = 0.25  # of an error, or of a share, with which a search ends
@@ -144,7 +144,7 @@ def decision_problem(first: Examination, row: int, errors: FunctionErrors, again
     is_compared, begin = picks(evidence.sites[row].equation), named_row(evidence, row)
     said = "decided differently than in float32" if is_compared else "other whole numbers than those of float32"
     found = evidence.rows[row]
-    at = "" if evidence.sites[begin].line == evidence.sites[row].line else f" ({place_of(found.file, found.line)})"
+    at = "" if evidence.sites[begin].line == evidence.sites[row].line else f" ({file_and_line(found.file, found.line)})"
     text = f"{found.decided:.2%} of {evidence.named(row)}{at} are {said}, with which {errors}"
     kind = "decided differently" if is_compared else "integer precision lost"
     return problem_at(evidence, begin, kind, text, _remedy(first, row, again))

@@ -18,7 +18,7 @@ from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.examining import examine
 from jmp_train.tools.diagnosing.measures import is_low
 from jmp_train.tools.diagnosing.numerics_report import NumericsReport
-from jmp_train.tools.diagnosing.problems import Found, Problem, place_of, where_is
+from jmp_train.tools.diagnosing.problems import Found, Problem, file_and_line, where_is
 from jmp_train.tools.diagnosing.shadow import forget_programs
 from jmp_train.tools.diagnosing.trials import examine_by_rules, with_trials
 
@@ -128,7 +128,7 @@ def _first_nonfinite(evidence: Evidence, found: Sequence[Found]) -> str:
     problem = _problem_of(evidence, row, found)
     if problem is None:
         operation = evidence.rows[row]
-        place = operation.subject or place_of(operation.file, operation.line)
+        place = operation.subject or file_and_line(operation.file, operation.line)
         return f"{what} are not finite, which begins with {evidence.named(row)}, {place}."
     at, rest = "at" if problem.line else "of", ""
     if problem.severity == "note" and problem.remedy.action == "loss scale":

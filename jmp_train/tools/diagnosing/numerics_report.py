@@ -9,7 +9,7 @@ from typing import Any
 from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, rules_code
 from jmp_train.tools import documents as doc
 from jmp_train.tools.diagnosing.operation_numerics import OperationNumerics
-from jmp_train.tools.diagnosing.problems import Problem, place_of, where_is
+from jmp_train.tools.diagnosing.problems import Problem, file_and_line, where_is
 from jmp_train.tools.diagnosing.remedies import NO_RULES, merged
 
 _LARGEST = "The largest error of an operation alone comes first; # is the order in which they run."
@@ -108,7 +108,7 @@ class NumericsReport:
         return [problem for problem in self.problems if problem.severity == "problem"]
 
     @property
-    def _head(self) -> list[doc.Block]:
+    def _head(self) -> list[doc.Element]:
         half = sum(row.dtype.startswith(("float16", "bfloat16", "float8")) for row in self.rows)
         harmful = doc.counted(len(self._harmful), "problem") if self._harmful else "no problems"
         operations = doc.counted(len(self.rows), "operation")
@@ -143,7 +143,7 @@ def _row(number: int, row: OperationNumerics) -> tuple[str, ...]:
     errors = (row.local_error, row.inherited_error, row.largest, row.smallest)
     return (
         str(number),
-        *(row.primitive, row.direction, row.path, row.subject or place_of(row.file, row.line), dtypes),
+        *(row.primitive, row.direction, row.path, row.subject or file_and_line(row.file, row.line), dtypes),
         *(",".join(map(str, row.shape)), str(row.runs)),
         *(f"{x:.2g}" if x else "" for x in errors),
         *(f"{share:.2%}" if share else "" for share in shares),

@@ -12,7 +12,7 @@ from jmp_train.tools.diagnosing.arithmetic import (
     decides,
     decision_of,
     dtype_of,
-    in_float32,
+    float32_results,
     is_measured,
     magnitude_of_terms,
     picks,
@@ -150,7 +150,7 @@ def _decided(equation: Any, inputs: list[Pair], results: list[Pair]) -> Ran:
     """Returns the whole numbers of an equation and those that it would compute from the shadow, of casts as floats."""
     number = decision_of(equation) or 0
     is_same = all(pair.shadow is None for pair in inputs)
-    exact = None if is_same else in_float32(equation, [_shadow_of(pair) for pair in inputs])
+    exact = None if is_same else float32_results(equation, [_shadow_of(pair) for pair in inputs])
     pair = Pair(results[number].actual, None if exact is None else exact[number])
     if not picks(equation):
         pair = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), pair)
@@ -162,7 +162,7 @@ def run_both(equation: Any, inputs: list[Pair], *, own: bool = False) -> list[Pa
     actual = bound(equation, [pair.actual for pair in inputs])
     may_lose = is_measured(equation) and _loses(equation) and not decides(equation)
     exact = all(pair.shadow is None for pair in inputs) and not may_lose
-    shadows = None if exact else in_float32(equation, [_shadow_of(pair) for pair in inputs])
+    shadows = None if exact else float32_results(equation, [_shadow_of(pair) for pair in inputs])
     if shadows is None:
         return [Pair(x) for x in actual]
     own = own or not any(is_float(dtype_of(pair.actual)) for pair in inputs)

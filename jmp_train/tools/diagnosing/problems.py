@@ -115,7 +115,7 @@ def worst_first(item: Found) -> tuple[bool, int]:
 
 def where_is(problem: Problem) -> str:
     """Returns the user's line, otherwise the description of the operation."""
-    return place_of(problem.file, problem.line) if problem.line else problem.subject or "?"
+    return file_and_line(problem.file, problem.line) if problem.line else problem.subject or "?"
 
 
 def problem_at(
@@ -166,7 +166,7 @@ def _by_the_user(evidence: Evidence, row: int, remedy: Remedy, *, is_whole: bool
     return remedy
 
 
-def place_of(file: str, line: int) -> str:
+def file_and_line(file: str, line: int) -> str:
     """Returns file and line, from the current folder if it is below that.
 
     Args:
@@ -174,7 +174,7 @@ def place_of(file: str, line: int) -> str:
       line: number of the line; 0 if unknown.
 
     Example:
-      >>> place_of("", 0)
+      >>> file_and_line("", 0)
       '?'
     """
     if not line:

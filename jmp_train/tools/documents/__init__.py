@@ -15,9 +15,9 @@ from jmp_train.tools.documents.charts import bar_chart as bar_chart
 from jmp_train.tools.documents.charts import curve as curve
 from jmp_train.tools.documents.charts import dashes as dashes
 from jmp_train.tools.documents.charts import series_styles as series_styles
-from jmp_train.tools.documents.elements import Block as Block
 from jmp_train.tools.documents.elements import Cell as Cell
 from jmp_train.tools.documents.elements import Code as Code
+from jmp_train.tools.documents.elements import Element as Element
 from jmp_train.tools.documents.elements import Panels as Panels
 from jmp_train.tools.documents.elements import Section as Section
 from jmp_train.tools.documents.elements import Table as Table

@@ -83,16 +83,16 @@ class Section:
     """
 
     title: str
-    blocks: "Sequence[Block | None]"
+    blocks: "Sequence[Element | None]"
     name: str = ""
     look: str = ""
     is_folded: bool = False
 
 
-Block: TypeAlias = Union[Text, Code, Table, Panels, Section, Chart]  # noqa: UP007 - a name that follows
+Element: TypeAlias = Union[Text, Code, Table, Panels, Section, Chart]  # noqa: UP007 - a name that follows
 
 
-def shown(blocks: Sequence[Block | None]) -> list[Block]:
+def shown(blocks: Sequence[Element | None]) -> list[Element]:
     """Returns the blocks that have content.
 
     Example:
@@ -102,7 +102,7 @@ def shown(blocks: Sequence[Block | None]) -> list[Block]:
     return [block for block in blocks if block is not None and _has_content(block)]
 
 
-def _has_content(block: Block) -> bool:
+def _has_content(block: Element) -> bool:
     match block:
         case Text() | Code():
             return bool(block.text)
@@ -114,7 +114,7 @@ def _has_content(block: Block) -> bool:
             return True
 
 
-def text(blocks: Sequence[Block | None], width: int = 100, indent: str = "") -> str:
+def text(blocks: Sequence[Element | None], width: int = 100, indent: str = "") -> str:
     """Returns blocks as lines of text, with indented sections and without charts.
 
     Args:
@@ -131,7 +131,7 @@ def text(blocks: Sequence[Block | None], width: int = 100, indent: str = "") -> 
     return "\n".join(line for block in shown(blocks) for line in _lines(block, width, indent))
 
 
-def _lines(block: Block, width: int, indent: str) -> list[str]:
+def _lines(block: Element, width: int, indent: str) -> list[str]:
     match block:
         case Text(said):
             lines = escaped(said, "\n\t")

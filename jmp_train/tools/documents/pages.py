@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jmp_train.tools.documents.charts import Axis, Box, Chart, Color, Dot, Label, Mark, Polyline, Style, light_and_dark
-from jmp_train.tools.documents.elements import Block, escaped, shown
+from jmp_train.tools.documents.elements import Element, escaped, shown
 
 _LINE_HEIGHT = 18  # of the title and of each row of the legend
 _CHARACTER = 6.2  # mean width
@@ -190,7 +190,7 @@ def _seen(run: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return run
 
 
-def page(title: str, blocks: Sequence[Block | None], footer: Sequence[str] = ()) -> str:
+def page(title: str, blocks: Sequence[Element | None], footer: Sequence[str] = ()) -> str:
     """Returns a whole page.
 
     Args:
@@ -206,7 +206,7 @@ def page(title: str, blocks: Sequence[Block | None], footer: Sequence[str] = ())
     return f"{_macros().page(title, blocks, footer)}".strip()
 
 
-def fragment(blocks: Sequence[Block | None]) -> str:
+def fragment(blocks: Sequence[Element | None]) -> str:
     """Returns blocks as HTML without a page around it, for notebooks."""
     return f"{_macros().blocks(blocks)}".strip()
 

@@ -3,7 +3,7 @@
 import dataclasses
 import linecache
 
-from jmp_train.tools.diagnosing import place_of
+from jmp_train.tools.diagnosing import file_and_line
 from jmp_train.tools.tuning.scores import Lost
 from jmp_train.tools.tuning.tolerance import Errors
 
@@ -40,7 +40,7 @@ class Float32Entry:
     @property
     def place(self) -> str:
         """The line for people: relative to the current folder, if the file is below it."""
-        return place_of(*self._file_and_number)
+        return file_and_line(*self._file_and_number)
 
     @property
     def code(self) -> str:

@@ -90,7 +90,7 @@ class TunedRules:
         return doc.fragment(self._blocks)
 
     @property
-    def _blocks(self) -> list[doc.Block | None]:
+    def _blocks(self) -> list[doc.Element | None]:
         use = f'policy = dataclasses.replace(jt.get_policy("autocast_{self.dtype}"), rules=rules)'
         shares = {"flops": self.half_flops, "elements of results": self.half_elements}
         rows = [(name, f"{ours:.1%}", f"{torchs:.1%}") for name, (torchs, ours) in shares.items()]
@@ -143,7 +143,7 @@ def _entry(entry: Float32Entry) -> doc.Section:
     return doc.Section(" ".join(entry.primitives), [place, doc.Code(entry.code), doc.Text(entry.why)])
 
 
-def _verified(verification: Verification, note: str) -> Sequence[doc.Block | None]:
+def _verified(verification: Verification, note: str) -> Sequence[doc.Element | None]:
     look, held_out = "" if verification.passed else "failed", verification.held_out or "none"
     verdict = doc.Text(f"{verification.verdict}, on all examples, {held_out} of them held out.", "verdict", look)
     chart = loss_chart(verification.float32_losses, verification.tuned_losses)

@@ -46,7 +46,7 @@ from jmp_train.policies.autocasting.values import (
     traced_arrays,
     traced_dtype,
 )
-from jmp_train.policies.programs import IN_JAX, Enter, bodies_of, join, on_device, opened
+from jmp_train.policies.programs import IN_JAX, Enter, as_jax_array, bodies_of, join, opened
 from jmp_train.policies.pytrees import check_half
 
 Args = ParamSpec("Args")
@@ -118,7 +118,7 @@ def _computed(emulation: "Emulation", step: RuledEquation, inputs: list[Value]) 
         results = primitive.bind(*arrays, **params)
         results = list(results) if primitive.multiple_results else [results]
     else:
-        arrays, address = [on_device(x) for x in arrays], _address(emulation, step)
+        arrays, address = [as_jax_array(x) for x in arrays], _address(emulation, step)
         results = emulation.operation(lambda *x: primitive.bind(*x, **params), arrays, active, address, wide=wide)
     if primitive.name in PLACEMENT:
         return [dataclasses.replace(x, array=array, casts={}) for x, array in zip(inputs, results, strict=True)]
@@ -151,7 +151,7 @@ def _converted(equation: Any, x: Value) -> Value:
         if dtype == FLOAT32:
             return dataclasses.replace(x, casts={}, half=False if source in HALVES else x.half)
         return dataclasses.replace(x, array=rounded(x.to(FLOAT32), dtype), casts={}, half=True)
-    (result,) = [lax.convert_element_type_p.bind(on_device(x.array), **equation.params)]
+    (result,) = [lax.convert_element_type_p.bind(as_jax_array(x.array), **equation.params)]
     if source == jnp.bool_:
         return emulated(result, weak=True, bounds=(0.0, 1.0))
     return emulated(result, weak=x.weak, bounds=result_bounds(equation, [x.bounds]))
@@ -168,7 +168,7 @@ def _with_custom_derivative(emulation: "Emulation", equation: Any, inputs: list[
     if met is False or not addresses or emulation.region.forced == "float32":
         return None
     active = both(emulation.flags(addresses, emulation.region.callers), met)
-    arrays = list(map(on_device, traced_arrays(equation, inputs)))
+    arrays = list(map(as_jax_array, traced_arrays(equation, inputs)))
     results = emulation.operation(lambda *x: as_traced(equation, *x), arrays, active, addresses, wide=False)
     return [emulated(x, active) for x in results]
 
@@ -191,7 +191,7 @@ def _remat(emulation: "Emulation", equation: Any, inputs: list[Value]) -> Sequen
         return IN_JAX["remat2"](emulation, equation, inputs)
     # A function that stores in the dtypes of its arguments and accumulates in float32.
     met = functools.reduce(either, [x.half for x in inputs], False)
-    results = jax.tree.leaves(policy.run(*(on_device(x.array) for x in inputs)))
+    results = jax.tree.leaves(policy.run(*(as_jax_array(x.array) for x in inputs)))
     return [emulated(rounded(x, emulation.region.half, met), met) for x in results]
 
 
@@ -243,7 +243,7 @@ class Emulation(ByRules):
 
     def mapped(self, function: Callable[..., Any], *values: Value) -> Value:
         """Returns a value with another array."""
-        return dataclasses.replace(values[0], array=function(*(on_device(x.array) for x in values)), casts={})
+        return dataclasses.replace(values[0], array=function(*(as_jax_array(x.array) for x in values)), casts={})
 
     def packed(self, value: Value) -> Any:
         """Returns array and bit."""
@@ -273,7 +273,7 @@ class Emulation(ByRules):
     def start(self, program: Any, init: list[Value], atoms: Sequence[Any], operands: Any) -> list[Value]:
         """Returns carried values in float32."""
         pairs = [(x, eligible(traced_dtype(a))) for x, a in zip(init, atoms, strict=True)]
-        arrays = [jnp.asarray(x.to(FLOAT32)) if is_float else on_device(x.array) for x, is_float in pairs]
+        arrays = [jnp.asarray(x.to(FLOAT32)) if is_float else as_jax_array(x.array) for x, is_float in pairs]
         return [Value(array, half=False if x.weak else x.half) for x, array in zip(init, arrays, strict=True)]
 
     def following(self, new: Value, old: Value) -> Value:
@@ -312,7 +312,7 @@ def emulated_autocast(
         def by_flags(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
             emulation = Emulation(Region(half, rules), flags=flags, operation=run or rounding)
             return [
-                on_device(x.array)
+                as_jax_array(x.array)
                 for x in emulation.evaluate(jaxpr, [emulated(x, origin=argument(x).origin) for x in arrays])
             ]
 

@@ -105,7 +105,8 @@ def error(found: Any, right: Any) -> float:
 
 # One of each kind; every case costs a third of a second on each jax.
 QUICK = (
-    "several gathers", "dynamic_slice in scan", "cond", "custom_vjp", "shard_map", "bias", "divisor", "repeat by counts",
+    "several gathers", "dynamic_slice in scan", "cond", "custom_vjp", "shard_map", "bias", "divisor",
+    "repeat by counts",
 )  # fmt: skip
 
 
