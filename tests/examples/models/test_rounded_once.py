@@ -10,11 +10,13 @@ from models.rounded_once import gated, unrounded_product
 from pytrees import assert_bitwise_equal
 
 from jmp_train.policies.autocasting.explain import explain_autocast
-from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, fp8_dot
+from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, product_in_few_bits
 from jmp_train.policies.autocasting.rules import TORCH_CUDA
 from jmp_train.policies.autocasting.transform import autocast
 
 pytestmark = pytest.mark.quick
+
+NUMBERS = ((2,), (0,)), ((), ())  # of the dimensions of a dense layer
 
 HALVES = [jnp.float16, jnp.bfloat16]
 
@@ -67,7 +69,7 @@ def test_products_in_8_bits_are_those_of_any_dense_layer_and_not_rounded(how: An
     x, kernel, cotangent = normal(0, (2, 3, 16)), normal(1, (16, 5)), normal(2, (2, 3, 5))
     out, pullback = jax.vjp(product, x, kernel)
     wanted, wanted_pullback = jax.vjp(
-        lambda x, kernel: fp8_dot(x, kernel.astype(jnp.bfloat16), ((2,), (0,)), DEFAULT_RECIPE), x, kernel
+        lambda x, kernel: product_in_few_bits(x, kernel.astype(jnp.bfloat16), NUMBERS, DEFAULT_RECIPE), x, kernel
     )
     assert out.dtype == jnp.float32
     assert_bitwise_equal((out, pullback(cotangent)), (wanted, wanted_pullback(cotangent)))
