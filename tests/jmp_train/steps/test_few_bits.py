@@ -59,7 +59,7 @@ def step_of(model: Any, recipe: Any, optimizer: Any = SGD, rng: Any = None) -> t
     return jt.train_step(loss_fn, optimizer, policy=policy), jt.TrainState.create(EXPERTS, optimizer, rng=rng)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("model", [grouped, in_batches, looped])
 def test_experts_learn_in_few_bits(model: Any, name: str) -> None:
@@ -92,6 +92,7 @@ def test_products_of_activations_need_a_rule_of_their_own() -> None:
     assert found == [("lower", "no operand is a weight"), ("fp8", "operation 'experts.*dot_general'")]
 
 
+@pytest.mark.full
 def test_the_key_of_a_step_rounds_its_gradients() -> None:
     recipe = jt.policies.NVFP4BlockScaling()
     step, state = step_of(looped, recipe, rng=jax.random.key(0))

@@ -40,7 +40,7 @@ def in_8_bits(x: Any, dtype: Any) -> Any:
     return (x * scale).astype(np.float32).astype(dtype).astype(np.float64) / scale
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("backward", ["HYBRID", "E4M3"])
 @pytest.mark.parametrize(("left", "right"), [("ab", "bc"), ("abc", "dcb"), ("bad", "cb")])
 def test_all_three_products_are_those_of_quantized_operands(left: str, right: str, backward: Any) -> None:
@@ -62,6 +62,7 @@ def test_all_three_products_are_those_of_quantized_operands(left: str, right: st
     assert [x.dtype for x in grads] == [jnp.float32, jnp.bfloat16]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES[1:])
 def test_products_and_gradients_are_near_those_of_float32(recipe: Any) -> None:
     x, w = normal(64, 96) * 100, normal(96, 32) / 1000

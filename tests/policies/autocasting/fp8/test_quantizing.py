@@ -14,6 +14,7 @@ pytestmark = pytest.mark.quick
 
 FORMATS = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 MX = Scaling(32, dtype=E8M0)
+jitted = jax.jit(quantized, static_argnums=(1, 2, 3))
 
 
 def values_of(dtype: Any) -> Any:
@@ -75,7 +76,7 @@ def test_amax_sees_what_is_not_finite() -> None:
     for scaling in (WHOLE, MX):
 
         def amax_of(x: Any, scaling: Scaling = scaling) -> Any:
-            return quantized(x, 1, scaling, jnp.float8_e4m3fn).amax
+            return jitted(x, 1, scaling, jnp.dtype(jnp.float8_e4m3fn)).amax
 
         assert float(amax_of(jnp.array([1.0, -3.0], jnp.bfloat16))) == 3
         assert np.isnan(amax_of(jnp.array([1.0, jnp.nan])))
@@ -89,7 +90,7 @@ def test_blocks_have_the_smallest_scales_that_clip_nothing(dtype: Any) -> None:
     x = (random.normal(size=(40, 70)) * 2.0 ** random.integers(-20, 20, (40, 70))).astype(np.float32)
     x[3], x[2] = 0, 448 * 2.0**7  # an amax that needs no rounding up
     x[4] = 1.5 * float(jnp.finfo(dtype).max) * 2.0**-127  # over which the type's largest number is subnormal
-    operand = jax.jit(quantized, static_argnums=(1, 2, 3))(x, 1, MX, jnp.dtype(dtype))
+    operand = jitted(x, 1, MX, jnp.dtype(dtype))
     assert operand.array.shape == (40, 96)
     assert operand.blocks.dtype == jnp.float8_e8m0fnu
     whole = x.astype(np.float64).T
@@ -108,6 +109,6 @@ def test_blocks_have_the_smallest_scales_that_clip_nothing(dtype: Any) -> None:
 
 def test_a_block_with_an_infinity_spoils_no_other() -> None:
     x = jnp.ones(64).at[5].set(jnp.inf)
-    operand = quantized(x, 1, MX, jnp.float8_e4m3fn)
+    operand = jitted(x, 1, MX, jnp.dtype(jnp.float8_e4m3fn))
     np.testing.assert_array_equal(np.isfinite(np.asarray(operand.array, np.float32)), np.arange(64) != 5)
     np.testing.assert_array_equal(np.asarray(dequantized(operand), np.float32)[32:], 1)

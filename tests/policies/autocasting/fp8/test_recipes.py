@@ -58,7 +58,7 @@ def assert_near(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6 * np.abs(finite).max(initial=0))
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("sizes", [(5, 7, 3), (48, 160, 130), (130, 257, 129)])
 def test_products_and_gradients_are_those_of_the_definition(name: str, sizes: Any) -> None:
@@ -68,6 +68,7 @@ def test_products_and_gradients_are_those_of_the_definition(name: str, sizes: An
     assert_near(both_ways(recipe, PLAIN, x, w, g), definition.products(x, w, g))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", ALL)
 def test_products_of_one_term_are_equal_bit_for_bit(name: str) -> None:
     """The order of a sum is then fixed: of the product, of the gradient of x, or of that of w."""
@@ -89,7 +90,7 @@ def alike(array: Any) -> Any:
 WITHOUT_TRANSFORM = [name for name in ALL if name != "NVFP4BlockScaling"]
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", WITHOUT_TRANSFORM)
 def test_batches_are_products_of_their_own(name: str) -> None:
     """Those of an einsum that has the batch and the contracted dimensions in other places."""
@@ -101,7 +102,7 @@ def test_batches_are_products_of_their_own(name: str) -> None:
     assert_near((found[0], found[1].transpose(2, 1, 0), found[2].transpose(0, 2, 1)), wanted)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", WITHOUT_TRANSFORM)
 def test_groups_of_rows_are_products_of_their_own(name: str) -> None:
     recipe, definition = ALL[name]
@@ -111,6 +112,7 @@ def test_groups_of_rows_are_products_of_their_own(name: str) -> None:
     assert_near(found, ragged_products(definition, x, w, g, sizes))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_zeros_nothing_and_what_is_not_finite(name: str) -> None:
     recipe, _ = CASES[name]
@@ -130,7 +132,7 @@ def test_zeros_nothing_and_what_is_not_finite(name: str) -> None:
         assert results == [[False, True, False], [False, False, True], [True, False, False]]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("sizes", [(0, 5, 3), (5, 0, 3), (5, 3, 0)])
 def test_empty_operands(name: str, sizes: Any) -> None:
@@ -141,7 +143,7 @@ def test_empty_operands(name: str, sizes: Any) -> None:
     assert not any(np.any(a) for a in found)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ALL)
 def test_eight_devices_are_one(name: str) -> None:
     recipe = ALL[name][0]
@@ -164,6 +166,7 @@ def test_parts_of_a_batch_under_shard_map_with_the_same_weight(name: str) -> Non
     assert float(jnp.linalg.norm(gradients[0] - gradients[1]) / jnp.linalg.norm(gradients[1])) < 0.3
 
 
+@pytest.mark.full
 def test_stochastic_rounding_has_no_bias() -> None:
     """Over a million draws of each of several numbers, by a z-test; the numbers of a type stay."""
     count = 1_000_000
@@ -182,6 +185,7 @@ def test_stochastic_rounding_has_no_bias() -> None:
             assert abs(error) <= 4 * (high - low) * (share * (1 - share) / count) ** 0.5
 
 
+@pytest.mark.full
 def test_gradients_are_rounded_by_the_key() -> None:
     recipe = jt.policies.NVFP4BlockScaling()
     x, w, g = np.random.default_rng(0).normal(size=(3, 32, 32)).astype(np.float32)
@@ -201,7 +205,7 @@ def test_gradients_are_rounded_by_the_key() -> None:
     assert jnp.linalg.norm(many.mean(0) - exact) < 0.2 * jnp.linalg.norm(nearest - exact)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_what_gradients_need_is_stored_once_in_few_bits_and_has_a_name(name: str) -> None:
     recipe = CASES[name][0]
