@@ -145,3 +145,13 @@ def state_dtype(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def machine_kind(option: str, name: str) -> Any:
+    """Returns the GPU or the slice of TPUs of a name; raises `WrongCall` that names the option."""
+    from jmp_train.tools.planning import Machine
+
+    try:
+        return Machine(name).kind
+    except ValueError as error:
+        raise WrongCall(f"{option} {str(error).removeprefix('device=')}") from None

@@ -149,8 +149,8 @@ def test_a_script_whose_function_takes_a_policy(calls: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("digits", "--gpus", "V100"), 2, "device='V100' must be one of P100-16GB, V100-16GB"),
-        (("digits", "--gpus", "Mine"), 2, "device='Mine' must be one of"),
+        (("digits", "--gpus", "V100"), 2, "--gpus 'V100' must be one of P100-16GB, V100-16GB"),
+        (("digits", "--gpus", "Mine"), 2, "--gpus 'Mine' must be one of"),
         (("digits", "--gpu-file", "none.toml"), 2, "none.toml"),
         (("digits", "--shardings", "zero3"), 2, "zero3"),
         (("digits", "--policies", "float33"), 2, "float33"),
