@@ -75,7 +75,8 @@ def test_experts_learn_in_few_bits(model: Any, name: str) -> None:
     for _ in range(8):
         (state, metrics), (plain, wanted) = run(state, BATCH), plainly(plain, BATCH)
         losses.append((metrics["loss"], wanted["loss"]))
-    np.testing.assert_allclose(*losses[-1], rtol=0.1)
+    noise = 0.1 * losses[0][1] if name == "NVFP4BlockScaling" else 0  # 4 bits round by up to a sixth
+    np.testing.assert_allclose(*losses[-1], rtol=0.1, atol=noise)
 
 
 def test_products_of_activations_need_a_rule_of_their_own() -> None:
