@@ -70,7 +70,7 @@ class GAT(Attention):
                 *softmax[:2],
                 softmax.of_totals[0],
             )
-            return AttentionInputs((of_features, of_left.astype(left.dtype)), of_right.astype(right.dtype))
+            return AttentionInputs((upcast(of_features), of_left), of_right)  # as chunks do
 
         is_native = _is_native(edges.by_source, dropout, inputs)
         run = functools.partial(on_cpus, native, self._swapped) if is_native else self._swapped
