@@ -87,7 +87,7 @@ def custom_vjp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Va
     if region.differentiates:
         return reading.evaluate(jaxpr, inputs)
     forced = kind_of(region.forced) in ("lower", "float32")
-    if region.forced == "fp8" or _has_other_floats(equation) or not (forced or multiplies(jaxpr)):
+    if _has_other_floats(equation) or not (forced or multiplies(jaxpr)):
         return None
     # The rule runs when their casts are gone, and must not close over scales that have gradients.
     reading = reading.changed(constants={}, delayed=None)
@@ -132,7 +132,7 @@ def _for_float32(decisions: Sequence[Decision], half: str) -> Decision | None:
     """Returns a decision that requires running a function as it was traced; None if there is none."""
     by_operation = [decision for decision in decisions if decision.reason.cause is Cause.OPERATION]
     products = [decision for decision in decisions if decision.equation.primitive.name in PRODUCTS]
-    if by_operation or any(half in product.dtypes_in for product in products):
+    if by_operation or any(x.rule == "fp8" or half in x.dtypes_in for x in products):
         return next(iter(by_operation), None)
     return next(iter(products), None)
 

@@ -58,7 +58,7 @@ def autocast(
       rules: a table with the precision of each operation.
       enabled: False runs `fn` unchanged, also within another region.
       fp8: the recipe of the products whose rule is "fp8", such as `Float8CurrentScaling`, or `DelayedScaling`, whose
-        state `train_step` keeps. Such products have gradients, but no forward-mode derivatives.
+        state `train_step` keeps. Such products have gradients, but no forward-mode or second derivatives.
 
     Returns:
       A function with the same signature. Regions nest; the innermost one decides.

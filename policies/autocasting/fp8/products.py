@@ -112,6 +112,26 @@ def _product(product: Product, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> 
     return _forward(product, lhs, rhs, extra)[0]
 
 
+@jax.custom_vjp
+def _derived_once(x: jax.Array) -> jax.Array:
+    """Returns an operand of which the gradient of a gradient, that of a cast to few bits, would be wrong."""
+    return x
+
+
+def _refuse(*_: object) -> Any:
+    raise TypeError(
+        "products in 8 or 4 bits have no second derivatives from outside of the autocast region; take the inner "
+        "gradient within the function that autocast gets, or use another rule than 'fp8' for them"
+    )
+
+
+_derived_once.defvjp(lambda x: (x, None), _refuse)
+
+
+def _derived(product: Product, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> Any:
+    return _forward(product, _derived_once(lhs), _derived_once(rhs), extra)
+
+
 def _forward(product: Product, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> Any:
     terms, leading = product.contracted, product.batch + (extra.groups is not None)
     left = _operand(product, lhs, terms, extra, 0, product.batch)
@@ -168,6 +188,7 @@ def _operand(
 
 def _backward(product: Product, residuals: Any, cotangent: jax.Array) -> Any:
     (lhs, rhs), like, extra = residuals
+    cotangent = _derived_once(cotangent)
     batch, groups, weights = product.batch, extra.groups, product.weights
     of_rhs = rhs.array.ndim - product.contracted - batch - (groups is not None)
     of_lhs = cotangent.ndim - batch - of_rhs
@@ -186,4 +207,4 @@ def _backward(product: Product, residuals: Any, cotangent: jax.Array) -> Any:
     return *grads, Extra(scales)
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(_derived, _backward)

@@ -206,3 +206,41 @@ def test_the_whole_range_of_float32_is_restored(lhs: float, rhs: float) -> None:
     np.testing.assert_allclose(value, 4 * lhs * rhs, rtol=2.0**-3)
     np.testing.assert_allclose(grads[0], np.full((1, 4), rhs), rtol=2.0**-3)
     np.testing.assert_allclose(grads[1], np.full((4, 1), lhs), rtol=2.0**-3)
+
+
+@pytest.mark.parametrize("recipe", [jt.policies.Float8CurrentScaling(), jt.policies.Int8RowwiseScaling()])
+def test_second_derivatives_are_refused_unless_the_region_takes_the_first(recipe: Any) -> None:
+    x, w = normal(8, 32), normal(32, 16) / 6
+    loss = lambda x: (jnp.tanh(x @ w) ** 2).sum()
+    penalty = lambda loss: lambda x: (jax.grad(loss)(x) ** 2).sum()
+    cast = lambda fn: jt.autocast(fn, jnp.bfloat16, rules=FP8, fp8=recipe)
+    for run in (jax.grad(penalty(cast(loss))), jax.grad(penalty(jax.jit(cast(loss)))), jax.hessian(cast(loss))):
+        with pytest.raises(TypeError, match=r"no second derivatives|forward-mode"):
+            run(x)
+    wanted = jax.grad(penalty(loss))(x)
+    assert jnp.linalg.norm(jax.grad(cast(penalty(loss)))(x) - wanted) < 0.4 * jnp.linalg.norm(wanted)
+    stopped = lambda x: cast(loss)(x - jax.lax.stop_gradient(jax.grad(cast(loss))(x)))
+    assert jnp.isfinite(jax.grad(stopped)(x)).all()
+
+
+@pytest.mark.parametrize("rules", [FP8, jt.TORCH_CUDA.replace(functions={"layer": "fp8"})])
+def test_products_of_a_custom_derivative_follow_the_rule(rules: Any) -> None:
+    @jax.custom_vjp
+    def dense(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    dense.defvjp(
+        lambda x, w: (dense(x, w), (x, w, dense(x, w))),
+        lambda saved, g: (g * (1 - saved[2] ** 2) @ saved[1].T, saved[0].T @ (g * (1 - saved[2] ** 2))),
+    )
+
+    @jax.jit
+    def layer(x: Any, w: Any) -> Any:
+        return dense(x, w)
+
+    x, w = normal(8, 32), normal(32, 16) / 6
+    loss = lambda run: lambda w: (run(x, w) ** 2).sum()
+    cast = jax.grad(loss(jt.autocast(layer, jnp.bfloat16, rules=rules)))
+    text, wanted = str(jax.make_jaxpr(cast)(w)), jax.grad(loss(layer))(w)
+    assert text.count("f8_e4m3fn") > 2
+    assert 1e-3 < jnp.linalg.norm(cast(w) - wanted) / jnp.linalg.norm(wanted) < 0.2
