@@ -1,6 +1,7 @@
 """Eight virtual devices, strict dtypes, rings of tests, and no skip that is not on the committed list."""
 
 import collections
+import contextlib
 import ctypes
 import gc
 import os
@@ -209,7 +210,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def _bound_compiled_programs() -> None:
     """Deletes the programs of earlier runs if they are many, and those of processes that ended while they wrote."""
     entries = list(os.scandir(COMPILED)) if COMPILED.exists() else []
-    sizes = {entry.path: entry.stat().st_size for entry in entries}
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError):  # another run deletes there
+            sizes[entry.path] = entry.stat().st_size
     if sum(sizes.values()) > MOST_KEPT * 2**20:
         shutil.rmtree(COMPILED, ignore_errors=True)  # another run may write there
         return
