@@ -7,7 +7,7 @@ from typing import Any
 
 from jmp_train.app.cli.errors import PROBLEMS_FOUND, WrongCall, checking_the_call
 from jmp_train.app.cli.jobs import Call, load_job
-from jmp_train.app.cli.option_values import count, machine_kind, path, positive
+from jmp_train.app.cli.option_values import count, machine_named, path, positive
 from jmp_train.app.cli.options import NameOptions, SetupOptions, option
 from jmp_train.app.cli.outputs import check_outputs, show
 from jmp_train.app.runs import PreparedRun, SavedRun, newest_saved
@@ -80,7 +80,7 @@ def _device(name: str | None) -> Any:
     """Returns the device of an option: one of `plan`'s, or the name of a platform."""
     if name in (None, "cpu", "cuda", "tpu"):
         return name
-    return machine_kind("--device", name)
+    return machine_named("--device", name).kind
 
 
 def _diagnose_function(call: Call[DiagnoseOptions], made: tuple[Any, ...], device: Any) -> int:

@@ -6,13 +6,16 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import optax
 
 from jmp_train.app.cli.errors import EXIT_CODES, WrongCall
 from jmp_train.app.runs import PhasePrecision, check_float64, is_schedule, phase_precisions, schedule_name
 from jmp_train.policies import with_state_dtypes
+
+if TYPE_CHECKING:
+    from jmp_train.tools.planning import Machine
 
 T = TypeVar("T")
 
@@ -147,11 +150,11 @@ def state_dtype(text: str) -> str:
     return text
 
 
-def machine_kind(option: str, name: str) -> Any:
-    """Returns the GPU or the slice of TPUs of a name; raises `WrongCall` that names the option."""
+def machine_named(option: str, name: str) -> "Machine":
+    """Returns a machine with a GPU or a slice of TPUs of a name; raises `WrongCall` that names the option."""
     from jmp_train.tools.planning import Machine
 
     try:
-        return Machine(name).kind
+        return Machine(name)
     except ValueError as error:
         raise WrongCall(f"{option} {str(error).removeprefix('device=')}") from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jmp_train.app.cli.errors import PROBLEMS_FOUND, Failure, WrongCall, check_different, checking_the_call
 from jmp_train.app.cli.jobs import Call, run_settings
-from jmp_train.app.cli.option_values import fraction, machine_kind, number, pair_of, path, positive, precision_name
+from jmp_train.app.cli.option_values import fraction, machine_named, number, pair_of, path, positive, precision_name
 from jmp_train.app.cli.options import PlannedOptions, names_option, option
 from jmp_train.app.cli.outputs import check_outputs, show
 from jmp_train.app.runs import (
@@ -223,8 +223,8 @@ def _machines(options: PlanOptions) -> list["Machine"]:
 
     own = {} if options.gpu_file is None else read_gpus(options.gpu_file)
     names = options.gpus or list(own) or ([] if options.tpus else list(PLANNED_GPUS))
-    kinds = {name: own.get(name) or machine_kind("--gpus", name) for name in names}
-    kinds |= {name: machine_kind("--tpus", name) for name in options.tpus}
+    kinds = {name: own.get(name) or machine_named("--gpus", name).device for name in names}
+    kinds |= {name: machine_named("--tpus", name).device for name in options.tpus}
     given = {"gpus": options.devices, "hosts": options.hosts, "interconnect": options.interconnect}
     given = {name: value for name, value in given.items() if value is not None}
     if options.memory_fraction is not None:

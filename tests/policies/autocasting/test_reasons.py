@@ -42,6 +42,11 @@ def with_rules(**rules: Any) -> AutocastRules:
     return TORCH_CUDA.replace(**rules)
 
 
+def of_activations(x: Any) -> Any:
+    scores = jnp.exp(x).reshape(2, 2, 4)
+    return jnp.einsum("bij,bkj->bik", scores, scores)
+
+
 in_half = with_rules(primitives={"reduce_window": "lower"})
 SHOWN: dict[Cause, tuple[str, Callable[[Any], Any], AutocastRules]] = {
     Cause.OPERATION: ("operation '@.*:'", product, with_rules(operations={"@.*:": "lower"})),
@@ -64,6 +69,7 @@ SHOWN: dict[Cause, tuple[str, Callable[[Any], Any], AutocastRules]] = {
     Cause.OWN_PRECISION: ("its precision is spelled out", exactly(lax.DotAlgorithmPreset.F32_F32_F32), TORCH_CUDA),
     Cause.SQUARE: ("a square", lambda x: product(x) ** 2, AutocastRules(primitives=(("dot_general", "lower"),))),
     Cause.TYPED_BODY: ("its body is typed", reduced, in_half),
+    Cause.ACTIVATIONS: ("no operand is a weight", of_activations, with_rules(paths={".*": "fp8"})),
     Cause.COMPLEX: ("complex numbers have no half type", lambda x: product(lax.complex(x, x)), TORCH_CUDA),
     Cause.INTEGERS: ("operand from integers", lambda x: jnp.arange(5000.0) @ jnp.tile(x, (1250, 1)), TORCH_CUDA),
     Cause.UNTOUCHED: (
