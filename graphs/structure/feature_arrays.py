@@ -147,10 +147,21 @@ def inverse_degrees(degrees: jax.Array, features: jax.Array) -> jax.Array:
     return 1 / jnp.maximum(degrees, 1).astype(accumulation_dtype(features.dtype))
 
 
+@jax.custom_jvp
 def root_or_zero(data: jax.Array) -> jax.Array:
-    """Returns the square roots of data; 0 if not positive, with gradient 0 instead of infinity."""
-    has_no_root = data <= 0  # NaN stays
-    return jnp.where(has_no_root, jnp.zeros_like(data), jnp.sqrt(jnp.where(has_no_root, jnp.ones_like(data), data)))
+    """Returns the square roots of data; 0 if not positive, with gradient 0 instead of infinity.
+
+    No comparison decides the value: XLA may compute data twice, rounded differently, and two comparisons could differ.
+    """
+    return jnp.sqrt(jnp.maximum(data, 0))
+
+
+@root_or_zero.defjvp
+def _root_tangent(data: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    root = root_or_zero(*data)
+    is_zero = root <= 0  # NaN stays
+    slope = jnp.where(is_zero, jnp.zeros_like(root), 0.5 / jnp.where(is_zero, jnp.ones_like(root), root))
+    return root, slope * tangents[0]
 
 
 def lstm_cell(
