@@ -4,7 +4,7 @@ Operands in 8 bits are multiplied directly and the result is multiplied by both 
 find pairs of quantization and dequantization. On GPUs with 8-bit products, XLA computes one cuBLASLt product, on TPUs
 with int8 units one of these. On other devices it multiplies in float32, with the same result, because float32 holds the
 product of two 8-bit numbers exactly. Operands with scales within sums go to XLA's block-scaled product on NVIDIA GPUs,
-which falls back to a plain one; elsewhere they are multiplied by their scales first, in bfloat16.
+which falls back to a plain one; elsewhere they are multiplied by their scales first, in bfloat16, on CPUs in float32.
 """
 
 import functools
@@ -94,6 +94,10 @@ def _dot_blocks(
     def multiplied_first(lhs: Quantized, rhs: Quantized) -> jax.Array:
         return dot(dequantized(lhs), dequantized(rhs), dtype=jnp.float32)
 
+    def on_cpus(lhs: Quantized, rhs: Quantized) -> jax.Array:
+        # XLA cannot run some products of bfloat16 with float32 results there, and others it widens itself.
+        return dot(*(dequantized(x).astype(jnp.float32) for x in (lhs, rhs)), dtype=jnp.float32)
+
     def on_units(lhs: Quantized, rhs: Quantized) -> jax.Array:
         def flat(x: Any) -> jax.Array:
             parts = x.shape[:batch], x.shape[batch : x.ndim - contracted], x.shape[x.ndim - contracted :]
@@ -105,9 +109,8 @@ def _dot_blocks(
         return vary_like(lhs.array, shaped)  # jax's product forgets it
 
     is_known = _BLOCKS_OF_GPUS.get(codes.dtype) == terms and lhs.array.dtype == rhs.array.dtype
-    if is_ragged or not is_known or not lhs.array.size or not rhs.array.size:
-        return multiplied_first(lhs, rhs)
-    return lax.platform_dependent(lhs, rhs, cuda=on_units, default=multiplied_first)
+    units = {} if is_ragged or not is_known or not lhs.array.size or not rhs.array.size else {"cuda": on_units}
+    return lax.platform_dependent(lhs, rhs, **units, cpu=on_cpus, default=multiplied_first)
 
 
 @jax.custom_batching.custom_vmap

@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -222,3 +226,43 @@ def test_what_gradients_need_is_stored_once_in_few_bits_and_has_a_name(name: str
     assert stored(layer) == both | {"float32": x.size}  # the derivative of the sine
     assert stored(jax.checkpoint(layer, policy=policies.save_only_these_names(STORED))).items() >= both.items()
     assert recipe.forward_dtype.name not in stored(jax.checkpoint(layer))
+
+
+@pytest.mark.parametrize("name", ["Float8BlockScaling", "MXFP8BlockScaling"])
+def test_cpus_get_no_product_of_bfloat16_with_float32_results(name: str) -> None:
+    """XLA leaves some of them to code that does not have them, where it finds transposed operands."""
+    x, w, g = normal(0, 4, 8, 16), normal(1, 16, 8), normal(2, 4, 8, 8)
+    program = both_ways.lower(CASES[name][0], (((2,), (0,)), ((), ())), x, w, g).as_text()
+    dots = re.findall(r"dot_general .*: \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\) -> tensor<\w+x(\w+)>", program)
+    assert dots == [("f32",) * 3] * 3
+
+
+STEP = """
+import dataclasses, jax, jax.numpy as jnp, optax, jmp_train as jt
+from jmp_train.policies.autocasting import RECIPES
+
+def loss_fn(params, x):
+    with jax.named_scope("mlp"):
+        x = x + (jax.nn.silu(x @ params["gate"]) * (x @ params["up"])) @ params["down"]
+    return (x.astype(jnp.float32) ** 2).mean()
+
+wide = jnp.ones((32, 96))
+params, rules = {"gate": wide, "up": wide, "down": wide.T}, jt.TORCH_CUDA.replace(paths={"mlp": "fp8"})
+for recipe in (*(recipe() for recipe in RECIPES.values()), jt.policies.NVFP4BlockScaling(disable_rht=True)):
+    policy = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=rules, fp8=recipe)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy)
+    state, x = jt.TrainState.create(params, optimizer), jnp.ones((4, 16, 32))
+    if isinstance(recipe, jt.DelayedScaling):
+        state = jt.steps.with_fp8_state(step, state, x)
+    assert jnp.isfinite(jax.jit(step)(state, x)[1]["loss"]), recipe
+"""
+
+
+@pytest.mark.full
+def test_a_step_of_every_recipe_runs_as_users_compile_it() -> None:
+    environment = os.environ | {"XLA_FLAGS": ""}  # the other tests compile plainer code
+    run = subprocess.run(
+        [sys.executable, "-c", STEP], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr
