@@ -16,8 +16,6 @@ from jmp_train import distributed as distributed
 from jmp_train import parallel as parallel
 from jmp_train import policies as policies
 from jmp_train import steps as steps
-from jmp_train.capsules import SkipRecorder as SkipRecorder
-from jmp_train.capsules import load_capsule as load_capsule
 from jmp_train.checkpoints import CheckpointStore as CheckpointStore
 from jmp_train.checkpoints import load_weights as load_weights
 from jmp_train.checkpoints import save_weights as save_weights
@@ -84,26 +82,43 @@ from jmp_train.steps import stateless as stateless
 from jmp_train.steps import weighted as weighted
 from jmp_train.steps import train_step as train_step
 from jmp_train.task import Task as Task
-from jmp_train.tools import diagnose as diagnose
-from jmp_train.tools import parity as parity
-from jmp_train.tuning import tune as tune
 
 if typing.TYPE_CHECKING:
     from jmp_train import aot as aot
+    from jmp_train import capsules as capsules
     from jmp_train import data as data
     from jmp_train import graphs as graphs
     from jmp_train import planning as planning
+    from jmp_train import tools as tools
+    from jmp_train import tuning as tuning
+    from jmp_train.capsules import SkipRecorder as SkipRecorder
+    from jmp_train.capsules import load_capsule as load_capsule
     from jmp_train.planning import plan as plan
+    from jmp_train.tools import diagnose as diagnose
+    from jmp_train.tools import parity as parity
+    from jmp_train.tuning import tune as tune
 
 __version__ = "0.1.0"
 
-# Slow imports, which only users of these names wait for.
-_LAZY = ("aot", "data", "graphs", "planning")
+# Slow imports, which only users of these names wait for: modules, and names with the modules that have them.
+_LAZY = ("aot", "capsules", "data", "graphs", "planning", "tools", "tuning")
+_LAZY_NAMES = {
+    "SkipRecorder": "capsules",
+    "diagnose": "tools",
+    "load_capsule": "capsules",
+    "parity": "tools",
+    "plan": "planning",
+    "tune": "tuning",
+}
 
 
 def __getattr__(name: str) -> typing.Any:
     if name in _LAZY:
         return importlib.import_module(f"jmp_train.{name}")
-    if name == "plan":
-        return importlib.import_module("jmp_train.planning").plan
+    if name in _LAZY_NAMES:
+        return getattr(importlib.import_module(f"jmp_train.{_LAZY_NAMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LAZY_NAMES})

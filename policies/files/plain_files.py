@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import stat
-import tomllib
 from collections.abc import Iterator
 from io import BufferedReader
 from typing import Any
@@ -115,6 +114,8 @@ def read_toml(path: Path) -> dict[str, Any]:
       DamagedError: the file is not TOML; see also `open_plain`.
       OSError: see `open_plain`.
     """
+    import tomllib  # slow to import
+
     content = read_plain(path, max_bytes=_LONGEST_TOML)
     try:
         return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))

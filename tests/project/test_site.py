@@ -38,9 +38,8 @@ def missing_names(folder: Path) -> set[str]:
 
 
 def _names(module: ModuleType) -> Iterator[str]:
-    yield from ("plan",) if module is jt else ()
     yield from getattr(module, "__all__", ()) or (
-        name for name, thing in vars(module).items() if not name.startswith("_") and not inspect.ismodule(thing)
+        name for name in dir(module) if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
     )
 
 
