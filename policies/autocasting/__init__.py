@@ -9,7 +9,9 @@ from jmp_train.policies.autocasting.fp8 import RECIPES as RECIPES
 from jmp_train.policies.autocasting.fp8 import DelayedScales as DelayedScales
 from jmp_train.policies.autocasting.fp8 import Recipe as Recipe
 from jmp_train.policies.autocasting.fp8 import after_step as after_step
+from jmp_train.policies.autocasting.fp8 import dequantized as dequantized
 from jmp_train.policies.autocasting.fp8 import fp8_state as fp8_state
+from jmp_train.policies.autocasting.fp8 import quantized as quantized
 from jmp_train.policies.autocasting.fp8 import scales_of as scales_of
 from jmp_train.policies.autocasting.fp8 import with_magnitudes as with_magnitudes
 from jmp_train.policies.autocasting.opaque import OpaqueCall as OpaqueCall
@@ -44,6 +46,7 @@ from jmp_train.policies.autocasting.rules import AutocastRules as AutocastRules
 from jmp_train.policies.autocasting.rules import Rule as Rule
 from jmp_train.policies.autocasting.rules_as_code import replace_arguments as replace_arguments
 from jmp_train.policies.autocasting.rules_as_code import rules_code as rules_code
+from jmp_train.policies.autocasting.source_lines import address_of as address_of
 from jmp_train.policies.autocasting.source_lines import at_line_of as at_line_of
 from jmp_train.policies.autocasting.source_lines import lines_of as lines_of
 from jmp_train.policies.autocasting.source_lines import source_of as source_of

@@ -38,6 +38,7 @@ from jmp_train.policies.autocasting.primitives import (
 )
 from jmp_train.policies.autocasting.region import Region
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES
+from jmp_train.policies.autocasting.source_lines import address_of
 from jmp_train.policies.autocasting.values import (
     FLOAT32,
     HALVES,
@@ -50,7 +51,7 @@ from jmp_train.policies.autocasting.values import (
     upcast_operands,
     without_overflow,
 )
-from jmp_train.policies.programs import as_jax_array
+from jmp_train.policies.programs import as_jax_array, join
 
 _READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # they may read a value more than once
 _SAVES_ITS_INPUT = TRANSCENDENTAL | {"mul", "div"}  # their gradients need an input or the result
@@ -142,7 +143,13 @@ def _bound(op: _Operation) -> list[Value]:
         ragged = op.params.get("ragged_dot_dimension_numbers")
         numbers = op.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
         dtype = op.params.get("preferred_element_type") or op.half
-        return [product_in_8_bits(op.region, step.place, inputs, numbers, dtype)]
+        few = functools.partial(product_in_8_bits, op.region, step.place, inputs, numbers, dtype)
+
+        def lower() -> Value:  # whose casts stay within the branch
+            step = dataclasses.replace(op.step, rule="lower")
+            return _bound(_Operation(op.region, step, [x.inside() for x in inputs]))[0]
+
+        return [chosen_at_run_time(op.region, op.equation, step.scope, few, lower)]
     if step.rule == "lower" and step.is_logits:
         halves = [x.to(op.half) for x in inputs]
         return [Value(float32_product(op.equation.primitive, halves, op.equation.params), product=True)]
@@ -201,6 +208,18 @@ def product_in_8_bits(
     key = (jax.random.key(0) if region.key is None else region.key) if region.recipe.stochastic else None
     extra = Extra(region.delayed.of(place) if region.delayed else None, key, groups)
     return Value(product_in_few_bits(lhs, rhs, numbers, region.recipe, dtype, extra, weights), product=True)
+
+
+def chosen_at_run_time(
+    region: Region, equation: Any, scope: str, few: Callable[[], Value], lower: Callable[[], Value]
+) -> Value:
+    """Returns a product in few bits, or on trial by `lower` if its flag is not set."""
+    if region.flags is None:
+        return few()
+    around = (*region.callers, equation)
+    flag = region.flags(address_of(around, join(region.path, scope)), around)
+    dtype = jax.eval_shape(lambda: lower().array).dtype  # the logits of a softmax are float32
+    return Value(lax.cond(flag, lambda: few().array.astype(dtype), lambda: lower().array), product=True)
 
 
 def _converted(op: _Operation) -> Value:

@@ -5,6 +5,7 @@ autocast cannot enter the equation, which is then bound as it was traced.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmp_train.policies.autocasting.bound_operations import product_in_8_bits
+from jmp_train.policies.autocasting.bound_operations import chosen_at_run_time, product_in_8_bits
 from jmp_train.policies.autocasting.custom_derivatives import custom_jvp, custom_vjp
 from jmp_train.policies.autocasting.opaque import Contract, OpaqueCall
 from jmp_train.policies.autocasting.primitives import ENTERED
@@ -44,9 +45,15 @@ def _opaque(reading: Any, equation: Any, inputs: list[Value]) -> list[Value]:
         rule, reason = region.decide(product, "")
         if rule == "fp8":
             dtype = equation.outvars[0].aval.dtype
-            outputs = [product_in_8_bits(region, region.place, inputs, (call.contract, ((), ())), dtype)]
+            numbers = call.contract, ((), ())
+            few = functools.partial(product_in_8_bits, region, region.place, inputs, numbers, dtype)
+            outputs = [chosen_at_run_time(region, product, "", few, lambda: _called(call, inputs)[0])]
             region.note(product, "", rule, reason, (region.recipe.forward_dtype,) * 2, outputs)
             return outputs
+    return _called(call, inputs)
+
+
+def _called(call: OpaqueCall, inputs: list[Value]) -> list[Value]:
     return values_of(called(call.run, [as_jax_array(x.array) for x in inputs], [x.source for x in inputs]))
 
 

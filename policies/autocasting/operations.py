@@ -57,7 +57,9 @@ class OperationReport:
 
     @property
     def in_half(self) -> bool:
-        """True if the operation computes in half precision or in 8 bits."""
+        """True if the operation computes in half precision or in fewer bits."""
+        if self.rule == "fp8":
+            return True
         floats = [dtype for dtype in self.dtypes_in if _FLOATS.search(dtype)]
         return bool(floats) and all(dtype in _HALVES for dtype in floats)
 

@@ -85,6 +85,8 @@ class Region:
       complemented: variables of the current program that are subtracted from a constant.
       read_in_float32: the current program's results that are read only in float32.
       differentiates: True within a custom derivative; the function that it is of runs for its value only.
+      flags: on trial, a function of a product's address and the equations around it: a boolean scalar of the program,
+        True to run the product by its rule "fp8" instead of `lower`.
     """
 
     half: Any
@@ -105,6 +107,7 @@ class Region:
     complemented: frozenset[Any] = frozenset()
     read_in_float32: frozenset[Any] = frozenset()
     differentiates: bool = False
+    flags: Callable[[str, tuple[Any, ...]], Any] | None = None
 
     @property
     def settings(self) -> tuple[Any, ...]:

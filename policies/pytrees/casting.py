@@ -54,11 +54,17 @@ def dtype_name(dtype: Any) -> str | None:
         return None
 
 
-def check_half(dtype: DTypeLike, argument: str) -> np.dtype:
-    """Returns float16 or bfloat16 as a NumPy dtype; raises ValueError naming `argument` if it is another one."""
+def check_half(dtype: DTypeLike, argument: str, *others: str) -> np.dtype:
+    """Returns float16 or bfloat16 as a NumPy dtype; raises ValueError naming `argument` if it is another one.
+
+    Args:
+      dtype: the dtype.
+      argument: the name of the argument.
+      *others: further names that the argument may have.
+    """
     half = float_dtype(dtype, argument)
     if half not in (jnp.float16, jnp.bfloat16):
-        raise ValueError(f"{argument}={half.name} must be float16 or bfloat16")
+        raise ValueError(f"{argument}={half.name} must be {', '.join([*others, 'float16'])} or bfloat16")
     return half
 
 

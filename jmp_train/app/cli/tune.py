@@ -1,4 +1,4 @@
-"""`jmp-train tune`: finds the operations of a task that must stay in float32, and writes them as a file of rules."""
+"""`jmp-train tune`: finds the rules for the operations of a task in half precision or few bits, and writes a file."""
 
 import dataclasses
 import sys
@@ -15,12 +15,14 @@ from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.option_values import above_zero, count, path, positive
 from jmp_train.app.cli.options import BatchOptions, option
 from jmp_train.app.cli.outputs import check_outputs, show
-from jmp_train.app.runs import make_setup, run_optimizer
+from jmp_train.app.runs import RECIPES, make_setup, run_optimizer
 from jmp_train.app.tasks import errors_of_file
+from jmp_train.policies import DelayedScaling
 from jmp_train.steps import TrainState, TrainStep
 from jmp_train.tools.tuning import TunedRules, tune
 
 _EXAMPLES = 4
+_STATELESS = [name for name in RECIPES if name != DelayedScaling.__name__]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,8 @@ class TuneOptions(BatchOptions):
     """Options of `jmp-train tune`.
 
     Attributes:
-      dtype: default: float16
+      dtype: default: float16; in 8 or 4 bits for products of a step in bfloat16
+      fp8: the recipe of products in 8 or 4 bits, one of that dtype
       out: write the rules to FILE, for --rules
       page: write the report to FILE, an HTML page
       checkpoint_dir: take the state from a float32 run's last checkpoint
@@ -39,7 +42,8 @@ class TuneOptions(BatchOptions):
       steps: train N steps next to float32 at the end
     """
 
-    dtype: Literal["float16", "bfloat16"] = "float16"
+    dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float4_e2m1fn", "int8"] = "float16"
+    fp8: str | None = option(str, "RECIPE", choices=_STATELESS)
     out: Path | None = option(path, "FILE")
     page: Path | None = option(path, "FILE")
     checkpoint_dir: Path | None = option(path, "DIR")
@@ -59,6 +63,9 @@ def tune_command(call: Call[TuneOptions]) -> int:
         raise WrongCall(f"--out and --page are both {options.out}")
     files = {"--out": options.out, "--page": options.page}
     check_outputs(files=files)
+    recipe = RECIPES[options.fp8]() if options.fp8 else None
+    if recipe is not None and recipe.forward_dtype != options.dtype:
+        raise WrongCall(f"--fp8 {options.fp8} needs --dtype {recipe.forward_dtype.name}, got {options.dtype}")
     with errors_of_file(call.source.file):
         step, examples = _examples(call)
         done = int(examples[0][0].step)
@@ -71,6 +78,7 @@ def tune_command(call: Call[TuneOptions]) -> int:
                 budget=options.budget,
                 steps=options.steps,
                 progress=progress,
+                recipe=recipe,
             )
         subject = {"task": call.source.name, "step": done, "examples": len(examples)}
         title = f"{call.source.name}, {options.dtype}, step {done}"
@@ -124,7 +132,8 @@ def _examples(call: Call[TuneOptions]) -> tuple[TrainStep, list[tuple[TrainState
     batches = deque(islice(prepared.batches(done, place), options.after + wanted), maxlen=wanted)
     # The same step, with the loss scale of training by the rules.
     made = run_optimizer(job.task, state.params, total, job.settings)
-    setup = make_setup(job.task, f"autocast_{options.dtype}", made, job.settings)
+    half = options.dtype if options.dtype in ("float16", "bfloat16") else "bfloat16"
+    setup = make_setup(job.task, f"autocast_{half}", made, job.settings)
     if not setup.keeps_loss_scale:
         state = dataclasses.replace(state, opt_state=state.opt_state._replace(loss_scale=setup.loss_scale))
     return setup.step, [(state, batch) for batch in batches]

@@ -5,6 +5,7 @@ from jmp_train.tools.tuning.tolerance import Errors as Errors
 from jmp_train.tools.tuning.tolerance import Outcome as Outcome
 from jmp_train.tools.tuning.tolerance import Tolerance as Tolerance
 from jmp_train.tools.tuning.tuned_entries import Float32Entry as Float32Entry
+from jmp_train.tools.tuning.tuned_entries import TunedProduct as TunedProduct
 from jmp_train.tools.tuning.tuned_entries import Verification as Verification
 from jmp_train.tools.tuning.tuned_rules import TunedRules as TunedRules
 from jmp_train.tools.tuning.tuner import tune as tune

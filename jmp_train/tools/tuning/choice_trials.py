@@ -42,6 +42,7 @@ class Trials:
       tolerance: tolerance of the errors.
       budget: maximum number of trials.
       progress: called with the number of trials so far and a text about the best one.
+      kept: the precision of kept units, for that text.
     """
 
     def __init__(
@@ -53,14 +54,16 @@ class Trials:
         tolerance: Tolerance,
         budget: int,
         progress: Callable[[int, str], None] | None,
+        kept: str = "float32",
     ) -> None:
         self._run = run
         self.scale = scale
         self._order = list(range(examples))
         self._units = units
-        self._tolerance = tolerance
+        self.tolerance = tolerance
         self._budget = budget
         self._progress = progress
+        self._kept = kept
         self.seconds = 0.0
         self.count = 0
         self._made: dict[float, dict[frozenset[int], Trial]] = {}
@@ -107,7 +110,7 @@ class Trials:
         self.count += 1
         if self._progress is not None:
             best = self.best
-            kept = "none yet" if best is None else f"{len(best.float32)} of {self._units} in float32"
+            kept = "none yet" if best is None else f"{len(best.float32)} of {self._units} in {self._kept}"
             self._progress(self.count, kept)
         return trial
 
@@ -122,7 +125,7 @@ class Trials:
         passed = True
         for place, number in enumerate(self._order):
             errors = as_numbers(self._run(flags, self.scale, number))
-            passed = self._tolerance.passes(errors)
+            passed = self.tolerance.passes(errors)
             if worst is None or not passed or errors.gradient > worst.gradient:
                 worst = errors
             if not passed:

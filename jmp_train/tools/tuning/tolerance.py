@@ -132,6 +132,16 @@ class Tolerance:
             found[path] = math.inf if self.sensitivity > 0 and error > _NOISE else wider
         return found
 
+    def used(self, errors: Errors) -> float:
+        """Returns the fraction of the tolerance that errors use up; above 1, they are not tolerated.
+
+        Args:
+          errors: errors of one example, as numbers. Without bounds, as next to a criterion, the default ones count.
+        """
+        bounds = self if self.loss < math.inf else Tolerance()
+        pairs = (errors.loss, bounds.loss), (errors.gradient, bounds.gradient), (errors.leaf, bounds.leaf)
+        return max(error / bound for error, bound in pairs)
+
     def passes(self, errors: Errors) -> bool:
         """Returns True if results are finite and errors within the tolerance.
 
@@ -174,6 +184,19 @@ def tolerance_of(tolerance: "Tolerance | float | Criterion | None") -> tuple[Tol
     if callable(tolerance):
         return Tolerance(math.inf, math.inf, math.inf, -1.0), tolerance
     raise TypeError(f"tolerance must be a Tolerance, a number or a function, got {tolerance!r}")
+
+
+def curve_error(losses: Sequence[float], exact: Sequence[float]) -> float:
+    """Returns how far a curve of losses is above another one, in the worst tenth of the steps.
+
+    Args:
+      losses: losses of training steps.
+      exact: losses of the same steps to compare with, whose mean magnitude is 1 in the result.
+    """
+    parts = min(10, len(exact))
+    pairs = zip(np.array_split(np.array(losses), parts), np.array_split(np.array(exact), parts), strict=True)
+    above = max(float(np.mean(x) - np.mean(y)) for x, y in pairs)
+    return max(0.0, above / (float(np.mean(np.abs(exact))) or 1.0)) if math.isfinite(above) else math.inf
 
 
 def errors_of(outcome: Outcome, reference: Reference, criterion: Criterion | None = None) -> Errors:

@@ -160,13 +160,13 @@ class Subject:
         value, grads = value_and_grad(StaticLossScale(scale), *example)
         return Outcome([value[0] if self.kind == "aux" else value], _unscaled(grads, scale))
 
-    def rounded(self, example: Example, dtype: Any) -> Example:
-        """Returns the example with its parameters, if any, rounded to a half type once."""
+    def rounded(self, example: Example, rounded: Callable[[jax.Array], jax.Array]) -> Example:
+        """Returns the example with its parameters, if any, rounded once."""
         if self.kind == "results":
             return example
         first, *others = example
         is_step = self.kind == "step"
-        params = _rounded(first.params if is_step else first, dtype)
+        params = _rounded(first.params if is_step else first, rounded)
         return (dataclasses.replace(first, params=params) if is_step else params, *others)
 
     def objective(self, transform: Transform, *example: Any) -> jax.Array:
@@ -192,13 +192,13 @@ def _loss_of_step(step: TrainStep, transform: Transform, state: TrainState, batc
     return jnp.asarray(sum(loss) if isinstance(loss, tuple | list) else loss, _F32)
 
 
-def _rounded(params: Any, dtype: Any) -> Any:
-    """Returns parameters with float32 numbers rounded to a half type; numbers beyond its range are kept."""
+def _rounded(params: Any, rounded: Callable[[jax.Array], jax.Array]) -> Any:
+    """Returns parameters with rounded float32 numbers; numbers beyond the range of the lower type are kept."""
 
     def once(x: Any) -> Any:
         if not is_float_array(x) or x.dtype != _F32:
             return x
-        cast = jnp.asarray(x).astype(dtype).astype(_F32)
+        cast = rounded(jnp.asarray(x))
         return jnp.where(jnp.isfinite(cast), cast, x)
 
     return jax.tree.map(once, params)

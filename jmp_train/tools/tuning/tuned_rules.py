@@ -5,15 +5,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_train.policies.autocasting import AutocastRules, rules_code
+from jmp_train.policies import MOSTLY_HALF
+from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, Recipe, rules_code
 from jmp_train.tools import documents as doc
 from jmp_train.tools.tuning.tolerance import Tolerance
-from jmp_train.tools.tuning.tuned_entries import Float32Entry, Verification
+from jmp_train.tools.tuning.tuned_entries import Float32Entry, TunedProduct, Verification
 
 _ERRORS = (
     "Errors are |half - float32| / |float32|, of gradients as norms. Sums, solvers, and what is computed of float32 "
     "numbers only are float32 in any case."
 )
+
+
+_TABLES = {"MOSTLY_HALF": MOSTLY_HALF, "TORCH_CUDA": TORCH_CUDA}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,9 @@ class TunedRules:
       half_elements: the same for elements of results.
       verification: verification by autocast itself.
       steps_taken: training steps of the least trained state among the examples; None if no state counts them.
+      base: the rules to which entries were added.
+      recipe: for `AutocastPolicy.fp8` and `autocast`, if products in few bits were tuned; otherwise None.
+      products: the products that could run in few bits, those with the most flops first.
 
     Example:
       >>> import jax.numpy as jnp, jmp_train as jt
@@ -58,16 +65,27 @@ class TunedRules:
     half_elements: tuple[float, float]
     verification: Verification
     steps_taken: int | None = None
+    base: AutocastRules = MOSTLY_HALF
+    recipe: Recipe | None = None
+    products: tuple[TunedProduct, ...] = ()
+
+    @property
+    def few_bits_flops(self) -> float:
+        """The fraction of the flops of the forward pass that run in few bits."""
+        return sum(product.flops_share for product in self.products if product.in_few_bits)
 
     def code(self) -> str:
         """Returns the rules as Python code."""
-        added = AutocastRules(operations=self.rules.operations)
-        return rules_code(added, base="jt.MOSTLY_HALF") or "rules = jt.MOSTLY_HALF"
+        base = next((f"jt.{name}" for name, table in _TABLES.items() if table == self.base), "rules")
+        fields = {field.name: getattr(self.rules, field.name) for field in dataclasses.fields(self.rules)}
+        added = {name: tuple(x for x in new if x not in getattr(self.base, name)) for name, new in fields.items()}
+        return rules_code(AutocastRules(**added), base=base) or f"rules = {base}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, with the rules as code."""
-        fields = {name: value for name, value in vars(self).items() if name != "rules"}
-        return doc.as_json(fields | {"code": self.code()})
+        fields = {name: value for name, value in vars(self).items() if name not in ("rules", "base", "recipe")}
+        recipe = None if self.recipe is None else str(self.recipe)
+        return doc.as_json(fields | {"recipe": recipe, "few_bits_flops": self.few_bits_flops, "code": self.code()})
 
     def to_html(self, title: str = "Tuned rules") -> str:
         """Returns an HTML page that needs no network: entries, rules as code, and the losses of training steps.
@@ -91,6 +109,15 @@ class TunedRules:
 
     @property
     def _blocks(self) -> list[doc.Element | None]:
+        if self.recipe is not None:
+            rows = [x.row for x in self.products]
+            use = f"policy = dataclasses.replace(policy, rules=rules, fp8=jt.policies.{self.recipe})"
+            return [
+                doc.Text(self._summary, "summary"),
+                doc.Table(("product", "flops", "runs in", "alone in few bits", "with the others"), rows, "products"),
+                doc.Section("The rules", [doc.Code(f"{self.code()}\n{use}", "rules")]),
+                doc.Section("Under autocast itself", _verified(self.verification, self._note)),
+            ]
         use = f'policy = dataclasses.replace(jt.get_policy("autocast_{self.dtype}"), rules=rules)'
         shares = {"flops": self.half_flops, "elements of results": self.half_elements}
         rows = [(name, f"{ours:.1%}", f"{torchs:.1%}") for name, (torchs, ours) in shares.items()]
@@ -105,6 +132,11 @@ class TunedRules:
 
     @property
     def _summary(self) -> str:
+        if self.recipe is not None:
+            few = sum(product.in_few_bits for product in self.products)
+            head = f"{few} of {doc.counted(self.choices, 'product')} in {self.dtype} by {self.recipe}"
+            tried = f"{self.few_bits_flops:.1%} of the flops; {self.trials} trials in {self.seconds:.1f} s"
+            return f"{head}: {tried}" if self.complete else f"{head}: {tried}; the search was stopped"
         kept = f"{len(self.entries)} entr{'y' if len(self.entries) == 1 else 'ies'} in float32"
         head = f"{kept} of {self.choices} that could be {self.dtype}; {self.trials} trials in {self.seconds:.1f} s"
         return head if self.complete else f"{head}; not all of them may be needed: the search was stopped"
@@ -125,6 +157,9 @@ class TunedRules:
         return "; ".join(notes)
 
     def __str__(self) -> str:
+        if self.recipe is not None:
+            rows = [f"  {product}" for product in self.products]
+            return "\n".join(filter(None, [self._summary, *rows, self.verification.verdict, self._note]))
         (table, tuned), (table_elements, tuned_elements) = self.half_flops, self.half_elements
         lines = [
             self._summary,

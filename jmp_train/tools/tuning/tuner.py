@@ -1,31 +1,30 @@
-"""`tune`: finds a smallest list of operations that must stay in float32."""
+"""`tune`: finds the fewest operations that must stay in float32, or the most products that can run in few bits."""
 
-import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.policies import MOSTLY_HALF, AutocastPolicy, AutocastReport, explain_autocast
-from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, autocast, none_key_explained
-from jmp_train.policies.dtype_policies import FirstTrace
-from jmp_train.policies.pytrees import check_half, check_number
+from jmp_train.policies import AutocastReport, explain_autocast
+from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, Recipe, none_key_explained
+from jmp_train.policies.pytrees import check_number
 from jmp_train.tools.diagnosing import nonfinite_allowed
 from jmp_train.tools.tuning.checks import check_finite, checked, why_no_choice
-from jmp_train.tools.tuning.choice_trials import BudgetSpent, Trials, needed, smallest_list
-from jmp_train.tools.tuning.scores import OVERFLOWING, best_scale, lost_of, no_scores, scales_of, with_loss_scale_at
-from jmp_train.tools.tuning.tolerance import Criterion, Errors, Tolerance, as_numbers, tolerance_of
-from jmp_train.tools.tuning.tuned_entries import Float32Entry, Verification
+from jmp_train.tools.tuning.choice_trials import BudgetSpent, Trials, smallest_list
+from jmp_train.tools.tuning.precisions import HalfPrecision, ProductsInFewBits, costs_first, precision_of
+from jmp_train.tools.tuning.scores import OVERFLOWING, best_scale, lost_of, no_scores, scales_of
+from jmp_train.tools.tuning.tolerance import Criterion, Errors, Tolerance, tolerance_of
+from jmp_train.tools.tuning.tuned_entries import Float32Entry, TunedProduct, Verification
 from jmp_train.tools.tuning.tuned_functions import Example, Subject, steps_taken, subject_of
 from jmp_train.tools.tuning.tuned_rules import TunedRules
 from jmp_train.tools.tuning.tuning_programs import Programs
-from jmp_train.tools.tuning.units import Unit, entries_of, find_units
+from jmp_train.tools.tuning.units import Unit, entries_of
+from jmp_train.tools.tuning.verifying import Training, verify_rules
 
 _DEFAULT_BUDGET = 1000
-_MOST_REPAIRS = 16  # more added units are not tried one by one, since each trial compiles
 
 
 @nonfinite_allowed()
@@ -40,13 +39,17 @@ def tune(
     loss_scale: float | None = None,
     steps: int = 0,
     progress: Callable[[int, str], None] | None = None,
+    recipe: Recipe | None = None,
 ) -> TunedRules:
     """Returns rules with a smallest list of operations in float32, while all others run in half precision.
+
+    With a dtype of 8 or 4 bits, the rules of a step in half precision get entries "fp8" for a largest set of matrix
+    products, by flops, that can run in it.
 
     The function and its gradient are compiled once, in float32, with a run-time flag per operation that rounds as
     half precision does. Operations are ranked by adjoint times local error, and delta debugging removes those that
     are not needed in float32. `autocast` itself then verifies the rules, also on examples that the search has not
-    seen.
+    seen. Products in few bits have flags under `autocast` itself, and are ranked by what each costs alone.
 
     Args:
       fn: a loss, `fn(params, ...) -> loss` or `(loss, aux)`, whose gradient by the first argument counts too; any
@@ -54,7 +57,8 @@ def tune(
       examples: tuples of its arguments, of the same shapes; for a step, tuples of state and batch. Use batches that
         represent training.
       *others: none; `examples` is one list.
-      dtype: the half type, float16 or bfloat16.
+      dtype: the half type, float16 or bfloat16; or float8_e4m3fn, float4_e2m1fn or int8, for products in few bits next
+        to the half type and rules of the step's policy: bfloat16 and `TORCH_CUDA` without one.
       tolerance: bounds of the errors: a `Tolerance`; a number, for the relative error of the loss and of the
         gradient; or a function of two `Outcome`s, in half precision and in float32, that returns a boolean scalar and
         runs within `jax.jit`.
@@ -63,8 +67,12 @@ def tune(
       loss_scale: loss scale of the gradient. None finds the one at which the fewest gradients leave the half type's
         range, as a dynamic loss scale does. If a step's state has a loss scale, None uses a static one unchanged, and
         finds one within the bounds of a dynamic one.
-      steps: number of training steps to compare with float32; only for a `TrainStep`.
+      steps: number of training steps to compare with float32; only for a `TrainStep`. For products in few bits, the
+        verification fails if the losses of a tenth of them exceed float32's by more than the tolerance of the loss,
+        and by more than `Tolerance.sensitivity` times as much as those of half precision do.
       progress: called after each trial with the number of trials and a text about the best one.
+      recipe: how products in few bits quantize their operands, such as `MXFP8BlockScaling()`. None uses
+        `Float8CurrentScaling`, `NVFP4BlockScaling` or `Int8RowwiseScaling`, by the dtype.
 
     Returns:
       A `TunedRules`; print it. Its `rules` are for `autocast`, `AutocastPolicy` and AMP modes. The same arguments give
@@ -72,8 +80,9 @@ def tune(
 
     Raises:
       TypeError: an argument has a wrong type.
-      ValueError: there are no examples, or their shapes differ; no operation can run in half precision; the function
-        is not finite in float32; the tolerance is exceeded even if everything is float32.
+      ValueError: there are no examples, or their shapes differ; no operation can run in the dtype; the function is not
+        finite in float32; the tolerance is exceeded even if nothing runs in the dtype; the recipe has another dtype, or
+        a state, as `DelayedScaling`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_train as jt
@@ -89,7 +98,7 @@ def tune(
     Reference: ranking as in ADAPT (Menon and others, SC 2018), search as in Precimonious (Rubio-Gonzalez and others,
     SC 2013), by the delta debugging of Zeller and Hildebrandt, IEEE TSE 28(2), 2002.
     """
-    half = check_half(dtype, "dtype")
+    precision = precision_of(fn, dtype, recipe)
     tolerance, criterion = tolerance_of(tolerance)
     if loss_scale is not None:
         check_number("loss_scale", loss_scale, "a positive number", above=0)
@@ -97,46 +106,108 @@ def tune(
     seen = len(given) - (len(held_out) if held_out is not None else len(examples) > 1)
     with none_key_explained(fn, given[0]):
         subject, given = subject_of(fn, given)
-        units = find_units(subject, given[0], half)
-    if not units:
-        raise ValueError(why_no_choice(_report(subject, given[0], half, MOSTLY_HALF).operations, half.name))
-    programs = Programs(subject, given, units, half, tolerance, criterion)
+        units = precision.units(subject, given[0])
+    if not any(unit.is_free for unit in units):
+        report = _report(subject, given[0], precision, precision.base)
+        raise ValueError(why_no_choice(report.operations, precision.name))
+    programs = Programs(subject, given, units, precision, tolerance, criterion)
     tolerance = programs.tolerance
     check_finite(programs.references)
-    scales = scales_of(given, programs.references, half) if loss_scale is None else (float(loss_scale),)
-    trials = Trials(programs.trials(), scales[0], seen, len(units), tolerance, budget, progress)
-    ranking, scores = list(range(len(units))), no_scores(len(units))
-    trials.settle(scales, frozenset())
-    healthy = trials.suffices(frozenset()) and _verified(
-        programs, frozenset(), units, [], trials.scale, tolerance, seen
-    )
-    if healthy and healthy[1].passed:
-        kept, complete, (rules, verification, added) = frozenset(), True, healthy
+    scales = scales_of(given, programs.references, precision.half) if loss_scale is None else (float(loss_scale),)
+    trials = Trials(programs.trials(), scales[0], seen, len(units), tolerance, budget, progress, precision.kept)
+    training = Training(fn, given, precision, tolerance, steps)
+    verified = functools.partial(verify_rules, programs, units=units, trials=trials, seen=seen, training=training)
+    if isinstance(precision, ProductsInFewBits):
+        chosen = _in_few_bits(precision, units, trials, scales, verified)
     else:
-        ranking, scores = _ranked(programs, units, trials, scales, seen)
-        kept, complete = _search(trials, units, ranking)
-        rules, verification, added = _verified(programs, kept, units, ranking, trials.scale, tolerance, seen)
-    without = _without(trials, kept, units) if complete else {}
-    scale = trials.scale
-    if steps:
-        verification = _trained(verification, fn, given, half, rules, scale, steps)
-    reports = [_report(subject, given[0], half, table) for table in (TORCH_CUDA, rules)]
+        chosen = _in_half(precision, programs, units, trials, scales, seen, verified)
+    verification = training.compared(chosen.verification, chosen.rules, trials.scale)
+    reports = [_report(subject, given[0], precision, table) for table in (TORCH_CUDA, chosen.rules)]
     return TunedRules(
-        rules=rules,
-        dtype=half.name,
-        entries=tuple(_entries(kept | added, units, without, added, scores)),
-        choices=len(units),
-        complete=complete,
+        rules=chosen.rules,
+        dtype=precision.name,
+        entries=tuple(chosen.entries),
+        choices=sum(unit.is_free for unit in units),
+        complete=chosen.complete,
         trials=trials.count,
         seconds=trials.seconds,
         compile_seconds=programs.compile_seconds,
-        loss_scale=scale,
+        loss_scale=trials.scale,
         tolerance=tolerance,
         half_flops=(reports[0].half_flops_share, reports[1].half_flops_share),
         half_elements=(reports[0].half_elements_share, reports[1].half_elements_share),
         verification=verification,
         steps_taken=steps_taken(given),
+        base=precision.base,
+        recipe=precision.recipe if isinstance(precision, ProductsInFewBits) else None,
+        products=tuple(chosen.products(sum(operation.flops for operation in reports[1].operations))),
     )
+
+
+class _Chosen(NamedTuple):
+    """What a search found, and its verification."""
+
+    complete: bool
+    rules: AutocastRules
+    verification: Verification
+    entries: Sequence[Float32Entry] = ()
+    products: Callable[[int], Sequence[TunedProduct]] = lambda flops: ()
+
+
+def _in_few_bits(
+    precision: ProductsInFewBits,
+    units: Sequence[Unit],
+    trials: Trials,
+    scales: Sequence[float],
+    verified: Callable[..., Any],
+) -> _Chosen:
+    """Searches the products that stay in half precision; those that cost most for their flops come first."""
+    numbers = sorted((i for i, unit in enumerate(units) if unit.is_free), key=lambda i: (-units[i].flops, i))
+    free = frozenset(numbers)
+    trials.settle(scales, free)
+    errors = _each(trials, [free - {i} for i in numbers])
+    alone = {i: errors[free - {i}] for i in numbers if free - {i} in errors}
+    ranking = costs_first(alone, units, trials.tolerance)
+    kept, complete = _search(trials, units, ranking, precision)
+    rules, verification, added = verified(kept, ranking=ranking)
+    without = _each(trials, [kept - {i} for i in kept]) if complete else {}
+
+    def products(flops: int) -> list[TunedProduct]:
+        return [
+            TunedProduct(
+                primitive=units[i].primitives[0],
+                path=units[i].path,
+                line=units[i].line,
+                flops_share=units[i].flops / max(1, flops),
+                in_few_bits=i not in kept | added,
+                alone=alone.get(i),
+                without=without.get(kept - {i}) if i in kept else None,
+            )
+            for i in numbers
+        ]
+
+    return _Chosen(complete, rules, verification, products=products)
+
+
+def _in_half(
+    precision: HalfPrecision,
+    programs: Programs,
+    units: Sequence[Unit],
+    trials: Trials,
+    scales: Sequence[float],
+    seen: int,
+    verified: Callable[..., Any],
+) -> _Chosen:
+    """Searches the operations that stay in float32; those with the largest errors come first."""
+    trials.settle(scales, frozenset())
+    healthy = trials.suffices(frozenset()) and verified(frozenset(), ranking=[])
+    if healthy and healthy[1].passed:
+        return _Chosen(True, *healthy[:2])
+    ranking, scores = _ranked(programs, units, trials, scales, seen)
+    kept, complete = _search(trials, units, ranking, precision)
+    rules, verification, added = verified(kept, ranking=ranking)
+    without = _each(trials, [kept - entry.units for entry in entries_of(kept, units)]) if complete else {}
+    return _Chosen(complete, rules, verification, _entries(kept, added, units, without, scores))
 
 
 def _ranked(
@@ -155,71 +226,37 @@ def _ranked(
     return sorted(range(len(units)), key=lambda i: (-scores[i, 0], i)), scores
 
 
-def _search(trials: Trials, units: Sequence[Unit], ranking: list[int]) -> tuple[frozenset[int], bool]:
-    """Returns the units that stay in float32, and True if the search was completed, so that each is needed."""
+def _search(
+    trials: Trials, units: Sequence[Unit], ranking: list[int], precision: HalfPrecision | ProductsInFewBits
+) -> tuple[frozenset[int], bool]:
+    """Returns the units that are kept, and True if the search was completed, so that each has to be."""
     everything = frozenset(ranking)
     try:
         if not trials.suffices(frozenset()) and not trials.suffices(everything):
-            raise ValueError(
-                f"even if all operations run in float32 the tolerance is exceeded: {trials(everything).errors}"
-            )
-        found = smallest_list(ranking, lambda i: units[i].is_product, lambda i: units[i].group, trials.suffices)
-        return frozenset(found), True
+            raise ValueError(f"{precision.refusal}: {trials(everything).errors}")
+        costly, group = (lambda i: precision.is_costly(units[i])), (lambda i: precision.group(units[i]))
+        return frozenset(smallest_list(ranking, costly, group, trials.suffices)), True
     except (BudgetSpent, KeyboardInterrupt):
         best = trials.best
         return everything if best is None else best.float32, False
 
 
-def _without(trials: Trials, kept: frozenset[int], units: Sequence[Unit]) -> dict[frozenset[int], Errors]:
-    """Returns the errors without each entry, by the units of the entry."""
+def _each(trials: Trials, choices: Sequence[frozenset[int]]) -> dict[frozenset[int], Errors]:
+    """Returns the errors of choices of units to keep, of as many as can be tried."""
     found: dict[frozenset[int], Errors] = {}
-    for entry in entries_of(kept, units):
+    for kept in choices:
         try:
-            found[entry.units] = trials(kept - entry.units).errors
+            found[kept] = trials(kept).errors
         except (BudgetSpent, KeyboardInterrupt):
             return found
     return found
 
 
-def _rules(kept: frozenset[int], units: Sequence[Unit]) -> AutocastRules:
-    expressions = [x for entry in entries_of(kept, units) for x in entry.expressions]
-    return MOSTLY_HALF.replace(operations=dict.fromkeys(expressions, "float32"))
-
-
-def _verified(
-    programs: Programs,
-    kept: frozenset[int],
-    units: Sequence[Unit],
-    ranking: list[int],
-    scale: float,
-    tolerance: Tolerance,
-    seen: int,
-) -> tuple[AutocastRules, Verification, frozenset[int]]:
-    """Returns the rules, their verification by autocast itself, and the units added to pass it, if some suffice."""
-    rest = [i for i in ranking if i not in kept]
-    found: dict[frozenset[int], tuple[AutocastRules, Verification]] = {}
-
-    def verify(added: frozenset[int]) -> bool:
-        if added not in found:
-            rules = _rules(kept | added, units)
-            run = programs.verified(rules, scale)
-            errors = [as_numbers(run(i)) for i in range(len(programs.references))]
-            worst = max(errors, key=lambda e: (not tolerance.passes(e), not e.finite, e.gradient, e.loss))
-            found[added] = rules, Verification(all(map(tolerance.passes, errors)), worst, len(errors) - seen)
-        return found[added][1].passed
-
-    counts = [0, *(2**i for i in range(len(rest).bit_length())), len(rest)]
-    passing = next((count for count in counts if verify(frozenset(rest[:count]))), 0)
-    added = needed(rest[:passing], verify) if 0 < passing <= _MOST_REPAIRS else rest[:passing]
-    rules, verification = found[frozenset(added)]
-    return rules, verification, frozenset(added)
-
-
 def _entries(
     kept: frozenset[int],
+    added: frozenset[int],
     units: Sequence[Unit],
     without: dict[frozenset[int], Errors],
-    added: frozenset[int],
     scores: np.ndarray,
 ) -> list[Float32Entry]:
     return [
@@ -227,49 +264,28 @@ def _entries(
             expressions=entry.expressions,
             primitives=tuple(sorted({name for i in entry.units for name in units[i].primitives})),
             path=units[min(entry.units)].path,
-            line=units[min(entry.units)].addresses[0].partition("@")[2].rpartition(" from ")[2],
+            line=units[min(entry.units)].line,
             operations=sum(units[i].operations for i in entry.units),
-            without=without.get(entry.units),
+            without=without.get(kept - entry.units),
             lost=lost_of(scores[sorted(entry.units)]),
             repaired=bool(entry.units & added),
         )
-        for entry in entries_of(kept, units)
+        for entry in entries_of(kept | added, units)
     ]
 
 
-def _report(subject: Subject, example: Example, half: Any, rules: AutocastRules) -> AutocastReport:
+def _report(
+    subject: Subject, example: Example, precision: HalfPrecision | ProductsInFewBits, rules: AutocastRules
+) -> AutocastReport:
     """Returns autocast's report of each operation under the rules."""
     reports: list[AutocastReport] = []
 
     def explained(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            reports.append(explain_autocast(autocast(fn, half, rules=rules), *args, **kwargs))
+            reports.append(explain_autocast(precision.run(fn, rules), *args, **kwargs))
             return fn(*args, **kwargs)
 
         return run
 
     jax.eval_shape(lambda: subject.objective(explained, *example))
     return reports[0]
-
-
-def _trained(
-    verification: Verification,
-    fn: Any,
-    examples: Sequence[Example],
-    half: Any,
-    rules: AutocastRules,
-    scale: float,
-    steps: int,
-) -> Verification:
-    """Returns the verification with losses of training in float32 and with the rules, from the loss scale found."""
-    f32 = jnp.float32
-    policies = (None, AutocastPolicy(f32, f32, f32, fn.reduce_dtype, autocast_dtype=half, rules=rules))
-    losses = []
-    for policy in policies:
-        step = jax.jit(dataclasses.replace(fn, policy=policy, first_trace=FirstTrace.past()))
-        state, found = with_loss_scale_at(examples[0][0], scale), []
-        for number in range(steps):
-            state, metrics = step(state, examples[number % len(examples)][1])
-            found.append(metrics["loss"])
-        losses.append(tuple(float(x) for x in found))
-    return dataclasses.replace(verification, float32_losses=losses[0], tuned_losses=losses[1])

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies import InnerGradientWarning
-from jmp_train.policies.autocasting import AutocastRules, FlatCall, autocast
-from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS, emulated_autocast
+from jmp_train.policies.autocasting import AutocastRules, FlatCall
+from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
 from jmp_train.policies.pytrees import Carried, is_array, path_name
+from jmp_train.tools.tuning.precisions import HalfPrecision, ProductsInFewBits
 from jmp_train.tools.tuning.scores import no_scores, scores_of
 from jmp_train.tools.tuning.tolerance import Criterion, Errors, Outcome, Reference, Tolerance, errors_of
 from jmp_train.tools.tuning.tuned_functions import Example, Subject, as_it_is
@@ -27,7 +28,7 @@ class Programs:
       subject: the tuned function or step.
       examples: its arguments, of the same structure, shapes and dtypes.
       units: operations whose precision is chosen.
-      dtype: the half type.
+      precision: what is chosen.
       tolerance: tolerance of the errors.
       criterion: the user's own criterion, or None.
 
@@ -42,12 +43,12 @@ class Programs:
         subject: Subject,
         examples: Sequence[Example],
         units: Sequence[Unit],
-        dtype: Any,
+        precision: HalfPrecision | ProductsInFewBits,
         tolerance: Tolerance,
         criterion: Criterion | None,
     ) -> None:
         self._subject = subject
-        self._dtype, self._criterion = dtype, criterion
+        self._precision, self._criterion = precision, criterion
         self._numbers = index_of(units)
         self._count = len(units)
         self._call = FlatCall(examples[0], {})
@@ -55,7 +56,7 @@ class Programs:
         self.compile_seconds = 0.0
         outcome = self._compiled(lambda arrays: subject.outcome(as_it_is, 1.0, *self._example(arrays)))(self._arrays[0])
         outcomes: list[Outcome] = [outcome(arrays) for arrays in self._arrays]
-        rounded = [outcome(self._arrays_of(subject.rounded(example, dtype))) for example in examples]
+        rounded = [outcome(self._arrays_of(subject.rounded(example, precision.rounded))) for example in examples]
         slacks = [tolerance.slack(x, y) for x, y in zip(rounded, outcomes, strict=True)]
         self.references = list(map(Reference, outcomes, slacks))
         self.tolerance = tolerance.widened(rounded, outcomes)
@@ -88,12 +89,12 @@ class Programs:
         return compile_for
 
     def trials(self) -> Callable[[np.ndarray, float, int], Errors]:
-        """Returns the function `(flags, loss scale, example number)` -> errors of an emulation."""
+        """Returns the function `(flags, loss scale, example number)` -> errors of a choice."""
 
         def run(flags: jax.Array, scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
             by_flags = flags_from(flags, self._numbers)
-            emulate = functools.partial(emulated_autocast, dtype=self._dtype, flags=by_flags)
-            return self._errors(emulate, scale, reference, arrays)
+            by_choice = functools.partial(self._precision.trial, flags=by_flags)
+            return self._errors(by_choice, scale, reference, arrays)
 
         flags = np.ones(self._count, bool)
         compiled = self._compiled(run)(flags, np.float32(1), self.references[0], self._arrays[0])
@@ -112,7 +113,7 @@ class Programs:
         """
 
         def run(scale: jax.Array, reference: Reference, arrays: list[Any]) -> Errors:
-            return self._errors(lambda fn: autocast(fn, self._dtype, rules=rules), scale, reference, arrays)
+            return self._errors(lambda fn: self._precision.run(fn, rules), scale, reference, arrays)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InnerGradientWarning)  # a tuned step takes its own gradient
@@ -125,7 +126,7 @@ class Programs:
 
     def scores(self) -> Callable[[float, int], np.ndarray]:
         """Returns the function `(loss scale, example number)` -> scores [units, columns]; see `scores_of`."""
-        found = scores_of(self._subject, self._numbers, self._dtype)
+        found = scores_of(self._subject, self._numbers, self._precision.half)
         slots = jnp.asarray(no_scores(self._count))
 
         def run(scale: jax.Array, arrays: list[Any]) -> jax.Array:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jmp_train.policies.autocasting import PRODUCTS, elements_of, flops_of
+from jmp_train.policies.autocasting import PRODUCTS, address_of, elements_of, flops_of
 from jmp_train.policies.autocasting.emulating import Bit, both, emulated_autocast
 from jmp_train.policies.programs import repeats_of
 from jmp_train.tools.diagnosing import line_expression
@@ -28,17 +28,24 @@ class Unit:
       operations: number of operations.
       flops: their flops in the forward pass.
       elements: number of elements of their results.
+      is_free: False for a product that must not run in few bits, which has a path in common with others.
     """
 
     addresses: tuple[str, ...]
     operations: int
     flops: int
     elements: int
+    is_free: bool = True
 
     @property
     def path(self) -> str:
         """The path of modules and scopes."""
         return self.addresses[0].partition("@")[0].rpartition(":")[0]
+
+    @property
+    def line(self) -> str:
+        """The user's line: file and number."""
+        return self.addresses[0].partition("@")[2].rpartition(" from ")[2]
 
     @property
     def primitives(self) -> tuple[str, ...]:
@@ -87,12 +94,28 @@ def find_units(subject: Subject, example: Example, dtype: Any) -> list[Unit]:
     for address, counts in counted.items():
         total = units.setdefault(frozenset(together[address]), [0, 0, 0])
         total[:] = [a + b for a, b in zip(total, counts, strict=True)]
-    return [Unit(tuple(sorted(addresses)), *counts) for addresses, counts in units.items()]
+    return [Unit(tuple(sorted(addresses)), n, flops, size) for addresses, (n, flops, size) in units.items()]
+
+
+def units_of(decisions: Sequence[Any], *, is_free: bool) -> list[Unit]:
+    """Returns the operations of autocast's decisions, in the order in which they run.
+
+    Args:
+      decisions: the decisions.
+      is_free: see `Unit`.
+    """
+    found: dict[str, Unit] = {}
+    for x in decisions:
+        address = address_of((*x.callers, x.equation), x.path)
+        old = found.get(address, Unit((address,), 0, 0, 0, is_free))
+        flops, elements = x.repeats * flops_of(x.equation), x.repeats * elements_of(x.equation)
+        found[address] = Unit((address,), old.operations + 1, old.flops + flops, old.elements + elements, is_free)
+    return list(found.values())
 
 
 def index_of(units: Sequence[Unit]) -> dict[str, int]:
-    """Returns the number of the unit that an address belongs to."""
-    return {address: number for number, unit in enumerate(units) for address in unit.addresses}
+    """Returns the number of the unit that an address belongs to, for units to choose from."""
+    return {x: number for number, unit in enumerate(units) if unit.is_free for x in unit.addresses}
 
 
 def flags_from(array: jax.Array, numbers: dict[str, int]) -> Callable[..., Bit]:
@@ -106,8 +129,8 @@ def flags_from(array: jax.Array, numbers: dict[str, int]) -> Callable[..., Bit]:
     def flag(addresses: tuple[str, ...], equations: tuple[Any, ...]) -> Bit:
         del equations
         bit: Bit = True
-        for number in sorted({numbers[address] for address in addresses}):
-            bit = both(bit, array[number])
+        for number in sorted({numbers.get(address, -1) for address in addresses}):
+            bit = both(bit, number >= 0 and array[number])
         return bit
 
     return flag
@@ -126,18 +149,43 @@ class Entry:
     units: frozenset[int]
 
 
-def entries_of(chosen: Collection[int], units: Sequence[Unit]) -> list[Entry]:
+def entries_of(chosen: Collection[int], units: Sequence[Unit], may_match: Collection[int] | None = None) -> list[Entry]:
     """Returns entries that match only the chosen units, in their order.
 
     Args:
       chosen: numbers of units.
       units: all units.
+      may_match: numbers of all units that they may match; by default the chosen ones.
     """
+    may_match = chosen if may_match is None else may_match
     found: dict[tuple[str, ...], set[int]] = {}
     for number in sorted(chosen):
-        expressions = tuple(dict.fromkeys(_expression(x, chosen, units) for x in units[number].addresses))
+        expressions = tuple(dict.fromkeys(_expression(x, may_match, units) for x in units[number].addresses))
         found.setdefault(expressions, set()).add(number)
     return [Entry(expressions, frozenset(numbers)) for expressions, numbers in found.items()]
+
+
+def fp8_entries(chosen: Collection[int], units: Sequence[Unit]) -> tuple[list[str], list[str]]:
+    """Returns expressions for `AutocastRules.paths`, and for `operations`, that match only the chosen units.
+
+    A path has all products of a module, the outermost one in which all are chosen.
+
+    Args:
+      chosen: numbers of units.
+      units: all units.
+    """
+    parts = [unit.path.split("/") for unit in units]
+    paths: dict[str, None] = {}
+    left = []
+    for number in sorted(chosen):
+        prefixes = [parts[number][:size] for size in range(1, len(parts[number]) + 1) if units[number].path]
+        within = ([i for i, other in enumerate(parts) if other[: len(prefix)] == prefix] for prefix in prefixes)
+        pairs = (prefix for prefix, others in zip(prefixes, within, strict=True) if set(others) <= set(chosen))
+        if (prefix := next(pairs, None)) is not None:
+            paths[f"^{re.escape('/'.join(prefix))}(/|$)"] = None
+        else:
+            left.append(number)
+    return list(paths), [x for number in left for x in entries_of([number], units, chosen)[0].expressions]
 
 
 def _expression(address: str, chosen: Collection[int], units: Sequence[Unit]) -> str:

@@ -48,7 +48,7 @@ def test_the_rules_and_the_page_are_written(calls: list[dict[str, Any]], capsys:
     assert main(["tune", "karate:task", *options, "--out", "made/rules.toml", "--page", "made/too/page.html"]) == 0
     assert calls == [
         {"step": "the step", "examples": 3, "dtype": "bfloat16", "tolerance": 0.01, "budget": 50, "steps": 0,
-         "progress": None}
+         "progress": None, "recipe": None}
     ]  # fmt: skip
     out, error = capsys.readouterr()
     lines = out.splitlines()
