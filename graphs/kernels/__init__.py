@@ -31,6 +31,7 @@ from jmp_train.graphs.kernels.messages_xla import CheckedMessage as CheckedMessa
 from jmp_train.graphs.kernels.messages_xla import Reductions as Reductions
 from jmp_train.graphs.kernels.messages_xla import combined_rows as combined_rows
 from jmp_train.graphs.kernels.messages_xla import messages_by_xla as messages_by_xla
+from jmp_train.graphs.kernels.messages_xla import once_if_compared as once_if_compared
 from jmp_train.graphs.kernels.messages_xla import reduce_rows as reduce_rows
 from jmp_train.graphs.kernels.messages_xla import reductions_by_xla as reductions_by_xla
 from jmp_train.graphs.kernels.native_calls import Scales as Scales

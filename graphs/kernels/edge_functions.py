@@ -23,7 +23,16 @@ from jmp_train.graphs.kernels.edge_reads import (
     sinks_of,
 )
 from jmp_train.graphs.kernels.edge_terms import Inputs
-from jmp_train.graphs.structure import CSR, NOT_APART, CSRAndCSC, equal_or_nan, rows_like, upcast
+from jmp_train.graphs.structure import (
+    CSR,
+    NOT_APART,
+    CSRAndCSC,
+    are_largest,
+    equal_or_nan,
+    largest_over,
+    rows_like,
+    upcast,
+)
 
 _NOTHING: Mapping[Any, jax.Array] = {}
 
@@ -250,26 +259,23 @@ def _parts_of(terms: Terms, is_edge: jax.Array, ids: jax.Array | None) -> _Parts
         return jnp.where(mask, rows, jnp.asarray(other, rows.dtype)), mask
 
     def largest(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the largest of each block, and a mask of the edges that have it."""
+        """Returns the largest of each block, and how many edges have it, at least 1 and at most 32."""
         rows, mask = of_edges(rows, -jnp.inf)
-        most = rows.max(1)
-        fixed, wanted = jax.lax.stop_gradient((rows, most[:, None]))
-        return most, mask & equal_or_nan(fixed, wanted)
-
-    def with_ties(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        most, is_most = largest(rows)
-        return most, is_most.sum(1, dtype=jnp.uint8)  # a block has at most 32
+        most = largest_over(rows, 1)
+        is_most = mask & equal_or_nan(*jax.lax.stop_gradient((rows, most[:, None])))
+        return most, jnp.maximum(is_most.sum(1, dtype=jnp.uint8), 1)  # XLA may round both in other ways
 
     def with_first(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         if ids is None:
             raise ValueError(NOT_APART)
-        most, is_most = largest(jax.lax.stop_gradient(rows))
+        rows, mask = of_edges(jax.lax.stop_gradient(rows), -jnp.inf)
+        is_most = mask & are_largest(rows, 1)
         places = ids.reshape(*is_edge.shape, *[1] * (is_most.ndim - 2))
-        return most, jnp.where(is_most, places, NONE).min(1)
+        return rows.max(1), jnp.where(is_most, places, NONE).min(1)
 
     return _Parts(
         {name: of_edges(x, 0)[0].sum(1) for name, x in terms.sums.items()},
-        {name: with_ties(x) for name, x in terms.largest.items()},
+        {name: largest(x) for name, x in terms.largest.items()},
         {name: with_first(x) for name, x in terms.first.items()},
         {name: of_edges(jax.lax.stop_gradient(x), -jnp.inf)[0].max(1) for name, x in terms.bounds.items()},
     )

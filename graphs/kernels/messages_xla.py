@@ -16,6 +16,7 @@ from jmp_train.graphs.structure import (
     Adjacency,
     as_inexact,
     common_dtype,
+    computed_once,
     root_or_zero,
     rows_like,
     upcast,
@@ -82,11 +83,22 @@ def reduce_rows(adjacency: Adjacency, reductions: Reductions, messages: jax.Arra
     }
 
 
+def once_if_compared(reductions: Reductions, messages: jax.Array) -> jax.Array:
+    """Returns messages that reductions may compare with their extremes; see `computed_once`."""
+    names = {reduce.reduction for reduce in reductions}
+    if names & {"argmax", "argmin"}:
+        return jax.lax.optimization_barrier(messages)
+    return computed_once(messages) if names & {"max", "min"} else messages
+
+
 @functools.partial(jax.checkpoint, static_argnums=(0, 1))
 def _reductions(
     message: Message, reductions: Reductions, operands: Operands, adjacency: Adjacency
 ) -> dict[str, jax.Array]:
-    return reduce_rows(adjacency, reductions, _computed(message, operands, adjacency))
+    messages = _computed(message, operands, adjacency)
+    if message.operation == "dot":  # the others round once, and so alike wherever they are computed
+        messages = once_if_compared(reductions, messages)
+    return reduce_rows(adjacency, reductions, messages)
 
 
 @functools.partial(jax.checkpoint, static_argnums=0)

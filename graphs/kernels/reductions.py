@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jraph
 
 from jmp_train.graphs.kernels.chunks import CPU_ELEMENTS, at
-from jmp_train.graphs.structure import CSR, rows_like, upcast
+from jmp_train.graphs.structure import CSR, largest_over, rows_like, upcast
 
 _MOST_CHUNKS = 64
 BlockReduction = Literal["max", "sum", "mean"]
@@ -47,7 +47,7 @@ def reduce_blocks(neighbors: CSR, messages: Messages, reduction: BlockReduction)
         rows = pure(senders, receivers, *narrow).reshape(*positions.shape, -1)
         is_edge = (places < counts[:, None])[..., None]
         if reduction == "max":  # exact in half
-            return jnp.where(is_edge, rows, jnp.asarray(-jnp.inf, rows.dtype)).max(1)
+            return largest_over(jnp.where(is_edge, rows, jnp.asarray(-jnp.inf, rows.dtype)), 1)
         rows = upcast(rows)
         return jnp.where(is_edge, rows, jnp.zeros_like(rows)).sum(1)
 

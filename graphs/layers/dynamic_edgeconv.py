@@ -12,7 +12,7 @@ from jmp_train.graphs.kernels import CHUNKED_ELEMENTS, BlockReduction, Messages,
 from jmp_train.graphs.layers.edgeconv import AGGREGATORS, Apply, checked_halves, messages_of, of_ends
 from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
 from jmp_train.graphs.layers.layer_inputs import as_floats, as_optional, promoted
-from jmp_train.graphs.structure import CSR, as_count, checked_word, graph_storage, in_float32, upcast
+from jmp_train.graphs.structure import CSR, as_count, checked_word, graph_storage, in_float32, largest_over, upcast
 from jmp_train.policies import autocast_as
 
 ROWS = 256  # rows of distances computed at a time
@@ -169,7 +169,7 @@ def _whole(edges: CSR, messages: Messages, reduction: BlockReduction) -> jax.Arr
     def reduce(rows: jax.Array) -> jax.Array:
         rows = upcast(rows).reshape(*is_edge.shape[:2], -1)
         if reduction == "max":
-            return jnp.where(edges.degrees[:, None] > 0, jnp.where(is_edge, rows, -jnp.inf).max(1), 0)
+            return jnp.where(edges.degrees[:, None] > 0, largest_over(jnp.where(is_edge, rows, -jnp.inf), 1), 0)
         total = jnp.where(is_edge, rows, 0).sum(1)
         return total / jnp.maximum(edges.degrees, 1)[:, None].astype(total.dtype) if reduction == "mean" else total
 

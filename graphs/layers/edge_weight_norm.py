@@ -67,5 +67,5 @@ def edge_weight_norm(graph: AnyBatch, edge_weight: Floats | None = None, *, norm
 
 def _scale(summed: Incidence, read: Incidence, weight: jax.Array, power: float) -> jax.Array:
     """Returns a power of the sum of the weights at one end of each edge [edges]; 0 for 0."""
-    sums = summed.sum(weight)
+    sums = jax.lax.optimization_barrier(summed.sum(weight))  # both comparisons must see the same
     return read.read(jnp.where(sums == 0, 0, jnp.where(sums == 0, 1, sums) ** power))

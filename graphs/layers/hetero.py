@@ -16,6 +16,7 @@ from jmp_train.graphs.structure import (
     Graph,
     HeteroGraph,
     checked_word,
+    extreme_of_two,
     find_edge_type,
     graph_storage,
     upcast,
@@ -189,7 +190,7 @@ def _aggregated(node_type: str, aggregate: Aggregate, results: Sequence[jax.Arra
 
 
 def _joined(aggregate: str, *results: jax.Array) -> jax.Array:
-    join = {"max": jnp.maximum, "min": jnp.minimum}.get(aggregate, jnp.add)
+    join = jnp.add if aggregate in ("sum", "mean") else functools.partial(extreme_of_two, aggregate == "max")
     result = functools.reduce(join, map(upcast, results))
     return result / len(results) if aggregate == "mean" else result
 

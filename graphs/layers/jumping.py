@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.layers.layer import Drawing, Layer
 from jmp_train.graphs.layers.layer_inputs import as_floats, promoted
-from jmp_train.graphs.structure import checked_word, graph_storage, in_float32, lstm_cell, upcast
+from jmp_train.graphs.structure import checked_word, graph_storage, in_float32, largest_over, lstm_cell, upcast
 
 MODES = ("cat", "max", "lstm")
 
@@ -80,7 +80,7 @@ def jumping_knowledge(layers: Sequence[Floats], mode: str = "cat", weights: Jump
     if mode == "cat":
         return graph_storage(jnp.concatenate(rows, 1))
     if mode == "max":
-        return in_float32(lambda *rows: jnp.stack(rows).max(0), *rows)
+        return in_float32(lambda *rows: largest_over(jnp.stack(rows), 0), *rows)
     return in_float32(lambda *x: _attended(jnp.stack(x[: len(rows)]), *x[len(rows) :]), *rows, *parameters)
 
 

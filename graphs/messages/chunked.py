@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.fn import Message, Operation
+from jmp_train.graphs.fn import Message, Operation, Reduce
 from jmp_train.graphs.kernels import (
     CheckedMessage,
+    EdgeIds,
     Inputs,
     Reductions,
     Scales,
@@ -20,8 +21,9 @@ from jmp_train.graphs.kernels import (
     weighted_sender,
     weighted_sum,
 )
-from jmp_train.graphs.messages.reductions import MOMENTS, keys_of, of_nothing, reduce_messages
-from jmp_train.graphs.structure import Adjacency, CSRAndCSC, inverse_degrees
+from jmp_train.graphs.messages.function_reductions import reduce_function
+from jmp_train.graphs.messages.reductions import MOMENTS, PLACES, keys_of, of_nothing, reduce_messages
+from jmp_train.graphs.structure import Adjacency, CSRAndCSC, inverse_degrees, upcast
 
 _FIELDS = {"u": "senders", "v": "receivers", "e": "edge"}
 
@@ -90,6 +92,8 @@ def chunked_reductions(
     by_end = dict(zip(ends, operands, strict=True))
     heads = _heads(message.message, operands)
     named = [dataclasses.replace(reduce, message="m") for reduce in reductions]
+    if message.message.operation == "dot" and keys_of(named, "max", "min", *PLACES):
+        return _dot_extremes(adjacency, ends, operands, named)
     if heads is None:
         inputs = Inputs(**{_FIELDS[end]: x for end, x in by_end.items()})
         return reduce_messages(_BuiltIn(message.message.operation, ends), adjacency, inputs, named)
@@ -109,6 +113,21 @@ def chunked_reductions(
         inputs = Inputs(() if weights is None else weights[..., None], data)
         found |= reduce_messages(weighted_sender, adjacency, inputs, rest, sums.get("mean"))
     return {reduce.out: found[reduce.out].reshape(-1, *message.shape) for reduce in reductions}
+
+
+def _dot_extremes(
+    adjacency: Adjacency, ends: Sequence[str], operands: Sequence[jax.Array], reductions: Sequence[Reduce]
+) -> dict[str, jax.Array]:
+    """Returns reductions of products, each computed once: XLA may round the sum of another pass in another way."""
+
+    def products(rows: Inputs, ids: EdgeIds) -> dict[str, jax.Array]:
+        del ids
+        return {"m": combined_rows("dot", *(upcast(getattr(rows, _FIELDS[end])["m"]) for end in ends))}
+
+    read = {_FIELDS[end]: {"m": x} for end, x in zip(ends, operands, strict=True)}
+    elements = max(math.prod(x.shape[1:]) for x in operands)
+    assert adjacency.neighbors is not None
+    return reduce_function(adjacency.neighbors, products, Inputs({}, {}, {})._replace(**read), elements, reductions)
 
 
 def elements_of_dot(message: CheckedMessage, *operands: jax.Array) -> int | None:

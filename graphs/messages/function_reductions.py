@@ -2,12 +2,13 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jmp_train.graphs.fn import Reduce
 from jmp_train.graphs.kernels import (
     EdgeIds,
     EdgeOperation,
@@ -15,6 +16,7 @@ from jmp_train.graphs.kernels import (
     Reduced,
     Reductions,
     Terms,
+    once_if_compared,
     reduce_edges,
     reduce_rows,
 )
@@ -33,6 +35,7 @@ from jmp_train.graphs.messages.reductions import (
 from jmp_train.graphs.messages.user_functions import call_message_function
 from jmp_train.graphs.structure import (
     Adjacency,
+    CSRAndCSC,
     graph_storage,
     in_float32,
     upcast,
@@ -63,7 +66,7 @@ def reduce_all(frame: Frame, messages: Messages, reductions: Reductions) -> dict
 
 
 def _of_rows(adjacency: Adjacency, reductions: Reductions, messages: jax.Array) -> dict[str, jax.Array]:
-    return reduce_rows(adjacency, reductions, upcast(messages))
+    return reduce_rows(adjacency, reductions, once_if_compared(reductions, upcast(messages)))
 
 
 def _by_xla(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions: Reductions) -> dict[str, jax.Array]:
@@ -96,20 +99,43 @@ def _largest_row(used: Inputs, shapes: Shapes, reductions: Reductions) -> int | 
 
 def _by_chunks(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions: Reductions) -> dict[str, jax.Array]:
     used, shapes = _traced(frame, message)
-    edges, degrees = adjacency.neighbors, adjacency.in_degrees
+    edges, count = adjacency.neighbors, adjacency.num_receivers
     assert edges is not None
     if edges.by_target.num_blocks == 0 or not all(x.size for x in jax.tree.leaves((used, shapes))):
-        like = {name: ((len(degrees), *x.shape), x.dtype) for name, x in shapes.items()}
+        like = {name: ((count, *x.shape), x.dtype) for name, x in shapes.items()}
         return {reduce.out: of_nothing(reduce, *like[reduce.message]) for reduce in reductions}
-    elements = _largest_row(used, shapes, reductions) or 1
+    results = reduce_function(edges, message.of_rows, used, _largest_row(used, shapes, reductions) or 1, reductions)
+    dtypes = {reduce.out: shapes[reduce.message].dtype for reduce in reductions if reduce.reduction not in PLACES}
+    return {name: graph_storage(x.astype(dtypes.get(name, x.dtype))) for name, x in results.items()}
+
+
+def reduce_function(
+    edges: CSRAndCSC,
+    function: Callable[[Inputs, EdgeIds], Messages],
+    inputs: Inputs,
+    elements: int,
+    reductions: Sequence[Reduce],
+) -> dict[str, jax.Array]:
+    """Returns reductions of a function's messages, [receivers, ...] by name in at least float32.
+
+    Each term is computed once: extremes are found among stored ones.
+
+    Args:
+      edges: the edges, at least one block.
+      function: see `reduce_edges`; it returns messages by name.
+      inputs: see `reduce_edges`.
+      elements: see `reduce_edges`.
+      reductions: which.
+    """
+    degrees = edges.by_target.degrees
 
     def reduced(make: Callable[[Messages, EdgeIds], Terms], *, has_gradient: bool = True) -> Reduced:
         def terms(rows: Inputs, ids: EdgeIds) -> Terms:
-            messages = message.of_rows(rows, ids)
+            messages = function(rows, ids)
             stored = {name: graph_storage(messages[name]) for name, _, _ in keys_of(reductions)}
             return autocast_as("float32")(make)(stored, ids)
 
-        return reduce_edges(edges, terms, used, elements, has_gradient=has_gradient)
+        return reduce_edges(edges, terms, inputs, elements, has_gradient=has_gradient)
 
     def of_shifts(messages: Messages, ids: EdgeIds) -> Terms:
         del ids
@@ -134,9 +160,7 @@ def _by_chunks(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions:
         shifts = shifts_of(degrees, first.sums, first.bounds)
     found = reduced(of_messages)
     whole = found.sums | found.largest | found.first
-    results = autocast_as("float32")(functools.partial(finished, reductions, degrees))(whole, shifts)
-    dtypes = {reduce.out: shapes[reduce.message].dtype for reduce in reductions if reduce.reduction not in PLACES}
-    return {name: graph_storage(x.astype(dtypes.get(name, x.dtype))) for name, x in results.items()}
+    return autocast_as("float32")(functools.partial(finished, reductions, degrees))(whole, shifts)
 
 
 def _check_names(messages: Mapping[str, object], reductions: Reductions) -> None:

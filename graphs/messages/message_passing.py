@@ -34,6 +34,7 @@ from jmp_train.graphs.structure import (
     accepts_jraph,
     as_inexact,
     checked_word,
+    extreme_of_two,
     rows_like,
     upcast,
     upcast_integers,
@@ -151,16 +152,16 @@ def _combined(cross: Cross, parts: Sequence[_Part]) -> jax.Array:
         rows = [upcast_integers(x) if cross == "sum" else as_inexact(x) for x in rows]
         total = functools.reduce(jnp.add, map(upcast, rows))
         return (total / len(rows) if cross == "mean" else total).astype(rows[0].dtype)
-    return _extreme(jnp.maximum if cross == "max" else jnp.minimum, parts)
+    return _extreme(cross == "max", parts)
 
 
-def _extreme(larger: Callable[[jax.Array, jax.Array], jax.Array], parts: Sequence[_Part]) -> jax.Array:
-    """Returns the extreme of the values that count, or 0 without any."""
+def _extreme(is_max: bool, parts: Sequence[_Part]) -> jax.Array:
+    """Returns the largest or the least of the values that count, or 0 without any."""
     first, *rest = parts
     result, is_found = first.rows, rows_like(first.counts, first.rows)
     for part in rest:
         counts = rows_like(part.counts, part.rows)
-        both = larger(result, part.rows)
+        both = extreme_of_two(is_max, result, part.rows)
         result = jnp.where(is_found & counts, both, jnp.where(counts, part.rows, result))
         is_found = is_found | counts
     return result

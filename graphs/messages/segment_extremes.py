@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.messages.segment import checked_rows
-from jmp_train.graphs.structure import Incidence, rows_like, upcast
+from jmp_train.graphs.structure import Incidence, computed_once, rows_like, upcast
 
 
 def segment_max(
@@ -36,7 +36,7 @@ def segment_max(
       [3.0, 2.0, -inf]
     """
     data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
-    return segments.max(upcast(data)).astype(data.dtype)
+    return segments.max(computed_once(upcast(data))).astype(data.dtype)
 
 
 def segment_min(
@@ -67,7 +67,7 @@ def segment_min(
       [1.0, 2.0, inf]
     """
     data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
-    return segments.min(upcast(data)).astype(data.dtype)
+    return segments.min(computed_once(upcast(data))).astype(data.dtype)
 
 
 def segment_max_or_constant(
@@ -100,7 +100,7 @@ def segment_max_or_constant(
       [3.0, 2.0, 0.0]
     """
     rows, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
-    return _or_constant(segments.max(upcast(rows)).astype(rows.dtype), segments, constant)
+    return _or_constant(segments.max(computed_once(upcast(rows))).astype(rows.dtype), segments, constant)
 
 
 def segment_min_or_constant(
@@ -133,7 +133,7 @@ def segment_min_or_constant(
       [1.0, 2.0, 9.0]
     """
     rows, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
-    return _or_constant(segments.min(upcast(rows)).astype(rows.dtype), segments, constant)
+    return _or_constant(segments.min(computed_once(upcast(rows))).astype(rows.dtype), segments, constant)
 
 
 def _or_constant(extreme: jax.Array, segments: Incidence, constant: float) -> jax.Array:

@@ -196,7 +196,7 @@ def segment_argmax(
       [1, 3, -1]
     """
     data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
-    return segments.argmax(upcast(data))
+    return segments.argmax(jax.lax.optimization_barrier(upcast(data)))
 
 
 def segment_argmin(
@@ -227,7 +227,7 @@ def segment_argmin(
       [0, 3, -1]
     """
     data, segments = checked_rows(data, segment_ids, num_segments, indices_are_sorted)
-    return segments.argmin(upcast(data))
+    return segments.argmin(jax.lax.optimization_barrier(upcast(data)))
 
 
 def segment_cumsum(

@@ -35,12 +35,16 @@ from jmp_train.graphs.structure.edge_order import (
 )
 from jmp_train.graphs.structure.edge_order import places_of as places_of
 from jmp_train.graphs.structure.edge_order import ranges as ranges
+from jmp_train.graphs.structure.extremes import are_largest as are_largest
+from jmp_train.graphs.structure.extremes import computed_once as computed_once
+from jmp_train.graphs.structure.extremes import equal_or_nan as equal_or_nan
+from jmp_train.graphs.structure.extremes import extreme_of_two as extreme_of_two
+from jmp_train.graphs.structure.extremes import largest_over as largest_over
 from jmp_train.graphs.structure.feature_arrays import accumulation_dtype as accumulation_dtype
 from jmp_train.graphs.structure.feature_arrays import as_inexact as as_inexact
 from jmp_train.graphs.structure.feature_arrays import check_rows as check_rows
 from jmp_train.graphs.structure.feature_arrays import checked_rows as checked_rows
 from jmp_train.graphs.structure.feature_arrays import common_dtype as common_dtype
-from jmp_train.graphs.structure.feature_arrays import equal_or_nan as equal_or_nan
 from jmp_train.graphs.structure.feature_arrays import finite_or_zero as finite_or_zero
 from jmp_train.graphs.structure.feature_arrays import first_rows as first_rows
 from jmp_train.graphs.structure.feature_arrays import graph_storage as graph_storage

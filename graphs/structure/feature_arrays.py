@@ -132,11 +132,6 @@ def finite_or_zero(data: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(data), data, jnp.zeros_like(data))
 
 
-def equal_or_nan(data: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Returns where data are equal to `wanted`, or both are NaN."""
-    return (data == wanted) | (jnp.isnan(data) & jnp.isnan(wanted))
-
-
 def reciprocal(data: jax.Array) -> jax.Array:
     """Returns 1 divided by data, with 1 for zeros."""
     return 1 / jnp.where(data == 0, jnp.ones_like(data), data)
@@ -182,6 +177,17 @@ def lstm_cell(
     return jax.nn.sigmoid(leave) * jnp.tanh(cell), cell
 
 
+@jax.custom_jvp
+def _zero_if_negative(data: jax.Array) -> jax.Array:
+    """Returns data, 0 if negative; as in `root_or_zero`, no comparison decides the value. 0 has a gradient."""
+    return jnp.maximum(data, 0)
+
+
+@_zero_if_negative.defjvp
+def _tangent_if_not_negative(data: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _zero_if_negative(*data), jnp.where(data[0] < 0, jnp.zeros_like(tangents[0]), tangents[0])
+
+
 def moments_about(shift: jax.Array, rest: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the mean and the variance of numbers from their moments about a number near the mean.
 
@@ -196,4 +202,4 @@ def moments_about(shift: jax.Array, rest: jax.Array, square: jax.Array) -> tuple
     Reference: Chan, Golub and LeVeque, Algorithms for Computing the Sample Variance, 1983.
     """
     variance = square - rest * rest
-    return shift + rest, jnp.where(variance < 0, jnp.zeros_like(variance), variance)
+    return shift + rest, _zero_if_negative(variance)

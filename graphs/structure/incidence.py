@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import jraph
 
-from jmp_train.graphs.structure.feature_arrays import equal_or_nan, finite_or_zero, moments_about, reciprocal, rows_like
+from jmp_train.graphs.structure.extremes import equal_or_nan
+from jmp_train.graphs.structure.feature_arrays import finite_or_zero, moments_about, reciprocal, rows_like
 
 BLOCK = 32
 

@@ -1,51 +1,14 @@
-"""Extremes of built-in messages, and their gradients, against float64: a term has other last bits in another pass."""
+"""Extremes of messages, and their gradients, against float64: a term has other last bits in another pass."""
 
-import functools
-from typing import Any
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-
-from jmp_train import graphs
-from jmp_train.graphs import fn
+from extremes import check
+from process_helpers import run_python
 
 pytestmark = pytest.mark.full
 
-NODES, EDGES = 60, 3_000
-OPERATIONS: dict[str, Any] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "dot": lambda x, y: (x * y).sum(-1, keepdims=True),
-}
-REDUCTIONS = ("max", "min", "argmax", "argmin")
-
-
-def of_reference(operation: str, ends: list[np.ndarray], places: list[np.ndarray], is_max: bool) -> Any:
-    """Returns in float64 the extremes, edges that have them, and gradients of the sum of extremes times their index."""
-    left, right = (np.asarray(x, "float64")[at] for x, at in zip(ends, places, strict=True))
-    terms = OPERATIONS[operation](left, right)
-    most = np.full((NODES, *terms.shape[1:]), -np.inf if is_max else np.inf)
-    (np.maximum if is_max else np.minimum).at(most, places[-1], terms)
-    is_most = terms == most[places[-1]]
-    ties = np.zeros(most.shape)
-    np.add.at(ties, places[-1], is_most)
-    share = is_most * (factors(most) / np.maximum(ties, 1))[places[-1]]
-    one = np.ones_like(left)
-    slopes = {"add": (one, one), "sub": (one, -one), "div": (1 / right, -left / right**2)}
-    slopes = slopes.get(operation, (right, left))
-    found = [np.zeros(np.shape(x)) for x in ends]
-    for total, at, slope in zip(found, places, slopes, strict=True):
-        np.add.at(total, at, share * slope)
-    return most, is_most, found
-
-
-def factors(most: Any) -> np.ndarray:
-    """Returns factors of the extremes in the loss."""
-    return np.cos(np.arange(most.size)).reshape(most.shape)
+PROGRAM = Path(__file__).parents[2] / "programs" / "extremes.py"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -54,29 +17,11 @@ def factors(most: Any) -> np.ndarray:
     [("add", (5,)), ("sub", (5,)), ("mul", (5,)), ("div", (5,)), ("dot", (2, 33)), ("dot", (64,))],
 )
 def test_extremes_of_built_in_messages(operation: str, shape: tuple[int, ...], dtype: str) -> None:
-    random = np.random.default_rng(len(shape) + shape[-1])
-    senders, receivers = random.integers(0, NODES, (2, EDGES))
-    receivers[:200], senders[200:500] = 7, 3
-    ends = [jnp.asarray(random.normal(size=(NODES, *shape)), dtype) for _ in range(2)]
-    graph = graphs.from_edges(senders, receivers, NODES, formats=("coo", "csr"))
-    message = getattr(fn, f"u_{operation}_v")("x", "y", "m")
+    check(operation, shape, dtype)
 
-    def reduced(x: jax.Array, y: jax.Array) -> Any:
-        reductions = [getattr(fn, name)("m", name) for name in REDUCTIONS]
-        return graphs.update_all(graph.with_nodes(x=x, y=y), message, reductions, implementation="chunked").nodes
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def gradient(name: str, x: jax.Array, y: jax.Array) -> Any:
-        return jax.grad(lambda *ends: (reduced(*ends)[name].astype("float32") * factors(wanted)).sum(), (0, 1))(x, y)
-
-    places = [senders, receivers]
-    found = jax.jit(reduced)(*ends)
-    for name in ("max", "min"):
-        wanted, is_most, gradients = of_reference(operation, [np.asarray(x) for x in ends], places, name == "max")
-        bound = 1e-5 if dtype == "float32" else 0.01
-        np.testing.assert_allclose(np.asarray(found[name], "float64"), wanted, rtol=bound, atol=bound)
-        edge = np.asarray(found[f"arg{name}"])
-        assert (edge >= 0).all()
-        assert is_most[(edge, *np.indices(edge.shape)[1:])].all()
-        for x, y in zip(gradient(name, *ends), gradients, strict=True):
-            np.testing.assert_allclose(np.asarray(x, "float64"), y, rtol=0, atol=bound * np.abs(y).max())
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("flags", ["", "--xla_cpu_max_isa=AVX", "--xla_backend_optimization_level=0"])
+def test_extremes_however_xla_rounds(flags: str) -> None:
+    """With and without fused multiply-adds, and with optimized machine code or not."""
+    run_python(PROGRAM, timeout=500, XLA_FLAGS=flags)
