@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jmp_train.policies.files import read_toml
 from jmp_train.policies.pytrees import checked_path
 
-RATE_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8")
+RATE_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4", "int8")
 """The names that `GPU.rates` may have; "tfloat32" is NVIDIA's TF32: float32 rounded to 10 bits for matrix units."""
 
 # Dtypes in which XLA may compute products of a dtype: the first one that the GPU supports.
@@ -23,6 +23,7 @@ _PRODUCTS = {
     "bfloat16": ("bfloat16", "float32"),
     "float16": ("float16", "float32"),
     "float8": ("float8", "float16", "float32"),
+    "float4": ("float4", "float16", "float32"),
     "int8": ("int8", "float32"),
 }
 
@@ -149,8 +150,8 @@ def _rate_dtype(dtype: DTypeLike, allow_tf32: bool) -> str:
     name = jnp.dtype(dtype).name
     if name in ("float32", "complex64") and allow_tf32:
         return "tfloat32"
-    if name.startswith("float8"):
-        return "float8"
+    if name.startswith(("float8", "float4")):
+        return name[:6]
     return {"uint8": "int8", "complex128": "float64"}.get(name, name if name in RATE_DTYPES else "float32")
 
 

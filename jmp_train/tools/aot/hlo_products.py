@@ -112,6 +112,8 @@ def product(program: HloModule, instruction: Instruction) -> HloProduct | None:
         contracted = [int(n) for n in config["dot_dimension_numbers"].get("lhs_contracting_dimensions", ())]
         precisions = config.get("precision_config", {})
         precision, algorithm = str(precisions.get("operand_precision", "")), precisions.get("algorithm", "")
+    elif is_block_scaled(program, instruction):
+        contracted, precision, algorithm = [-1], "", ""
     elif shapes := convolution(program, instruction):
         contracted, precision, algorithm = (), instruction.attribute("operand_precision"), ""
     else:
@@ -121,6 +123,22 @@ def product(program: HloModule, instruction: Instruction) -> HloProduct | None:
         shapes.operations if shapes else 2 * instruction.arrays[0].size * math.prod(lhs.shape[i] for i in contracted)
     )
     return _product(lhs, rhs, operations, precision, algorithm)
+
+
+def is_block_scaled(program: HloModule, instruction: Instruction) -> bool:
+    """Returns whether an instruction is a product of operands in 8 or 4 bits with scales of blocks.
+
+    XLA for an absent GPU has it as a call of a computation that multiplies by the scales first. On a GPU with such
+    units, of compute capability 10 and above, it is a product of cuDNN.
+
+    Args:
+      program: the program of the instruction.
+      instruction: an instruction of any opcode.
+    """
+    if instruction.opcode != "call" or len(instruction.operands) != 4:
+        return False
+    lhs, _, scales, _ = (program.instructions[name].arrays[0].dtype for name in instruction.operands)
+    return (lhs, scales) in (("f8e4m3fn", "f8e8m0fnu"), ("f8e5m2", "f8e8m0fnu"), ("f4e2m1fn", "f8e4m3fn"))
 
 
 def convolution(program: HloModule, instruction: Instruction) -> Convolution | None:

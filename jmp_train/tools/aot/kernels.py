@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from jmp_train.tools.aot.hlo import RUNS_OTHERS, HloModule, Instruction
 from jmp_train.tools.aot.hlo_collectives import KINDS, Collective, collectives
-from jmp_train.tools.aot.hlo_products import HloProduct, backend_config, product
+from jmp_train.tools.aot.hlo_products import HloProduct, backend_config, is_block_scaled, product
 from jmp_train.tools.aot.networks import Device
 from jmp_train.tools.aot.traffic import Places, Traffic, is_kernel, traffic
 
@@ -72,6 +72,8 @@ class Executed:
             return body if times is None else [replace(done, times=times * done.times) for done in body]
         if instruction.opcode == "conditional":
             return min((self.work(name) for name in instruction.called), key=_least_seconds)
+        if "float4" in self.device.rates and is_block_scaled(program, instruction):
+            return [self._kernel(instruction)]
         if instruction.opcode in RUNS_OTHERS:
             return self.work(*instruction.called)
         if is_kernel(instruction):
@@ -179,6 +181,7 @@ _JAX_NAMES = {
     "bf16": "bfloat16",
     "f8e4m3fn": "float8_e4m3fn",
     "f8e5m2": "float8_e5m2",
+    "f4e2m1fn": "float4_e2m1fn",
     "s8": "int8",
     "u8": "uint8",
     "s4": "int8",

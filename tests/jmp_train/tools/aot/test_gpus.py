@@ -67,7 +67,7 @@ def test_numbers_of_a_gpu_fit_each_other(name: str) -> None:
     assert gpu.rates["float64"] <= gpu.rates["float32"] <= gpu.matrix_rate("float32") <= gpu.rates["float16"]
     # Operations on a byte of memory that keep the units busy.
     assert 10 < gpu.rates["float16"] / gpu.bandwidth < 500
-    since = {"tfloat32": (8, 0), "bfloat16": (8, 0), "float8": (8, 9), "int8": (7, 0)}
+    since = {"tfloat32": (8, 0), "bfloat16": (8, 0), "float8": (8, 9), "float4": (10, 0), "int8": (7, 0)}
     expected = {"float64", "float32", "float16"} | {dtype for dtype, first in since.items() if gpu.capability >= first}
     assert {*gpu.rates} == expected
     assert gpu.rates.get("bfloat16", gpu.rates["float16"]) == gpu.rates["float16"]
@@ -97,6 +97,8 @@ def test_no_two_gpus_are_described_alike() -> None:
         ("A100-80GB", jnp.float8_e4m3fn, True, 312e12),
         ("H100-80GB", jnp.float8_e4m3fn, True, 1978.9e12),
         ("H100-80GB", "int8", True, 1978.9e12),
+        ("H100-80GB", jnp.float4_e2m1fn, True, 989.4e12),
+        ("B200-180GB", jnp.float4_e2m1fn, True, 9000e12),
         ("H100-80GB", "uint8", True, 1978.9e12),
         ("H100-80GB", "int32", True, 66.9e12),
         ("H100-80GB", "complex64", True, 494.7e12),
@@ -203,7 +205,7 @@ def test_the_page_has_the_table() -> None:
     for name, memory, bandwidth, *rates, link, capability in rows:
         gpu = GPUS[name]
         assert (memory, bandwidth) == (f"{gpu.memory_bytes / 1e9:.1f}", f"{gpu.bandwidth / 1e9:.0f}"), name
-        columns = ("float32", "tfloat32", "bfloat16", "float16", "float8", "int8")
+        columns = ("float32", "tfloat32", "bfloat16", "float16", "float8", "float4", "int8")
         expected = [f"{gpu.rates[key] / 1e12:.4g}" if key in gpu.rates else "" for key in columns]
         assert rates == expected, name
         assert link == f"{gpu.link}, {gpu.link_bandwidth / 1e9:.0f}", name

@@ -9,7 +9,9 @@ import pytest
 from gpu_builders import compile_for_gpu
 from product_operands import Product, products
 
-from jmp_train.tools.aot import compile_program, program_costs, read_hlo, tpu_slice
+from jmp_train.tools.aot import GPUS, compile_program, program_costs, read_hlo, tpu_slice
+from jmp_train.tools.aot.kernels import Executed, Kernel
+from jmp_train.tools.aot.traffic import Places
 from jmp_train.tools.planning import Placement, Workload
 
 PROGRAMS = Path(__file__).parents[3] / "programs" / "gpu_programs.py"
@@ -55,6 +57,49 @@ def test_products_of_blocks_are_lowered_to_the_units_of_gpus(recipe: str) -> Non
     step, args, *_ = gpu_programs.fp8_layer(recipe)
     text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @__op$block_scaled_dot") == 5
+
+
+BLOCK_SCALED = """
+%scaled (l: f4e2m1fn[1,8,32], r: f4e2m1fn[1,16,32], ls: f8e4m3fn[1,8,2], rs: f8e4m3fn[1,16,2]) -> f32[1,8,16] {
+  %l = f4e2m1fn[1,8,32]{2,1,0} parameter(0)
+  %r = f4e2m1fn[1,16,32]{2,1,0} parameter(1)
+  %ls = f8e4m3fn[1,8,2]{2,1,0} parameter(2)
+  %rs = f8e4m3fn[1,16,2]{2,1,0} parameter(3)
+  %wide = f32[1,8,32]{2,1,0} convert(%l)
+  %wider = f32[1,16,32]{2,1,0} convert(%r)
+  ROOT %dot = f32[1,8,16]{2,1,0} dot(%wide, %wider), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={2}
+}
+
+ENTRY %main (l: f4e2m1fn[1,8,32], r: f4e2m1fn[1,16,32], ls: f8e4m3fn[1,8,2], rs: f8e4m3fn[1,16,2]) -> f32[1,8,16] {
+  %l.1 = f4e2m1fn[1,8,32]{2,1,0} parameter(0)
+  %r.1 = f4e2m1fn[1,16,32]{2,1,0} parameter(1)
+  %ls.1 = f8e4m3fn[1,8,2]{2,1,0} parameter(2)
+  %rs.1 = f8e4m3fn[1,16,2]{2,1,0} parameter(3)
+  ROOT %call = f32[1,8,16]{2,1,0} call(%l.1, %r.1, %ls.1, %rs.1), to_apply=%scaled
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "rate"), [("B200-180GB", "f4e2m1fn", 9000e12), ("H100-80GB", "f32", 494.7e12)]
+)
+def test_products_of_blocks_count_at_the_rate_of_their_units(gpu: str, dtype: str, rate: float) -> None:
+    """On GPUs that have these; on others XLA multiplies by the scales first, and that is what counts."""
+    program = read_hlo(BLOCK_SCALED)
+    assert program_costs(program, GPUS[gpu]).operations == {dtype: 2 * 8 * 16 * 32}
+    kernels = [x for x in Executed(Places(program), GPUS[gpu]).work(program.entry) if isinstance(x, Kernel)]
+    (multiplies,) = [kernel for kernel in kernels if kernel.products]
+    assert multiplies.seconds_of_products == pytest.approx(2 * 8 * 16 * 32 / rate)
+    in_few_bits = (8 * 32 + 16 * 32) // 2 + 8 * 2 + 16 * 2
+    assert sum(multiplies.traffic.reads.values()) == (in_few_bits if dtype != "f32" else 4 * (8 * 32 + 16 * 32))
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), [("MXFP8BlockScaling", E4M3), ("NVFP4BlockScaling", "f4e2m1fn")])
+def test_layers_in_blocks_count_at_the_rate_of_an_absent_gpus_units(plan_python: str, recipe: str, dtype: str) -> None:
+    name = "B200-180GB"
+    program = compile_for_gpu(f"{PROGRAMS}:fp8_layer", recipe, gpu=name, python=plan_python, timeout=150)
+    operations = program_costs(read_hlo(program.hlo), GPUS[name]).operations
+    assert operations[dtype] > 0.9 * sum(operations.values())  # the others are Hadamard transforms
 
 
 def test_products_within_fusions_are_read_too() -> None:
