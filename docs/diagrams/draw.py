@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import checkpoints
+import edge_sums
 import rewriting
 import skips
 import step
@@ -15,6 +16,7 @@ DIAGRAMS: dict[str, Callable[[], str]] = {
     "how_autocast": rewriting.draw,
     "how_skips": skips.draw,
     "how_sums": sums.draw,
+    "how_edge_sums": edge_sums.draw,
     "how_checkpoints": checkpoints.draw,
 }
 
