@@ -324,7 +324,7 @@ def _total(rows: jax.Array) -> jax.Array:
 def _by_chunks(
     adjacency: Adjacency, attention: Attention, dropout: EdgeDropout | None, inputs: AttentionInputs
 ) -> Attended:
-    if not _elements(attention, dropout, inputs):  # no heads, or no width
+    if not _like(attention, inputs)[1].size:  # no heads, or no width
         return _by_xla(adjacency, attention, dropout, inputs)
     return run_chunked(functools.partial(_attended, attention), adjacency.neighbors, dropout, inputs)
 
@@ -355,9 +355,6 @@ def _by_xla(
     return found._replace(totals=[x.astype(_dtype(attention, inputs)) for x in found.totals])
 
 
-def _elements(attention: Attention, dropout: EdgeDropout | None, inputs: AttentionInputs) -> int:
-    del dropout
-    return math.prod(_like(attention, inputs)[1].shape)
-
-
-ATTENTION = EdgeOperation({"xla": _by_xla, "chunked": _by_chunks}, _elements)
+ATTENTION = EdgeOperation(
+    {"xla": _by_xla, "chunked": _by_chunks}, lambda attention, dropout, inputs: _like(attention, inputs)[1].size
+)

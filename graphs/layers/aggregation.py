@@ -14,11 +14,11 @@ from jmp_train.graphs.kernels import (
     EdgeOperation,
     Inputs,
     Scales,
+    reduce_messages,
     run_chunked,
     weighted_sender,
     weighted_sum,
 )
-from jmp_train.graphs.messages import reduce_messages
 from jmp_train.graphs.structure import (
     Adjacency,
     CSRAndCSC,

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jmp_train.graphs.array_types import Floats
 from jmp_train.graphs.fn import Reduce
-from jmp_train.graphs.kernels import EdgeOperation, Inputs
+from jmp_train.graphs.kernels import EdgeOperation, Inputs, reduce_messages
 from jmp_train.graphs.layers.dense import Activation, activated, checked_eps
 from jmp_train.graphs.layers.layer import Layer
 from jmp_train.graphs.layers.layer_inputs import (
@@ -20,7 +20,6 @@ from jmp_train.graphs.layers.layer_inputs import (
     end_rows,
     promoted_with,
 )
-from jmp_train.graphs.messages import reduce_messages
 from jmp_train.graphs.structure import Adjacency, accumulation_dtype, graph_storage, upcast
 from jmp_train.policies import autocast_as
 

@@ -7,7 +7,6 @@ from jmp_train.graphs.messages.frames import checked_ids as checked_ids
 from jmp_train.graphs.messages.frames import frame_of as frame_of
 from jmp_train.graphs.messages.frames import some_edges as some_edges
 from jmp_train.graphs.messages.message_passing import update_all as update_all
-from jmp_train.graphs.messages.reductions import reduce_messages as reduce_messages
 from jmp_train.graphs.messages.send_receive import receive as receive
 from jmp_train.graphs.messages.user_functions import EdgeBatch as EdgeBatch
 from jmp_train.graphs.messages.user_functions import NodeBatch as NodeBatch

@@ -2,45 +2,30 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from jmp_train.graphs.fn import Reduce
 from jmp_train.graphs.kernels import (
-    EdgeIds,
+    PLACES,
     EdgeOperation,
     Inputs,
-    Reduced,
     Reductions,
-    Terms,
+    of_nothing,
     once_if_compared,
-    reduce_edges,
+    reduce_function,
     reduce_rows,
 )
 from jmp_train.graphs.messages.edge_messages import PerEdge, Shapes, chosen_features
 from jmp_train.graphs.messages.frames import Frame
-from jmp_train.graphs.messages.reductions import (
-    MOMENTS,
-    PLACES,
-    SOFTMAX,
-    finished,
-    keys_of,
-    of_nothing,
-    shifts_of,
-    terms_of,
-)
 from jmp_train.graphs.messages.user_functions import call_message_function
 from jmp_train.graphs.structure import (
     Adjacency,
-    CSRAndCSC,
     graph_storage,
     in_float32,
     upcast,
 )
-from jmp_train.policies import autocast_as
 
 Messages = Mapping[str, jax.Array]
 
@@ -107,60 +92,6 @@ def _by_chunks(adjacency: Adjacency, frame: Frame, message: PerEdge, reductions:
     results = reduce_function(edges, message.of_rows, used, _largest_row(used, shapes, reductions) or 1, reductions)
     dtypes = {reduce.out: shapes[reduce.message].dtype for reduce in reductions if reduce.reduction not in PLACES}
     return {name: graph_storage(x.astype(dtypes.get(name, x.dtype))) for name, x in results.items()}
-
-
-def reduce_function(
-    edges: CSRAndCSC,
-    function: Callable[[Inputs, EdgeIds], Messages],
-    inputs: Inputs,
-    elements: int,
-    reductions: Sequence[Reduce],
-) -> dict[str, jax.Array]:
-    """Returns reductions of a function's messages, [receivers, ...] by name in at least float32.
-
-    Each term is computed once: extremes are found among stored ones.
-
-    Args:
-      edges: the edges, at least one block.
-      function: see `reduce_edges`; it returns messages by name.
-      inputs: see `reduce_edges`.
-      elements: see `reduce_edges`.
-      reductions: which.
-    """
-    degrees = edges.by_target.degrees
-
-    def reduced(make: Callable[[Messages, EdgeIds], Terms], *, has_gradient: bool = True) -> Reduced:
-        def terms(rows: Inputs, ids: EdgeIds) -> Terms:
-            messages = function(rows, ids)
-            stored = {name: graph_storage(messages[name]) for name, _, _ in keys_of(reductions)}
-            return autocast_as("float32")(make)(stored, ids)
-
-        return reduce_edges(edges, terms, inputs, elements, has_gradient=has_gradient)
-
-    def of_shifts(messages: Messages, ids: EdgeIds) -> Terms:
-        del ids
-        parts = keys_of(reductions, *MOMENTS), keys_of(reductions, *SOFTMAX)
-        sums, bounds = (terms_of(keys, {}, messages, are_shifts=True) for keys in parts)
-        return Terms(sums, bounds=bounds)
-
-    def of_messages(messages: Messages, ids: EdgeIds) -> Terms:
-        rows = {key: x[ids.receivers] for key, x in shifts.items()}
-
-        def some(*names: str) -> dict[Any, jax.Array]:
-            return terms_of(keys_of(reductions, *names), rows, messages)
-
-        def exact(terms: dict[Any, jax.Array]) -> dict[Any, jax.Array]:  # in the messages' dtypes
-            return {key: x.astype(messages[key[0]].dtype) for key, x in terms.items()}
-
-        return Terms(some("sum", "mean", *MOMENTS, *SOFTMAX), exact(some("max", "min")), exact(some(*PLACES)))
-
-    shifts: dict[Any, jax.Array] = {}
-    if keys_of(reductions, *MOMENTS, *SOFTMAX):
-        first = reduced(of_shifts, has_gradient=False)
-        shifts = shifts_of(degrees, first.sums, first.bounds)
-    found = reduced(of_messages)
-    whole = found.sums | found.largest | found.first
-    return autocast_as("float32")(functools.partial(finished, reductions, degrees))(whole, shifts)
 
 
 def _check_names(messages: Mapping[str, object], reductions: Reductions) -> None:

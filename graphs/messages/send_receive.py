@@ -7,12 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.fn import BuiltIn, End, Message, Reduce
-from jmp_train.graphs.kernels import CheckedMessage, EdgeOperation, Reductions, messages_by_xla, reductions_by_xla
-from jmp_train.graphs.messages.chunked import (
+from jmp_train.graphs.kernels import (
+    CheckedMessage,
+    EdgeOperation,
+    Reductions,
     chunked_dot,
     chunked_reductions,
     elements_of_dot,
     elements_of_reductions,
+    messages_by_xla,
+    reductions_by_xla,
 )
 from jmp_train.graphs.messages.edge_messages import PerEdge
 from jmp_train.graphs.messages.frames import Frame

@@ -9,20 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.graphs.fn import Message, Operation, Reduce
-from jmp_train.graphs.kernels import (
-    CheckedMessage,
-    EdgeIds,
-    Inputs,
-    Reductions,
-    Scales,
-    combined_rows,
-    edge_dot,
-    run_chunked,
-    weighted_sender,
-    weighted_sum,
-)
-from jmp_train.graphs.messages.function_reductions import reduce_function
-from jmp_train.graphs.messages.reductions import MOMENTS, PLACES, keys_of, of_nothing, reduce_messages
+from jmp_train.graphs.kernels.chunks import run_chunked
+from jmp_train.graphs.kernels.edge_reads import EdgeIds
+from jmp_train.graphs.kernels.edge_terms import Inputs, weighted_sender
+from jmp_train.graphs.kernels.messages_xla import CheckedMessage, Reductions, combined_rows
+from jmp_train.graphs.kernels.native_calls import Scales
+from jmp_train.graphs.kernels.reductions import MOMENTS, PLACES, keys_of, of_nothing, reduce_function, reduce_messages
+from jmp_train.graphs.kernels.spmm_sddmm import edge_dot, weighted_sum
 from jmp_train.graphs.structure import Adjacency, CSRAndCSC, inverse_degrees, upcast
 
 _FIELDS = {"u": "senders", "v": "receivers", "e": "edge"}
