@@ -8,6 +8,7 @@ float32.
 import dataclasses
 import functools
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -205,8 +206,8 @@ def product_in_8_bits(
     (lhs, rhs), groups = (as_jax_array(x.array) for x in inputs[:2]), inputs[2].array if inputs[2:] else None
     given, batch = [x.given for x in inputs[:2]], numbers[1][0]
     weights = given[0] and not given[1], given[1] or not (any(given) or batch)
-    key = (jax.random.key(0) if region.key is None else region.key) if region.recipe.stochastic else None
-    extra = Extra(region.delayed.of(place) if region.delayed else None, key, groups)
+    number = None if region.key is None else jnp.uint32(zlib.crc32(place.encode()))
+    extra = Extra(region.delayed.of(place) if region.delayed else None, region.key, number, groups)
     return Value(product_in_few_bits(lhs, rhs, numbers, region.recipe, dtype, extra, weights), product=True)
 
 

@@ -30,20 +30,39 @@ from jmp_train.policies.programs import as_jax_array, on_arrays, opened
 
 
 def custom_jvp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Value] | None:
-    """Returns the results of a new `custom_jvp`: the rules of the region apply to body and tangents."""
+    """Returns the results of a new `custom_jvp`: the rules of the region apply to body and tangents.
+
+    If products of it run in 8 bits, which have no forward-mode derivatives, it is a new `custom_vjp`.
+    """
     into = [eligible(traced_dtype(atom)) for atom in equation.invars]
     out = [eligible(traced_dtype(variable)) for variable in equation.outvars]
+    if reading.region.differentiates:
+        return reading.evaluate(equation.params["call_jaxpr"], inputs)
     if equation.params.get("symbolic_zeros") or _has_other_floats(equation):
         return None
-    # The rule runs when their casts are gone, and must not close over scales that have gradients.
+    # The rule runs when their casts and keys are gone, and must not close over scales that have gradients.
     reading = reading.changed(constants={}, delayed=None, key=None)
-    function = jax.custom_jvp(on_arrays(reading, equation.params["call_jaxpr"], inputs))
 
     def of_floats(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         def bound(*floats: object) -> list[Any]:
             return chosen(as_traced(equation, *replaced(primals, into, floats)), out)
 
         return jax.jvp(bound, tuple(chosen(primals, into)), tuple(tangents))[1]
+
+    def has_8_bits() -> bool:
+        decisions: list[Decision] = []
+        avals = _avals(equation)
+        program = jax.make_jaxpr(of_floats)(avals, chosen(avals, into))
+        if multiplies(program):
+            inner = reading.changed(log=decisions, differentiates=True, memory={}).body()
+            jax.eval_shape(
+                lambda *arrays: [x.array for x in inner.evaluate(program, values_of(arrays))], *program.in_avals
+            )
+        return any(x.rule == "fp8" for x in decisions)
+
+    if reading.region.takes_8_bits and has_8_bits():
+        return custom_vjp(reading, equation, inputs)
+    function = jax.custom_jvp(on_arrays(reading, equation.params["call_jaxpr"], inputs))
 
     @function.defjvp
     def tangents_by_the_rules(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -89,8 +108,8 @@ def custom_vjp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Va
     forced = kind_of(region.forced) in ("lower", "float32")
     if _has_other_floats(equation) or not (forced or multiplies(jaxpr)):
         return None
-    # The rule runs when their casts are gone, and must not close over scales that have gradients.
-    reading = reading.changed(constants={}, delayed=None)
+    # The rule runs when their casts and keys are gone, and must not close over scales that have gradients.
+    reading = reading.changed(constants={}, delayed=None, key=None)
     consts = [value.array for value in inputs[:n_consts]]
     given = inputs[n_consts:]
     dtype = region.half if region.forced == "lower" else jnp.dtype(jnp.float32)

@@ -90,9 +90,9 @@ def steps_of(region: Region, jaxpr: Jaxpr) -> dict[int, RuledEquation]:
 
 
 def _places(region: Region, jaxpr: Jaxpr) -> list[str]:
-    """Returns one place per equation: "" unless it may be or hold a product in 8 bits with scales from outside."""
+    """Returns one place per equation: "" unless it may hold a product with scales from outside or a random key."""
     counts: Counter[str] = Counter()
-    may_multiply = {"dot_general", "ragged_dot_general", *ENTERED} if region.delayed else ()
+    may_multiply = {"dot_general", "ragged_dot_general", *ENTERED} if region.delayed or region.recipe.stochastic else ()
     return [
         place_of(equation, join("", str(equation.source_info.name_stack)), region.place, counts)
         if equation.primitive.name in may_multiply

@@ -33,7 +33,8 @@ def _remat(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> Sequence[Va
         return [as_jax_array(value.array) for value in reading.body().evaluate(params["jaxpr"], values)]
 
     options = {"prevent_cse": params["prevent_cse"], "policy": params["policy"]}
-    sources = [x.source if reading.region.delayed is None else None for x in inputs]  # no derivative may hold scales
+    is_free = reading.region.delayed is None and reading.region.key is None  # which no derivative may hold
+    sources = [x.source if is_free else None for x in inputs]
     return values_of(checkpointed(run, arrays, sources, **options))
 
 

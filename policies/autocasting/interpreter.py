@@ -8,7 +8,7 @@ take the dtype of the other operand, as Python numbers do.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,10 @@ from jmp_train.policies.autocasting.decisions import RuledEquation, is_entered, 
 from jmp_train.policies.autocasting.higher_order import HANDLERS
 from jmp_train.policies.autocasting.primitives import CALLS, body_of, results_inside
 from jmp_train.policies.autocasting.readers import noting_complements, readers_of
-from jmp_train.policies.autocasting.region import Region
-from jmp_train.policies.autocasting.source_lines import at_line_of
+from jmp_train.policies.autocasting.region import Region, in_8_bits
+from jmp_train.policies.autocasting.source_lines import at_line_of, user_line_of
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, argument, eligible, literal, traced_dtype
-from jmp_train.policies.programs import Reading, as_jax_array
+from jmp_train.policies.programs import Reading, as_jax_array, programs_in, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,12 @@ class Autocast(ByRules):
 
     Attributes:
       read_again: the variables of the current program that are read more than once.
+      splits_key: False within a `shard_map` that knows what varies over devices; a product then tells them apart.
     """
 
     table = HANDLERS
     read_again: frozenset[Any] = frozenset()
+    splits_key: bool = True
 
     def prepared(self, jaxpr: Any) -> "Autocast":
         """Returns the reading with the decisions that do not depend on values."""
@@ -82,8 +84,25 @@ class Autocast(ByRules):
         step = self.steps[id(equation)]
         if not step.is_added:  # the gradient stores the result itself
             inputs = [dataclasses.replace(x, addends=None) if x.addends else x for x in inputs]
-        with jax.named_scope(step.scope) if step.scope else contextlib.nullcontext(), at_line_of(equation):
+        scope = jax.named_scope(step.scope) if step.scope else contextlib.nullcontext()
+        with scope, at_line_of(equation), self._forward_mode_explained(equation):
             return super().run(equation, inputs)
+
+    @contextlib.contextmanager
+    def _forward_mode_explained(self, equation: Any) -> Iterator[None]:
+        """Names the line of the products in 8 bits in jax's error of functions without forward-mode derivatives."""
+        try:
+            yield
+        except TypeError as error:
+            within = (place.equation for body in programs_in(equation) for place in walk(body))
+            is_known = "can't apply forward-mode" in str(error) and self.region.takes_8_bits
+            if not is_known or not any(map(in_8_bits, (equation, *within))):
+                raise
+            raise TypeError(
+                f"{user_line_of((*self.region.callers, equation))}: products in 8 or 4 bits have no derivatives in "
+                "forward mode, as of jax.jvp; take these within the function that autocast gets, or use another rule "
+                "than 'fp8'"
+            ) from error
 
     def enter(self, equation: Any, inputs: list[Value]) -> Sequence[Value] | None:
         """Runs the programs of an equation by the rules; returns None if it is bound as it was traced."""
@@ -100,7 +119,7 @@ class Autocast(ByRules):
             inner = dataclasses.replace(inner, read_in_float32=results)
         if name == "while":  # it has no gradient, so its scales have none
             inner = dataclasses.replace(inner, delayed=None)
-        return Autocast(inner)
+        return Autocast(inner, splits_key=not equation.params.get("check_vma", False))
 
     def bind(self, equation: Any, inputs: list[Value]) -> Sequence[Value]:
         """Runs an operation by its rule."""
@@ -119,15 +138,19 @@ class Autocast(ByRules):
         return Value(arrays)
 
     def body(self, rows: Any = (), count: int = 0, state: Any = (), running: Any = None) -> "Autocast":
-        """Returns the reading for a body, whose casts stay there; it gets scales of products in 8 bits."""
+        """Returns the reading for a body, whose casts stay there; it gets scales of products in 8 bits, or a key."""
         del state, running
         region = self.region.body()
         if count and region.delayed:
             region = dataclasses.replace(region, delayed=region.delayed.rows(rows, count))
+        elif isinstance(rows, jax.Array):
+            region = dataclasses.replace(region, key=rows)
         return Autocast(region)
 
     def rows(self, count: int) -> Any:
-        """Returns the scales of the products in 8 bits within."""
+        """Returns the scales of the products in 8 bits within, or one random key for each run."""
+        if self.region.key is not None:
+            return jax.random.split(self.region.key, count) if self.splits_key else ()
         return self.region.delayed.within(self.region.place) if self.region.delayed else ()
 
     def operand(self, array: Any, outer: Value) -> Value:

@@ -80,7 +80,7 @@ class Region:
       memory: cached facts about programs; see `remembered`.
       recipe: the recipe of products in 8 bits.
       delayed: their scales, if these come from outside.
-      key: the random key of stochastic rounding.
+      key: the random key of stochastic rounding; None if nothing rounds so.
       place: the place of the current body; see `place_of`.
       complemented: variables of the current program that are subtracted from a constant.
       read_in_float32: the current program's results that are read only in float32.
@@ -115,6 +115,12 @@ class Region:
         if self.rules.operations:  # their addresses include the lines of callers
             return self.forced, self.complemented, self.path, tuple(map(id, self.callers))
         return self.forced, self.complemented, self.path if self.rules.paths else ""
+
+    @property
+    def takes_8_bits(self) -> bool:
+        """Whether a rule of the region is "fp8"."""
+        tables = (getattr(self.rules, field.name) for field in dataclasses.fields(self.rules))
+        return self.forced == "fp8" or any(entry[1] == "fp8" for table in tables for entry in table)
 
     def remembered(self, key: object, program: object, find: Callable[[], Found]) -> Found:
         """Returns the cached result of `find` for a program; `key` identifies the fact that `find` computes."""

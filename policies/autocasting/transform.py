@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,7 +33,7 @@ Result = TypeVar("Result")
 
 # A part of jit's cache keys, so that functions traced without the rules on trial are traced again.
 _trial = jax.make_user_context(None)
-_KEY: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("key of stochastic rounding", default=None)
+_rounding = jax.make_user_context(None)
 _SCALES: contextvars.ContextVar[DelayedScales | None] = contextvars.ContextVar("fp8 scales", default=None)
 
 
@@ -197,21 +198,29 @@ def run_region(region: Region, fn: Callable[..., Any], args: tuple[Any, ...], kw
     def run(jaxpr: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
         if region.programs is not None:
             region.programs.append(jaxpr)
-        fresh = dataclasses.replace(region, constants={}, memory={}, delayed=delayed, key=_KEY.get())
+        key = _next_key() if region.recipe.stochastic else None
+        fresh = dataclasses.replace(region, constants={}, memory={}, delayed=delayed, key=key)
         return [value.array for value in Autocast(fresh).evaluate(jaxpr, list(map(argument, arrays)))]
 
     with fp8_scales(None):  # regions within get no scales
         return run_traced(run, fn, args, kwargs)
 
 
-@contextlib.contextmanager
-def rounding_key(key: jax.Array | None) -> Iterator[None]:
+class _Rounding:
+    """A random key and the number of regions that it was given to; part of jit's cache keys, by identity."""
+
+    def __init__(self, key: jax.Array) -> None:
+        self.key, self.regions = key, itertools.count()
+
+
+def rounding_key(key: jax.Array | None) -> contextlib.AbstractContextManager[None]:
     """Gives a random key for stochastic rounding to the autocast regions that run within this context."""
-    token = _KEY.set(key)
-    try:
-        yield
-    finally:
-        _KEY.reset(token)
+    return _rounding(None if key is None else _Rounding(key))
+
+
+def _next_key() -> jax.Array:
+    rounding = _rounding.value
+    return jax.random.key(0) if rounding is None else jax.random.fold_in(rounding.key, next(rounding.regions))
 
 
 @contextlib.contextmanager

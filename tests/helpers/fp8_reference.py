@@ -29,6 +29,12 @@ def scale_of(amax: Any, dtype: Any) -> Any:
     return np.where(usable, np.minimum(scale, np.float32(2.0**126)), np.float32(1)).astype(np.float32)
 
 
+def inverse_of(amax: Any, dtype: Any) -> Any:
+    amax = np.asarray(amax, np.float32)
+    inverse = np.maximum(amax * np.float32(1 / MOST[dtype]), np.float32(2.0**-126))
+    return np.where((amax > 0) & np.isfinite(amax), inverse, np.float32(1)).astype(np.float32)
+
+
 class Quantized(NamedTuple):
     """Numbers in few bits, times the scales of their blocks, and the float32 factor that restores each row."""
 
@@ -40,7 +46,7 @@ def shared(x: Any, axes: Any, dtype: Any) -> Quantized:
     """Returns numbers that share a scale along axes."""
     amax = np.abs(x).max(axes, keepdims=True, initial=0)
     scale = scale_of(amax, dtype)
-    inverse = np.where(np.isfinite(amax) | (dtype is not np.int8), np.float32(1) / scale, np.float32(np.nan))
+    inverse = np.where(np.isfinite(amax) | (dtype is not np.int8), inverse_of(amax, dtype), np.float32(np.nan))
     return Quantized(cast(x * scale, dtype), inverse)
 
 
@@ -55,7 +61,7 @@ def blocks_of(x: Any, terms: int, rows: int, dtype: Any, kind: str) -> Quantized
         amax = np.abs(block).max(initial=0)
         if kind == "float32":
             scale = scale_of(amax, dtype)
-            decoded = np.float32(1) / scale
+            decoded = inverse_of(amax, dtype)
         elif kind == "e8m0":
             ratio = np.float64(amax / most)
             exponent = max(np.ceil(np.log2(ratio)), -126) if 0 < ratio < np.inf else -126
@@ -106,8 +112,9 @@ class Definition:
 
 
 def ragged_products(definition: Definition, x: Any, w: Any, g: Any, sizes: Any) -> tuple[Any, Any, Any]:
-    """Returns the same of groups of rows with a matrix each; rows after the last group are zeros."""
+    """Returns the same of groups of rows with a matrix each; rows after the last group do not count."""
     q, ends = definition.quantized, np.cumsum(sizes)
+    x, g = (np.where(np.arange(len(a))[:, None] < ends[-1], a, 0) for a in (x, g))
     out, of_x, of_w = np.zeros(g.shape, np.float32), np.zeros(x.shape, np.float32), np.zeros(w.shape, np.float32)
     turned = q(x.T), q(g.T, gradient=True)
     for i, rows in enumerate(slice(end - size, end) for end, size in zip(ends, sizes, strict=True)):

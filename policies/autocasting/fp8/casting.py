@@ -10,12 +10,16 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.policies.autocasting.fp8.protocol import E2M1, E4M3, E8M0, Scaling
+from jmp_train.policies.pytrees import is_key
 from jmp_train.policies.quantizing import uniform
 
 _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23  # of float32
 _LARGEST_SCALE = 2.0**126  # whose inverse is a normal number; XLA's CPU compiler flushes others to 0
 _LARGEST_OF_TENSOR = 2.0**112  # next to scales of blocks, so that both together are finite
+_ODD = np.uint32(0x9E3779B1)  # spreads the bits of amax, of which many end in zeros
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, drawn once
+
+Draw = tuple[jax.Array, Any]  # a random key and the number of a product
 
 
 class Quantized(NamedTuple):
@@ -42,7 +46,7 @@ def quantized(
     *,
     leading: int = 0,
     scale: jax.Array | None = None,
-    key: jax.Array | None = None,
+    draw: Draw | None = None,
 ) -> Quantized:
     """Returns an operand in few bits.
 
@@ -53,25 +57,26 @@ def quantized(
       dtype: float8_e4m3fn, float8_e5m2, float4_e2m1fn or int8.
       leading: the number of first dimensions that are batches, or 1 for the groups of a ragged product.
       scale: the scale, if it is known in advance.
-      key: a jax random key to round stochastically; the largest magnitude is folded in, so that another tensor draws
-        other numbers.
+      draw: to round stochastically, a jax random key and a number; another number or another largest magnitude draws
+        other bits.
     """
-    largest = functools.partial(jnp.max, keepdims=True, initial=0.0)
     if scaling.terms:
-        return _in_blocks(x, x.ndim - contracted, scaling, dtype, leading, key)
-    first = leading if scaling.whole else x.ndim - contracted
-    amax = largest(jnp.abs(x), axis=tuple(range(first, x.ndim))).astype(jnp.float32)
-    scale = scale_of(amax, dtype) if scale is None else scale.reshape((1,) * x.ndim)
-    scale = jnp.minimum(scale, _LARGEST_SCALE)
-    inverse = 1.0 / scale
+        return _in_blocks(x, x.ndim - contracted, scaling, dtype, leading, draw)
+    axes = tuple(range(leading if scaling.whole else x.ndim - contracted, x.ndim))
+    amax = lax.expand_dims(lax.reduce_max(lax.abs(x.astype(jnp.float32)), axes), axes)
+    if scale is None:
+        scale, inverse = _scale_and_inverse(amax, dtype)
+    else:
+        scale = jnp.minimum(scale.reshape((1,) * x.ndim), _LARGEST_SCALE)
+        inverse = 1.0 / scale
     if dtype == jnp.int8:  # it has no NaN
-        inverse = jnp.where(jnp.isfinite(amax), inverse, jnp.nan)
+        inverse = jnp.where(amax < jnp.inf, inverse, jnp.nan)
     amax = jnp.max(amax, initial=0.0)
-    return Quantized(quantize(x, dtype, scale, _folded(key, amax)), inverse, None, amax)
+    return Quantized(quantize(x, dtype, scale, _folded(draw, amax)), inverse, None, amax)
 
 
 def _in_blocks(
-    x: jax.Array, free: int, scaling: Scaling, dtype: DTypeLike, leading: int, key: jax.Array | None
+    x: jax.Array, free: int, scaling: Scaling, dtype: DTypeLike, leading: int, draw: Draw | None
 ) -> Quantized:
     """Returns an operand with one scale per block; `free` dimensions come before the contracted ones."""
     axis, tiled = free - 1, scaling.rows > 1 and free > leading
@@ -79,22 +84,24 @@ def _in_blocks(
     blocks = _split(x.astype(jnp.float32), x.ndim - 1, terms)
     blocks = _split(blocks, axis, scaling.rows) if tiled else blocks
     amax = jnp.max(jnp.abs(blocks), axis=(axis + 1, -1) if tiled else -1, keepdims=True)
-    whole = jnp.max(amax, initial=0.0)
+    whole = jnp.max(amax, axis=tuple(range(leading, amax.ndim)), keepdims=True, initial=0.0)
     codes, factor, inverse = _scales_of_blocks(amax, whole, scaling, dtype)
-    array = quantize(blocks, dtype, factor, _folded(key, whole))
+    largest = jnp.max(whole, initial=0.0)
+    array = quantize(blocks, dtype, factor, _folded(draw, largest))
     codes = jnp.broadcast_to(codes, (*array.shape[:-1], 1))
     if tiled:
         array, codes = (_joined(a, axis, x.shape[axis]) for a in (array, codes))
     array = array.reshape(*x.shape[:-1], codes.shape[-2] * terms)
-    return Quantized(array, inverse.reshape((1,) * x.ndim), lax.squeeze(codes, (codes.ndim - 1,)), whole)
+    return Quantized(array, inverse.reshape(inverse.shape[: x.ndim]), lax.squeeze(codes, (codes.ndim - 1,)), largest)
 
 
 def _scales_of_blocks(amax: jax.Array, whole: jax.Array, scaling: Scaling, dtype: DTypeLike) -> tuple[Any, Any, Any]:
     """Returns the scales of blocks as they are stored, the factors of their numbers and the scale of the tensor."""
+    one = jnp.ones((1,) * whole.ndim)
     if scaling.dtype == E8M0:
         exponent = _exponent_above(amax / largest_of(dtype))
         factor = lax.bitcast_convert_type(2 * _EXPONENT_BIAS - exponent << _MANTISSA_BITS, jnp.float32)
-        return lax.bitcast_convert_type(exponent.astype(jnp.uint8), E8M0), factor, jnp.ones((), jnp.float32)
+        return lax.bitcast_convert_type(exponent.astype(jnp.uint8), E8M0), factor, one
     if scaling.dtype == E4M3:
         most = largest_of(dtype) * largest_of(E4M3)
         usable = (whole > 0) & jnp.isfinite(whole)
@@ -102,8 +109,15 @@ def _scales_of_blocks(amax: jax.Array, whole: jax.Array, scaling: Scaling, dtype
         codes = quantize(amax / largest_of(dtype), E4M3, tensor)  # NaN of what is not finite
         decoded = codes.astype(jnp.float32)
         return codes, jnp.where(decoded == 0, 0.0, tensor / decoded), 1.0 / tensor
-    factor = jnp.minimum(scale_of(amax, dtype), _LARGEST_SCALE)
-    return 1.0 / factor, factor, jnp.ones((), jnp.float32)
+    factor, inverse = _scale_and_inverse(amax, dtype)
+    return inverse, factor, one
+
+
+def _scale_and_inverse(amax: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Returns scales and what restores the numbers, which XLA's CPU compiler fuses where it is not a quotient."""
+    inverse = jnp.maximum(amax * np.float32(1 / largest_of(dtype)), 1 / _LARGEST_SCALE)
+    inverse = jnp.where((amax > 0) & jnp.isfinite(amax), inverse, 1.0)
+    return jnp.minimum(scale_of(amax, dtype), _LARGEST_SCALE), inverse
 
 
 def _exponent_above(ratio: jax.Array) -> jax.Array:
@@ -210,8 +224,14 @@ def spread(x: jax.Array) -> jax.Array:
     return moved.reshape(*x.shape[:-1], blocks.shape[-2] * len(signs))
 
 
-def _folded(key: jax.Array | None, amax: jax.Array) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, lax.bitcast_convert_type(amax, jnp.uint32))
+def _folded(draw: Draw | None, amax: jax.Array) -> jax.Array | None:
+    if draw is None:
+        return None
+    key, number = draw  # `jax.random.fold_in` would be a loop of its own
+    data = jax.random.key_data(key)
+    first = np.arange(data.size, dtype=np.uint32) == 0
+    data ^= jnp.where(first, lax.bitcast_convert_type(amax, jnp.uint32) * _ODD + number, np.uint32(0))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key)) if is_key(key) else data
 
 
 def _split(x: jax.Array, axis: int, size: int) -> jax.Array:

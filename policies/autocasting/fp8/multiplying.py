@@ -103,7 +103,8 @@ def _dot_blocks(
             parts = x.shape[:batch], x.shape[batch : x.ndim - contracted], x.shape[x.ndim - contracted :]
             return x.reshape(*map(math.prod, parts))
 
-        product = _scaled_matmul(flat(lhs.array), flat(rhs.array), flat(lhs.blocks), flat(rhs.blocks))
+        parts = map(flat, (lhs.array, rhs.array, lhs.blocks, rhs.blocks))
+        product = _scaled_matmul(*map(lax.stop_gradient, parts))  # jax has no derivative, and needs none of first order
         free = (x.array.shape[batch : x.array.ndim - contracted] for x in (lhs, rhs))
         shaped = product.reshape(*lhs.array.shape[:batch], *(size for sizes in free for size in sizes))
         return vary_like(lhs.array, shaped)  # jax's product forgets it

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jmp_train.policies.autocasting.fp8.casting import Quantized, quantized, spread
+from jmp_train.policies.autocasting.fp8.casting import Draw, Quantized, quantized, spread
 from jmp_train.policies.autocasting.fp8.multiplying import multiply
 from jmp_train.policies.autocasting.fp8.protocol import Recipe
 from jmp_train.policies.pytrees import vary_like
@@ -48,11 +48,13 @@ class Extra(NamedTuple):
       scales: float32 [3], the scales of lhs, rhs and the gradient of the result. Their "gradients" are the largest
         magnitudes of these arrays.
       key: a jax random key for stochastic rounding.
+      number: uint32 scalar; products with different ones draw different numbers.
       groups: the sizes of the groups of a ragged product.
     """
 
     scales: jax.Array | None = None
     key: jax.Array | None = None
+    number: Any = None
     groups: jax.Array | None = None
 
 
@@ -132,7 +134,16 @@ def _derived(product: Product, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> 
     return _forward(product, _derived_once(lhs), _derived_once(rhs), extra)
 
 
+def _of_groups(x: jax.Array, groups: jax.Array | None) -> jax.Array:
+    """Returns an array with zeros in the rows of no group, which would otherwise count for its scales."""
+    if groups is None:
+        return x
+    rows = lax.broadcasted_iota(groups.dtype, x.shape, 0)
+    return jnp.where(rows < groups.sum(dtype=groups.dtype), x, jnp.zeros((), x.dtype))
+
+
 def _forward(product: Product, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> Any:
+    lhs = _of_groups(lhs, extra.groups)
     terms, leading = product.contracted, product.batch + (extra.groups is not None)
     left = _operand(product, lhs, terms, extra, 0, product.batch)
     right = _operand(product, rhs, terms, extra, 1, leading)
@@ -161,7 +172,7 @@ def _operand(
     *,
     spreads: bool = False,
 ) -> Quantized:
-    """Quantizes lhs, rhs or the gradient, which are 0, 1 and 2, with contracted dimensions last.
+    """Quantizes lhs, rhs or the gradient for either, which are 0, 1, 2 and 3, with contracted dimensions last.
 
     Args:
       product: the product.
@@ -173,7 +184,7 @@ def _operand(
       spreads: True for a product that computes the gradient of a weight.
     """
     recipe = product.recipe
-    is_weight, is_gradient = index < 2 and product.weights[index], index == 2
+    is_weight, is_gradient = index < 2 and product.weights[index], index >= 2
     x = spread(x) if spreads and recipe.hadamard and extra.groups is None else x
     return quantized(
         x,
@@ -182,23 +193,32 @@ def _operand(
         recipe.backward_dtype if is_gradient else recipe.forward_dtype,
         leading=leading,
         scale=None if extra.scales is None else extra.scales[index],
-        key=jax.random.fold_in(extra.key, spreads) if is_gradient and extra.key is not None else None,
+        draw=_draw_of(x, extra, index) if is_gradient else None,
     )
+
+
+def _draw_of(x: jax.Array, extra: Extra, index: int) -> Draw | None:
+    """Returns a key and a number for stochastic rounding, which differ between devices where the array does."""
+    if extra.key is None:
+        return None
+    axes = sorted(jax.typeof(x).manual_axis_type.varying)
+    device = lax.axis_index(tuple(axes)).astype(jnp.uint32) if axes else jnp.uint32(0)
+    return extra.key, extra.number + (device * 4 + index).astype(jnp.uint32)
 
 
 def _backward(product: Product, residuals: Any, cotangent: jax.Array) -> Any:
     (lhs, rhs), like, extra = residuals
-    cotangent = _derived_once(cotangent)
+    cotangent = _of_groups(_derived_once(cotangent), extra.groups)
     batch, groups, weights = product.batch, extra.groups, product.weights
     of_rhs = rhs.array.ndim - product.contracted - batch - (groups is not None)
     of_lhs = cotangent.ndim - batch - of_rhs
-    gradient = functools.partial(_operand, product, extra=extra, index=2, leading=batch)
-    for_lhs = gradient(cotangent, of_rhs, spreads=weights[0])
+    gradient = functools.partial(_operand, product, extra=extra, leading=batch)
+    for_lhs = gradient(cotangent, of_rhs, index=2, spreads=weights[0])
     swapped = _swapped(cotangent, batch, of_rhs)
     if product.recipe.activations.whole:
         for_rhs = for_lhs._replace(array=_swapped(for_lhs.array, batch, of_rhs))
     else:
-        for_rhs = gradient(swapped, of_lhs, spreads=weights[1])
+        for_rhs = gradient(swapped, of_lhs, index=3, spreads=weights[1])
     grads = (
         multiply(for_lhs, rhs, batch, of_rhs, like[0].dtype, groups),
         multiply(for_rhs, lhs, batch, of_lhs, like[1].dtype, groups),

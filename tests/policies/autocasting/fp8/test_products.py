@@ -215,7 +215,7 @@ def test_second_derivatives_are_refused_unless_the_region_takes_the_first(recipe
     penalty = lambda loss: lambda x: (jax.grad(loss)(x) ** 2).sum()
     cast = lambda fn: jt.autocast(fn, jnp.bfloat16, rules=FP8, fp8=recipe)
     for run in (jax.grad(penalty(cast(loss))), jax.grad(penalty(jax.jit(cast(loss)))), jax.hessian(cast(loss))):
-        with pytest.raises(TypeError, match=r"no second derivatives|forward-mode"):
+        with pytest.raises(TypeError, match=r"no second derivatives|in forward mode|forward-mode"):
             run(x)
     wanted = jax.grad(penalty(loss))(x)
     assert jnp.linalg.norm(jax.grad(cast(penalty(loss)))(x) - wanted) < 0.4 * jnp.linalg.norm(wanted)

@@ -147,13 +147,23 @@ def test_empty_operands(name: str, sizes: Any) -> None:
     assert not any(np.any(a) for a in found)
 
 
+SHARDED = {  # x, w and the cotangent
+    "data": ((("data", "model"),), (), (("data", "model"),)),
+    "columns": ((), (None, ("data", "model")), (None, ("data", "model"))),
+    "rows": ((None, ("data", "model")), (("data", "model"),), ()),
+    "both": (("data",), (None, "model"), ("data", "model")),
+}
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ALL)
-def test_eight_devices_are_one(name: str) -> None:
+@pytest.mark.parametrize("parts", ["data", "columns", "rows", "both"])
+def test_eight_devices_are_one(name: str, parts: str) -> None:
+    """Each operand's largest number is on one device; scales of whole tensors are those of all."""
     recipe = ALL[name][0]
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     arrays = normal(0, 64, 96), normal(1, 96, 32), normal(2, 64, 32)
-    specs = PartitionSpec("data"), PartitionSpec(None, "model"), PartitionSpec("data", "model")
+    specs = (PartitionSpec(*axes) for axes in SHARDED[parts])
     placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
     assert_near(both_ways(recipe, PLAIN, *placed), map(np.asarray, both_ways(recipe, PLAIN, *arrays)))
 
@@ -266,3 +276,42 @@ def test_a_step_of_every_recipe_runs_as_users_compile_it() -> None:
         [sys.executable, "-c", STEP], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_no_group_do_not_count(name: str) -> None:
+    """Neither NaN there nor large numbers change a result, or a scale."""
+    sizes = jnp.array([7, 0, 4], jnp.int32)  # of 16 rows
+    x, w, g = normal(0, 16, 40), normal(1, 3, 40, 33), normal(2, 16, 33)
+    run = functools.partial(both_ways, CASES[name][0], (((1,), (1,)), ((), ())))
+    wanted = run(x, w, g, sizes)
+    for bad in (1e6, np.inf, np.nan):
+        x[11:], g[11:] = bad, bad
+        jax.tree.map(np.testing.assert_array_equal, run(x, w, g, sizes), wanted)
+    assert not np.any(wanted[0][11:])
+    assert not np.any(wanted[1][11:])
+
+
+def key_of(number: int) -> Any:
+    return Extra(key=jax.random.key(0), number=jnp.uint32(number))
+
+
+@pytest.mark.full
+def test_products_draw_bits_of_their_own() -> None:
+    """Of the same operands and cotangent: by number, by operand of a square product, and the same ones again."""
+    x, w, g = (jnp.asarray(normal(i, 32, 32)) for i in range(3))
+    recipe = jt.policies.NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True)
+
+    @jax.jit
+    def gradients(number: Any) -> Any:
+        run = lambda x, w: product_in_few_bits(x, w, PLAIN, recipe, extra=key_of(0)._replace(number=number))
+        return jax.vjp(run, x, w)[1](g)
+
+    first, again, other = (gradients(jnp.uint32(number)) for number in (1, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert all((a != b).mean() > 0.5 for a, b in zip(first, other, strict=True))
+    one = jnp.eye(32)  # the gradients are the cotangent in few bits
+    symmetric = lambda x, w: product_in_few_bits(x, w, PLAIN, recipe, extra=key_of(0), weights=(False, False))
+    left, right = jax.vjp(symmetric, one, one)[1](g + g.T)
+    assert (left != right).mean() > 0.1
