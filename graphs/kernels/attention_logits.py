@@ -30,14 +30,14 @@ class GATv2(Attention):
 
 @dataclasses.dataclass(frozen=True)
 class DotAttention(Attention):
-    """The attention of products; senders are (value, key), receivers (query, edge's query or None)."""
+    """The attention of products; senders are (key, value), receivers (query, edge's query or None)."""
 
     scale: float
     is_exact = True
 
     def __call__(self, rows: AttentionInputs, add: Add = sum_of_rows) -> tuple[jax.Array, list[jax.Array]]:
         """Returns logits and messages."""
-        (value, key), (query, edge_query), features = rows[:3]
+        (key, value), (query, edge_query), features = rows[:3]
         logits, messages = add(key * query), [value]
         if features is not None:
             features = features[..., None, :].astype(value.dtype)

@@ -238,7 +238,7 @@ def _dot_inputs(senders: _Tables, receivers: _Tables, weights: Sequence[jax.Arra
     key_weight, value_weight, prior = weights
     scaled = autocast_as("float32")(_scaled_keys)(key_weight, prior)
     key, value, key_weight, value_weight = promoted(senders.key, senders.value, scaled, value_weight)
-    weighted = ((value, value_weight), (key, key_weight))
+    weighted = ((key, key_weight), (value, value_weight))
     sent = tuple(graph_storage(jnp.einsum("nhd,hde->nhe", rows, weight)) for rows, weight in weighted)
     return AttentionInputs(sent, (graph_storage(receivers.query), None))
 

@@ -122,7 +122,7 @@ def transformer_conv(
     query = table(rows.receivers, weights[0], biases[0])
     key, value = table(rows.senders, weights[1], biases[1]), table(rows.senders, weights[2], biases[2])
     edge_query = None if kernel is None else _edge_queries(query, kernel)
-    senders, receivers = (graph_storage(value), graph_storage(key)), (graph_storage(query), edge_query)
+    senders, receivers = (graph_storage(key), graph_storage(value)), (graph_storage(query), edge_query)
     inputs = AttentionInputs(senders, receivers, of_edges)
     dropout = edge_dropout(attention_dropout, dropout_key, num_heads)
     kind = DotAttention((columns // num_heads) ** -0.5)

@@ -150,7 +150,7 @@ def gatv2(*, has_all: bool) -> Case:
 def dot_attention(*, has_all: bool) -> Case:
     def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> Any:
         query, key, value, features, edge_query = (*arrays, None, None)[:5]
-        inputs = kernels.AttentionInputs((value, key), (query, edge_query), features)
+        inputs = kernels.AttentionInputs((key, value), (query, edge_query), features)
         return jax.tree.leaves(attend(implementation, graph, kernels.DotAttention(0.7), inputs, has_all))
 
     def wanted(query: jax.Array, key: jax.Array, value: jax.Array, *of_edges: jax.Array) -> Any:
