@@ -1,190 +1,219 @@
-"""Trains the language model of `examples/tasks/lm.py` with layers in 8 or 4 bits, in bfloat16 and in float32.
+"""Trains small language models in every recipe of 8 and 4 bits, in bfloat16 and in float32.
 
-    python benchmarks/fp8.py [--ways bfloat16 Float8CurrentScaling ...] [--seeds 3] [--experts] [--json FILE]
-    python benchmarks/fp8.py --steps 3 --seeds 1     # to see that it runs
-    python benchmarks/fp8.py --memory                # of a step, compiled for an H100; needs the extra [plan]
+    python benchmarks/fp8.py [--parts dense mixtral switch variants] [--text FILE] [--seeds 3] [--json FILE]
+    python benchmarks/fp8.py --steps 3 --seeds 1 --parts dense --ways bfloat16 DelayedScaling  # to see that it runs
+    python benchmarks/fp8.py --parts products  # signal-to-noise ratios of products and gradients with outliers
+    python benchmarks/fp8.py --parts memory    # of a step, compiled for an H100; needs the extra [plan]
 
-Each way trains `--model tiny` for one pass over the text with the task's optimizer, from the same parameters and in
-the same order of windows for each seed. Bits per byte are those of the held-out tenth of the text, under the same
-policy. The dense layers of the blocks run in few bits; the logits are bfloat16, as in Transformer Engine. Of a step, it
-also prints the bytes stored for the backward pass, the fraction of the flops in few bits, and the CPU seconds that
-tracing and compiling take. `--experts` trains a layer of eight experts instead, each token by one of them, to predict
-what another such layer does, and prints its mean squared error. `--memory` prints the peak of a step of eight SwiGLU
-blocks, 4,096 wide, on 16,384 tokens in bfloat16, with plain gradient descent.
+A seed's runs have the same parameters and windows in each way. Bits per byte are those of held-out text under the same
+policy. Dense layers, or the experts and the layers of attention, run in few bits; router, head and attention's own
+products are bfloat16. The error of a loss is that of the training loss from bfloat16's, in the last quarter of the
+steps, both averaged over 20 steps. Of a step, it also prints the bytes stored for the backward pass and how many of
+them are operands in few bits, the fraction of the forward flops in few bits, and the CPU seconds that tracing and
+compiling take; on a GPU, the time. `variants` are recipes of which papers have claims: stochastic rounding, Hadamard
+transform and tiles of NVFP4, gradients of MXFP8 in e5m2, float32 scales of blocks. Of these and NVFP4, it prints the
+distance of a gradient and of the mean of 16 from float32's. FILE gets new entries and keeps others.
 """
 
 import argparse
 import dataclasses
+import json
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fp8_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from example_tasks import load_task
+from fp8_models import MODELS, Model
+from fp8_products import ratios
 from gpu_builders import compile_for_gpu
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train import Task
-from jmp_train.policies.autocasting import RECIPES
+from jmp_train.policies.autocasting import RECIPES, held_jaxprs
 
-WAYS = ("float32", "bfloat16", *RECIPES)
-RULES = jt.TORCH_CUDA.replace(paths={"attention|mlp|experts": "fp8"})
-TEST_BATCH = 32
-EXPERTS = 8
+NVFP4 = jt.policies.NVFP4BlockScaling
+VARIANTS = {
+    "NVFP4, nearest": NVFP4(disable_stochastic_rounding=True),
+    "NVFP4, no transform": NVFP4(disable_rht=True),
+    "NVFP4, weights by 16": NVFP4(disable_2d_quantization=True),
+    "MXFP8, e5m2 gradients": jt.policies.MXFP8BlockScaling("HYBRID"),
+    "128 x 128, float32 scales": jt.policies.Float8BlockScaling(power_of_two=False),
+}
+ALL = {name: recipe() for name, recipe in RECIPES.items()} | VARIANTS
+WAYS = ("bfloat16", "float32", *RECIPES)  # the first is what losses are compared with
+SMOOTH, KEYS, TIMED = 20, 16, 20
 GPU = "H100-80GB"
 DEPTH, WIDTH, TOKENS = 8, 4096, 16_384  # of the step whose memory it is
 
 
 def main() -> None:
-    """Prints a table of the ways."""
+    """Prints a table of the ways for each model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--parts", nargs="+", choices=(*MODELS, "variants", "products", "memory"), default=[*MODELS])
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *VARIANTS), default=WAYS)
+    parser.add_argument("--text", type=Path, help="default: Python's documentation")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of a run; else one pass over the text")
-    parser.add_argument("--experts", action="store_true")
-    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.memory:
-        peaks = {way: peak_bytes(way) for way in args.ways}
+    found: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+
+    def write(name: str, part: str, results: Any) -> None:
+        found.setdefault(name, {})[part] = results
         if args.json:
-            write_results(args.json, {"peak_bytes": peaks}, device=f"{GPU}, compiled for, not run")
-        return
-    task = load_task("lm", model="tiny")
-    name, unit = ("squared_error", "squared error") if args.experts else ("bits_per_byte", "bits per byte")
-    results: dict[str, list[float]] = {}
-    costs: dict[str, Any] = {}
-    for way in args.ways:
-        if args.experts:
-            results[way] = [squared_error(way, seed, args.steps or 300) for seed in range(args.seeds)]
-            costs[way] = costs_of(*experts(way, 0))
+            write_results(args.json, found, device=f"{GPU}, compiled for, not run" if name == "peak_bytes" else None)
+
+    for part in args.parts:
+        if part == "memory":
+            for way in args.ways:
+                write("peak_bytes", way, peak_bytes(way))
+        elif part == "products":
+            for kind, rows in ratios(ALL):
+                write("signal_to_noise", kind, rows)
         else:
-            results[way] = [bits_per_byte(task, way, seed, args.steps) for seed in range(args.seeds)]
-            costs[way] = costs_of(*first_step(task, way, 0, None))
-        runs = " ".join(f"{x:.4f}" for x in results[way])
-        print(f"{way:<22}{statistics.mean(results[way]):.4f} {unit}   {runs}   {costs[way]}", flush=True)
-    if args.json:
-        write_results(args.json, {name: results, "costs": costs})
+            for results in trained(part, args):
+                write("models", part, results)
 
 
-def policy_of(way: str) -> Any:
-    """Returns the policy of a way."""
-    if way == "float32":
-        return jt.get_policy("float32")
-    policy = jt.get_policy("autocast_bfloat16")
-    return dataclasses.replace(policy, rules=RULES, fp8=RECIPES[way]()) if way in RECIPES else policy
+def trained(part: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields what a model learns in each way so far and what it costs, and prints it."""
+    model = MODELS.get(part, MODELS["dense"])
+    ways = ("bfloat16", "NVFP4BlockScaling", *VARIANTS) if part == "variants" else args.ways
+    texts = fp8_models.windows(args.text)
+    results: dict[str, Any] = {}
+    curves: dict[str, Any] = {}
+    for way in ways:
+        runner = Runner(model, way, args.steps, texts)
+        runs = [runner.run(seed) for seed in range(args.seeds)]
+        bits, curves[way] = [bits for bits, _ in runs], [curve for _, curve in runs]
+        spread = statistics.stdev(bits) if len(bits) > 1 else 0.0
+        learned = {"bits_per_byte": round(statistics.mean(bits), 4), "deviation": round(spread, 4)}
+        results[way] = learned | runner.costs()
+        if "bfloat16" in curves:
+            errors = [loss_error(curve, plain) for curve, plain in zip(curves[way], curves["bfloat16"], strict=True)]
+            results[way]["loss_error"] = errors
+        if part == "variants":
+            results[way]["gradient_error"] = runner.gradient_error()
+        print(f"{part:<9}{way:<26}{results[way]}", flush=True)
+        yield results
 
 
-def bits_per_byte(task: Task, way: str, seed: int, steps: int | None) -> float:
-    """Returns the bits per byte of the test text after a training run."""
-    windows, size = len(task.train["token"]), task.batch_size or 1
-    step, state, _ = first_step(task, way, seed, steps)
-    order = np.random.default_rng(seed).permutation(windows)
-    run = jax.jit(step, donate_argnums=0)
-    for number in range(windows // size if steps is None else steps):
-        rows = np.sort(order[number * size :][:size])
-        state, _ = run(state, task.prepare({name: array[rows] for name, array in task.train.items()}))
-    return tested(task, step.policy, state)
+def loss_error(curve: Any, plain: Any) -> float:
+    """Returns the relative difference of two losses, averaged over steps, in the last quarter."""
+    last = max(len(curve) // 4, 1)
+    window = min(SMOOTH, len(curve))
+    mean, wanted = (np.convolve(x, np.ones(window) / window, "valid")[-last:] for x in (curve, plain))
+    return float(np.mean(np.abs(mean / wanted - 1)))
 
 
-def first_step(task: Task, way: str, seed: int, steps: int | None) -> tuple[Any, Any, Any]:
-    """Returns a step of the language model, the first state and a batch."""
-    size = task.batch_size or 1
-    steps = len(task.train["token"]) // size if steps is None else steps
-    optimizer = jt.with_loss_scale(task.optimizer_for(steps), jt.NoOpLossScale())
-    step = jt.train_step(task.loss_fn, optimizer, policy=policy_of(way))
-    params, model_state = task.init(jax.random.key(seed))
-    state = jt.TrainState.create(params, optimizer, model_state=model_state, rng=jax.random.key(seed))
-    batch = task.prepare({name: array[:size] for name, array in task.train.items()})
-    return step, scaled(step, state, batch, way), batch
+class Runner:
+    """Trains a model in a way; the seeds share the compiled step."""
+
+    def __init__(self, model: Model, way: str, steps: int, texts: Any) -> None:
+        self.model, self.way, self.steps, (self.train, self.test) = model, way, steps, texts
+        self.policy = policy_of(way, model.few)
+        self.optimizer = jt.with_loss_scale(fp8_models.optimizer(steps), jt.NoOpLossScale())
+        self.step = jt.train_step(model.loss_fn, self.optimizer, policy=self.policy)
+        start = time.process_time()
+        self.traced = jax.jit(self.step, donate_argnums=0).trace(*self.first(0))
+        self.compiled = self.traced.lower().compile()
+        self.seconds = time.process_time() - start
+        self.nats = jax.jit(jt.apply_policy(model.losses, self.policy))
+
+    def first(self, seed: int) -> tuple[Any, Any]:
+        """Returns the first state and batch of a run."""
+        state = jt.TrainState.create(self.model.init(seed), self.optimizer, rng=jax.random.key(seed))
+        batch = {name: x[: fp8_models.BATCH] for name, x in self.train.items()}
+        return with_scales(self.step, state, batch), batch
+
+    def run(self, seed: int) -> tuple[float, list[float]]:
+        """Returns the bits per byte after training, and the losses in training."""
+        state, _ = self.first(seed)
+        order = np.random.default_rng(seed).permutation(len(self.train["token"]))
+        losses = []
+        for number in range(self.steps):
+            rows = np.take(order, range(number * fp8_models.BATCH, (number + 1) * fp8_models.BATCH), mode="wrap")
+            state, metrics = self.compiled(state, {name: x[rows] for name, x in self.train.items()})
+            losses.append(metrics["loss"])
+        self.state = state
+        parts = [slice(i, i + 32) for i in range(0, len(self.test["token"]), 32)]
+        nats = [self.nats(state.params, {name: x[part] for name, x in self.test.items()}) for part in parts]
+        return float(np.mean([np.asarray(x) for x in nats], dtype=np.float64)) / math.log(2), np.array(losses).tolist()
+
+    def costs(self) -> dict[str, Any]:
+        """Returns bytes stored for the backward pass, the fraction of flops in few bits, CPU seconds to compile."""
+        state, batch = self.first(0)
+        inner = jt.steps.own_state(state.model_state)
+        arguments = state.params, inner, batch, jax.random.key(0)
+        operations = jt.explain_policy(self.model.loss_fn, self.policy, *arguments).operations
+        few = sum(row.flops for row in operations if row.rule == "fp8")
+        costs: dict[str, Any] = {
+            "stored_bytes": jt.steps.step_costs(self.traced, state).residual_bytes,
+            "operand_bytes": named_bytes(self.traced.jaxpr.jaxpr),
+            "flops_in_few_bits": round(few / sum(row.flops for row in operations), 3),
+            "compile_cpu_seconds": round(self.seconds, 1),
+        }
+        if jax.default_backend() == "cpu":
+            return costs
+        times = []
+        for _ in range(TIMED):
+            start = time.perf_counter()
+            state, _ = jax.block_until_ready(self.compiled(state, batch))
+            times.append(time.perf_counter() - start)
+        return costs | {"seconds_per_step": statistics.median(times)}
+
+    def gradient_error(self) -> dict[str, float]:
+        """Returns relative distances from float32's gradient of layers, of one gradient and of the mean of many."""
+        batch = {name: x[: fp8_models.BATCH] for name, x in self.train.items()}
+        params = self.state.params
+
+        def layers(policy: Any, key: jax.Array) -> jax.Array:
+            grads = jt.scaled_value_and_grad(self.model.loss_fn, policy)
+            found = grads(jt.NoOpLossScale(), params, {}, batch, key)
+            kernels = [x.ravel() for x in jax.tree.leaves(found.grads["blocks"]) if x.ndim > 1]
+            return jnp.concatenate(kernels).astype(jnp.float32)
+
+        keys = jax.random.split(jax.random.key(0), KEYS)
+        exact = jax.jit(lambda key: layers(jt.get_policy("float32"), key))(keys[0])
+        one = jax.jit(lambda key: layers(self.policy, key))
+        many = jnp.stack([one(key) for key in keys])
+        distance = lambda x: float(jnp.linalg.norm(x - exact) / jnp.linalg.norm(exact))
+        return {
+            "one": distance(many[0]),
+            "mean": distance(many.mean(0)),
+            "projection": float(many.mean(0) @ exact / (exact @ exact)),
+        }
 
 
-def scaled(step: Any, state: jt.TrainState, batch: Any, way: str) -> jt.TrainState:
-    """Returns the state with that of delayed scaling, if the way needs one."""
-    return jt.steps.with_fp8_state(step, state, batch) if way == jt.DelayedScaling.__name__ else state
+def named_bytes(jaxpr: Any) -> int:
+    """Returns the bytes of the arrays with the checkpoint name of operands in few bits."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name" and equation.params["name"] == "fp8_operands":
+            total += sum(v.aval.size * v.aval.dtype.itemsize for v in equation.outvars)
+        total += sum(named_bytes(inner) for inner in held_jaxprs(equation))
+    return total
 
 
-def costs_of(step: Any, state: jt.TrainState, batch: Any) -> dict[str, Any]:
-    """Returns bytes stored for the backward pass, the fraction of flops in few bits, CPU seconds to compile."""
-    start = time.process_time()
-    traced = jax.jit(step).trace(state, batch)
-    traced.lower().compile()
-    seconds = time.process_time() - start
-    operations = jt.explain_policy(step.loss_fn, step.policy, *call_of(state, batch)).operations
-    few = sum(row.flops for row in operations if row.rule == "fp8")
-    return {
-        "stored_bytes": jt.steps.step_costs(traced, state).residual_bytes,
-        "flops_in_few_bits": round(few / sum(row.flops for row in operations), 3),
-        "compile_cpu_seconds": round(seconds, 1),
-    }
+def policy_of(way: str, few: str) -> Any:
+    """Returns the policy of a way, with products under some paths in few bits."""
+    if way not in ALL:
+        return jt.get_policy("float32" if way == "float32" else "autocast_bfloat16")
+    rules = jt.TORCH_CUDA.replace(paths={few: "fp8"})
+    return dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=rules, fp8=ALL[way])
 
 
-def call_of(state: jt.TrainState, batch: Any) -> tuple[Any, ...]:
-    """Returns the arguments of a loss function."""
-    return state.params, jt.steps.own_state(state.model_state), batch, jax.random.key(0)
-
-
-def experts(way: str, seed: int) -> tuple[Any, Any, Any]:
-    """Returns a step of a layer of experts, the first state, and a batch of inputs and the results of a teacher."""
-    keys = jax.random.split(jax.random.key(seed), 8)
-
-    def drawn(keys: Any) -> dict[str, jax.Array]:
-        shapes = {"router": (64, EXPERTS), "up": (EXPERTS, 64, 128), "down": (EXPERTS, 128, 64)}
-        pairs = zip(keys, shapes.items(), strict=True)
-        return {name: jax.random.normal(key, shape) / shape[-2] ** 0.5 for key, (name, shape) in pairs}
-
-    def predict(params: Any, x: jax.Array) -> jax.Array:
-        gates = jax.nn.softmax(x @ params["router"])
-        chosen = jnp.argmax(gates, axis=-1)
-        order = jnp.argsort(chosen)
-        sizes = jnp.bincount(chosen, length=EXPERTS).astype(jnp.int32)
-        with jax.named_scope("experts"):
-            hidden = jnp.tanh(jax.lax.ragged_dot(x[order], params["up"], sizes))
-            out = jax.lax.ragged_dot(hidden, params["down"], sizes)
-        return out[jnp.argsort(order)].astype(jnp.float32) * gates.max(axis=-1, keepdims=True)
-
-    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        del rng
-        x, y = batch
-        return ((predict(params, x) - y) ** 2).mean(), (model_state, None)
-
-    optimizer = optax.adam(1e-2)
-    step = jt.train_step(loss_fn, optimizer, policy=policy_of(way))
-    params = drawn(keys[:3])
-    x = jax.random.normal(keys[6], (2048, 64))
-    batch = x, predict(drawn(keys[3:6]) | {"router": params["router"]}, x)
-    state = jt.TrainState.create(params, optimizer, rng=keys[7])
-    return step, scaled(step, state, batch, way), batch
-
-
-def squared_error(way: str, seed: int, steps: int) -> float:
-    """Returns the mean squared error of a layer of experts after training, in the last step."""
-    step, state, batch = experts(way, seed)
-    run = jax.jit(step, donate_argnums=0)
-    for _ in range(steps - 1):
-        state, _ = run(state, batch)
-    return float(run(state, batch)[1]["loss"])
-
-
-def tested(task: Task, policy: Any, state: jt.TrainState) -> float:
-    """Returns the bits per byte of the test text."""
-
-    @jax.jit
-    def nats(state: jt.TrainState, batch: Any) -> jax.Array:
-        predict = jt.apply_policy(task.metrics.predict, policy)
-        logits = predict(state.params, state.model_state, batch).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).sum()
-
-    rows = range(0, len(task.test["token"]) - TEST_BATCH + 1, TEST_BATCH)
-    batches = [task.prepare({name: array[i : i + TEST_BATCH] for name, array in task.test.items()}) for i in rows]
-    total = sum(float(nats(state, batch)) for batch in batches)
-    return total / sum(batch["label"].size for batch in batches) / math.log(2)
+def with_scales(step: Any, state: jt.TrainState, batch: Any) -> jt.TrainState:
+    """Returns the state with that of delayed scaling, if the step needs one."""
+    delayed = isinstance(getattr(step.policy, "fp8", None), jt.DelayedScaling)
+    return jt.steps.with_fp8_state(step, state, batch) if delayed else state
 
 
 def peak_bytes(way: str) -> int:
@@ -206,12 +235,12 @@ def blocks(way: str) -> tuple[Any, ...]:
         return (x.astype(jnp.float32) ** 2).mean()
 
     optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
-    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy_of(way))
+    step = jt.train_step(jt.stateless(loss_fn), optimizer, policy=policy_of(way, "mlp"))
     weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     params = [dict.fromkeys(("gate", "up", "down"), weight) for _ in range(DEPTH)]
     state = jax.eval_shape(lambda params: jt.TrainState.create(params, optimizer), params)
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
-    return step, (scaled(step, state, x, way), x), {"donate_argnums": 0}
+    return step, (with_scales(step, state, x), x), {"donate_argnums": 0}
 
 
 if __name__ == "__main__":
