@@ -29,9 +29,9 @@ def scale_of(amax: Any, dtype: Any) -> Any:
     return np.where(usable, np.minimum(scale, np.float32(2.0**126)), np.float32(1)).astype(np.float32)
 
 
-def inverse_of(amax: Any, dtype: Any) -> Any:
+def inverse_of(amax: Any, most: float, least: float = 2.0**-126) -> Any:
     amax = np.asarray(amax, np.float32)
-    inverse = np.maximum(amax * np.float32(1 / MOST[dtype]), np.float32(2.0**-126))
+    inverse = np.maximum(amax * np.float32(1 / most), np.float32(least))
     return np.where((amax > 0) & np.isfinite(amax), inverse, np.float32(1)).astype(np.float32)
 
 
@@ -46,22 +46,23 @@ def shared(x: Any, axes: Any, dtype: Any) -> Quantized:
     """Returns numbers that share a scale along axes."""
     amax = np.abs(x).max(axes, keepdims=True, initial=0)
     scale = scale_of(amax, dtype)
-    inverse = np.where(np.isfinite(amax) | (dtype is not np.int8), inverse_of(amax, dtype), np.float32(np.nan))
+    inverse = np.where(np.isfinite(amax) | (dtype is not np.int8), inverse_of(amax, MOST[dtype]), np.float32(np.nan))
     return Quantized(cast(x * scale, dtype), inverse)
 
 
 def blocks_of(x: Any, terms: int, rows: int, dtype: Any, kind: str) -> Quantized:
     """Returns a matrix in blocks."""
     numbers, whole, most = np.zeros(x.shape), np.abs(x).max(initial=0), np.float32(MOST[dtype])
-    encode = np.float32(1)
+    encode, decode = np.float32(1), np.float32(1)
     if kind == "e4m3" and 0 < whole < np.inf:
         encode = np.minimum(np.float32(MOST[dtype] * 448.0) / np.float32(whole), np.float32(2.0**112))
+        decode = inverse_of(whole, MOST[dtype] * 448.0, 2.0**-112)
     for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], terms)):
         block = x[i : i + rows, j : j + terms]
         amax = np.abs(block).max(initial=0)
         if kind == "float32":
             scale = scale_of(amax, dtype)
-            decoded = inverse_of(amax, dtype)
+            decoded = inverse_of(amax, MOST[dtype])
         elif kind == "e8m0":
             ratio = np.float64(amax / most)
             exponent = max(np.ceil(np.log2(ratio)), -126) if 0 < ratio < np.inf else -126
@@ -72,7 +73,7 @@ def blocks_of(x: Any, terms: int, rows: int, dtype: Any, kind: str) -> Quantized
             scale = encode / np.float32(decoded) if decoded != 0 else np.float32(0)
         of_block = cast(block * scale, dtype) * np.float64(decoded)
         numbers[i : i + rows, j : j + terms] = of_block.astype(np.float32)
-    return Quantized(numbers, np.float32(1) / np.full((1, 1), encode))
+    return Quantized(numbers, np.full((1, 1), decode))
 
 
 def spread(x: Any) -> Any:

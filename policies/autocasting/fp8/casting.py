@@ -38,6 +38,7 @@ class Quantized(NamedTuple):
     amax: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames=("contracted", "scaling", "dtype", "leading"))
 def quantized(
     x: jax.Array,
     contracted: int,
@@ -65,7 +66,7 @@ def quantized(
     axes = tuple(range(leading if scaling.whole else x.ndim - contracted, x.ndim))
     amax = lax.expand_dims(lax.reduce_max(lax.abs(x.astype(jnp.float32)), axes), axes)
     if scale is None:
-        scale, inverse = _scale_and_inverse(amax, dtype)
+        scale, inverse = _scale_and_inverse(amax, largest_of(dtype), _LARGEST_SCALE)
     else:
         scale = jnp.minimum(scale.reshape((1,) * x.ndim), _LARGEST_SCALE)
         inverse = 1.0 / scale
@@ -103,21 +104,23 @@ def _scales_of_blocks(amax: jax.Array, whole: jax.Array, scaling: Scaling, dtype
         factor = lax.bitcast_convert_type(2 * _EXPONENT_BIAS - exponent << _MANTISSA_BITS, jnp.float32)
         return lax.bitcast_convert_type(exponent.astype(jnp.uint8), E8M0), factor, one
     if scaling.dtype == E4M3:
-        most = largest_of(dtype) * largest_of(E4M3)
-        usable = (whole > 0) & jnp.isfinite(whole)
-        tensor = jnp.where(usable, jnp.minimum(most / jnp.where(usable, whole, 1.0), _LARGEST_OF_TENSOR), 1.0)
+        tensor, inverse = _scale_and_inverse(whole, largest_of(dtype) * largest_of(E4M3), _LARGEST_OF_TENSOR)
         codes = quantize(amax / largest_of(dtype), E4M3, tensor)  # NaN of what is not finite
         decoded = codes.astype(jnp.float32)
-        return codes, jnp.where(decoded == 0, 0.0, tensor / decoded), 1.0 / tensor
-    factor, inverse = _scale_and_inverse(amax, dtype)
+        return codes, jnp.where(decoded == 0, 0.0, tensor / decoded), inverse
+    factor, inverse = _scale_and_inverse(amax, largest_of(dtype), _LARGEST_SCALE)
     return inverse, factor, one
 
 
-def _scale_and_inverse(amax: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Returns scales and what restores the numbers, which XLA's CPU compiler fuses where it is not a quotient."""
-    inverse = jnp.maximum(amax * np.float32(1 / largest_of(dtype)), 1 / _LARGEST_SCALE)
-    inverse = jnp.where((amax > 0) & jnp.isfinite(amax), inverse, 1.0)
-    return jnp.minimum(scale_of(amax, dtype), _LARGEST_SCALE), inverse
+def _scale_and_inverse(amax: jax.Array, most: float, largest: float) -> tuple[jax.Array, jax.Array]:
+    """Returns the scales that map magnitudes to `most`, and what restores the numbers; 1 of zeros, infinity and NaN.
+
+    A compiler fuses the second one with its readers, because it is no quotient.
+    """
+    usable = (amax > 0) & jnp.isfinite(amax)
+    scale = jnp.minimum(most / jnp.where(usable, amax, 1.0), largest)
+    inverse = jnp.maximum(amax * np.float32(1 / most), 1 / largest)
+    return jnp.where(usable, scale, 1.0), jnp.where(usable, inverse, 1.0)
 
 
 def _exponent_above(ratio: jax.Array) -> jax.Array:

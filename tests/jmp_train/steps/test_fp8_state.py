@@ -116,6 +116,20 @@ def test_a_skipped_step_leaves_them() -> None:
         assert_bitwise_equal(after.model_state, state.model_state)
 
 
+def test_a_step_that_overflows_float16_leaves_them() -> None:
+    step, state = made(scale=jt.torch_loss_scale(2.0**10))
+    half = dataclasses.replace(jt.get_policy("autocast_float16"), rules=RULES, fp8=RECIPE)
+    run = jax.jit(dataclasses.replace(step, policy=half))
+    state, metrics = run(state, BATCH)
+    assert bool(metrics["grads_finite"])
+    large = dataclasses.replace(state.opt_state.loss_scale, loss_scale=jnp.float32(2.0**40))
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(loss_scale=large))
+    after, metrics = run(state, BATCH)  # whose values are finite, unlike the scaled gradients
+    assert not bool(metrics["grads_finite"])
+    assert jnp.isfinite(metrics["loss"])
+    assert_bitwise_equal(after.model_state, state.model_state)
+
+
 @pytest.mark.full
 def test_nothing_that_is_not_finite_enters_without_a_loss_scale_either() -> None:
     optimizer = optax.sgd(1e-3)

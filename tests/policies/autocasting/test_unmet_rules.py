@@ -84,6 +84,17 @@ def scattered(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.zeros((4, 4)).at[jnp.zeros(4, int)].add(x @ w)
 
 
+def groups_of_terms(x: jax.Array, w: jax.Array) -> jax.Array:
+    numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+    with jax.named_scope("stem"):
+        return jax.lax.ragged_dot_general(x, w, jnp.array([1, 3], jnp.int32), numbers).sum()
+
+
+def solved(x: jax.Array, w: jax.Array) -> jax.Array:
+    with jax.named_scope("stem"):
+        return jax.lax.linalg.triangular_solve(w, x).sum()
+
+
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:
     with jax.named_scope("stem"):
         return x @ w
@@ -99,6 +110,8 @@ NUMBERS = ("NHWC", "HWIO", "NHWC")
         (attention, "paths", "stem", "fp8"),
         (attention, "primitives", "dot_general", "fp8"),
         (images, "operations", "stem:conv", "fp8"),
+        pytest.param(groups_of_terms, "paths", "stem", "fp8", marks=pytest.mark.full),
+        pytest.param(solved, "paths", "stem", "fp8", marks=pytest.mark.full),
         (scattered, "primitives", "scatter-add", "lower"),
     ],
 )
