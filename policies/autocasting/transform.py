@@ -59,8 +59,9 @@ def autocast(
       rules: a table with the precision of each operation.
       enabled: False runs `fn` unchanged, also within another region.
       fp8: the recipe of the products whose rule is "fp8", such as `Float8CurrentScaling`, or `DelayedScaling`, whose
-        state `train_step` keeps. Such products have gradients, but no forward-mode or second derivatives. Their scales are those of
-        whole arrays, also if `jit` splits these over devices; in `shard_map`, each device scales its own part.
+        state `train_step` keeps. Such products have gradients, but no forward-mode or second derivatives.
+        Their scales are those of whole arrays, also if `jit` splits these over devices; in `shard_map`, each device
+        scales its own part.
 
     Returns:
       A function with the same signature. Regions nest; the innermost one decides.

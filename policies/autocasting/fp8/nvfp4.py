@@ -12,8 +12,8 @@ class NVFP4BlockScaling(Recipe):
 
     The 16 numbers are neighbors along the contracted dimension; of weights, 16 x 16 numbers share a scale, so that both
     products with a weight see the same numbers. Gradients are rounded stochastically, with a key from the step's `rng`,
-    the place of the product, its loop iteration and device, and the gradient itself. In the product that computes the gradient of a weight, a Hadamard transform of 16 numbers
-    spreads outliers.
+    the place of the product, its loop iteration and device, and the gradient itself. In the product that computes the
+    gradient of a weight, a Hadamard transform of 16 numbers spreads outliers.
 
     Args:
       disable_rht: True for no Hadamard transform.
