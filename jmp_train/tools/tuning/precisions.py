@@ -19,6 +19,7 @@ from jmp_train.policies.autocasting import (
     AutocastRules,
     Cause,
     Recipe,
+    address_of,
     autocast,
     dequantized,
     mark_of,
@@ -30,7 +31,7 @@ from jmp_train.policies.pytrees import check_half
 from jmp_train.steps import TrainStep
 from jmp_train.tools.tuning.tolerance import Errors, Tolerance
 from jmp_train.tools.tuning.tuned_functions import Example, Subject
-from jmp_train.tools.tuning.units import Unit, entries_of, find_units, fp8_entries, units_of
+from jmp_train.tools.tuning.units import Unit, entries_of, find_units, fp8_entries, unit_of
 
 _PRODUCTS = ("dot_general", "ragged_dot_general")
 _DEFAULTS = {"float8_e4m3fn": DEFAULT_RECIPE, "float4_e2m1fn": NVFP4BlockScaling(), "int8": Int8RowwiseScaling()}
@@ -112,9 +113,11 @@ class ProductsInFewBits:
         """Returns the products to choose from, and others that a path has in common with them."""
         log: list[Any] = []
         jax.eval_shape(lambda: subject.objective(lambda fn: self._run_all(fn, log=log), *example))
-        products = [x for x in log if x.equation.primitive.name in _PRODUCTS and x.reason.cause != Cause.ACTIVATIONS]
-        free, others = ([x for x in products if _is_free(x) == are_free] for are_free in (True, False))
-        return [*units_of(free, is_free=True), *units_of(others, is_free=False)]
+        found: dict[str, list[Any]] = {}
+        for x in log:
+            if x.equation.primitive.name in _PRODUCTS:
+                found.setdefault(address_of((*x.callers, x.equation), x.path), []).append(x)
+        return [_unit(address, decisions) for address, decisions in found.items()]
 
     def trial(self, fn: Callable[..., Any], flags: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function by run-time flags."""
@@ -159,6 +162,20 @@ def _is_free(decision: Any) -> bool:
     """Returns whether a product may run in few bits, by an entry of its own."""
     within = {equation.primitive.name for equation in decision.callers}
     return decision.rule == "fp8" and within.isdisjoint(("custom_vjp_call", "custom_jvp_call"))
+
+
+def _unit(address: str, decisions: Sequence[Any]) -> Unit:
+    """Returns the products at an address, which an entry for it sets together."""
+    is_free = all(map(_is_free, decisions))
+    count = any if is_free else all
+    return unit_of(address, decisions, is_free=is_free, by_path=not count(map(_is_left_by_paths, decisions)))
+
+
+def _is_left_by_paths(decision: Any) -> bool:
+    """Returns whether no entry of a path puts a product in few bits, as attention's, or whether that may be so."""
+    numbers = decision.equation.params.get("dimension_numbers")
+    is_named = decision.reason.cause == Cause.OPERATION and numbers is not None and bool(numbers[1][0])
+    return is_named or decision.reason.cause == Cause.ACTIVATIONS
 
 
 def precision_of(fn: Any, dtype: DTypeLike, recipe: Recipe | None) -> HalfPrecision | ProductsInFewBits:

@@ -195,7 +195,7 @@ def curve_error(losses: Sequence[float], exact: Sequence[float]) -> float:
     """
     parts = min(10, len(exact))
     pairs = zip(np.array_split(np.array(losses), parts), np.array_split(np.array(exact), parts), strict=True)
-    above = max(float(np.mean(x) - np.mean(y)) for x, y in pairs)
+    above = float(np.max([np.mean(x) - np.mean(y) for x, y in pairs]))  # NaN if one is
     return max(0.0, above / (float(np.mean(np.abs(exact))) or 1.0)) if math.isfinite(above) else math.inf
 
 

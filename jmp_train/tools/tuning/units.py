@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jmp_train.policies.autocasting import PRODUCTS, address_of, elements_of, flops_of
+from jmp_train.policies.autocasting import PRODUCTS, elements_of, flops_of
 from jmp_train.policies.autocasting.emulating import Bit, both, emulated_autocast
 from jmp_train.policies.programs import repeats_of
 from jmp_train.tools.diagnosing import line_expression
@@ -28,7 +28,8 @@ class Unit:
       operations: number of operations.
       flops: their flops in the forward pass.
       elements: number of elements of their results.
-      is_free: False for a product that must not run in few bits, which has a path in common with others.
+      is_free: False for a product that must not run in few bits.
+      by_path: False for a product that entries of a path leave alone, as attention's; those of operations do not.
     """
 
     addresses: tuple[str, ...]
@@ -36,6 +37,7 @@ class Unit:
     flops: int
     elements: int
     is_free: bool = True
+    by_path: bool = True
 
     @property
     def path(self) -> str:
@@ -97,20 +99,17 @@ def find_units(subject: Subject, example: Example, dtype: Any) -> list[Unit]:
     return [Unit(tuple(sorted(addresses)), n, flops, size) for addresses, (n, flops, size) in units.items()]
 
 
-def units_of(decisions: Sequence[Any], *, is_free: bool) -> list[Unit]:
-    """Returns the operations of autocast's decisions, in the order in which they run.
+def unit_of(address: str, decisions: Sequence[Any], *, is_free: bool, by_path: bool) -> Unit:
+    """Returns the operations of autocast's decisions at an address.
 
     Args:
+      address: the address.
       decisions: the decisions.
       is_free: see `Unit`.
+      by_path: see `Unit`.
     """
-    found: dict[str, Unit] = {}
-    for x in decisions:
-        address = address_of((*x.callers, x.equation), x.path)
-        old = found.get(address, Unit((address,), 0, 0, 0, is_free))
-        flops, elements = x.repeats * flops_of(x.equation), x.repeats * elements_of(x.equation)
-        found[address] = Unit((address,), old.operations + 1, old.flops + flops, old.elements + elements, is_free)
-    return list(found.values())
+    flops, elements = (sum(x.repeats * of(x.equation) for x in decisions) for of in (flops_of, elements_of))
+    return Unit((address,), len(decisions), flops, elements, is_free, by_path)
 
 
 def index_of(units: Sequence[Unit]) -> dict[str, int]:
@@ -168,18 +167,20 @@ def entries_of(chosen: Collection[int], units: Sequence[Unit], may_match: Collec
 def fp8_entries(chosen: Collection[int], units: Sequence[Unit]) -> tuple[list[str], list[str]]:
     """Returns expressions for `AutocastRules.paths`, and for `operations`, that match only the chosen units.
 
-    A path has all products of a module, the outermost one in which all are chosen.
+    A path has all products of a module, the outermost one in which all that it reaches are chosen.
 
     Args:
       chosen: numbers of units.
       units: all units.
     """
     parts = [unit.path.split("/") for unit in units]
+    reached = [i for i, unit in enumerate(units) if unit.is_free or unit.by_path]
     paths: dict[str, None] = {}
     left = []
     for number in sorted(chosen):
-        prefixes = [parts[number][:size] for size in range(1, len(parts[number]) + 1) if units[number].path]
-        within = ([i for i, other in enumerate(parts) if other[: len(prefix)] == prefix] for prefix in prefixes)
+        by_path = units[number].path and units[number].by_path
+        prefixes = [parts[number][:size] for size in range(1, len(parts[number]) + 1) if by_path]
+        within = ([i for i in reached if parts[i][: len(prefix)] == prefix] for prefix in prefixes)
         pairs = (prefix for prefix, others in zip(prefixes, within, strict=True) if set(others) <= set(chosen))
         if (prefix := next(pairs, None)) is not None:
             paths[f"^{re.escape('/'.join(prefix))}(/|$)"] = None

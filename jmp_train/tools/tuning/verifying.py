@@ -1,6 +1,7 @@
 """Verifies rules: by the errors of autocast itself, and by training."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ class Training:
         error, of_half = curve_error(tuned, exact), curve_error(half, exact)
         return dataclasses.replace(
             verification,
-            passed=error <= max(self.tolerance.loss, self.tolerance.sensitivity * of_half),
+            passed=math.isfinite(error) and error <= max(self.tolerance.loss, self.tolerance.sensitivity * of_half),
             float32_losses=exact,
             tuned_losses=tuned,
             curve=(error, of_half),

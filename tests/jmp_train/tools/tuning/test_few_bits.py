@@ -1,6 +1,7 @@
 """`tune` for products in 8 and 4 bits: which it names, by which rules, and that its trials are autocast itself."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from jmp_train.policies import (
 from jmp_train.policies.autocasting import RECIPES
 from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
 from jmp_train.tools.tuning.precisions import precision_of
-from jmp_train.tools.tuning.tolerance import curve_error
+from jmp_train.tools.tuning.tolerance import Errors, Tolerance, curve_error
+from jmp_train.tools.tuning.tuned_entries import Verification
 from jmp_train.tools.tuning.tuned_functions import Subject
 from jmp_train.tools.tuning.units import Unit, flags_from, fp8_entries, index_of
+from jmp_train.tools.tuning.verifying import Training
 
 pytestmark = pytest.mark.quick
 
@@ -59,7 +62,7 @@ def batches(count: int) -> list[Any]:
 
 
 def step_of(policy: Any, fn: Any = loss_fn) -> tuple[Any, jt.TrainState]:
-    optimizer = jt.with_loss_scale(optax.adam(1e-3), jt.NoOpLossScale())
+    optimizer = jt.with_loss_scale(optax.sgd(1e-3), jt.NoOpLossScale())
     return jt.train_step(jt.stateless(fn), optimizer, policy=policy), jt.TrainState.create(params_of(), optimizer)
 
 
@@ -124,7 +127,46 @@ def test_a_curve_may_be_below_but_not_above() -> None:
     assert curve_error(list(exact - 0.5), list(exact)) == 0.0
     bump = np.where(np.arange(100) < 10, 0.2, 0.0)
     assert curve_error(list(exact + bump), list(exact)) == pytest.approx(0.2, rel=1e-5)
+    late = np.where(np.arange(100) < 50, exact, np.nan)
+    assert curve_error(list(late), list(exact)) == np.inf
     assert curve_error([np.nan], [1.0]) == curve_error([np.inf, 1.0], [1.0, 1.0]) == np.inf
+
+
+def test_training_that_diverges_is_not_verified() -> None:
+    """Also if half precision diverges too, or a function of the user's own is the tolerance."""
+    step, state = step_of(None)
+    precision, batch = precision_of(step, "int8", None), batches(1)[0]
+    examples = [(state, batch), (state, jax.tree.map(lambda x: x * jnp.nan, batch))]
+    verification = Verification(True, Errors(True, 0.0, 0.0, 0.0, 1.0), 0)
+    for bound in (0.01, np.inf):
+        losses = {1.0: ((1.0, 1.0), (1.0, np.nan))}
+        training = Training(step, examples, precision, Tolerance(loss=bound), 2, losses)
+        assert not training.judged(verification, precision.base, 1.0).passed
+
+
+def attention(params: Any, x: Any, *, matmul: Any = jnp.matmul) -> Any:
+    with jax.named_scope("attention"):
+        keys = matmul(x @ params["in"], params["keys"])
+        h = matmul(jax.nn.softmax(matmul(keys, keys.mT)), keys)
+        with jax.named_scope("out"):
+            return (h @ params["out"]).sum()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_products_of_attention_run_in_few_bits_only_if_named(named: bool) -> None:
+    """Whatever is chosen: by paths, which leave them alone, or by operations, which do not."""
+    own = jt.TORCH_CUDA.replace(operations={"^attention:dot_general@": "fp8"} if named else {})
+    step, _ = step_of(dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=own))
+    precision = precision_of(step, "int8", None)
+    example = {name: jnp.ones((8, 8)) for name in ("in", "keys", "out")}, jnp.ones((2, 4, 8))
+    shared = functools.partial(attention, matmul=lambda x, y: x @ y)  # a line in common with attention's
+    for fn, free in ((attention, 5 if named else 3), (shared, 5 if named else 2)):
+        units = precision.units(Subject(fn, "loss"), example)
+        assert sum(unit.operations for unit in units if unit.is_free) == free
+        for kept in ({i for i, unit in enumerate(units) if unit.path == path} for path in ("", "attention/out")):
+            report = jt.explain_autocast(precision.run(fn, precision.rules(kept, units)), *example)
+            few = sum(row.rule == "fp8" for row in report.operations)
+            assert few == sum(unit.operations for i, unit in enumerate(units) if unit.is_free and i not in kept)
 
 
 @pytest.mark.full
