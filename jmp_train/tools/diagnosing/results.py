@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jmp_train.policies.autocasting import LAYOUT
 from jmp_train.tools.diagnosing.amplifying import addition_before, gradients_error, terms_error
 from jmp_train.tools.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.tools.diagnosing.measures import is_float, is_low
@@ -22,6 +23,7 @@ _LOST_TERMS = 0.02  # share of a sum's terms
 _ABSORBED = 0.1  # share of the additions of a loop
 _UNCHANGED = 0.5  # share of a state leaf's elements that should change
 _FLUSHED = 0.1  # share of an operand's elements
+_TO_THE_PRODUCT = LAYOUT | {"convert_element_type", "mul"}
 _BEFORE_ALL = -1  # the number of a row that comes before all operations
 _REACHED = 0.05  # relative error of a result, or of the backward pass, that a problem has to make
 
@@ -185,15 +187,19 @@ def products_in_8_bits(evidence: Evidence) -> Iterator[Found]:
 
 
 def flushed_operand(evidence: Evidence, row: int) -> int | None:
-    """Returns the row of an operand's cast to 8 bits in which many elements become 0, for a product; otherwise None.
+    """Returns the row of an operand's cast to few bits in which many elements become 0, for a product; otherwise None.
 
     Args:
       evidence: the evidence of a diagnosis.
       row: row of the product.
     """
-    if evidence.rows[row].primitive != "dot_general":
+    if evidence.rows[row].primitive not in ("dot_general", "ragged_dot_general"):
         return None
-    casts = [i for i in evidence.sources(row) if evidence.rows[i].dtype.startswith("float8")]
+    read = evidence.sources(row)
+    for i in read:  # grows during the loop: with scales of blocks, the numbers are multiplied by them first
+        if evidence.rows[i].primitive in _TO_THE_PRODUCT:
+            read += [source for source in evidence.sources(i) if source not in read]
+    casts = [i for i in read if evidence.rows[i].dtype.startswith(("float8", "float4"))]
     worst = max(casts, key=lambda i: evidence.rows[i].flushed, default=None)
     return worst if worst is not None and evidence.rows[worst].flushed > _FLUSHED else None
 

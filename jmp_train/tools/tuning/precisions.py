@@ -73,14 +73,6 @@ class HalfPrecision:
         """Returns float32 parameters rounded once."""
         return x.astype(self.half).astype(jnp.float32)
 
-    def is_costly(self, unit: Unit) -> bool:
-        """Returns True for units to keep only if all others together do not suffice."""
-        return unit.is_product
-
-    def group(self, unit: Unit) -> Any:
-        """Returns the group of a unit; groups are tried as a whole first."""
-        return unit.group
-
 
 @dataclasses.dataclass(frozen=True)
 class ProductsInFewBits:
@@ -147,15 +139,6 @@ class ProductsInFewBits:
         found = quantized(x.swapaxes(-1, -2), 1, self.recipe.weights, self.recipe.forward_dtype)
         array = found.array if found.blocks is None else dequantized(found)
         return (array.astype(jnp.float32) * found.inverse)[..., : x.shape[-2]].swapaxes(-1, -2)
-
-    def is_costly(self, unit: Unit) -> bool:
-        """Returns False: the ranking has the costs already."""
-        del unit
-        return False
-
-    def group(self, unit: Unit) -> Any:
-        """Returns the unit itself."""
-        return unit
 
 
 def _is_free(decision: Any) -> bool:

@@ -234,7 +234,8 @@ def _search(
     try:
         if not trials.suffices(frozenset()) and not trials.suffices(everything):
             raise ValueError(f"{precision.refusal}: {trials(everything).errors}")
-        costly, group = (lambda i: precision.is_costly(units[i])), (lambda i: precision.group(units[i]))
+        few = isinstance(precision, ProductsInFewBits)  # whose ranking has the costs already
+        costly, group = (lambda i: not few and units[i].is_product), (lambda i: i if few else units[i].group)
         return frozenset(smallest_list(ranking, costly, group, trials.suffices)), True
     except (BudgetSpent, KeyboardInterrupt):
         best = trials.best
