@@ -54,3 +54,27 @@ def test_the_product_is_named_and_only_it_leaves_the_8_bits() -> None:
 def test_numbers_without_an_outlier_are_no_problem() -> None:
     step, state = training(RULES)
     assert not harmful(jt.diagnose(step, state, X))
+
+
+def loss_of_blocks(params: Any, x: jax.Array) -> jax.Array:
+    hidden = jnp.tanh(x @ params["up"])
+    hidden = hidden.at[:, 0].multiply(1e6) @ params["bad"]  # an outlier in each row
+    return ((jnp.tanh(hidden) @ params["down"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("recipe", [jt.policies.MXFP8BlockScaling(), jt.policies.Float8BlockScaling()])
+def test_the_product_of_blocks_is_named(recipe: Any) -> None:
+    """Its operands are multiplied by their scales first, so that the cast is not next to the product."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"up": (16, 64), "bad": (64, 64), "down": (64, 8)}
+    pairs = zip(keys, shapes.items(), strict=False)
+    params = {name: jax.random.normal(key, shape) / shape[0] ** 0.5 for key, (name, shape) in pairs}
+    params["bad"] = params["bad"].at[0].multiply(1e-7)
+    policy = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=RULES, fp8=recipe)
+    optimizer = optax.sgd(0.1)
+    step = jt.train_step(jt.stateless(loss_of_blocks), optimizer, policy=policy)
+    report = jt.diagnose(step, jt.TrainState.create(params, optimizer), jax.random.normal(keys[3], (64, 16)))
+    (problem,) = harmful(report)
+    assert (problem.kind, problem.primitive) == ("underflow", "dot_general")
+    assert problem.code.endswith("# an outlier in each row")
+    assert problem.trial.startswith("tried: these rules mend it")
