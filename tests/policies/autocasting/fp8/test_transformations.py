@@ -85,6 +85,10 @@ def mapped(ws: Any, x: Any) -> Any:
     return error_of(jax.shard_map(run, mesh=MESH, in_specs=specs, out_specs=specs[1])(ws, x))
 
 
+def by_examples(run: Any) -> Callable[[Any, Any], Any]:
+    return lambda ws, x: error_of(jax.vmap(run, (0, None))(x[:, None], ws)[:, 0].astype(jnp.float32))
+
+
 WITHIN: dict[str, Any] = {
     "custom_jvp": by(with_tangents),
     "custom_vjp": by(with_gradient),
@@ -102,11 +106,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "remat": lambda cast: jax.checkpoint(cast(by(layer))),
     "scan": lambda cast: scanned(lambda x, w: cast(layer)(x, w).astype(jnp.float32)),
     "jit": lambda cast: by(jax.jit(lambda x, w: cast(layer)(x, w).astype(jnp.float32))),
-    "vmap": lambda cast: (
-        lambda ws, x: error_of(
-            jax.vmap(cast(lambda x, ws: functools.reduce(layer, ws, x)), (0, None))(x[:, None], ws)[:, 0]
-        )
-    ),
+    "vmap": lambda cast: by_examples(cast(lambda x, ws: functools.reduce(layer, ws, x))),
 }
 
 
