@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_train.policies import MOSTLY_HALF
-from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, Recipe, rules_code
+from jmp_train.policies import MOSTLY_HALF, TORCH_CPU, TORCH_CUDA
+from jmp_train.policies.autocasting import AutocastRules, Recipe, rules_code
 from jmp_train.tools import documents as doc
 from jmp_train.tools.tuning.tolerance import Tolerance
 from jmp_train.tools.tuning.tuned_entries import Float32Entry, TunedProduct, Verification
@@ -17,7 +17,7 @@ _ERRORS = (
 )
 
 
-_TABLES = {"MOSTLY_HALF": MOSTLY_HALF, "TORCH_CUDA": TORCH_CUDA}
+_TABLES = {"jt.MOSTLY_HALF": MOSTLY_HALF, "jt.TORCH_CUDA": TORCH_CUDA, "jt.TORCH_CPU": TORCH_CPU}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,6 @@ class TunedRules:
       half_elements: the same for elements of results.
       verification: verification by autocast itself.
       steps_taken: training steps of the least trained state among the examples; None if no state counts them.
-      base: the rules to which entries were added.
       recipe: for `AutocastPolicy.fp8` and `autocast`, if products in few bits were tuned; otherwise None.
       products: the products that could run in few bits, those with the most flops first.
 
@@ -65,7 +64,6 @@ class TunedRules:
     half_elements: tuple[float, float]
     verification: Verification
     steps_taken: int | None = None
-    base: AutocastRules = MOSTLY_HALF
     recipe: Recipe | None = None
     products: tuple[TunedProduct, ...] = ()
 
@@ -75,15 +73,17 @@ class TunedRules:
         return sum(product.flops_share for product in self.products if product.in_few_bits)
 
     def code(self) -> str:
-        """Returns the rules as Python code."""
-        base = next((f"jt.{name}" for name, table in _TABLES.items() if table == self.base), "rules")
+        """Returns the rules as Python code, which starts with one of the package's tables if it has their entries."""
         fields = {field.name: getattr(self.rules, field.name) for field in dataclasses.fields(self.rules)}
-        added = {name: tuple(x for x in new if x not in getattr(self.base, name)) for name, new in fields.items()}
-        return rules_code(AutocastRules(**added), base=base) or f"rules = {base}"
+        for base, table in _TABLES.items():
+            added = {name: tuple(x for x in new if x not in getattr(table, name)) for name, new in fields.items()}
+            if table.replace(**{name: dict(pairs) for name, pairs in added.items()}) == self.rules:
+                return rules_code(AutocastRules(**added), base=base) or f"rules = {base}"
+        return rules_code(self.rules, base="jt.AutocastRules()")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, with the rules as code."""
-        fields = {name: value for name, value in vars(self).items() if name not in ("rules", "base", "recipe")}
+        fields = {name: value for name, value in vars(self).items() if name not in ("rules", "recipe")}
         recipe = None if self.recipe is None else str(self.recipe)
         return doc.as_json(fields | {"recipe": recipe, "few_bits_flops": self.few_bits_flops, "code": self.code()})
 

@@ -138,7 +138,6 @@ def tune(
         half_elements=(reports[0].half_elements_share, reports[1].half_elements_share),
         verification=verification,
         steps_taken=steps_taken(given),
-        base=precision.base,
         recipe=precision.recipe if isinstance(precision, ProductsInFewBits) else None,
         products=tuple(chosen.products(sum(operation.flops for operation in reports[1].operations))),
     )

@@ -87,6 +87,10 @@ def test_an_outlier_keeps_its_product_out_of_int8(tmp_path: Path) -> None:
     assert jt.AutocastRules.load(tmp_path / "rules.toml") == tuned.rules
     assert "half      dot_general  outlier" in str(tuned)
     assert tuned.code().startswith('rules = jt.TORCH_CUDA.replace(\n    paths={"^body(/|$)": "fp8"')
+    for table in (jt.TORCH_CUDA, jt.TORCH_CPU, jt.TORCH_CUDA.replace(paths={"head": "float32"}), jt.AutocastRules()):
+        rules, found = table.replace(primitives={"dot_general": "fp8"}, operations={"^a": "fp8"}), {"jt": jt}
+        exec(dataclasses.replace(tuned, rules=rules).code(), found)  # noqa: S102 (code to copy)
+        assert found["rules"] == rules
 
 
 def test_wrong_arguments_are_named() -> None:
