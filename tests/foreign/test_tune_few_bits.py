@@ -70,7 +70,8 @@ def test_what_stays_out_of_8_bits_costs_most(make: Callable[[], few_bits_models.
     out = {f"{x.path} {x.line}" for x in tuned.products if not x.in_few_bits}
     assert all(not tuned.tolerance.passes(x.without) for x in tuned.products if x.without is not None)
     costs = [[cost**2 / flops for place, flops, cost in table if (place in out) == is_out] for is_out in (True, False)]
-    assert not out or statistics.median(costs[0]) > statistics.median(costs[1])
+    by_trials = all(x.in_few_bits or x.without is not None for x in tuned.products)  # not by the curve of losses
+    assert not (out and by_trials) or statistics.median(costs[0]) > statistics.median(costs[1])
     if make is mixture_of_experts:
         assert {x.path for x in tuned.products if x.in_few_bits} >= {"block0/experts"}
         assert "block0/router" not in {x.path for x in tuned.products if x.in_few_bits}
