@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jmp_train.app.cli.diagnose import saved_state
 from jmp_train.app.cli.errors import PROBLEMS_FOUND, WrongCall, checking_the_call
@@ -22,6 +22,7 @@ from jmp_train.steps import TrainState, TrainStep
 from jmp_train.tools.tuning import TunedRules, tune
 
 _EXAMPLES = 4
+_DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float4_e2m1fn", "int8")
 _STATELESS = [name for name in RECIPES if name != DelayedScaling.__name__]
 
 
@@ -30,8 +31,8 @@ class TuneOptions(BatchOptions):
     """Options of `jmp-train tune`.
 
     Attributes:
-      dtype: default: float16; in 8 or 4 bits for products of a step in bfloat16
-      fp8: the recipe of products in 8 or 4 bits, one of that dtype
+      dtype: default: float16; also bfloat16; float8_e4m3fn, float4_e2m1fn or int8 for products of a step in bfloat16
+      fp8: see below.
       out: write the rules to FILE, for --rules
       page: write the report to FILE, an HTML page
       checkpoint_dir: take the state from a float32 run's last checkpoint
@@ -42,8 +43,13 @@ class TuneOptions(BatchOptions):
       steps: train N steps next to float32 at the end
     """
 
-    dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float4_e2m1fn", "int8"] = "float16"
-    fp8: str | None = option(str, "RECIPE", choices=_STATELESS)
+    dtype: str = option(str, "NAME", default="float16", choices=_DTYPES)
+    fp8: str | None = option(
+        str,
+        "RECIPE",
+        choices=_STATELESS,
+        help=f"products in 8 or 4 bits, by one of that dtype: {', '.join(_STATELESS)}",
+    )
     out: Path | None = option(path, "FILE")
     page: Path | None = option(path, "FILE")
     checkpoint_dir: Path | None = option(path, "DIR")
@@ -132,7 +138,7 @@ def _examples(call: Call[TuneOptions]) -> tuple[TrainStep, list[tuple[TrainState
     batches = deque(islice(prepared.batches(done, place), options.after + wanted), maxlen=wanted)
     # The same step, with the loss scale of training by the rules.
     made = run_optimizer(job.task, state.params, total, job.settings)
-    half = options.dtype if options.dtype in ("float16", "bfloat16") else "bfloat16"
+    half = options.dtype if options.dtype in _DTYPES[:2] else "bfloat16"
     setup = make_setup(job.task, f"autocast_{half}", made, job.settings)
     if not setup.keeps_loss_scale:
         state = dataclasses.replace(state, opt_state=state.opt_state._replace(loss_scale=setup.loss_scale))

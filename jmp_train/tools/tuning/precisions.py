@@ -171,7 +171,9 @@ def precision_of(fn: Any, dtype: DTypeLike, recipe: Recipe | None) -> HalfPrecis
         if recipe is not None:
             raise ValueError(f"recipe={recipe!r} needs dtype={recipe.forward_dtype.name!r}, got dtype={half.name!r}")
         return HalfPrecision(half)
-    recipe = recipe or _DEFAULTS[name]
+    policy = fn.policy.default if isinstance(fn, TrainStep) and fn.policy is not None else None
+    own = policy.fp8 if isinstance(policy, AutocastPolicy) and not isinstance(policy.fp8, DelayedScaling) else None
+    recipe = recipe or (own if own is not None and own.forward_dtype == name else _DEFAULTS[name])
     if isinstance(recipe, DelayedScaling):
         raise ValueError(
             f"recipe={recipe!r} has a state, and trials have none: tune by Float8CurrentScaling(), whose scales are "
@@ -179,7 +181,6 @@ def precision_of(fn: Any, dtype: DTypeLike, recipe: Recipe | None) -> HalfPrecis
         )
     if recipe.forward_dtype != name:
         raise ValueError(f"recipe={recipe!r} needs dtype={recipe.forward_dtype.name!r}, got dtype={name!r}")
-    policy = fn.policy.default if isinstance(fn, TrainStep) and fn.policy is not None else None
     if isinstance(policy, AutocastPolicy):
         return ProductsInFewBits(policy.autocast_dtype, policy.rules, recipe)
     dtype = policy.compute_dtype if policy is not None and policy.compute_dtype in HALVES else jnp.dtype(jnp.bfloat16)

@@ -72,7 +72,8 @@ def tune(
         and by more than `Tolerance.sensitivity` times as much as those of half precision do.
       progress: called after each trial with the number of trials and a text about the best one.
       recipe: how products in few bits quantize their operands, such as `MXFP8BlockScaling()`. None uses
-        `Float8CurrentScaling`, `NVFP4BlockScaling` or `Int8RowwiseScaling`, by the dtype.
+        that of the step's policy if it has this dtype and no state, otherwise `Float8CurrentScaling`,
+        `NVFP4BlockScaling` or `Int8RowwiseScaling`.
 
     Returns:
       A `TunedRules`; print it. Its `rules` are for `autocast`, `AutocastPolicy` and AMP modes. The same arguments give

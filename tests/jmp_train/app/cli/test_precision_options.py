@@ -37,6 +37,7 @@ RULES = jt.AutocastRules(primitives=(("dot_general", "float32"),), paths=(("head
 def files_of_rules(folder: Path) -> None:
     RULES.save("rules.toml")
     jt.TORCH_CUDA.save("torch.toml")
+    jt.TORCH_CUDA.replace(paths={"head": "fp8"}).save("few_bits.toml")
     Path("bad.toml").write_text('format = "jmp_train autocast rules"\nversion = 1\npaths = [["a", "half"]]')
     Path("broken.toml").write_text("[")
     Path("config.toml").write_text('[fp16]\nmode = "torch"')
@@ -78,6 +79,9 @@ REFUSED = {
         "--parameters kahan-int8 is for policies with parameters in half precision, which float32, apex-O2 are not"
     ),
     "train karate:task --fp8 fast": "argument --fp8: invalid choice: 'fast' (choose from",
+    "train karate:task --policy autocast_bfloat16 --rules few_bits.toml": (
+        "--rules few_bits.toml has entries 'fp8': name their recipe too, as --fp8 Float8CurrentScaling"
+    ),
     "train karate:task --mode torch --fp8 DelayedScaling": (
         "--fp8 DelayedScaling: torch does not autocast as policies; use autocast_bfloat16 or autocast_float16"
     ),

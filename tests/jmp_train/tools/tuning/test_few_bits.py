@@ -21,7 +21,7 @@ from jmp_train.policies import (
 )
 from jmp_train.policies.autocasting import RECIPES
 from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
-from jmp_train.tools.tuning.precisions import precision_of
+from jmp_train.tools.tuning.precisions import ProductsInFewBits, precision_of
 from jmp_train.tools.tuning.tolerance import Errors, Tolerance, curve_error
 from jmp_train.tools.tuning.tuned_entries import Verification
 from jmp_train.tools.tuning.tuned_functions import Subject
@@ -112,6 +112,18 @@ def test_wrong_arguments_are_named() -> None:
             jt.tune(loss_fn, examples, **options)
     with pytest.raises(ValueError, match="no operation of fn could be int8"):
         jt.tune(lambda w, x: (w * x).sum(), [(jnp.ones(3), jnp.ones(3))], dtype="int8")
+
+
+def test_the_recipe_of_the_step_is_tuned_unless_it_has_a_state_or_another_dtype() -> None:
+    policy = jt.get_policy("autocast_bfloat16")
+    cases = (
+        (MXFP8BlockScaling(), "float8_e4m3fn", MXFP8BlockScaling()),
+        (MXFP8BlockScaling(), "int8", Int8RowwiseScaling()),
+        (DelayedScaling(), "float8_e4m3fn", Float8CurrentScaling()),
+    )
+    for own, dtype, wanted in cases:
+        found = precision_of(step_of(dataclasses.replace(policy, fp8=own))[0], dtype, None)
+        assert found == ProductsInFewBits(jnp.dtype(jnp.bfloat16), jt.TORCH_CUDA, wanted)
 
 
 def test_entries_of_paths() -> None:
