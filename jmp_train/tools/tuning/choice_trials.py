@@ -187,14 +187,29 @@ def _smallest(ranking: Sequence[Item], group_of: Callable[[Item], Hashable], suf
     return needed([item for item in kept if item in in_groups], suffices)
 
 
-def needed(items: Sequence[Item], suffices: Suffices[Item]) -> list[Item]:
+def first_needed(ranking: Sequence[Item], suffices: Suffices[Item]) -> list[Item]:
+    """Returns items that suffice and are all needed, as `smallest_list`, but first ones even if fewer others suffice.
+
+    Args:
+      ranking: all items, those to keep first; together they must suffice.
+      suffices: deterministic test of a set of items.
+
+    Example:
+      >>> first_needed("abcd", lambda items: {"a", "b", "c"} <= items or {"c", "d"} <= items)
+      ['a', 'b', 'c']
+    """
+    return needed(_first_that_suffice(ranking, suffices), suffices, size=1) if not suffices(frozenset()) else []
+
+
+def needed(items: Sequence[Item], suffices: Suffices[Item], size: int | None = None) -> list[Item]:
     """Returns a sufficient subset of the items in which every item is necessary.
 
     Args:
       items: items that suffice together; the search tries to remove the last ones first.
       suffices: see `smallest_list`.
+      size: the number of items that it tries to remove at once in the beginning; None for half of them.
     """
-    kept, size = list(items), max(1, len(items) // 2)
+    kept, size = list(items), size or max(1, len(items) // 2)
     while True:
         before, end = len(kept), len(kept)
         while end > 0:

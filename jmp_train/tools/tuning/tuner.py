@@ -13,7 +13,7 @@ from jmp_train.policies.autocasting import TORCH_CUDA, AutocastRules, Recipe, no
 from jmp_train.policies.pytrees import check_number
 from jmp_train.tools.diagnosing import nonfinite_allowed
 from jmp_train.tools.tuning.checks import check_finite, checked, why_no_choice
-from jmp_train.tools.tuning.choice_trials import BudgetSpent, Trials, smallest_list
+from jmp_train.tools.tuning.choice_trials import BudgetSpent, Trials, first_needed, smallest_list
 from jmp_train.tools.tuning.precisions import HalfPrecision, ProductsInFewBits, costs_first, precision_of
 from jmp_train.tools.tuning.scores import OVERFLOWING, best_scale, lost_of, no_scores, scales_of
 from jmp_train.tools.tuning.tolerance import Criterion, Errors, Tolerance, tolerance_of
@@ -234,8 +234,9 @@ def _search(
     try:
         if not trials.suffices(frozenset()) and not trials.suffices(everything):
             raise ValueError(f"{precision.refusal}: {trials(everything).errors}")
-        few = isinstance(precision, ProductsInFewBits)  # whose ranking has the costs already
-        costly, group = (lambda i: not few and units[i].is_product), (lambda i: i if few else units[i].group)
+        if isinstance(precision, ProductsInFewBits):  # fewest flops, not fewest products
+            return frozenset(first_needed(ranking, trials.suffices)), True
+        costly, group = (lambda i: units[i].is_product), (lambda i: units[i].group)
         return frozenset(smallest_list(ranking, costly, group, trials.suffices)), True
     except (BudgetSpent, KeyboardInterrupt):
         best = trials.best

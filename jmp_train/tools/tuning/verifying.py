@@ -122,6 +122,7 @@ def verify_rules(
 
     counts = [0, *(2**i for i in range(len(rest).bit_length())), len(rest)]
     passing = next((count for count in counts if verify(frozenset(rest[:count]))), 0)
-    added = needed(rest[:passing], verify) if 0 < passing <= _MOST_REPAIRS else rest[:passing]
+    at_once = 1 if isinstance(training.precision, ProductsInFewBits) else None  # as in the search
+    added = needed(rest[:passing], verify, at_once) if 0 < passing <= _MOST_REPAIRS else rest[:passing]
     rules, verification = found[frozenset(added)]
     return rules, verification, frozenset(added)
