@@ -34,7 +34,7 @@ from jmp_train.policies.autocasting.primitives import (
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
 from jmp_train.policies.autocasting.reasons import Cause, Reason
 from jmp_train.policies.autocasting.region import Region, contracts_one, in_8_bits
-from jmp_train.policies.autocasting.rules import Rule
+from jmp_train.policies.autocasting.rules import FEW_BITS_PRODUCTS, Rule
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen, eligible, traced_dtype
 from jmp_train.policies.programs import join, opened, programs_in
 
@@ -92,7 +92,7 @@ def steps_of(region: Region, jaxpr: Jaxpr) -> dict[int, RuledEquation]:
 def _places(region: Region, jaxpr: Jaxpr) -> list[str]:
     """Returns one place per equation: "" unless it may hold a product with scales from outside or a random key."""
     counts: Counter[str] = Counter()
-    may_multiply = {"dot_general", "ragged_dot_general", *ENTERED} if region.delayed or region.recipe.stochastic else ()
+    may_multiply = {*FEW_BITS_PRODUCTS, *ENTERED} if region.delayed or region.recipe.stochastic else ()
     return [
         place_of(equation, join("", str(equation.source_info.name_stack)), region.place, counts)
         if equation.primitive.name in may_multiply

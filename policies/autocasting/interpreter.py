@@ -8,7 +8,7 @@ take the dtype of the other operand, as Python numbers do.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,24 +85,24 @@ class Autocast(ByRules):
         if not step.is_added:  # the gradient stores the result itself
             inputs = [dataclasses.replace(x, addends=None) if x.addends else x for x in inputs]
         scope = jax.named_scope(step.scope) if step.scope else contextlib.nullcontext()
-        with scope, at_line_of(equation), self._forward_mode_explained(equation):
-            return super().run(equation, inputs)
+        with scope, at_line_of(equation):
+            try:
+                return super().run(equation, inputs)
+            except TypeError as error:
+                if not self._lacks_forward_mode(equation, error):
+                    raise
+                raise TypeError(
+                    f"{user_line_of((*self.region.callers, equation))}: products in 8 or 4 bits have no derivatives in "
+                    "forward mode, as of jax.jvp; take these within the function that autocast gets, or use another "
+                    "rule than 'fp8'"
+                ) from error
 
-    @contextlib.contextmanager
-    def _forward_mode_explained(self, equation: Any) -> Iterator[None]:
-        """Names the line of the products in 8 bits in jax's error of functions without forward-mode derivatives."""
-        try:
-            yield
-        except TypeError as error:
-            within = (place.equation for body in programs_in(equation) for place in walk(body))
-            is_known = "can't apply forward-mode" in str(error) and self.region.takes_8_bits
-            if not is_known or not any(map(in_8_bits, (equation, *within))):
-                raise
-            raise TypeError(
-                f"{user_line_of((*self.region.callers, equation))}: products in 8 or 4 bits have no derivatives in "
-                "forward mode, as of jax.jvp; take these within the function that autocast gets, or use another rule "
-                "than 'fp8'"
-            ) from error
+    def _lacks_forward_mode(self, equation: Any, error: TypeError) -> bool:
+        """Returns whether products in 8 bits caused jax's error of functions without forward-mode derivatives."""
+        if "can't apply forward-mode" not in str(error) or not self.region.takes_8_bits:
+            return False
+        within = (place.equation for body in programs_in(equation) for place in walk(body))
+        return any(map(in_8_bits, (equation, *within)))
 
     def enter(self, equation: Any, inputs: list[Value]) -> Sequence[Value] | None:
         """Runs the programs of an equation by the rules; returns None if it is bound as it was traced."""

@@ -23,7 +23,7 @@ from jmp_train.policies.autocasting.primitives import (
     results_inside,
 )
 from jmp_train.policies.autocasting.reasons import Cause, Reason
-from jmp_train.policies.autocasting.rules import AutocastRules, Rule, kind_of
+from jmp_train.policies.autocasting.rules import FEW_BITS_PRODUCTS, AutocastRules, Rule, kind_of
 from jmp_train.policies.autocasting.source_lines import address_of
 from jmp_train.policies.autocasting.values import Value, argument
 from jmp_train.policies.programs import join, opened, repeats_of
@@ -119,8 +119,7 @@ class Region:
     @property
     def takes_8_bits(self) -> bool:
         """Whether a rule of the region is "fp8"."""
-        tables = (getattr(self.rules, field.name) for field in dataclasses.fields(self.rules))
-        return self.forced == "fp8" or any(entry[1] == "fp8" for table in tables for entry in table)
+        return self.forced == "fp8" or self.rules.has_fp8
 
     def remembered(self, key: object, program: object, find: Callable[[], Found]) -> Found:
         """Returns the cached result of `find` for a program; `key` identifies the fact that `find` computes."""
@@ -246,7 +245,7 @@ def _modules_of(source: str) -> tuple[str, ...]:
 def in_8_bits(equation: Any) -> bool:
     """Returns whether an equation is a matrix product that can multiply in 8 bits."""
     name, params = equation.primitive.name, equation.params
-    if name not in ("dot_general", "ragged_dot_general") or _no_matrix_product(equation) or contracts_one(equation):
+    if name not in FEW_BITS_PRODUCTS or _no_matrix_product(equation) or contracts_one(equation):
         return False
     if name == "dot_general":
         return True

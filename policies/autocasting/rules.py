@@ -44,7 +44,8 @@ PRESETS = {
 
 CPUs and TPUs have no `tf32_x3` and `bf16_x9`, and compute float32 instead.
 """
-_IN_8_BITS = "dot_general", "ragged_dot_general"
+FEW_BITS_PRODUCTS = "dot_general", "ragged_dot_general"  # the primitives that the rule "fp8" may name
+_RULED = "primitives", "functions", "paths", "operations"
 FLOAT32_RULES = frozenset(("float32", "tf32", *PRESETS))
 
 
@@ -94,7 +95,7 @@ class AutocastRules:
     operations: tuple[tuple[str, Rule], ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("primitives", "functions", "paths", "operations"):
+        for field in _RULED:
             pairs = getattr(self, field)
             if not isinstance(pairs, tuple | list) or not all(_is_pair(pair) for pair in pairs):
                 raise ValueError(f"{field}={shown(pairs)} must be pairs of a name and a rule")
@@ -104,8 +105,8 @@ class AutocastRules:
                         f"{field}: the rule of {name!r} must be one of {', '.join(get_args(Rule))}, got {rule!r}"
                     )
         for name, rule in self.primitives:
-            if rule == "fp8" and name not in _IN_8_BITS:
-                known = " and ".join(_IN_8_BITS)
+            if rule == "fp8" and name not in FEW_BITS_PRODUCTS:
+                known = " and ".join(FEW_BITS_PRODUCTS)
                 raise ValueError(f"primitives: the rule of {name!r} cannot be 'fp8': only {known} multiply in 8 bits")
         for field in ("paths", "operations"):
             for expression, _ in getattr(self, field):
@@ -117,6 +118,11 @@ class AutocastRules:
             for name, _ in pairs:
                 if name not in _NAMED:
                     check(name)
+
+    @property
+    def has_fp8(self) -> bool:
+        """True if an entry has the rule "fp8", which needs a recipe."""
+        return any(rule == "fp8" for field in _RULED for _, rule in getattr(self, field))
 
     def replace(
         self,

@@ -22,7 +22,6 @@ from jmp_train.app.runs import (
     prepare_run,
 )
 from jmp_train.app.tasks import TaskSource, errors_of_file
-from jmp_train.policies import AutocastPolicy
 from jmp_train.steps import TrainState
 from jmp_train.task import Task, count_examples
 
@@ -69,16 +68,13 @@ def check_precisions(options: SetupOptions, names: Sequence[str]) -> None:
         if given is not None and not any(getattr(part, option) for part in taken):
             raise WrongCall(f"--{option} {given}{reason}")
     rules = read_rules(options)
-    if options.fp8 is None and rules is not None and rules.has_fp8 and any(map(_takes_recipe, names)):
-        raise WrongCall(f"--rules {rules.name} has entries 'fp8': name their recipe too, as --fp8 Float8CurrentScaling")
+    with_recipe = dataclasses.replace(options, fp8=options.fp8 or "Float8CurrentScaling")
+    takes_recipe = any(options_for(with_recipe, name).fp8 for name in names)
+    if options.fp8 is None and rules is not None and rules.rules.has_fp8 and takes_recipe:
+        raise WrongCall(f"--rules {rules.name} has entries 'fp8': name their recipe too, as --fp8 {with_recipe.fp8}")
     for name, part in zip(names, taken, strict=True):
         if FewBits(fp8=part.fp8).has_fp8_state and is_schedule(name):
             raise WrongCall(f"--fp8 {part.fp8} has a state, which the phases of {name} cannot share")
-
-
-def _takes_recipe(name: str) -> bool:
-    """Returns whether `--fp8` applies to a policy, mode or schedule."""
-    return any(isinstance(phase.precision, AutocastPolicy) for phase in precisions_without_device(name))
 
 
 def read_rules(options: SetupOptions) -> RulesFile | None:

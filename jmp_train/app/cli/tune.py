@@ -15,15 +15,14 @@ from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.option_values import above_zero, count, path, positive
 from jmp_train.app.cli.options import BatchOptions, option
 from jmp_train.app.cli.outputs import check_outputs, show
-from jmp_train.app.runs import RECIPES, make_setup, run_optimizer
+from jmp_train.app.runs import RECIPES, FewBits, make_setup, run_optimizer
 from jmp_train.app.tasks import errors_of_file
-from jmp_train.policies import DelayedScaling
 from jmp_train.steps import TrainState, TrainStep
 from jmp_train.tools.tuning import TunedRules, tune
 
 _EXAMPLES = 4
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float4_e2m1fn", "int8")
-_STATELESS = [name for name in RECIPES if name != DelayedScaling.__name__]
+_STATELESS = [name for name in RECIPES if not FewBits(fp8=name).has_fp8_state]
 
 
 @dataclasses.dataclass(frozen=True)

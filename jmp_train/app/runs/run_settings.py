@@ -124,12 +124,6 @@ class RulesFile:
         return escaped(str(self.path))
 
     @property
-    def has_fp8(self) -> bool:
-        """True if an entry is "fp8", which needs a recipe."""
-        tables = (self.rules.primitives, self.rules.functions, self.rules.paths, self.rules.operations)
-        return any(rule == "fp8" for table in tables for _, rule in table)
-
-    @property
     def digest(self) -> str:
         """16 hexadecimal digits of the sha256 of the entries, whatever the file's name and comments."""
         tables = {field.name: getattr(self.rules, field.name) for field in dataclasses.fields(self.rules)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting import LAYOUT
+from jmp_train.policies.autocasting import FEW_BITS_PRODUCTS, LAYOUT
 from jmp_train.tools.diagnosing.amplifying import addition_before, gradients_error, terms_error
 from jmp_train.tools.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.tools.diagnosing.measures import is_float, is_low
@@ -193,7 +193,7 @@ def flushed_operand(evidence: Evidence, row: int) -> int | None:
       evidence: the evidence of a diagnosis.
       row: row of the product.
     """
-    if evidence.rows[row].primitive not in ("dot_general", "ragged_dot_general"):
+    if evidence.rows[row].primitive not in FEW_BITS_PRODUCTS:
         return None
     read = evidence.sources(row)
     for i in read:  # grows during the loop: with scales of blocks, the numbers are multiplied by them first

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jmp_train.policies import MOSTLY_HALF, AutocastPolicy, DelayedScaling, Int8RowwiseScaling, NVFP4BlockScaling
 from jmp_train.policies.autocasting import (
     DEFAULT_RECIPE,
+    FEW_BITS_PRODUCTS,
     HALVES,
     TORCH_CUDA,
     AutocastRules,
@@ -33,7 +34,6 @@ from jmp_train.tools.tuning.tolerance import Errors, Tolerance
 from jmp_train.tools.tuning.tuned_functions import Example, Subject
 from jmp_train.tools.tuning.units import Unit, entries_of, find_units, fp8_entries, unit_of
 
-_PRODUCTS = ("dot_general", "ragged_dot_general")
 _DEFAULTS = {"float8_e4m3fn": DEFAULT_RECIPE, "float4_e2m1fn": NVFP4BlockScaling(), "int8": Int8RowwiseScaling()}
 
 
@@ -107,7 +107,7 @@ class ProductsInFewBits:
         jax.eval_shape(lambda: subject.objective(lambda fn: self._run_all(fn, log=log), *example))
         found: dict[str, list[Any]] = {}
         for x in log:
-            if x.equation.primitive.name in _PRODUCTS:
+            if x.equation.primitive.name in FEW_BITS_PRODUCTS:
                 found.setdefault(address_of((*x.callers, x.equation), x.path), []).append(x)
         return [_unit(address, decisions) for address, decisions in found.items()]
 
@@ -117,7 +117,7 @@ class ProductsInFewBits:
 
     def _run_all(self, fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
         """Returns a function with all products in few bits that may be, in a region with further settings."""
-        mark = mark_of(self.run(fn, self.own.replace(primitives=dict.fromkeys(_PRODUCTS, "fp8"))))
+        mark = mark_of(self.run(fn, self.own.replace(primitives=dict.fromkeys(FEW_BITS_PRODUCTS, "fp8"))))
         assert mark is not None and mark.region is not None
         region = dataclasses.replace(mark.region, **settings)
         return lambda *args, **kwargs: run_region(region, fn, args, kwargs)
