@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.decisions import RuledEquation, literals_fit, settle
-from jmp_train.policies.autocasting.fp8 import Extra, product_in_few_bits
+from jmp_train.policies.autocasting.fp8 import Extra, convolution_in_few_bits, product_in_few_bits
 from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
     COMPUTED,
@@ -141,10 +141,7 @@ def _bound(op: _Operation) -> list[Value]:
     """Returns the results of an operation. How it is bound decides what its gradient stores; the first way applies."""
     step, name, inputs = op.step, op.name, op.inputs
     if step.rule == "fp8":
-        ragged = op.params.get("ragged_dot_dimension_numbers")
-        numbers = op.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
-        dtype = op.params.get("preferred_element_type") or op.half
-        few = functools.partial(product_in_8_bits, op.region, step.place, inputs, numbers, dtype)
+        few = functools.partial(_in_8_bits, op)
 
         def lower() -> Value:  # whose casts stay within the branch
             step = dataclasses.replace(op.step, rule="lower")
@@ -178,6 +175,22 @@ def _bound(op: _Operation) -> list[Value]:
     return outputs
 
 
+def _in_8_bits(op: _Operation) -> Value:
+    region, params = op.region, op.params
+    dtype = params.get("preferred_element_type") or op.half
+    if op.name == "conv_general_dilated":
+        lhs, rhs = (as_jax_array(x.array) for x in op.inputs)
+        extra = Extra(_scales_at(region, op.step.place))
+        return Value(convolution_in_few_bits(lhs, rhs, params, region.recipe, dtype, extra), product=True)
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    return product_in_8_bits(region, op.step.place, op.inputs, numbers, dtype)
+
+
+def _scales_at(region: Region, place: str) -> jax.Array | None:
+    return region.delayed.of(place) if region.delayed else None
+
+
 def _source(op: _Operation) -> Any:
     """Returns the float32 array from which a moved half array was cast; None if there is none."""
     first, *others = op.inputs
@@ -207,7 +220,7 @@ def product_in_8_bits(
     given, batch = [x.given for x in inputs[:2]], numbers[1][0]
     weights = given[0] and not given[1], given[1] or not (any(given) or batch)
     number = None if region.key is None else jnp.uint32(zlib.crc32(place.encode()))
-    extra = Extra(region.delayed.of(place) if region.delayed else None, region.key, number, groups)
+    extra = Extra(_scales_at(region, place), region.key, number, groups)
     return Value(product_in_few_bits(lhs, rhs, numbers, region.recipe, dtype, extra, weights), product=True)
 
 

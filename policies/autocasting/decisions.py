@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmp_train.policies.autocasting.fp8 import place_of
+from jmp_train.policies.autocasting.fp8 import Recipe, place_of
 from jmp_train.policies.autocasting.literal_bounds import fits
 from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
@@ -159,8 +159,7 @@ _SETTLED: tuple[tuple[Callable[[_Case], bool], Rule | None, Cause | None], ...] 
 
 def _is_of_activations(case: _Case) -> bool:
     """Returns whether a product has batch dimensions but no weight, as attention's, and no rule of its own."""
-    numbers = case.step.equation.params.get("dimension_numbers")
-    batched = numbers is not None and bool(numbers[1][0])
+    batched = case.name == "dot_general" and bool(case.step.equation.params["dimension_numbers"][1][0])
     return batched and case.step.reason.cause is not Cause.OPERATION and not any(x.given for x in case.floats)
 
 
@@ -207,10 +206,10 @@ def _is_square(equation: JaxprEqn) -> bool:
     return name == "square" or (name == "mul" and atoms[0] is atoms[1])
 
 
-def can_take(rule: Rule, equation: JaxprEqn) -> bool:
+def can_take(rule: Rule, equation: JaxprEqn, recipe: Recipe) -> bool:
     """Returns whether an equation may run by a rule, as far as its operands' traced dtypes and its programs tell."""
     if rule == "fp8":
-        return in_8_bits(equation)
+        return in_8_bits(equation, recipe)
     refuses = _is_typed(equation) or not _can_lower(equation)
     return not (rule == "lower" and (refuses or any(map(is_complex, equation.invars))))
 

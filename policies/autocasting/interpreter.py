@@ -102,7 +102,7 @@ class Autocast(ByRules):
         if "can't apply forward-mode" not in str(error) or not self.region.takes_8_bits:
             return False
         within = (place.equation for body in programs_in(equation) for place in walk(body))
-        return any(map(in_8_bits, (equation, *within)))
+        return any(in_8_bits(x, self.region.recipe) for x in (equation, *within))
 
     def enter(self, equation: Any, inputs: list[Value]) -> Sequence[Value] | None:
         """Runs the programs of an equation by the rules; returns None if it is bound as it was traced."""

@@ -185,7 +185,7 @@ class Region:
         for banned, advice in self.rules.banned:
             if banned in (name, function):
                 raise BannedOperationError(f"autocast bans {banned}: {advice}")
-        takes_8_bits = name in ENTERED or in_8_bits(equation)
+        takes_8_bits = name in ENTERED or in_8_bits(equation, self.recipe)
         entries = (entry for entry in self._entries(equation, scope) if takes_8_bits or entry[0] != "fp8")
         decided = next(entries, (None, Reason(Cause.NO_RULE)))
         if decided[0] is None and name in NEAR_A_CONSTANT and equation.outvars[0] in self.complemented:
@@ -211,7 +211,7 @@ class Region:
             yield self.forced, Reason(Cause.WITHIN, self.forced)
         if (rule := dict(rules.primitives).get(name)) is not None:
             in_half = rule in ("lower", "fp8") and name in PRODUCTS
-            rule = "lower" if in_half and not in_8_bits(equation) else rule
+            rule = "lower" if in_half and not in_8_bits(equation, self.recipe) else rule
             yield (_no_matrix_product(equation) if in_half else None) or (rule, Reason(Cause.PRIMITIVE, name))
 
 
@@ -242,13 +242,15 @@ def _modules_of(source: str) -> tuple[str, ...]:
     return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
-def in_8_bits(equation: Any) -> bool:
-    """Returns whether an equation is a matrix product that can multiply in 8 bits."""
+def in_8_bits(equation: Any, recipe: Recipe) -> bool:
+    """Returns whether an equation is a matrix product or a convolution that a recipe can compute in 8 bits."""
     name, params = equation.primitive.name, equation.params
     if name not in FEW_BITS_PRODUCTS or _no_matrix_product(equation) or contracts_one(equation):
         return False
     if name == "dot_general":
         return True
+    if name == "conv_general_dilated":
+        return recipe.activations.whole
     numbers = params["ragged_dot_dimension_numbers"]
     (lhs, _), (batch, _) = numbers.dot_dimension_numbers
     groups = tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions), params["group_offset"]

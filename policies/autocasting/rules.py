@@ -12,8 +12,8 @@ A rule is one of these words:
   literals and integers that half cannot hold keep them in float32, and scalars are promoted;
 * `fp8`: the matrix products of layers and their gradients multiply in 8 or 4 bits by autocast's recipe: those without
   batch dimensions, ragged ones, and those with batch dimensions of which one operand is a weight. Others with batch
-  dimensions, such as attention's, are `lower` unless `operations` names them; so are convolutions. Other operations in
-  a path or function have the rule that they would have without this one;
+  dimensions, such as attention's, are `lower` unless `operations` names them; so are convolutions unless the recipe
+  has one scale per tensor. Other operations in a path or function have the rule that they would have without this one;
 * `keep`: the traced dtypes, which are those of the plain function for float32 inputs.
 
 Operations that no table names are promoted if they are elementwise or move data, and kept otherwise.
@@ -44,7 +44,8 @@ PRESETS = {
 
 CPUs and TPUs have no `tf32_x3` and `bf16_x9`, and compute float32 instead.
 """
-FEW_BITS_PRODUCTS = "dot_general", "ragged_dot_general"  # the primitives that the rule "fp8" may name
+# The primitives that the rule "fp8" may name.
+FEW_BITS_PRODUCTS = "dot_general", "ragged_dot_general", "conv_general_dilated"
 _RULED = "primitives", "functions", "paths", "operations"
 FLOAT32_RULES = frozenset(("float32", "tf32", *PRESETS))
 
@@ -76,9 +77,9 @@ class AutocastRules:
         them do.
 
     Raises:
-      ValueError: a rule is not one of these words; a primitive other than `dot_general` and `ragged_dot_general` has
-        the rule `fp8`; a regular expression is not valid; jax has no primitive of that name; or the name of a function
-        looks like a misspelled jax function.
+      ValueError: a rule is not one of these words; a primitive other than `dot_general`, `ragged_dot_general` and
+        `conv_general_dilated` has the rule `fp8`; a regular expression is not valid; jax has no primitive of that name;
+        or the name of a function looks like a misspelled jax function.
 
     Example:
       >>> rules = TORCH_CUDA.replace(primitives={"tanh": "float32"}, paths={"head$": "float32"})
@@ -106,7 +107,7 @@ class AutocastRules:
                     )
         for name, rule in self.primitives:
             if rule == "fp8" and name not in FEW_BITS_PRODUCTS:
-                known = " and ".join(FEW_BITS_PRODUCTS)
+                known = ", ".join(FEW_BITS_PRODUCTS)
                 raise ValueError(f"primitives: the rule of {name!r} cannot be 'fp8': only {known} multiply in 8 bits")
         for field in ("paths", "operations"):
             for expression, _ in getattr(self, field):

@@ -26,8 +26,7 @@ _SHIPPED_PRIMITIVES = frozenset(entry for rules in _TABLES for entry in rules.pr
 class UnmetRulesWarning(UserWarning):
     """Entries of autocast rules apply to no operation: their names are wrong, or the function has changed.
 
-    Or no operation that they match can take the rule, such as `fp8` for a path with convolutions only, or with
-    attention's products only.
+    Or no operation that they match can take the rule, such as `fp8` for a path with attention's products only.
 
     `autocast` warns when it first traces the function, and so do `train_step` and `apply_policy` if they use rules.
     `explain_autocast` lists all such entries. Names of `primitives` and of jax's `functions` may match nothing. If
@@ -64,7 +63,7 @@ def unmet_entries(region: Region) -> tuple[str, ...]:
             matches = re.compile(name).search if table in ("paths", "operations") else name.__eq__
             met = [equation for equation, names in found if any(map(matches, names))]
             operations = [equation for equation in met if equation.primitive.name not in ENTERED]
-            taking = (x for x in operations if id(x) not in kept and can_take(rule, x))
+            taking = (x for x in operations if id(x) not in kept and can_take(rule, x, region.recipe))
             if not met and table != "primitives" and not (table == "functions" and is_function_of_jax(name)):
                 unmet.append(_text(table, name, {known for _, names in found for known in names}))
             elif operations and rule in ("lower", "fp8") and next(taking, None) is None:

@@ -156,8 +156,9 @@ def _unit(address: str, decisions: Sequence[Any]) -> Unit:
 
 def _is_left_by_paths(decision: Any) -> bool:
     """Returns whether no entry of a path puts a product in few bits, as attention's, or whether that may be so."""
-    numbers = decision.equation.params.get("dimension_numbers")
-    is_named = decision.reason.cause == Cause.OPERATION and numbers is not None and bool(numbers[1][0])
+    product = decision.equation
+    batched = product.primitive.name == "dot_general" and bool(product.params["dimension_numbers"][1][0])
+    is_named = decision.reason.cause == Cause.OPERATION and batched
     return is_named or decision.reason.cause == Cause.ACTIVATIONS
 
 

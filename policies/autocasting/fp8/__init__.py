@@ -1,9 +1,10 @@
-"""Matrix products in 8 or 4 bits, for autocast's rule "fp8"."""
+"""Matrix products and convolutions in 8 or 4 bits, for autocast's rule "fp8"."""
 
 from jmp_train.policies.autocasting.fp8.blockwise import Float8BlockScaling as Float8BlockScaling
 from jmp_train.policies.autocasting.fp8.blockwise import MXFP8BlockScaling as MXFP8BlockScaling
 from jmp_train.policies.autocasting.fp8.casting import dequantized as dequantized
 from jmp_train.policies.autocasting.fp8.casting import quantized as quantized
+from jmp_train.policies.autocasting.fp8.convolutions import convolution_in_few_bits as convolution_in_few_bits
 from jmp_train.policies.autocasting.fp8.delayed import DelayedScales as DelayedScales
 from jmp_train.policies.autocasting.fp8.delayed import Fp8Scales as Fp8Scales
 from jmp_train.policies.autocasting.fp8.delayed import Fp8State as Fp8State

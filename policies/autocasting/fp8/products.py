@@ -115,7 +115,7 @@ def _product(product: Product, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> 
 
 
 @jax.custom_vjp
-def _derived_once(x: jax.Array) -> jax.Array:
+def derived_once(x: jax.Array) -> jax.Array:
     """Returns an operand of which the gradient of a gradient, that of a cast to few bits, would be wrong."""
     return x
 
@@ -127,11 +127,11 @@ def _refuse(*_: object) -> Any:
     )
 
 
-_derived_once.defvjp(lambda x: (x, None), _refuse)
+derived_once.defvjp(lambda x: (x, None), _refuse)
 
 
 def _derived(product: Product, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> Any:
-    return _forward(product, _derived_once(lhs), _derived_once(rhs), extra)
+    return _forward(product, derived_once(lhs), derived_once(rhs), extra)
 
 
 def _of_groups(x: jax.Array, groups: jax.Array | None) -> jax.Array:
@@ -208,7 +208,7 @@ def _draw_of(x: jax.Array, extra: Extra, index: int) -> Draw | None:
 
 def _backward(product: Product, residuals: Any, cotangent: jax.Array) -> Any:
     (lhs, rhs), like, extra = residuals
-    cotangent = _of_groups(_derived_once(cotangent), extra.groups)
+    cotangent = _of_groups(derived_once(cotangent), extra.groups)
     batch, groups, weights = product.batch, extra.groups, product.weights
     of_rhs = rhs.array.ndim - product.contracted - batch - (groups is not None)
     of_lhs = cotangent.ndim - batch - of_rhs

@@ -101,13 +101,6 @@ def test_a_rule_by_primitive_leaves_what_is_no_layer() -> None:
     assert rows(jnp.vdot, x, x)[-1][:2] == ("dot_general", "float32")
     highest = rows(lambda x, w: jnp.matmul(x, w, precision="highest"), x, w)
     assert highest == [("dot_general", "float32", "float32 float32")]
-    conv = FP8.replace(operations={"": "fp8"})
-    image, kernel = normal(1, 4, 4, 2), normal(3, 3, 2, 2)
-    numbers = ("NHWC", "HWIO", "NHWC")
-    convolve = lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers)
-    with pytest.warns(jt.policies.UnmetRulesWarning, match="what it matches cannot be 'fp8'"):
-        jt.autocast(convolve, jnp.bfloat16, rules=conv)(image, kernel)
-    assert rows(convolve, image, kernel, rules=conv) == [("conv_general_dilated", "lower", "bfloat16 bfloat16")]
 
 
 def test_rules_by_path_function_and_operation() -> None:
