@@ -208,6 +208,27 @@ def fp8_layer(recipe: str, *, batch: int = 4) -> tuple[Any, ...]:
     return step, (jt.steps.with_fp8_state(step, state, examples) if recipe == "DelayedScaling" else state, examples)
 
 
+def convolutions(rule: Any) -> tuple[Any, ...]:
+    """Makes a train step of four convolutions.
+
+    Args:
+      rule: the rule of autocast for them, "lower" or "fp8".
+    """
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def loss(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
+        for kernel in kernels:
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers))
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    rules = jt.TORCH_CUDA.replace(primitives={"conv_general_dilated": rule})
+    policy = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=rules)
+    optimizer = jt.with_loss_scale(optax.sgd(0.1), jt.NoOpLossScale())
+    step = jt.train_step(jt.stateless(loss), optimizer, policy=policy)
+    kernels = [jnp.zeros((3, 3, 64, 64))] * 4
+    return step, (jt.TrainState.create(kernels, optimizer), Struct((16, 64, 64, 64), jnp.float32))
+
+
 def autocast_products(dtype: str) -> tuple[Any, ...]:
     """Makes a convolution, a dense layer and attention under autocast, with gradients: 3 convolutions, 9 products.
 

@@ -1,7 +1,8 @@
 """Convolutions in 8 bits, for recipes with one scale per tensor, with gradients that are convolutions in 8 bits too.
 
-Operands are stored in 8 bits for the backward pass. They are convolved in bfloat16, on CPUs in float32, which both hold
-them exactly: XLA has no convolution that takes 8 bits on every device.
+Operands are stored in 8 bits for the backward pass. The program converts them to bfloat16, on CPUs to float32, which
+both hold them exactly. On GPUs with 8-bit products, XLA makes cuDNN's 8-bit convolutions of the forward ones; it has
+none for the gradients, which are convolved in bfloat16.
 """
 
 import dataclasses
@@ -92,7 +93,9 @@ def _derived(convolution: Convolution, lhs: jax.Array, rhs: jax.Array, extra: Ex
 
 
 def _backward(convolution: Convolution, residuals: Any, cotangent: jax.Array) -> Any:
-    (left, right), like, extra = residuals
+    stored, like, extra = residuals
+    # Otherwise XLA shares the forward pass's conversion from 8 bits, and keeps its bfloat16 result.
+    left, right = lax.optimization_barrier(stored)
     of_out = _operand(convolution.recipe, derived_once(cotangent), 2, convolution.recipe.backward_dtype, extra)
 
     def for_left(gradient: jax.Array, kernel: jax.Array) -> jax.Array:

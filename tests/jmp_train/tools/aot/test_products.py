@@ -44,6 +44,16 @@ def test_all_products_of_layers_in_8_bits_are_cublas_in_8_bits(plan_python: str,
     assert program.hlo.count("__cublas$lt$matmul$f8") == 5
 
 
+def test_convolutions_in_8_bits_are_so_forward_and_store_8_bits(plan_python: str) -> None:
+    half, few = (
+        compile_for_gpu(f"{PROGRAMS}:convolutions", rule, gpu="H100-80GB", python=plan_python, timeout=150)
+        for rule in ("lower", "fp8")
+    )
+    forward = [line for line in few.hlo.splitlines() if "__cudnn$convForwardGraph" in line]
+    assert len(forward) == 4
+    assert few.temp_bytes < 0.9 * half.temp_bytes
+
+
 def test_whole_numbers_are_multiplied_as_such(plan_python: str) -> None:
     program = compile_for_gpu(
         f"{PROGRAMS}:fp8_layer", "Int8RowwiseScaling", gpu="H100-80GB", python=plan_python, timeout=150
