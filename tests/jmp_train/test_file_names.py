@@ -76,6 +76,7 @@ def check(folder: Path, name: bytes, place: str, write: Callable[[str], None], m
     assert entries(folder) == before | {name}
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("place", ["last", "middle"])
 @pytest.mark.parametrize(("write", "makes_folder"), WRITERS, ids=[row[0].__name__ for row in WRITERS])
 @pytest.mark.parametrize("names", ["few", pytest.param("all", marks=pytest.mark.full)])

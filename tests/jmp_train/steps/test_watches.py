@@ -94,7 +94,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_what_is_lost_is_lost_where_the_update_is_added(wrapped: str) -> None:
     make, wanted = WRAPPED[wrapped]
@@ -181,7 +181,7 @@ def test_underflow_of_several_losses_counts_all_of_them() -> None:
     assert shares == {"underflow": {"params": pytest.approx(2 / 10)}}
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", [(), (0, 3), (65_535,), (70_000,), (3, 40_000), (70_000, 2), (2, 300, 300)])
 def test_more_elements_than_16_bits_count_are_counted(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(2)

@@ -120,6 +120,7 @@ def haiku_gru(w: jax.Array, b: jax.Array) -> jax.Array:
 CELLS = {"minGRU": mingru, "LRU": lru, "highway": highway, "linen": linen_gru, "haiku": haiku_gru}
 
 
+@pytest.mark.full
 @HALVES
 def test_gradients_of_gated_cells(half: Any) -> None:
     def loss(copies: dict[str, Any]) -> jax.Array:

@@ -105,7 +105,7 @@ def error(found: Any, right: Any) -> float:
 
 # One of each kind; every case costs a third of a second on each jax.
 QUICK = (
-    "several gathers", "dynamic_slice in scan", "cond", "custom_vjp", "shard_map", "bias", "divisor",
+    "several gathers", "dynamic_slice in scan", "cond", "custom_vjp", "shard_map", "bias",
     "repeat by counts",
 )  # fmt: skip
 
@@ -209,7 +209,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_embeddings_by_every_way_to_a_policy(way: str) -> None:
     right = jnp.bincount(TOKENS, length=64)[:, None] * 8 * WIDTH / (8 * READS * WIDTH) * jnp.ones(WIDTH)

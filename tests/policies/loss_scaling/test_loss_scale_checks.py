@@ -222,7 +222,7 @@ def test_a_user_scale_of_another_setting_is_refused(name: str) -> None:
         jt.set_loss_scale(state, other)
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(2)
 @every_scale
 def test_a_checkpoint_keeps_it(name: str, tmp_path: Path) -> None:
     state, _ = run(name, "jit")
@@ -234,6 +234,7 @@ def test_a_checkpoint_keeps_it(name: str, tmp_path: Path) -> None:
     assert type(jt.get_loss_scale(restored.opt_state)) is type(SCALES[name]())
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", [name for name in SCALES if name not in USERS] + ["OfFlax"])
 def test_flax_serializes_it(name: str) -> None:
     state, _ = run(name, "jit")

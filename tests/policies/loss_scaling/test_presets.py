@@ -236,6 +236,7 @@ intervals = st.integers(1, 6)
 FEW = settings(max_examples=12, deadline=None)
 
 
+@pytest.mark.full
 @FEW
 @given(seeds, powers, growths, backoffs, intervals, st.integers(1, 4), st.sampled_from([0.02, 0.2, 0.6]))
 @pytest.mark.filterwarnings("ignore:.*is not a power of two")

@@ -52,7 +52,7 @@ def sums_of(params: Any, state: Any) -> np.ndarray:
     return np.asarray(jt.policies.compensated_params(params, state)).astype(np.float64)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_tiny_updates_add_up_as_in_float64(dtype: str, form: str) -> None:
@@ -92,6 +92,7 @@ def test_in_int8_the_least_updates_are_right_on_average(dtype: str, sign: float)
     np.testing.assert_array_equal(nearest, start.astype(float))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("form", "dtype", "least"),
     [
@@ -201,7 +202,7 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (8, 4)).astype(jnp.bfloat16), "scale": jnp.ones(4)}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_in_a_train_step_a_skip_changes_no_bit_and_float32_stays(form: str) -> None:
     inner = jt.with_loss_scale(relaxed(optax.adam(1e-2)), jt.torch_loss_scale(2.0**8))

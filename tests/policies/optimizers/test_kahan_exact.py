@@ -103,7 +103,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in OPTIMIZERS), ("adamw", "float16")])
 def test_weights_are_bitwise_the_master_weights(name: str, dtype: str) -> None:
     """By updates far below the last bit of the parameters, of which each needs the float32 parameters."""

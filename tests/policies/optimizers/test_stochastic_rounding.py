@@ -39,6 +39,7 @@ def descend(optimizer: Any, params: Any, steps: int, grads: Any) -> Any:
     return params
 
 
+@pytest.mark.full
 def test_two_thousand_tiny_updates_move_it() -> None:
     params = jnp.ones(256, jnp.bfloat16)
     tiny = jnp.full(256, 2.0**-13)

@@ -260,7 +260,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.filterwarnings("ignore:the gradient taken at")
 @pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -147,18 +146,6 @@ def test_a_script_may_have_the_name_of_a_module_that_is_there(folder: Path, caps
     assert main(["diagnose", "scripts/json.py:number"]) == 2
     assert "returned a value of type int" in capsys.readouterr().err
     assert sys.modules["json"] is json
-
-
-@pytest.mark.full
-@pytest.mark.timeout(200)
-def test_the_module_is_a_command_that_leaves_the_current_folder_alone(folder: Path) -> None:
-    (folder / "jax.py").write_text("raise SystemExit('the jax of the current folder')")
-    (folder / "scripts/model.py").write_text(f"import jmp_train as jt\nassert callable(jt.diagnose)\n{SCRIPT}")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
-    command = (sys.executable, "-m", "jmp_train", "diagnose", "scripts/model.py:make_step", "--json")
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
-    assert result.returncode == 3, result.stderr
-    check_schema(json.loads(result.stdout), {"function": "scripts/model.py:make_step"})
 
 
 @pytest.mark.full

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import pytest
-from image_files import write_mnist
 from made_runs import make_run
 from process_helpers import jmp_train_command as run
 
@@ -153,20 +152,6 @@ def test_a_terminal_gets_bars_and_the_table(tmp_path: Path) -> None:
     assert re.search(r"float32 .* compiling", text)
     assert "float32         epoch 2/2  loss" in text
     assert re.search(r"float32 +\d+\.\d\d +\d+\.\d s +\d+\.\d+% .* 1 +0", text)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_mnist_is_compared_from_files(tmp_path: Path) -> None:
-    write_mnist(tmp_path, train=64, test=16)
-    policies = ["float32", "mixed_float16"]
-    result = run(
-        "compare", "mnist:task", "--data-dir", ".", "--policies", *policies, "--epochs", "1",
-        "--batch-size", "16", "--train-size", "32", "--out", "out", cwd=tmp_path,
-    )  # fmt: skip
-    assert (result.returncode, result.stderr) == (0, "")
-    report = json.loads((tmp_path / "out/report.json").read_text())
-    check_schema(report, policies, epochs=1, task="mnist:task")
 
 
 def test_a_comparison_of_which_one_run_fails_has_the_others_and_ends_with_1(

@@ -298,7 +298,13 @@ def test_launch_trains_one_run_in_two_processes(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("source", "options"),
-    [("generator", ""), ("generator", "--accumulate-steps 2"), ("list", "--devices 2"), ("grain", ""), ("arrays", "")],
+    [
+        ("generator", "--policy mixed_float16"),
+        ("generator", "--policy mixed_float16 --accumulate-steps 2"),
+        ("list", "--policy mixed_float16 --devices 2"),
+        ("grain", "--policy mixed_float16"),
+        ("arrays", "--policy mixed_float16,0.5:float32"),
+    ],
 )
 def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(
     source: str, options: str, tmp_path: Path
@@ -312,7 +318,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(
         "def task():\n    changes = {} if SOURCE in ('arrays', 'grain') else {'train': slow, 'steps_per_epoch': 5}\n"
         "    return make_task(SOURCE, **changes, epochs=6)\n"
     )
-    call = [sys.executable, "-m", "jmp_train", "train", "mine.py:task", "--policy", "mixed_float16", "--json"]
+    call = [sys.executable, "-m", "jmp_train", "train", "mine.py:task", "--json"]
     call += [*options.split(), "--checkpoint-every", "2", "--resume", "--checkpoint-dir"]
     whole = subprocess.run([*call, "whole"], capture_output=True, text=True, cwd=tmp_path, check=True, timeout=200)
     call += ["saved"]

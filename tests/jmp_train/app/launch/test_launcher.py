@@ -242,7 +242,7 @@ def check_trained(folder: Path) -> None:
     assert [(folder / rank).read_text() for rank in "01"] == ["999", "999"]
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("shell", "said"),
     [

@@ -188,14 +188,10 @@ def test_a_step_that_overflows_once_in_a_while_does_not_stop_the_run(digits: Tas
 @pytest.mark.parametrize(
     ("policy", "settings", "message"),
     [
-        ("float32", {"batch_size": 1438}, "batch_size=1438 must be between 1 and the 1437"),
         ("float32", {"epochs": 10**8}, r"epochs=100000000 needs 2200000000 steps, more than the limit of 2\*\*31 - 1"),
         ("float32", {"seed": 2**32}, r"seed=4294967296 must be between 0 and 2\*\*32 - 1"),
-        ("float32", {"batch_size": 100, "devices": 8}, "devices=8 must divide batch_size=100"),
         ("float32", {"batch_size": 90, "devices": 9}, "devices=9: only 8 x cpu available"),
         ("float32", {"devices": 0}, "devices=0 must divide batch_size=64"),
-        ("float31", {}, "Unknown dtype 'float31'"),
-        ("float64", {}, "'float64' has float64, which needs JAX_ENABLE_X64=1"),
     ],
 )
 def test_bad_arguments_are_named(digits: Task, policy: str, settings: dict[str, Any], message: str) -> None:

@@ -41,6 +41,7 @@ def state_of(task: Task, setup: Any) -> tuple[Any, ...]:
     return structure, tuple((x.shape, x.dtype) for x in leaves)
 
 
+@pytest.mark.full
 def test_two_phases_are_taken_if_and_only_if_their_states_and_loss_scales_are_the_same(digits: Task) -> None:
     setups = {name: setup_of(digits, name) for name in NAMES}
     states = {name: state_of(digits, setup) for name, setup in setups.items()}

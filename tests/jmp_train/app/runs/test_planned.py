@@ -30,7 +30,7 @@ def shapes(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
     return [(jax.tree_util.keystr(path), x.shape, str(x.dtype)) for path, x in leaves]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_the_state_is_that_of_a_run(name: str) -> None:
     task = load_task("digits")

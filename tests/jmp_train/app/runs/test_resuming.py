@@ -96,42 +96,6 @@ def test_a_run_that_was_stopped_ends_as_one_in_a_piece(policy: str, task: Task, 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(150)
-def test_a_text_model_goes_on_from_either_side_of_a_switch(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_bytes(bytes(range(32, 127)) * 30)
-    task = dataclasses.replace(load_task("lm", text_file=text), batch_size=2)
-    policy = "autocast_float16,0.5:float32"
-    whole = run(task, tmp_path / "whole", policy=policy)
-    assert [(phase.start, phase.stop) for phase in whole.phases] == [(0, 15), (15, 30)]
-    run_to(task, tmp_path / "parts", policy, (12, 17))
-    assert without_times(run(task, tmp_path / "parts", policy=policy)) == without_times(whole)
-    assert final(tmp_path / "parts") == final(tmp_path / "whole")
-
-
-@pytest.mark.full
-@pytest.mark.timeout(300)
-def test_the_command_that_was_killed_in_each_phase_ends_with_the_same_bits(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "jmp_train", "train", "digits", "--policy", "mixed_float16, .50:float32"]
-    command += ["--train-size", "128", "--epochs", "100", "--checkpoint-every", "20", "--resume", "--checkpoint-dir"]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True, timeout=200)
-    parts = [*command, str(tmp_path / "parts")]
-    for awaited in ("epoch   2/100", "from step 101 to 200 in float32"):
-        with subprocess.Popen(parts, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert any(awaited in line for line in process.stdout)
-            process.kill()
-        assert process.returncode == -signal.SIGKILL
-    refused = subprocess.run(
-        [x.replace(".50", "0.6") for x in parts], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert refused.returncode == 2
-    assert "policy: the run has mixed_float16,0.5:float32, this call mixed_float16,0.6:float32" in refused.stderr
-    subprocess.run(parts, check=True, capture_output=True, timeout=200)
-    assert final(tmp_path / "parts") == final(tmp_path / "whole")
-
-
-@pytest.mark.full
 def test_a_run_that_is_ready_is_tested_again(task: Task, tmp_path: Path) -> None:
     events: list[Event] = []
     first = run(task, tmp_path)

@@ -113,7 +113,7 @@ PERIODS = {
 }  # fmt: skip
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", PERIODS)
 def test_a_growth_interval_is_that_of_the_dynamic_scale_and_of_nothing_else(digits: Task, name: str) -> None:
     own, set_ = (setup_of(digits, name, RunSettings(growth_interval=steps)).loss_scale for steps in (None, 30))

@@ -187,6 +187,7 @@ def test_names_of_metrics_need_not_be_text_and_there_may_be_none() -> None:
         assert (found.metrics, found.headline) == (metrics, headline)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("value", "message"),
     [

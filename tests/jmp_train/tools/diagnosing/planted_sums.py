@@ -296,7 +296,7 @@ SUMS = (
     Fault("variance by squares", "cancellation", "linen", fast_variance, BF16),
     Fault("variance by squares", "cancellation", "linen", in_remat(fast_variance), BF16, where="remat"),
     Fault("distances by products", "cancellation", "jax", distances),
-    Fault("logarithm of a complement", "cancellation", "haiku", complement, quick=True),
+    Fault("logarithm of a complement", "cancellation", "haiku", complement),
     Fault("logarithm near 1", "cancellation", "jax", small_logarithm),
     Fault("softmax of an offset", "cancellation", "equinox", offset_logits),
     Fault("advantages", "cancellation", "jax", advantages, BF16),

@@ -68,6 +68,7 @@ def test_what_comes_of_a_wrong_variance_is_no_underflow() -> None:
     assert {problem.kind for problem in found} == {"cancellation"}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_the_logarithm_of_what_jax_has_whole_is_proposed(name: str) -> None:
     function = getattr(jax.nn, name)
@@ -75,7 +76,7 @@ def test_the_logarithm_of_what_jax_has_whole_is_proposed(name: str) -> None:
     assert first.remedy.text.startswith(f"jax.nn.log_{name} in place of the logarithm, or an epsilon of at least ")
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_counter_that_stands_still_is_named_wherever_it_is_in_the_state(steps: int) -> None:
     def step(w: jax.Array, count: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)

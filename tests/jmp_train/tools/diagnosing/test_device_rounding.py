@@ -52,6 +52,7 @@ def test_what_a_gpu_or_a_tpu_cannot_bear_is_found_and_float32_by_a_rule_mends_it
     assert jt.diagnose(affinity("float32"), X, Y, device="tpu").problems == ()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("device", "bits"), [("cuda", 10), (TPUS["v5e"], 7), (SimpleNamespace(platform="gpu"), 10)])
 def test_the_error_is_that_of_rounded_operands(device: Any, bits: int) -> None:
     exact, ours = (np.asarray(x, np.float64) @ np.asarray(Y, np.float64).T for x in (X, X))
@@ -86,6 +87,7 @@ def test_in_loops_branches_convolutions_and_both_passes() -> None:
     assert {r.local_error for r in products("tpu", lambda x, w: jnp.matmul(x, w, precision="high"))} == {0.0}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("word", ["tf32_x3", "bf16_x3"])
 def test_words_that_cpus_lack_are_diagnosed_on_them(word: Any) -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:

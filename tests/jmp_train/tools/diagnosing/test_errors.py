@@ -70,6 +70,7 @@ def relative(values: np.ndarray, exact: np.ndarray) -> float:
     return float(error.sum() / np.abs(exact).sum())
 
 
+@pytest.mark.full
 @hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(program=programs(), seed=st.integers(0, 2**16))
 def test_errors_are_those_against_float64(program: Program, seed: int) -> None:

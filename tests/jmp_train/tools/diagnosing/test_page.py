@@ -135,6 +135,7 @@ def test_a_problem_is_marked_at_the_likeliest_row_of_its_line() -> None:
     assert row_of_problem(rows, dataclasses.replace(PROBLEM, line=99)) is None
 
 
+@pytest.mark.full
 def test_a_page_of_five_thousand_operations_is_small() -> None:
     report = dataclasses.replace(REPORT, rows=(ROWS * 1667)[:5000])
     assert len(report.to_html().encode()) < 3e6
