@@ -60,7 +60,7 @@ test-compile: .venv/.dev .venv-plan/.plan
 
 # Plants a fault at a time in a copy, where a quick test has to fail.
 test-mutations: .venv/.dev
-	$(BIN)/python tests/mutations.py
+	$(BIN)/python tests/mutate.py --planted --record
 
 NEWEST_PYTHON ?= $(shell .ci/newest-python)
 

@@ -1,7 +1,8 @@
 """Plants random faults and looks whether the tests notice: `python tests/mutate.py --count 10 --seed 1`.
 
-A fault changes one operator, constant or call of a module. Of the quick ring run the tests that ran its line in a
-recording (`--record`; see `line_tests.py`), those of its folder first, up to two minutes of CPU.
+A fault changes one operator, constant or call of a module; with `--planted`, the faults are those of
+`planted_faults.toml`. They are planted in a copy of the tracked files. Of the quick ring run the tests that ran their
+line in a recording (`--record`; see `line_tests.py`), those of its folder first, up to two minutes of CPU.
 `equivalent_faults.txt` lists faults that change nothing that could be seen, each with its reason; they are not planted.
 """
 
@@ -9,17 +10,23 @@ import argparse
 import ast
 import copy
 import dataclasses
+import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from line_tests import ROOT, Outcome, Recording, folder_of, outcome_of, preload, record
-from mutations import compiled_once, copied_tree
 
 FOLDERS = ("policies", "graphs", "jmp_train/steps", "jmp_train/parallel", "jmp_train/checkpoints")
 EQUIVALENT = Path(__file__).parent / "equivalent_faults.txt"
+PLANTED = Path(__file__).parent / "planted_faults.toml"
 LAYERS = ("policies", "graphs", "jmp_train")
 _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -57,7 +64,7 @@ class Fault:
       old: its source.
       new: what takes its place.
       start: of the expression in the file, in characters.
-      planted_line: the line with the fault, which names it in `equivalent_faults.txt`.
+      planted_line: the line with the fault, which names it in `equivalent_faults.txt`; the name of a planted one.
     """
 
     file: str
@@ -216,10 +223,49 @@ def drawn_faults(folders: Sequence[str], count: int, seed: int) -> list[Fault]:
     return random.Random(seed).sample(found, min(count, len(found)))
 
 
+def planted_faults() -> list[Fault]:
+    """Returns the faults of `planted_faults.toml`.
+
+    Raises:
+      ValueError: the old text of one is not in its file exactly once.
+    """
+    return [_planted(**fault) for fault in tomllib.loads(PLANTED.read_text())["fault"]]
+
+
+def _planted(name: str, file: str, old: str, new: str) -> Fault:
+    text = (ROOT / file).read_text()
+    if (count := text.count(old)) != 1:
+        raise ValueError(f"fault {name!r}: its old text is {count} times in {file}, not once")
+    start = text.index(old)
+    return Fault(file, text.count(LINE_END, 0, start) + 1, old, new, start, name)
+
+
 def modules(folders: Sequence[str]) -> list[str]:
     """Returns the tracked modules of folders, from the root."""
     command = ["git", "ls-files", "--", *(f"{folder}/*.py" for folder in folders)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split()
+
+
+@contextmanager
+def compiled_once() -> Iterator[None]:
+    """Keeps compiled programs for all faults: what one leaves as it is need not be compiled again for the next."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that copies are deleted, as they are after Ctrl-C
+    with tempfile.TemporaryDirectory(prefix="mutation-cache-") as cache:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+        yield
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    """Yields a temporary copy of the tracked files as they are in the checkout, links as links."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    with tempfile.TemporaryDirectory(prefix="mutation-", ignore_cleanup_errors=True) as folder:
+        for name in filter(None, listed.split("\0")):
+            if os.path.lexists(ROOT / name):  # not what is deleted, and not committed yet
+                target = Path(folder, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, target, follow_symlinks=False)
+        yield Path(folder)
 
 
 def check(faults: Sequence[Fault], recording: Recording, say: Callable[[str], None] = print) -> list[Caught]:
@@ -254,6 +300,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10, help="how many faults; default: 10")
     parser.add_argument("--seed", type=int, default=1, help="of the choice; default: 1")
     parser.add_argument("--folder", nargs="+", default=FOLDERS, help=f"folders; default: {' '.join(FOLDERS)}")
+    parser.add_argument("--planted", action="store_true", help="plant the faults of planted_faults.toml instead")
     parser.add_argument("--record", action="store_true", help="record anew which tests run which line")
     parser.add_argument(
         "--recording", type=Path, default=ROOT / "out" / "mutate", help="its folder; default: out/mutate"
@@ -264,11 +311,12 @@ def main() -> int:
             print("recording which tests run which line: the whole quick ring, once", flush=True)
             record(options.recording, modules(LAYERS))
         preload()
-        faults = drawn_faults(options.folder, options.count, options.seed)
+        faults = planted_faults() if options.planted else drawn_faults(options.folder, options.count, options.seed)
         found = check(faults, Recording(options.recording), lambda line: print(line, flush=True))
     caught = [one for one in found if one.where != "SURVIVES"]
     by_folder = sum(one.where == "folder" for one in found)
-    print(f"{by_folder} of {len(found)} caught by the tests of their folder, {len(caught)} in all; seed {options.seed}")
+    seed = "planted faults" if options.planted else f"seed {options.seed}"
+    print(f"{by_folder} of {len(found)} caught by the tests of their folder, {len(caught)} in all; {seed}")
     return int(10 * len(caught) < 9 * len(found))
 
 
