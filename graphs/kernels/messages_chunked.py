@@ -78,8 +78,8 @@ def chunked_reductions(
       *operands: the message's features in their stored dtypes.
     """
     ends = tuple(end for end, _ in message.message.operands)
-    if not all(x.size for x in operands):
-        assert message.dtype is not None  # or "xla" is chosen
+    assert message.dtype is not None and adjacency.neighbors is not None  # or "xla" is chosen
+    if adjacency.neighbors.by_target.num_blocks == 0 or not all(x.size for x in operands):
         shape = adjacency.num_receivers, *message.shape
         return {reduce.out: of_nothing(reduce, shape, message.dtype) for reduce in reductions}
     by_end = dict(zip(ends, operands, strict=True))

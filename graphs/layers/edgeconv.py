@@ -171,7 +171,12 @@ def messages_of(senders: jax.Array, receivers: jax.Array, apply: Apply, dtype: D
       apply: see `edge_conv`.
       dtype: dtype of the rows passed to `apply`.
     """
-    read = autocast_as("float32")(lambda u, v: senders.at[u].get(mode="clip") + receivers.at[v].get(mode="clip"))
+
+    def rows(data: jax.Array, ids: jax.Array) -> jax.Array:
+        data = data if len(data) else jnp.zeros((1, *data.shape[1:]), data.dtype)  # jax traces no reads of 0 rows
+        return data.at[ids].get(mode="clip")
+
+    read = autocast_as("float32")(lambda u, v: rows(senders, u) + rows(receivers, v))
     return lambda u, v: activated(graph_storage(read(u, v).astype(dtype)), apply)
 
 

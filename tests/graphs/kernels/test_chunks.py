@@ -247,6 +247,28 @@ def test_without_edges_and_without_nodes() -> None:
         assert not any(np.asarray(x).any() for x in grads)
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_every_reduction_of_every_message_without_edges(count: int) -> None:
+    names = ("copy_u", "u_mul_e", "u_dot_v", "u_dot_e", "v_sub_e")
+    reducers = (fn.sum, fn.mean, fn.max, fn.min, fn.var, fn.std, fn.softmax, fn.argmax, fn.argmin)
+    reductions = [reducer("m", reducer("m", "").reduction) for reducer in reducers]
+    graph, lean = (graphs.from_edges([], [], count, formats=formats) for formats in (("coo", "csr"), ("csr",)))
+
+    def results(h: jax.Array, w: jax.Array) -> Any:
+        whole = graph.with_nodes(x=h).with_edges(x=w)
+        messages = [getattr(fn, name)(*("x" if name == "copy_u" else "xx"), "m") for name in names]
+        each = [graphs.update_all(whole, one, reductions, implementation="chunked").nodes for one in messages]
+        conv = graphs.edge_conv(lean, h, jnp.ones((4, 5)), apply=jnp.tanh)
+        return each, conv, jax.grad(lambda h: graphs.edge_conv(lean, h, jnp.ones((4, 5)), apply=jnp.tanh).sum())(h)
+
+    each, conv, of_h = jax.jit(results)(jnp.ones((count, 2)), jnp.ones((0, 2)))
+    for nodes in each:
+        for reduce in reductions:
+            found, empty = nodes[reduce.out], -1 if reduce.out.startswith("arg") else 0
+            assert len(found) == count and np.all(np.asarray(found) == empty), reduce
+    assert conv.tolist() == np.zeros((count, 5)).tolist() and of_h.shape == (count, 2)
+
+
 @pytest.mark.parametrize("heads, width", [(0, WIDTH), (HEADS, 0)])
 def test_no_heads_and_no_width(heads: int, width: int) -> None:
     rows, end = np.ones((NODES, heads, width), np.float16), np.ones((NODES, heads), np.float32)
