@@ -11,20 +11,8 @@ from jmp_train import command_start  # noqa: F401, I001 - before all modules tha
 import importlib
 import typing
 
-from jmp_train import checkpoints as checkpoints
-from jmp_train import distributed as distributed
-from jmp_train import parallel as parallel
 from jmp_train import policies as policies
 from jmp_train import steps as steps
-from jmp_train.checkpoints import CheckpointStore as CheckpointStore
-from jmp_train.checkpoints import load_weights as load_weights
-from jmp_train.checkpoints import save_weights as save_weights
-from jmp_train.parallel import data_parallel as data_parallel
-from jmp_train.parallel import fsdp_shardings as fsdp_shardings
-from jmp_train.parallel import pipeline as pipeline
-from jmp_train.parallel import pmap_step as pmap_step
-from jmp_train.parallel import sharded_step as sharded_step
-from jmp_train.parallel import zero1_shardings as zero1_shardings
 from jmp_train.policies import APEX_O1 as APEX_O1
 from jmp_train.policies import MOSTLY_HALF as MOSTLY_HALF
 from jmp_train.policies import TORCH_CPU as TORCH_CPU
@@ -81,19 +69,31 @@ from jmp_train.steps import scaled_value_and_grad as scaled_value_and_grad
 from jmp_train.steps import stateless as stateless
 from jmp_train.steps import weighted as weighted
 from jmp_train.steps import train_step as train_step
-from jmp_train.task import Task as Task
 
 if typing.TYPE_CHECKING:
     from jmp_train import aot as aot
     from jmp_train import capsules as capsules
+    from jmp_train import checkpoints as checkpoints
     from jmp_train import data as data
+    from jmp_train import distributed as distributed
     from jmp_train import graphs as graphs
+    from jmp_train import parallel as parallel
     from jmp_train import planning as planning
     from jmp_train import tools as tools
     from jmp_train import tuning as tuning
     from jmp_train.capsules import SkipRecorder as SkipRecorder
     from jmp_train.capsules import load_capsule as load_capsule
+    from jmp_train.checkpoints import CheckpointStore as CheckpointStore
+    from jmp_train.checkpoints import load_weights as load_weights
+    from jmp_train.checkpoints import save_weights as save_weights
+    from jmp_train.parallel import data_parallel as data_parallel
+    from jmp_train.parallel import fsdp_shardings as fsdp_shardings
+    from jmp_train.parallel import pipeline as pipeline
+    from jmp_train.parallel import pmap_step as pmap_step
+    from jmp_train.parallel import sharded_step as sharded_step
+    from jmp_train.parallel import zero1_shardings as zero1_shardings
     from jmp_train.planning import plan as plan
+    from jmp_train.task import Task as Task
     from jmp_train.tools import diagnose as diagnose
     from jmp_train.tools import parity as parity
     from jmp_train.tuning import tune as tune
@@ -101,14 +101,36 @@ if typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Slow imports, which only users of these names wait for: modules, and names with the modules that have them.
-_LAZY = ("aot", "capsules", "data", "graphs", "planning", "tools", "tuning")
+_LAZY = (
+    "aot",
+    "capsules",
+    "checkpoints",
+    "data",
+    "distributed",
+    "graphs",
+    "parallel",
+    "planning",
+    "task",
+    "tools",
+    "tuning",
+)
 _LAZY_NAMES = {
+    "CheckpointStore": "checkpoints",
     "SkipRecorder": "capsules",
+    "Task": "task",
+    "data_parallel": "parallel",
     "diagnose": "tools",
+    "fsdp_shardings": "parallel",
     "load_capsule": "capsules",
+    "load_weights": "checkpoints",
     "parity": "tools",
+    "pipeline": "parallel",
     "plan": "planning",
+    "pmap_step": "parallel",
+    "save_weights": "checkpoints",
+    "sharded_step": "parallel",
     "tune": "tuning",
+    "zero1_shardings": "parallel",
 }
 
 

@@ -23,7 +23,7 @@ from jmp_train.policies.pytrees import vary_like
 
 
 @dataclasses.dataclass(frozen=True)
-class Convolution:
+class ConvolutionSettings:
     """The static settings of a convolution.
 
     Attributes:
@@ -70,16 +70,16 @@ def convolution_in_few_bits(
       Array([[[49. , 24.5]]], dtype=float32)
     """
     window = {name: value for name, value in params.items() if name not in ("precision", "preferred_element_type")}
-    convolution = Convolution(recipe, jnp.dtype(dtype), tuple(sorted(window.items())))
+    convolution = ConvolutionSettings(recipe, jnp.dtype(dtype), tuple(sorted(window.items())))
     return _convolution(convolution, vary_like(rhs, lhs), vary_like(lhs, rhs), extra)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _convolution(convolution: Convolution, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
+def _convolution(convolution: ConvolutionSettings, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
     return _forward(convolution, lhs, rhs, extra)[0]
 
 
-def _forward(convolution: Convolution, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> Any:
+def _forward(convolution: ConvolutionSettings, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> Any:
     recipe, dtype = convolution.recipe, convolution.dtype
     left, right = (_operand(recipe, x, i, recipe.forward_dtype, extra) for i, x in enumerate((lhs, rhs)))
     out = _restored(convolution.run, left, right, dtype, dtype)
@@ -87,12 +87,12 @@ def _forward(convolution: Convolution, lhs: jax.Array, rhs: jax.Array, extra: Ex
     return out, (checkpoint_name((left, right), STORED), like)
 
 
-def _derived(convolution: Convolution, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> Any:
+def _derived(convolution: ConvolutionSettings, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> Any:
     out, stored = _forward(convolution, derived_once(lhs), derived_once(rhs), extra)
     return out, (*stored, extra)
 
 
-def _backward(convolution: Convolution, residuals: Any, cotangent: jax.Array) -> Any:
+def _backward(convolution: ConvolutionSettings, residuals: Any, cotangent: jax.Array) -> Any:
     stored, like, extra = residuals
     # Otherwise XLA shares the forward pass's conversion from 8 bits, and keeps its bfloat16 result.
     left, right = lax.optimization_barrier(stored)
