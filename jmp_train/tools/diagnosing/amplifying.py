@@ -11,7 +11,7 @@ import numpy as np
 
 from jmp_train.policies.autocasting import PRODUCTS
 from jmp_train.tools.diagnosing.arithmetic import SUMS, rounding_of
-from jmp_train.tools.diagnosing.evidence import Evidence
+from jmp_train.tools.diagnosing.evidence import Evidence, reached
 from jmp_train.tools.diagnosing.measures import is_float, is_low
 from jmp_train.tools.diagnosing.problems import Problem, problem_at
 from jmp_train.tools.diagnosing.remedies import LINEAR, Remedy, operands_in_float32, product_of_cast
@@ -94,12 +94,8 @@ def terms_error(evidence: Evidence, end: int) -> float:
       evidence: the evidence of a diagnosis.
       end: row of the scalar.
     """
-    reached, new, terms = {end}, [end], list[float]()
-    while new:
-        scalars = [row for row in new if evidence.rows[row].shape == ()]
-        new = [i for row in scalars for i in evidence.sources(row) if i not in reached]
-        reached.update(new)
-        terms += [evidence.rows[i].inherited_error for i in new if evidence.rows[i].shape != ()]
+    rows = reached([end], lambda row: evidence.sources(row) if evidence.rows[row].shape == () else [])
+    terms = (evidence.rows[i].inherited_error for i in rows if evidence.rows[i].shape != ())
     return max(terms, default=evidence.rows[end].inherited_error)
 
 
@@ -243,13 +239,11 @@ def _has_own_elements(evidence: Evidence, row: int) -> bool:
 
 def _last_rounded(evidence: Evidence, row: int) -> int:
     """Returns the last operation in lower precision before one, of several the least exact; otherwise itself."""
-    rounded, reached, new = list[int](), {row}, [row]
-    while new:
-        new = list({i for reader in new for i in evidence.sources(reader)} - reached)
-        reached.update(new)
-        found = [i for i in new if is_low(evidence.rows[i].dtype) or rounding_of(evidence.sites[i].equation)]
-        rounded += found
-        new = [i for i in new if i not in found]
+
+    def is_rounded(i: int) -> bool:
+        return i != row and (is_low(evidence.rows[i].dtype) or rounding_of(evidence.sites[i].equation) is not None)
+
+    rounded = filter(is_rounded, sorted(reached([row], lambda i: [] if is_rounded(i) else evidence.sources(i))))
     errors = evidence.column("inherited_error") / np.maximum(evidence.column("elements"), 1)
     return max(rounded, key=lambda i: errors[i], default=row)
 

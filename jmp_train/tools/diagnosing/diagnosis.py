@@ -14,7 +14,7 @@ from jmp_train.tools.diagnosing.arithmetic import dtype_of, picks
 from jmp_train.tools.diagnosing.constants import epsilon_in_code
 from jmp_train.tools.diagnosing.device_rounding import rounding_on, rounding_text
 from jmp_train.tools.diagnosing.devices import nonfinite_allowed
-from jmp_train.tools.diagnosing.evidence import Evidence
+from jmp_train.tools.diagnosing.evidence import Evidence, reached
 from jmp_train.tools.diagnosing.examining import examine
 from jmp_train.tools.diagnosing.measures import is_low
 from jmp_train.tools.diagnosing.numerics_report import NumericsReport
@@ -173,11 +173,8 @@ def _ends_and_origin(evidence: Evidence, is_harmed: bool) -> tuple[list[int], in
 
 def _origin(evidence: Evidence, ends: list[int], is_lost: np.ndarray) -> int:
     """Returns the first of the lost rows that leads to the ends through other lost rows."""
-    reached, new = set(ends), ends
-    while new:
-        new = [i for row in new for i in evidence.sources(row) if is_lost[i] and i not in reached]
-        reached.update(new)
-    return min(reached, key=evidence.first_nonfinite)
+    lost = reached(ends, lambda row: [i for i in evidence.sources(row) if is_lost[i]])
+    return min(lost, key=evidence.first_nonfinite)
 
 
 def _problem_of(evidence: Evidence, row: int, found: Sequence[Found]) -> Problem | None:

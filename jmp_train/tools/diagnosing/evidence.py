@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -165,20 +165,17 @@ class Evidence:
 
     def feeds_itself(self, row: int) -> bool:
         """Returns whether a row adds to its own result from the previous iteration of a loop, perhaps times a decay."""
-        reached, new = set[int](), [row]
-        while new:
-            new = [i for reader in new for i in self.sources(reader) if i not in reached]
-            reached.update(new)
-            new = [i for i in new if self.rows[i].primitive in _CARRIED]
-        return row in reached
+        return row in reached(
+            self.sources(row), lambda i: self.sources(i) if self.rows[i].primitive in _CARRIED else []
+        )
 
     def after(self, row: int) -> list[int]:
         """Returns the rows that depend on a row's result, without the row itself."""
-        return sorted(_reached(row, self.readers) - {row})
+        return sorted(reached([row], self.readers) - {row})
 
     def before(self, row: int) -> set[int]:
         """Returns the rows on which a row depends, and the row itself."""
-        return _reached(row, self.sources)
+        return reached([row], self.sources)
 
     def readers(self, row: int) -> list[int]:
         """Returns the rows that read a row's result."""
@@ -203,10 +200,16 @@ class Evidence:
         return None if math.isinf(iteration) else (self.sites[row].turn, iteration, row)
 
 
-def _reached(row: int, following: Callable[[int], list[int]]) -> set[int]:
-    """Returns a row, its followers, and their followers."""
-    reached, new = {row}, [row]
+def reached(rows: Iterable[int], following: Callable[[int], Iterable[int]]) -> set[int]:
+    """Returns rows, their followers, and the followers of these.
+
+    Args:
+      rows: the first rows.
+      following: returns the followers of a row.
+    """
+    new = list(rows)
+    found = set(new)
     while new:
-        new = [i for last in new for i in following(last) if i not in reached]
-        reached.update(new)
-    return reached
+        new = [i for last in new for i in following(last) if i not in found]
+        found.update(new)
+    return found
