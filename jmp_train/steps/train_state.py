@@ -16,6 +16,7 @@ from jmp_train.policies.optimizers import (
     as_transformation,
     check_nesting,
     has_nested_scale,
+    kept_if_skipped,
     loss_scale_of,
     scaled_states,
 )
@@ -256,7 +257,8 @@ class FlaxTrainState(_TrainStateOfFlax):
         made, old = ({name: getattr(state, name) for name in kwargs} for state in (new, self))
         kept = select_step(new.opt_state, made, jax.tree.map(_but_keys, made, old))
         taken = scaled_states(new.opt_state)[0][1].last_taken
-        return new.replace(params=select_tree(taken, new.params, self.params), **kept)
+        params, opt_state = select_tree(taken, new.params, self.params), kept_if_skipped(new.opt_state, self.opt_state)
+        return new.replace(params=params, opt_state=opt_state, **kept)
 
 
 def _but_keys(new: PyTree, old: PyTree) -> Any:

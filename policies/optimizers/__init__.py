@@ -8,6 +8,7 @@ from jmp_train.policies.optimizers.loss_scaled_state import scaled_states as sca
 from jmp_train.policies.optimizers.master_weights import with_master_weights as with_master_weights
 from jmp_train.policies.optimizers.nesting import check_nesting as check_nesting
 from jmp_train.policies.optimizers.nesting import has_nested_scale as has_nested_scale
+from jmp_train.policies.optimizers.nesting import kept_if_skipped as kept_if_skipped
 from jmp_train.policies.optimizers.outer_step import Evaluate as Evaluate
 from jmp_train.policies.optimizers.outer_step import extra_arguments as extra_arguments
 from jmp_train.policies.optimizers.outer_step import optimizer_step as optimizer_step

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.tree_util import KeyPath
 
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
 from jmp_train.policies.optimizers.passed_updates import noted_updates
@@ -16,9 +17,10 @@ from jmp_train.policies.optimizers.skip_rules import SkipRuleState
 from jmp_train.policies.optimizers.state_dtypes import StateDtypesState
 from jmp_train.policies.optimizers.stored_parameters import StoringOptimizer, StoringState
 from jmp_train.policies.programs import INLINED, Reading
-from jmp_train.policies.pytrees import change_nodes, find_nodes, named_leaves, upcast_to_float32
+from jmp_train.policies.pytrees import change_nodes, find_nodes, named_leaves, select_leaf, upcast_to_float32
 from jmp_train.policies.types import Grads, OptState, Params, PyTree
 
+_WRAPPERS: Any = StoringState, StateDtypesState  # they follow a skip themselves
 _BRANCHING: Any = optax.MultiStepsState | optax.ApplyIfFiniteState  # their steps are in branches of the program
 
 
@@ -96,9 +98,37 @@ def _ids(tree: PyTree) -> list[int]:
 def has_nested_scale(opt_state: OptState) -> bool:
     """Returns whether a `with_loss_scale` is within something other than a wrapper that stores parameters or state."""
     within = opt_state
-    while isinstance(within, StoringState | StateDtypesState):
+    while isinstance(within, _WRAPPERS):
         within = within.inner_state
     return not isinstance(within, LossScaledState) and bool(scaled_states(opt_state))
+
+
+def kept_if_skipped(new: OptState, old: OptState) -> Any:
+    """Returns the next state of an optimizer, in which a skipped step has changed nothing around `with_loss_scale`.
+
+    optax's transformations after it, or around it, count skipped steps and let their moments decay.
+
+    Args:
+      new: the state after a step that was taken or skipped.
+      old: the state before.
+    """
+    if not has_nested_scale(new) or _is_in_branch(new, LossScaledState):
+        return new
+    taken = scaled_states(new)[0][1].last_taken
+
+    def kept(path: KeyPath, x: Any, y: Any) -> Any:
+        if isinstance(x, LossScaledState):
+            return x
+        if isinstance(x, _WRAPPERS):
+            return x._replace(inner_state=around(x.inner_state, y.inner_state))
+        return select_leaf(path, taken, x, y)
+
+    def around(new: OptState, old: OptState) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            kept, new, old, is_leaf=lambda node: isinstance(node, (LossScaledState, *_WRAPPERS))
+        )
+
+    return around(new, old)
 
 
 def _is_in_branch(opt_state: OptState, kind: type) -> bool:

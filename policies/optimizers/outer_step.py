@@ -14,7 +14,7 @@ import optax.contrib
 
 from jmp_train.policies.loss_scaling import PerLossScale
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, loss_scale_of, scaled_states
-from jmp_train.policies.optimizers.nesting import has_nested_scale
+from jmp_train.policies.optimizers.nesting import has_nested_scale, kept_if_skipped
 from jmp_train.policies.optimizers.stored_parameters import Addition, ParamsOptimizer, proposed_params
 from jmp_train.policies.pytrees import find_nodes
 from jmp_train.policies.types import Grads, OptState, Params
@@ -104,8 +104,8 @@ def optimizer_step(
     if not (isinstance(optimizer, ParamsOptimizer) or scaled_states(opt_state)):
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)  # as plain optax requires
     grads = _nan_unless(finite, grads, opt_state)
-    params, opt_state = proposed_params(optimizer, grads, opt_state, params, on_addition, **extra_args)
-    return params, _with_cleared_accumulators(opt_state)
+    params, new_state = proposed_params(optimizer, grads, opt_state, params, on_addition, **extra_args)
+    return params, _with_cleared_accumulators(kept_if_skipped(new_state, opt_state))
 
 
 def _nan_unless(finite: jax.Array, grads: Grads, opt_state: OptState) -> Any:

@@ -10,8 +10,10 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from promotion import relaxed
+from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
+from jmp_train.policies import LossScaledState
 
 pytestmark = pytest.mark.quick
 
@@ -135,6 +137,58 @@ def test_what_is_in_order_steps_as_the_bare_optimizer(optimizer: Any, factor: fl
     grads, state = one_step(optimizer())
     np.testing.assert_allclose(state.params["w"], 1 - factor * grads["w"], rtol=1e-6)
     np.testing.assert_allclose(state.params["b"], 1 - factor * grads["b"], rtol=1e-6)
+
+
+def run_steps(optimizer: Any, run: Any, scales: list[float]) -> Any:
+    """Returns parameters and optimizer state, without counts of skips, after steps with batches of these scales."""
+    state = jt.TrainState.create({"w": jnp.ones(3), "b": jnp.ones(())}, optimizer)
+    for scale in scales:
+        state, _ = run(state, jnp.full((8, 3), scale))
+    return jax.tree.map(
+        lambda x: x.inner_state if isinstance(x, LossScaledState) else x,
+        (state.params, state.opt_state),
+        is_leaf=lambda x: isinstance(x, LossScaledState),
+    )
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: optax.chain(scaled(optax.clip(1.0)), relaxed(optax.adam(0.1))),
+        lambda: optax.named_chain(("clip", scaled(optax.clip(1.0))), ("momentum", optax.trace(0.9))),
+        lambda: optax.chain(optax.identity(), scaled(), relaxed(optax.scale_by_schedule(lambda count: 1.0 + count))),
+        lambda: relaxed(
+            optax.inject_hyperparams(lambda rate: scaled(optax.sgd(rate)))(rate=lambda count: 0.1 * (1 + count))
+        ),
+        lambda: relaxed(optax.contrib.schedule_free(scaled(), 0.1)),
+        lambda: own(scaled()),
+        lambda: jt.with_master_weights(optax.chain(scaled(optax.clip(1.0)), relaxed(optax.adam(0.1)))),
+        lambda: jt.with_state_dtypes(optax.chain(scaled(), relaxed(optax.ema(0.9))), {"ema": "bfloat16"}, min_size=1),
+        lambda: optax.multi_transform({"a": optax.chain(scaled(), relaxed(optax.ema(0.9)))}, {"w": "a", "b": "a"}),
+        lambda: optax.chain(
+            jt.with_loss_scale(optax.sgd(0.1), jt.StaticLossScale(SCALE), skip=jt.spikes(warmup=2)),
+            relaxed(optax.ema(0.9)),
+        ),
+    ],
+)
+def test_a_skipped_step_changes_nothing_around_the_loss_scale(optimizer: Any) -> None:
+    tx = optimizer()
+    step = jt.train_step(jt.stateless(loss_fn), tx)
+    found, wanted = (run_steps(tx, jax.jit(step), [0.5, *skipped, 0.5]) for skipped in ([np.inf, np.nan], []))
+    assert_bitwise_equal(found, wanted)
+
+
+def test_flax_states_and_devices_keep_what_is_around_the_loss_scale() -> None:
+    tx = optax.chain(scaled(optax.clip(1.0)), relaxed(optax.adam(0.1)))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    run = jt.data_parallel(jt.train_step(jt.stateless(loss_fn), tx), mesh)
+    assert_bitwise_equal(run_steps(tx, run, [0.5, np.inf, 0.5]), run_steps(tx, run, [0.5, 0.5]))
+    states: list[Any] = [jt.FlaxTrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)]
+    for last in (1, jnp.inf):
+        states.append(states[-1].apply_gradients(grads={"w": SCALE * jnp.array([1, 1, last])}))
+    assert int(states[2].opt_state[0].skipped_steps) == 1
+    assert_bitwise_equal(states[2].opt_state[1], states[1].opt_state[1])
 
 
 def test_a_clip_inside_clips_the_true_gradient() -> None:
