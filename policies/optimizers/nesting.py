@@ -97,7 +97,7 @@ def _ids(tree: PyTree) -> list[int]:
 
 def has_nested_scale(opt_state: OptState) -> bool:
     """Returns whether a `with_loss_scale` is within something other than a wrapper that stores parameters or state."""
-    within = opt_state
+    within: Any = opt_state
     while isinstance(within, _WRAPPERS):
         within = within.inner_state
     return not isinstance(within, LossScaledState) and bool(scaled_states(opt_state))

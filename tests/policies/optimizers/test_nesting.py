@@ -185,8 +185,8 @@ def test_flax_states_and_devices_keep_what_is_around_the_loss_scale() -> None:
     run = jt.data_parallel(jt.train_step(jt.stateless(loss_fn), tx), mesh)
     assert_bitwise_equal(run_steps(tx, run, [0.5, np.inf, 0.5]), run_steps(tx, run, [0.5, 0.5]))
     states: list[Any] = [jt.FlaxTrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)]
-    for last in (1, jnp.inf):
-        states.append(states[-1].apply_gradients(grads={"w": SCALE * jnp.array([1, 1, last])}))
+    for last in (1.0, jnp.inf):
+        states.append(states[-1].apply_gradients(grads={"w": SCALE * jnp.array([1.0, 1.0, last])}))
     assert int(states[2].opt_state[0].skipped_steps) == 1
     assert_bitwise_equal(states[2].opt_state[1], states[1].opt_state[1])
 
