@@ -100,6 +100,21 @@ def test_golden_counters(scale: Any, bad: str, counters: str, hysteresis_left: s
         assert " ".join(str(state.hysteresis_left) for state in states) == hysteresis_left
 
 
+DEFAULTS: list[tuple[Any, float, int]] = [  # the first scale, and its growth interval
+    (jt.torch_loss_scale(), 2.0**16, 2000),
+    (jt.apex_loss_scale(), 2.0**16, 2000),
+    (jt.megatron_loss_scale(), 2.0**32, 1000),
+    (jt.policies.nemo_loss_scale(), 2.0**16, 2000),
+    (jt.deepspeed_loss_scale(), 2.0**16, 1000),
+    (jt.deepspeed_loss_scale(initial_scale_power=-126, min_loss_scale=2.0**-126), 2.0**-126, 1000),
+]
+
+
+def test_defaults_are_the_originals() -> None:
+    for scale, first, interval in DEFAULTS:
+        assert (float(scale.loss_scale), scale.period) == (first, interval)
+
+
 # --- independent step-by-step versions, in the originals' own arithmetic ----------------------
 
 

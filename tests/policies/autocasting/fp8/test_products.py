@@ -201,6 +201,7 @@ def test_the_whole_range_of_float32_is_restored(lhs: float, rhs: float) -> None:
     np.testing.assert_allclose(grads[1], np.full((4, 1), lhs), rtol=2.0**-3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("recipe", [jt.policies.Float8CurrentScaling(), jt.policies.Int8RowwiseScaling()])
 def test_second_derivatives_are_refused_unless_the_region_takes_the_first(recipe: Any) -> None:
     x, w = normal(8, 32), normal(32, 16) / 6

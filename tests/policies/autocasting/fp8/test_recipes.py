@@ -94,7 +94,7 @@ def alike(array: Any) -> Any:
 WITHOUT_TRANSFORM = [name for name in ALL if name != "NVFP4BlockScaling"]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", WITHOUT_TRANSFORM)
 def test_batches_are_products_of_their_own(name: str) -> None:
     """Those of an einsum that has the batch and the contracted dimensions in other places."""
@@ -106,7 +106,7 @@ def test_batches_are_products_of_their_own(name: str) -> None:
     assert_near((found[0], found[1].transpose(2, 1, 0), found[2].transpose(0, 2, 1)), wanted)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", WITHOUT_TRANSFORM)
 def test_groups_of_rows_are_products_of_their_own(name: str) -> None:
     recipe, definition = ALL[name]
@@ -278,7 +278,7 @@ def test_a_step_of_every_recipe_runs_as_users_compile_it() -> None:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_no_group_do_not_count(name: str) -> None:
     """Neither NaN there nor large numbers change a result, or a scale."""
