@@ -59,6 +59,7 @@ def test_a_scale_that_is_an_array_and_one_of_several_losses_are_found() -> None:
         assert float(get(optimizer)) == expected
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("jit", [nnx.jit, lambda fn: fn])
 def test_a_scale_is_set_in_an_nnx_optimizer_itself(jit: Callable[..., Any]) -> None:
     model, optimizer = make(scaled_sgd())

@@ -40,7 +40,7 @@ def test_no_alias_of_optax_is_forgotten() -> None:
 CASES = [*((name, "int8") for name in OPTIMIZERS), *((name, "bfloat16") for name in list(OPTIMIZERS)[::3])]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_every_optimizer_steps_with_all_of_its_state_in_few_bits(name: str, dtype: str) -> None:
     """All floating arrays of the state are kept so, numbers too; the loss scale is outside or inside, by the dtype."""

@@ -187,6 +187,7 @@ def test_foreign_code_runs_once_and_is_taken_as_exact() -> None:
     assert [problem.primitive for problem in report.problems] == ["mul"]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("fn", "args"),
     [

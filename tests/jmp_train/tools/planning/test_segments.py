@@ -65,7 +65,7 @@ def reference(fn: Callable[..., Any]) -> tuple[Any, Any]:
         return jax.device_get(jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(params, x))
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("segments", [1, 3, 50])
 @pytest.mark.parametrize("fn", [deep, with_a_scan, with_a_custom_gradient, with_branches])
 def test_values_and_gradients_are_those_of_the_function(fn: Callable[..., Any], segments: int) -> None:
