@@ -1,4 +1,4 @@
-"""Second derivatives of every kernel: those of plain jax, which adds whole arrays of edges, in float64.
+"""Results of every kernel and their derivatives of both orders: those of plain jax, with whole arrays, in float64.
 
 The losses are curved in the results: then a second derivative needs that of a kernel's own result, too.
 """
@@ -116,17 +116,16 @@ def kept() -> jax.Array:
     return dropped().of_edges(jnp.arange(EDGES)).astype("float64")
 
 
-def attend(implementation: str, graph: graphs.Graph, kind: Any, inputs: Any, has_all: bool) -> Any:
-    return kernels.ATTENTION(implementation, graph.connections, kind, dropped() if has_all else None, inputs)
+DROPPED: Any = {"dropout_rate": 0.4, "dropout_key": jax.random.key(1), "negative_slope": 0.3}
 
 
 def gat(*, has_all: bool) -> Case:
-    def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> Any:
+    def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> jax.Array:
         x, left, right, *weight = arrays
-        inputs = kernels.AttentionInputs((x, left), right, weight=weight[0] if has_all else None)
-        return attend(implementation, graph, kernels.GAT(0.3), inputs, has_all).totals[0]
+        options = {"edge_weight": weight[0], **DROPPED} if has_all else {"negative_slope": 0.3}
+        return graphs.gat_attention(graph, x, left, right, implementation=implementation, **options)
 
-    def wanted(x: jax.Array, left: jax.Array, right: jax.Array, *weight: jax.Array) -> Any:
+    def wanted(x: jax.Array, left: jax.Array, right: jax.Array, *weight: jax.Array) -> jax.Array:
         logits = jax.nn.leaky_relu(left[SENDERS] + right[RECEIVERS], 0.3)
         return attended(logits, x[SENDERS], weight[0][:, None] * kept() if has_all else jnp.ones(()))
 
@@ -134,10 +133,10 @@ def gat(*, has_all: bool) -> Case:
 
 
 def gatv2(*, has_all: bool) -> Case:
-    def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> Any:
+    def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> jax.Array:
         left, right, shared, *weight = arrays
-        inputs = kernels.AttentionInputs(left, right, shared=shared, weight=weight[0] if has_all else None)
-        return attend(implementation, graph, kernels.GATv2(0.3), inputs, has_all).totals[0]
+        options = {"edge_weight": weight[0], **DROPPED} if has_all else {"negative_slope": 0.3}
+        return graphs.gatv2_attention(graph, left, right, shared, implementation=implementation, **options)
 
     def wanted(left: jax.Array, right: jax.Array, attention: jax.Array, *weight: jax.Array) -> Any:
         both = jax.nn.leaky_relu(left[SENDERS] + right[RECEIVERS], 0.3)
@@ -147,11 +146,33 @@ def gatv2(*, has_all: bool) -> Case:
     return run, wanted, (ROWS, ROWS, (HEADS, WIDTH), *([PER_EDGE] if has_all else []))
 
 
+def transformer() -> Case:
+    """Returns the layer with edge features and dropout."""
+
+    def run(implementation: str, graph: graphs.Graph, x: jax.Array, *arrays: jax.Array) -> jax.Array:
+        *weights, features, feature_weight = arrays
+        options: Any = {"edge_features": features, "edge_feature_weight": feature_weight, "num_heads": HEADS}
+        options |= {"attention_dropout": 0.4, "dropout_key": jax.random.key(1)}
+        return graphs.transformer_conv(graph, x, *weights, implementation=implementation, **options)
+
+    def wanted(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+        *weights, features, feature_weight = arrays
+        query, key, value = ((x @ weight).reshape(ROWS) for weight in weights)
+        of_edges = (features @ feature_weight).reshape(EDGES, HEADS, WIDTH)
+        logits = (query[RECEIVERS] * (key[SENDERS] + of_edges)).sum(-1) / WIDTH**0.5
+        return attended(logits, value[SENDERS] + of_edges, kept()).reshape(NODES, -1)
+
+    width = HEADS * WIDTH
+    return run, wanted, ((NODES, 4), *[(4, width)] * 3, (EDGES, 3), (3, width))
+
+
 def dot_attention(*, has_all: bool) -> Case:
     def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> Any:
         query, key, value, features, edge_query = (*arrays, None, None)[:5]
         inputs = kernels.AttentionInputs((key, value), (query, edge_query), features)
-        return jax.tree.leaves(attend(implementation, graph, kernels.DotAttention(0.7), inputs, has_all))
+        dropout = dropped() if has_all else None
+        found = kernels.ATTENTION(implementation, graph.connections, kernels.DotAttention(0.7), dropout, inputs)
+        return jax.tree.leaves(found)
 
     def wanted(query: jax.Array, key: jax.Array, value: jax.Array, *of_edges: jax.Array) -> Any:
         logits = (query[RECEIVERS] * key[SENDERS]).sum(-1)
@@ -182,14 +203,11 @@ def mapped(kind: str) -> Case:
         return jnp.tanh(features @ kernel)
 
     def run(implementation: str, graph: graphs.Graph, rows: jax.Array, weight: jax.Array, *shared: Any) -> Any:
+        options: Any = {"edge_weight": weight, "implementation": implementation}
         if kind == "network":
-            matrices = kernels.NetworkMatrices(network, WIDTH, 2)
-            inputs = kernels.MappedInputs((shared[0],), kernels.OfEdges(None, weight, shared[1]), rows)
-        else:
-            matrices = kernels.DiagonalBlocks() if kind == "blocks" else kernels.MixedMatrices()
-            data = shared[0] if kind == "blocks" else shared if len(shared) == 2 else (shared[0], None)
-            inputs = kernels.MappedInputs(data, kernels.OfEdges(types, weight, None), rows)
-        return kernels.MAPPED_SUM(implementation, graph.connections, matrices, inputs)
+            by_network = lambda kernel, features: network(features, kernel)
+            return graphs.nn_conv(graph, rows, shared[1], by_network, shared[0], 2, aggregator="sum", **options)
+        return graphs.rel_graph_conv(graph, rows, types, *shared, **options)
 
     def wanted(rows: jax.Array, weight: jax.Array, *shared: jax.Array) -> Any:
         sent = rows[SENDERS] * weight[:, None]
@@ -226,6 +244,11 @@ CASES: dict[str, Case] = {
     "term of edges": built_in("v_dot_e", (NODES, 10), (EDGES, 10), names=("sum", "max")),
     "extremes of one edge": of_one_edge(EXTREMES),
     "function of one edge": of_one_edge(("mean", "std", "softmax")),
+    "numbers": built_in("u_mul_e", (NODES,), PER_EDGE, names=("mean", "var")),
+    "broadcast rows": built_in("u_sub_v", (NODES, 4, 1, 3), (NODES, 1, 2, 1), names=("sum", "softmax")),
+    "more axes at nodes": built_in("u_dot_e", ROWS, (EDGES, 1, WIDTH), names=("max",)),
+    "more axes at edges": built_in("u_add_e", (NODES,), (EDGES, 2), names=("std",)),
+    "of edges alone": built_in("copy_e", (EDGES, 12), names=("min",)),
     "dot": dot(),
     "gat": gat(has_all=False),
     "gat, dropout and weights": gat(has_all=True),
@@ -233,10 +256,11 @@ CASES: dict[str, Case] = {
     "gatv2, dropout and weights": gatv2(has_all=True),
     "dot attention": dot_attention(has_all=False),
     "dot attention, dropout and edge features": dot_attention(has_all=True),
+    "transformer, dropout and edge features": transformer(),
     **{f"mapped, {kind}": mapped(kind) for kind in ("mixed", "mixed, bases", "blocks", "network")},
     **{f"blocks, {name}": by_blocks(name) for name in ("sum", "mean", "max")},
 }
-QUICK = ("extremes",)
+QUICK = ("extremes", "mapped, mixed, bases")  # what all edges share has a gradient of all chunks
 FORWARD = ("gat", "dot attention", "copy", "dot")
 WITHOUT_PLACES = ("extremes", "gat")
 BY_XLA = ("copy", "function of one edge", "dot", "gatv2", "dot attention, dropout and edge features", "mapped, blocks")
@@ -257,39 +281,44 @@ def gradient_of(function: Callable[..., Any], arrays: Arrays) -> Callable[[Array
     return jax.grad(loss)
 
 
-def reverse(function: Callable[..., Any], arrays: Arrays, directions: Arrays) -> Arrays:
-    """Returns the product of the Hessian and a direction, as a gradient of a gradient."""
-    gradient = gradient_of(function, arrays)
+def reverse(gradient: Callable[[Arrays], Arrays], arrays: Arrays, directions: Arrays) -> tuple[Arrays, Arrays]:
+    """Returns the gradient, and the product of the Hessian and a direction, as a gradient of a gradient."""
 
-    def along(arrays: Arrays) -> jax.Array:
-        return sum(map(jnp.vdot, gradient(arrays), directions), jnp.zeros(()))
+    def along(arrays: Arrays) -> tuple[jax.Array, Arrays]:
+        gradients = gradient(arrays)
+        return sum(map(jnp.vdot, gradients, directions), jnp.zeros(())), gradients
 
-    return jax.grad(along)(arrays)
+    product, gradients = jax.grad(along, has_aux=True)(arrays)
+    return gradients, product
 
 
-def forward(function: Callable[..., Any], arrays: Arrays, directions: Arrays) -> Arrays:
-    """Returns the same product, as the derivative of a gradient."""
-    return jax.jvp(gradient_of(function, arrays), (arrays,), (directions,))[1]
+def forward(gradient: Callable[[Arrays], Arrays], arrays: Arrays, directions: Arrays) -> tuple[Arrays, Arrays]:
+    """Returns the same, the product as the derivative of a gradient."""
+    return jax.jvp(gradient, (arrays,), (directions,))
 
 
 def check(
-    name: str, implementation: str, formats: tuple[str, ...] = ("coo", "csr"), product: Callable[..., Arrays] = reverse
+    name: str, implementation: str, formats: tuple[str, ...] = ("coo", "csr"), product: Callable[..., Any] = reverse
 ) -> None:
     run, wanted, shapes = CASES[name]
     with jax.enable_x64(True):
         arrays, directions = ([drawn(first + i, *shape) for i, shape in enumerate(shapes)] for first in (0, 20))
         if name == "extremes":  # of few numbers, so that there are ties
             arrays = [jnp.round(x) for x in arrays]
-        exact = jax.jit(functools.partial(reverse, wanted))(arrays, directions)
+
+        def derivatives(function: Any, product: Any, arrays: Arrays) -> Any:
+            return function(*arrays), product(gradient_of(function, arrays), arrays, directions)
+
+        exact = jax.jit(functools.partial(derivatives, wanted, reverse))(arrays)
         kernel = functools.partial(run, implementation, graph_of(formats))
-        found = jax.jit(functools.partial(product, kernel))(arrays, directions)
-        for place, (x, y) in enumerate(zip(found, exact, strict=True)):
-            assert np.abs(y).max() > 0.1
+        found = jax.jit(functools.partial(derivatives, kernel, product))(arrays)
+        for place, (x, y) in enumerate(zip(*map(jax.tree.leaves, (found, exact)), strict=True)):
+            assert x.dtype == y.dtype == "float64" and np.abs(y).max() > 0.1
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9 * np.abs(y).max(), err_msg=f"array {place}")
 
 
 @pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.full) for x in CASES])
-def test_gradients_of_gradients_in_chunks(name: str) -> None:
+def test_results_and_both_gradients_in_chunks(name: str) -> None:
     check(name, "chunked")
 
 
@@ -312,3 +341,17 @@ def test_forward_mode_of_gradients_in_chunks_is_right_or_refused(name: str) -> N
     refused = pytest.raises(TypeError, match="forward-mode")
     with refused if name in ("copy", "dot") else contextlib.nullcontext():
         check(name, "chunked", product=forward)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["gat", "gatv2", "copy", "dot", *(x for x in CASES if x.startswith(("mapped", "tran")))]
+)
+def test_under_vmap(name: str) -> None:
+    run, _, shapes = CASES[name]
+    kernel = functools.partial(run, "chunked", graph_of(("coo", "csr")))
+    with jax.enable_x64(True):
+        first, *others = (drawn(i, *shape) for i, shape in enumerate(shapes))
+        both = jax.jit(jax.vmap(lambda x: kernel(x, *others)))(jnp.stack([first, 2 * first]))
+        wanted = jax.jit(kernel)(2 * first, *others)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=1e-12, atol=1e-12), both, wanted)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from graph_helpers import HALVES, ONE_HALF, assert_within, draw
+from graph_helpers import HALVES, assert_within, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytrees import compiled_vjp
@@ -44,15 +44,6 @@ def exact_attention(ends: Any, features: jax.Array, left: jax.Array, right: jax.
 
 
 @jax.jit
-def exact_softmax_and_gradient(ids: jax.Array, cotangent: jax.Array, logits: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the weights, the gradient, and the sums of the magnitudes of the gradient's terms."""
-    exact, pullback = jax.vjp(lambda x: exact_softmax(x, ids), logits)
-    size = jnp.abs(cotangent)
-    sizes = exact * (size + jax.ops.segment_sum(exact * size, ids, NODES)[ids])
-    return exact, pullback(cotangent)[0], sizes
-
-
-@jax.jit
 def exact_attention_and_gradients(ends: Any, cotangent: jax.Array, *inputs: jax.Array) -> list[list[jax.Array]]:
     """Returns the result and the gradients, and of each the sums of its terms' magnitudes."""
     attention = functools.partial(exact_attention, ends)
@@ -75,28 +66,6 @@ def in_float64(*arrays: np.ndarray) -> list[np.ndarray]:
 degrees = st.sampled_from([1, 2, 300, 1_024, 2_049, 13_161, 100_000])
 kinds = st.sampled_from(["uniform", "signed", "equal", "of many sizes"])
 checks = settings(max_examples=4, deadline=None, derandomize=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("half", ONE_HALF)
-@pytest.mark.parametrize("norm_by", [pytest.param("dst", marks=pytest.mark.full), "src"])
-@checks
-@given(degree=degrees, is_reversed=st.booleans(), kind=kinds, seed=st.integers(0, 99))
-def test_edge_softmax_is_exact_and_so_is_its_gradient(
-    norm_by: str, half: str, degree: int, is_reversed: bool, kind: str, seed: int
-) -> None:
-    senders, receivers = draw_ends(degree, is_reversed, seed)
-    ids = receivers if norm_by == "dst" else senders
-    graph = graphs.from_edges(senders, receivers, NODES)
-    logits = draw(kind, (len(ids), 2), seed).astype(half)
-    cotangent = draw("signed", logits.shape, seed + 1).astype(half)
-    run = functools.partial(graphs.edge_softmax, graph, norm_by=norm_by)
-    weights, (grad,) = compiled_vjp(run, cotangent, logits)
-    assert weights.dtype == grad.dtype == half
-    with jax.enable_x64(True):
-        exact, exact_grad, sizes = exact_softmax_and_gradient(ids, *in_float64(cotangent, logits))
-    assert_within(weights, exact, half, exact, 2)
-    assert_within(grad, exact_grad, half, sizes, 2)
 
 
 @pytest.mark.parametrize(("half", "rounding", "smallest"), [("float16", 2**-11, 2**-25), ("bfloat16", 2**-8, 0.0)])

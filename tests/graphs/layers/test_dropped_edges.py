@@ -65,6 +65,7 @@ def test_layers_of_graphs_without_single_edges(is_symmetric: bool) -> None:
     def run(graph: graphs.Graph, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         rows = graphs.gat_attention(graph, x[:, None], x[:, :1], x[:, 1:2])[:, 0]
         rows = [rows, graphs.graph_conv(graph, x, allow_zero_in_degree=True), graphs.gin_conv(graph, x)]
+        rows.append(graphs.propagate(graph, x, 3, alpha=0.1))
         return jnp.stack([(jnp.tanh(each) * (i + 1)).sum() for i, each in enumerate(rows)]).sum(), rows
 
     results = jax.jit(lambda graph, x: jax.grad(run, 1, has_aux=True)(graph, x))

@@ -70,24 +70,6 @@ def test_logits_differ_by_less_than_half_can_tell(half: str, is_cast: bool) -> N
         assert error <= float(jnp.finfo(half).eps) * wanted
 
 
-@pytest.mark.quick_cases(1)
-@ways
-@halves
-def test_a_hub_of_equal_neighbors_has_their_features(half: str, is_cast: bool) -> None:
-    count = 13_161
-    graph = graphs.from_edges(range(1, count + 1), [0] * count, count + 1)
-    x, eye, vector = np.ones((count + 1, 2)), np.eye(2), np.full((1, 2, 1), 0.3)
-
-    def gat(x: Any, w: Any, a: Any) -> jax.Array:
-        return graphs.gat_conv(graph, x, w, a, a, allow_zero_in_degree=True)
-
-    def gatv2(x: Any, w: Any, a: Any) -> jax.Array:
-        return graphs.gatv2_conv(graph, x, w, a, allow_zero_in_degree=True)
-
-    for result in run_in(half, is_cast, (gat, gatv2), x, eye, vector):
-        assert (result[0] == 1).all()
-
-
 def test_gat_is_static_where_gatv2_is_not() -> None:
     """The order of the neighbors: the same for all receivers, or each its own."""
     graph = graphs.from_edges([0, 1, 0, 1], [2, 2, 3, 3], 4)

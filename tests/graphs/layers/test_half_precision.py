@@ -53,6 +53,25 @@ def rows(count: int, value: float, first: float | None = None, width: int = 1) -
     return found
 
 
+def network(graph: graphs.Graph, x: jax.Array, edges: jax.Array, kernel: jax.Array, aggregator: str) -> jax.Array:
+    """Returns what the edges' numbers times the kernel make of node 0's neighbors."""
+    return graphs.nn_conv(graph, x, edges, lambda kernel, rows: rows @ kernel, kernel, 1, aggregator=aggregator)[:1]
+
+
+def transformer(x: jax.Array, eye: jax.Array, edges: jax.Array) -> jax.Array:
+    of_edges: Any = {"edge_features": edges, "edge_feature_weight": eye[:1]}
+    return graphs.transformer_conv(star(HUB), x, eye, eye, eye, num_heads=2, **of_edges)[:1]
+
+
+def gat(x: jax.Array, eye: jax.Array, vector: jax.Array) -> jax.Array:
+    return graphs.gat_conv(star(HUB), x, eye, vector, vector, allow_zero_in_degree=True)[:1]
+
+
+def gatv2(x: jax.Array, eye: jax.Array, vector: jax.Array) -> jax.Array:
+    return graphs.gatv2_conv(star(HUB), x, eye, vector, allow_zero_in_degree=True)[:1]
+
+
+ONE, EQUAL = np.ones((1, 1)), [rows(HUB, 1, width=2), np.eye(2), np.full((1, 2, 1), 0.3)]
 LARGE = rows(10, 1e4)  # ten of them add up to more than float16 has
 # Of each case: a function, its arrays, and the result in float64 as a function of the arrays.
 CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray], Callable[..., Any]]] = {
@@ -80,13 +99,26 @@ CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray], Callable[..., Any]]
         [rows(HUB, 2, 30), rows(HUB - 1, -1, -5)],
         lambda *_: HUB - 1 + 45,
     ),
-    "sage mean": (functools.partial(sage, aggregator="mean"), [LARGE, np.ones((1, 1))], lambda x, _: x[1]),
-    "sage gcn": (functools.partial(sage, aggregator="gcn"), [LARGE, np.ones((1, 1))], lambda x, _: x[1]),
+    "sage mean": (functools.partial(sage, aggregator="mean"), [LARGE, ONE], lambda x, _: x[1]),
+    "sage gcn": (functools.partial(sage, aggregator="gcn"), [LARGE, ONE], lambda x, _: x[1]),
     "sage gcn, rounded once": (
         lambda x, one: graphs.sage_conv(star(2047), x, one, aggregator="gcn")[:1],
-        [rows(2047, 1, 3), np.ones((1, 1))],
+        [rows(2047, 1, 3), ONE],
         lambda *_: (2047 + 3) / 2048,
     ),
+    "network": (
+        lambda *arrays: network(star(HUB), *arrays, aggregator="sum"),
+        [rows(HUB, 1), np.ones((HUB, 1)), ONE],
+        lambda *_: HUB,
+    ),
+    "network mean": (
+        lambda *arrays: network(star(10), *arrays, aggregator="mean"),
+        [LARGE, np.ones((10, 1)), ONE],
+        lambda x, *_: x[1],
+    ),
+    "transformer": (transformer, [rows(HUB, 1, width=2), np.eye(2), np.full((HUB, 1), 2.0)], lambda *_: [3, 1]),
+    "gat": (gat, EQUAL, lambda *_: [1, 1]),
+    "gatv2": (gatv2, EQUAL, lambda *_: [1, 1]),
     "appnp": (lambda x: appnp(x)[:1], [rows(11, 1e4, 1e3)], lambda x: 0.9 * x[2] + 0.1 * x[0]),
     "appnp, no neighbor": (lambda x: appnp(x)[2:3], [rows(11, 1e4, 1e3)], lambda x: 0.1 * x[2]),
 }
@@ -130,6 +162,7 @@ def test_the_gradient_of_what_all_nodes_share_does_not_stagnate(half: str, is_ca
     layers = [
         lambda bias: graphs.graph_conv(graph, zeros, bias=bias),
         lambda eps: graphs.gin_conv(graph, ones, eps=eps),
+        lambda kernel: graphs.nn_conv(graph, ones, ones, lambda kernel, rows: rows * kernel, kernel, 1),
     ]
 
     def gradients(shared: jax.Array) -> list[jax.Array]:

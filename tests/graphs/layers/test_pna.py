@@ -57,29 +57,6 @@ def test_a_blocks_targets_are_the_first_of_its_sources() -> None:
     np.testing.assert_allclose(*both, rtol=1e-6)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_gine_over_chunks_of_edges_is_that_of_all_at_once(dtype: str) -> None:
-    """Where there are a million elements, chunks are chosen; under autocast, too, and with gradients."""
-    random = np.random.default_rng(0)
-    senders, receivers = random.integers(0, 50, (2, 70_000))
-    x = jnp.asarray(random.normal(size=(50, 16)), jnp.float32)
-    edges = jnp.asarray(random.normal(size=(70_000, 16)), jnp.float32)
-
-    def run(formats: tuple[str, ...]) -> Any:
-        graph = graphs.from_edges(senders, receivers, 50, formats=formats)
-
-        def loss(x: jax.Array, edges: jax.Array) -> jax.Array:
-            conv = graphs.gine_conv if dtype == "float32" else jt.autocast(graphs.gine_conv)
-            return (conv(graph, x, edges).astype(jnp.float32) ** 2).mean()
-
-        return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, edges)
-
-    for found, wanted in zip(*map(jax.tree.leaves, (run(("coo", "csr")), run(("coo",)))), strict=True):
-        scale = float(jnp.abs(wanted).max())
-        np.testing.assert_allclose(found, wanted, atol=scale * (1e-5 if dtype == "float32" else 5e-3))
-
-
 def test_layers_are_joined_side_by_side_by_their_largest_or_by_attention() -> None:
     layers = [jnp.array([[1.0, 5.0]], jnp.float16), jnp.array([[2.0, 3.0]], jnp.float16)]
     lstm = graphs.JumpingKnowledge("lstm", 2, 2, dtype=jnp.float16, rngs=nnx.Rngs(0))

@@ -37,21 +37,6 @@ def test_hops_are_one_loop_whatever_their_number(name: str) -> None:
     assert abs(count(3) - count(9)) <= 2
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["tag", "appnp", "cheb expanding"])
-def test_chunks_of_sorted_edges_give_the_same(name: str) -> None:
-    random = np.random.default_rng(0)
-    senders, receivers = random.integers(0, 12, (2, 300))
-    layer, x = LAYERS[name](3), jnp.asarray(random.normal(size=(12, 4)), jnp.float32)
-
-    def run(formats: tuple[str, ...]) -> Any:
-        graph = graphs.from_edges(senders, receivers, 12, formats=formats)
-        return jax.jit(jax.value_and_grad(lambda x: (layer(graph, x) ** 2).sum()))(x)
-
-    for found, wanted in zip(run(("csr",)), run(("coo",)), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_each_hop_drops_other_edges_and_the_mean_stays() -> None:
     line, x = graphs.from_edges([0, 1, 2], [1, 2, 3], 4), jnp.ones((4, 1))
     keys = jax.random.split(jax.random.key(0), 2_000)

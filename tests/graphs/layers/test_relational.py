@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from graph_helpers import HALVES, ONE_HALF
+from graph_helpers import HALVES
 from pytrees import compiled_vjp
 from refusals import assert_refused
 
@@ -51,56 +51,6 @@ def test_a_hub_is_rounded_once_and_so_are_gradients_of_what_all_edges_share(
     assert float(found) == rounded
     exact = rounded if is_cast else COUNT  # gradients of float32 weights are not rounded
     assert [x.ravel().tolist() for x in grads] == [[exact], [exact, 0]]
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_a_network_over_a_hub_is_rounded_once(half: str) -> None:
-    graph = star()
-    x, of_edges, kernel = (jnp.ones(shape, half) for shape in ((COUNT + 1, 1), (COUNT, 1), (1, 1)))
-
-    def conv(kernel: jax.Array, aggregator: str) -> jax.Array:
-        network = lambda kernel, rows: rows @ kernel
-        result = graphs.nn_conv(graph, x, of_edges, network, kernel, 1, aggregator=aggregator)
-        return result[0, 0].astype(jnp.float32)
-
-    both = jax.jit(lambda kernel: [jax.value_and_grad(conv)(kernel, name) for name in ("sum", "mean")])
-    (total, grad), (mean, of_mean) = both(kernel)
-    wanted = float(jnp.asarray(COUNT, half))
-    assert (float(total), float(mean)) == (wanted, 1)
-    np.testing.assert_allclose(np.asarray([grad, of_mean], float).ravel(), [COUNT, 1], rtol=float(jnp.finfo(half).eps))
-
-
-def test_means_may_be_of_sums_beyond_float16() -> None:
-    graph = graphs.from_edges([1, 2], [0, 0], 3)
-    x = jnp.full((3, 1), 40_000, jnp.float16)
-    found = graphs.nn_conv(
-        graph,
-        x,
-        jnp.ones((2, 1), jnp.float16),
-        lambda k, rows: rows * k,
-        jnp.ones(1, jnp.float16),
-        1,
-        aggregator="mean",
-    )
-    assert found.ravel().tolist() == [40_000, 0, 0]
-
-
-@pytest.mark.parametrize("half", ONE_HALF)
-def test_transformer_of_a_hub_of_equal_neighbors_has_their_values(half: str) -> None:
-    graph = star()
-    x, eye = jnp.ones((COUNT + 1, 2), half), jnp.eye(2, dtype=half)
-    of_edges = jnp.full((COUNT, 1), 2, half)
-
-    @jax.jit
-    def conv(x: jax.Array, eye: jax.Array) -> jax.Array:
-        return graphs.transformer_conv(
-            graph, x, eye, eye, eye, num_heads=2, edge_features=of_edges, edge_feature_weight=eye[:1]
-        )
-
-    found = conv(x, eye)
-    assert found.dtype == half
-    assert found[0].tolist() == [3, 1]
-    assert not np.asarray(found[1:]).any()
 
 
 def test_edges_of_no_type_bring_nothing_under_jit() -> None:

@@ -209,42 +209,6 @@ def test_layers_refuse_zero_in_degree_nodes_of_padded_graphs_outside_of_jit() ->
             layer(padded, padded.nodes["h"])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-def test_padding_leaves_hubs_their_sums_and_gradients(formats: tuple[str, ...]) -> None:
-    implementation = "chunked" if "csr" in formats else "xla"
-
-    def ours(graph: graphs.Graph, h: jax.Array) -> jax.Array:
-        messages = (fn.copy_u("h", "m"), fn.sum("m", "x"))
-        passed = graphs.update_all(graph.with_nodes(h=h), *messages, implementation=implementation)
-        ends = h[:, None], h[:, :1], -h[:, 1:2]
-        attended = graphs.gat_attention(graph, *ends, implementation=implementation)
-        return jnp.concatenate([passed.nodes["x"], attended[:, 0]], 1)
-
-    def dense(counts: jax.Array, h: jax.Array) -> jax.Array:
-        powers = counts * jnp.exp(jax.nn.leaky_relu(h[None, :, 0] - h[:, None, 1], 0.2))
-        sizes = powers.sum(1, keepdims=True)
-        return jnp.concatenate([counts @ h, powers @ h / jnp.where(sizes == 0, 1, sizes)], 1)
-
-    def forward_and_backward(run: Any) -> Any:
-        def with_gradient(graph: Any, h: jax.Array) -> Any:
-            result, pullback = jax.vjp(lambda h: run(graph, h), h)
-            return result, pullback(jnp.cos(result))[0]
-
-        return jax.jit(with_gradient)
-
-    with jax.enable_x64(True):
-        run, exact = forward_and_backward(ours), forward_and_backward(dense)
-        for size in ((30, 5), (3_000, 1)):
-            graph = hub(*size, dtype="float64")
-            padded = graphs.pad(graph, 64, 6_100, formats=formats)
-            counts = np.zeros((64, 64))
-            np.add.at(counts, (np.asarray(graph.receivers), np.asarray(graph.senders)), 1)
-            h = padded.nodes["h"]
-            for found, wanted in zip(run(padded, h), exact(counts, h), strict=True):
-                np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-10)
-
-
 def test_masks() -> None:
     batch = graphs.batch(some_graphs())
     padded = graphs.pad(batch, 16, 30, 6)
