@@ -122,7 +122,7 @@ DROPPED: Any = {"dropout_rate": 0.4, "dropout_key": jax.random.key(1), "negative
 def gat(*, has_all: bool) -> Case:
     def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> jax.Array:
         x, left, right, *weight = arrays
-        options = {"edge_weight": weight[0], **DROPPED} if has_all else {"negative_slope": 0.3}
+        options: Any = {"edge_weight": weight[0], **DROPPED} if has_all else {"negative_slope": 0.3}
         return graphs.gat_attention(graph, x, left, right, implementation=implementation, **options)
 
     def wanted(x: jax.Array, left: jax.Array, right: jax.Array, *weight: jax.Array) -> jax.Array:
@@ -135,7 +135,7 @@ def gat(*, has_all: bool) -> Case:
 def gatv2(*, has_all: bool) -> Case:
     def run(implementation: str, graph: graphs.Graph, *arrays: jax.Array) -> jax.Array:
         left, right, shared, *weight = arrays
-        options = {"edge_weight": weight[0], **DROPPED} if has_all else {"negative_slope": 0.3}
+        options: Any = {"edge_weight": weight[0], **DROPPED} if has_all else {"negative_slope": 0.3}
         return graphs.gatv2_attention(graph, left, right, shared, implementation=implementation, **options)
 
     def wanted(left: jax.Array, right: jax.Array, attention: jax.Array, *weight: jax.Array) -> Any:
