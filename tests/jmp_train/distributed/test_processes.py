@@ -154,18 +154,6 @@ def test_a_process_that_ends_early_says_that_it_waits_in_vain(launch: Launch) ->
     assert "; the script of process 1 had ended well before that" in after
 
 
-@pytest.mark.full
-def test_processes_that_wait_for_one_that_has_ended_are_stopped(launch: Launch) -> None:
-    options = ["--exit-timeout", "1"]
-    code, text = launch("uneven", 100, options=options)
-    assert code == 1
-    assert "[0] process 0 is done" not in text
-    assert (
-        "jmp-train: error: process 1 ended well, still running after the exit timeout of 1 s: process 0, now "
-        "stopped; do all take the same number of steps?"
-    ) in text
-
-
 def test_a_state_that_was_sent_is_one_s_own() -> None:
     params = jnp.arange(4.0)
     sent = jt.distributed.broadcast_state({"w": params, "rng": jax.random.key(3)})

@@ -20,7 +20,6 @@ from jmp_train.policies.optimizers.compensations import compensated, no_compensa
 
 pytestmark = pytest.mark.quick
 
-KAHAN = jt.with_kahan(optax.sgd(0.1))
 WEIGHTS = {
     "w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)) * 0.1, jnp.float32),
     "scale": jnp.linspace(0.5, 1.5, 8),
