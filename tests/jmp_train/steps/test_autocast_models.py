@@ -1,4 +1,4 @@
-"""Models of five libraries run unchanged under autocast, and cost no more than models cast by hand."""
+"""Models of four libraries run unchanged under autocast and train by every policy; what a step under autocast costs."""
 
 import functools
 import re
@@ -16,8 +16,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from promotion import promoting
+from promotion import promoting, relaxed
 
+import jmp_train as jt
 from jmp_train.app.tasks import digits
 from jmp_train.policies.autocasting.transform import autocast
 
@@ -232,6 +233,31 @@ def test_a_model_runs_unchanged(make: Callable[[], Model], half: Any) -> None:
         assert distance(rest, expected_rest) < tolerance
         assert {grad.dtype.name for grad in jax.tree.leaves(grads)} == {"float32"}
         assert distance(grads, expected_grads) < model.closeness
+
+
+@pytest.mark.newest
+@pytest.mark.quick_cases(1)
+@pytest.mark.filterwarnings("ignore::jmp_train.policies.Float32ProductsWarning")  # of products after a norm
+@pytest.mark.parametrize("make", [linen_cnn, equinox_mlp, haiku_transformer, nnx_cnn])
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "norms in float32"])
+def test_it_trains(make: Callable[[], Model], policy: str) -> None:
+    model = make()
+    paths = {} if make is equinox_mlp else {"(?i)norm": "float32"}  # it has no norm
+    by_path = jt.policy_by_path(paths, default="mixed_float16")
+    loss = model.under(lambda loss: loss)
+    optimizer = jt.with_loss_scale(relaxed(optax.adam(0.03)), jt.torch_loss_scale(2.0**8))
+    chosen = by_path if policy == "norms in float32" else policy
+    step = jt.train_step(
+        jt.stateless(lambda params, batch: loss(params, *batch), has_aux=True), optimizer, policy=chosen
+    )
+    state, losses = jt.TrainState.create(model.params, optimizer), []
+    run = jax.jit(step, donate_argnums=0)
+    for _ in range(30):
+        state, metrics = run(state, model.batch)
+        assert bool(metrics["grads_finite"])
+        losses.append(float(metrics["loss"]))
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
