@@ -147,32 +147,6 @@ def test_sums_means_and_gradients_of_gathers_are_rounded_once(half: str) -> None
     assert float(mean[0]) == float(jnp.asarray(6e4, half))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("half", HALVES)
-@checks(4)
-@given(degree=degrees, kind=kinds, seed=seeds)
-def test_gradients_of_sums_and_gathers_are_exact(half: str, degree: int, kind: str, seed: int) -> None:
-    rows, ids = draw_rows(degree, kind, half, seed)
-    nodes = jnp.ones((SEGMENTS, 2), half)
-    _, (grads,) = compiled_vjp(lambda x: graphs.gather(x, ids), rows, nodes)
-    assert grads.dtype == half
-    magnitudes = in_float64("sum", np.abs(np.asarray(rows, np.float64)), ids)
-    assert_within(grads, in_float64("sum", rows, ids), half, magnitudes, 1)
-
-    total = lambda x: graphs.segment_sum(x, ids, SEGMENTS)
-    _, (grads,) = compiled_vjp(total, nodes * 3, rows)
-    assert grads.dtype == half
-    assert (grads == 3).all()
-
-
-@pytest.mark.full
-def test_ties_share_the_gradient() -> None:
-    ties = jnp.zeros((13_161,), jnp.bfloat16)
-    for op in (graphs.segment_max, graphs.segment_min):
-        grad = jax.grad(lambda x, op=op: op(x, jnp.zeros(13_161, jnp.int32), 1)[0])(ties)
-        np.testing.assert_allclose(np.asarray(grad, float), 1 / 13_161, rtol=0.01)
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rows", [5, 3_000])
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "softmax", "normalize"])
@@ -210,12 +184,6 @@ def test_rows_out_of_range_count_nowhere(rows: int) -> None:
         "gather": [0, 0, 1, 1, 1, 0],
         "gradient": [1, 2, rows - 6, 0],
     }
-
-
-def test_a_masked_segment_is_zero_and_so_is_its_gradient() -> None:
-    masked, ids = np.full(5, -np.inf, np.float16), np.array([0, 0, 1, 1, 1])
-    weights, (grads,) = compiled_vjp(lambda x: graphs.segment_softmax(x, ids, 2), np.ones(5, np.float16), masked)
-    assert weights.tolist() == grads.tolist() == [0.0] * 5
 
 
 @pytest.mark.quick_cases(1)
