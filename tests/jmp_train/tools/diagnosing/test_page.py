@@ -1,11 +1,11 @@
 """The page of a diagnosis, its chart and its JSON."""
 
 import dataclasses
-import html.parser
 import json
 import math
 
 import pytest
+from read_pages import Page
 
 import jmp_train as jt
 from jmp_train.policies.autocasting import rules_code
@@ -38,36 +38,10 @@ NOTE = dataclasses.replace(
 REPORT = jt.tools.NumericsReport((PROBLEM, NOTE), ROWS, {"0/<x>": "collapses"}, steps=2)
 
 
-class Page(html.parser.HTMLParser):
-    """What a browser would see: tags, attributes, and the texts of cells."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.rows: list[list[str]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self.rows and self.rows[-1]:
-            self.rows[-1][-1] += data.strip()
-
-
 def test_the_page_has_problems_rules_and_operations() -> None:
     text = REPORT.to_html("digits <1>")
     page = Page(text)
-    links = [value for name, value in page.attributes if name in ("href", "src")]
-    assert sorted(links) == ["#problem-1", "#problem-2", "data:,"]
+    assert sorted(page.values("href") + page.values("src")) == ["#problem-1", "#problem-2", "data:,"]
     for said in (
         "digits <1>", "1 problem in 3 operations, 3 of them in half precision", "Argument 0/<x>: collapses.",
         f"1. problem: overflow, forward pass, net&co.py:7 ({ROW.path})", "25% > all & <b>", "float32 <here>",

@@ -1,11 +1,11 @@
 """Documents as HTML and as text: all of a document is there, escaped, and empty blocks leave nothing behind."""
 
-import html.parser
 import pathlib
 import re
 
 import pytest
 from browsing import open_browser, show
+from read_pages import Page
 
 from jmp_train.tools.documents import (
     Axis,
@@ -42,48 +42,22 @@ BLOCKS = [
 ]  # fmt: skip
 
 
-class Found(html.parser.HTMLParser):
-    """The tags, the ids and the text of HTML, whose tags have to be closed in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.values: dict[str, list[str]] = {}
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            self.values.setdefault(name, []).append(value or "")
-        if tag not in ("meta", "link"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_a_page_has_all_of_its_document_escaped_and_nothing_from_elsewhere() -> None:
     made = page(f"page {ODD}", BLOCKS, [f"footer {ODD}"])
-    found = Found(made)
+    found = Page(made)
     assert made.startswith("<!DOCTYPE html>")
     names = ("page", "text", "code", "head", "cell", "1", "note", "title", "inner", "fold", "folded", "footer")
     for name in (*names, "line", "up", "tip", "below"):
         assert f"{name} {ODD}" in found.text, name
-    assert f"line {ODD}" in found.values["aria-label"]
-    assert found.values["id"] == ["said", "rules", "table", "first", "second"]
-    assert found.values["href"] == ["data:,", "#rules"]
+    assert f"line {ODD}" in found.values("aria-label")
+    assert found.values("id") == ["said", "rules", "table", "first", "second"]
+    assert found.values("href") == ["data:,", "#rules"]
     assert not {"script", "img", "iframe", "object"} & set(found.tags)
     assert not re.search(r"https?:|url\(|@import", made)
 
 
 def test_titles_are_as_deep_as_their_sections() -> None:
-    tags = Found(page("page", BLOCKS)).tags
+    tags = Page(page("page", BLOCKS)).tags
     assert [tag for tag in tags if re.fullmatch("h[1-6]|summary", tag)] == ["h1", "h2", "h3", "h4", "summary"]
     folded = Section("fold", [Section("inside", [Text("a")])], is_folded=True)
     assert "<h3>inside</h3>" in fragment([folded])
@@ -96,7 +70,7 @@ def test_blocks_without_content_leave_nothing_behind() -> None:
 
 
 def test_panels_are_charts_with_their_legends_inside() -> None:
-    panels = Found(fragment([Panels([LINE, LINE])]))
+    panels = Page(fragment([Panels([LINE, LINE])]))
     assert panels.tags.count("svg") == 2
     assert "p" not in panels.tags
     assert panels.text.count(f"up {ODD}") == panels.text.count(f"line {ODD}") == 2
