@@ -251,26 +251,6 @@ def save_replicated_and_sharded_weights() -> None:
             jt.save_weights(file, {"w": sharded})
 
 
-def late(delay: str, collective_timeout: str) -> None:
-    """Has process 1 come late to a step."""
-    limit = None if collective_timeout == "none" else int(collective_timeout)
-    jt.distributed.initialize(collective_timeout=limit, shutdown_timeout=20)
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    step, state = make_step("float32")
-    run = jax.jit(jt.data_parallel(step, mesh))
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    state = jt.distributed.broadcast_state(state, mesh)
-    for number, batch in enumerate(array_batches(digits(), BATCH, sharding=sharding)):
-        if number == 2 and jax.process_index() == 1:
-            time.sleep(float(delay))
-        start = time.perf_counter()
-        state, metrics = run(state, batch)
-        loss = float(metrics["loss"])
-        if number == 2:
-            print(f"step of {time.perf_counter() - start:.1f} seconds, loss {loss:.4f}")
-            break
-
-
 def leave(how: str, who: str) -> None:
     """Ends a process in some way while the others wait for it."""
     jt.distributed.initialize(shutdown_timeout=200)

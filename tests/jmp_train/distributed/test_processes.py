@@ -98,25 +98,6 @@ def test_what_differs_is_refused_and_a_state_is_sent_bit_by_bit(launch: Launch) 
 
 
 @pytest.mark.full
-def test_a_process_20_seconds_late_is_waited_for(launch: Launch) -> None:
-    code, text = launch("late", 20, "none")
-    assert code == 0, text
-    seconds, losses = zip(*re.findall(r"step of ([\d.]+) seconds, loss (\S+)", text), strict=True)
-    assert max(map(float, seconds)) > 18
-    assert len(losses) == 2
-    assert len(set(losses)) == 1
-
-
-@pytest.mark.full
-def test_a_late_process_is_reported_after_the_time_out(launch: Launch, tmp_path: Path) -> None:
-    code, text = launch("late", 100, 3)
-    assert code == 1
-    assert "Timed out waiting 3000ms" in text, text
-    assert "Timed out waiting" in (tmp_path / "logs" / "rank_0.log").read_text()
-    assert "jmp-train: error: process 0 ended with exit code 1, then process 1 " in text
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
     ("how", "code", "end"),
