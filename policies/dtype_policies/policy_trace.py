@@ -169,12 +169,16 @@ class _Operations(Reading[FloatOrigin | None]):
 
     def bind(self, equation: Any, inputs: list[FloatOrigin | None]) -> list[FloatOrigin | None]:
         self.found.append(TracedOperation(equation, self.callers, self.repeats, tuple(inputs)))
-        origin = _result_origin(equation, self.callers, inputs)
-        return [origin if is_float32(variable) else None for variable in equation.outvars]
+        return [
+            _result_origin(equation, self.callers, inputs, traced_dtype(variable)) if is_float32(variable) else None
+            for variable in equation.outvars
+        ]
 
 
-def _result_origin(equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequence[FloatOrigin | None]) -> FloatOrigin:
-    """Returns the origin of an equation's float32 results."""
+def _result_origin(
+    equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequence[FloatOrigin | None], dtype: Any
+) -> FloatOrigin:
+    """Returns the origin of an equation's result of a float32 dtype."""
     read = variables_read(equation)
     blamed = _to_blame(inputs)
     if blamed is not None:
@@ -185,7 +189,6 @@ def _result_origin(equation: JaxprEqn, callers: tuple[Any, ...], inputs: Sequenc
         )
         return dataclasses.replace(blamed, of_policy=of_policy)
     half = next((traced_dtype(atom) for atom in read if traced_dtype(atom) in HALVES), None)
-    dtype = traced_dtype(equation.outvars[0])
     name = equation.primitive.name
     if half is not None and name == "convert_element_type":
         return FloatOrigin(f"cast from {half} to {dtype}", (*callers, equation), was_half=True)

@@ -63,6 +63,25 @@ def test_flops_of_loops_and_ragged_products() -> None:
     assert [row.flops for row in products if row.flops >= 256] == [5 * 256, 256]
 
 
+def test_operations_without_results() -> None:
+    """Such as `jax.debug.print`."""
+    seen: list[float] = []
+
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda x: seen.append(float(x)), w.sum())
+        return x.astype(jnp.float32) @ w.astype(jnp.float32)
+
+    w = jnp.ones((8, 8))
+    report = jt.explain_policy(fn, "mixed_float16", w, w)
+    assert "debug_callback" in {row.operation for row in report.operations}
+    assert report.operations[-1].reason.startswith("cast from float16 to float32")
+    step = jt.train_step(jt.stateless(lambda w, x: fn(w, x).sum()), optax.sgd(0.1), policy="mixed_bfloat16")
+    with pytest.warns(jt.policies.Float32ProductsWarning):
+        step(jt.TrainState.create(w, optax.sgd(0.1)), w)
+    jax.effects_barrier()
+    assert seen == [64]
+
+
 def test_linen_nnx_equinox_and_haiku() -> None:
     linen = nn.Sequential([nn.Dense(4, dtype=jnp.float32), nn.Dense(4)])
     variables = jax.eval_shape(linen.init, jax.random.key(0), X)

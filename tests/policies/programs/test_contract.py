@@ -175,6 +175,19 @@ def _(size: int, mapped: Any, x: Any) -> Any:
     return own_vmap(x), mapped[0]
 
 
+def without_results(x: Any) -> Any:
+    def send(x: Any) -> None:
+        jax.debug.callback(lambda _: None, x)
+
+    def body(c: Any, t: Any) -> Any:
+        send(c)
+        return c + t, None
+
+    jax.jit(send)(x)
+    lax.cond(x > 1.0, send, lambda x: None, x)
+    return lax.scan(body, x, jnp.arange(2.0))[0]
+
+
 def calls(x: Any) -> Any:
     return jax.jit(lambda x: own_jvp(x) + jax.jit(own_vjp)(x * 0.5))(x) + jax.closure_convert(jnp.sin, x)[0](x)
 
@@ -235,6 +248,7 @@ WHOLE = (
     remat,
     calls,
     own_vmap,
+    without_results,
 )
 
 
