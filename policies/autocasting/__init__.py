@@ -11,6 +11,7 @@ from jmp_train.policies.autocasting.fp8 import Recipe as Recipe
 from jmp_train.policies.autocasting.fp8 import after_step as after_step
 from jmp_train.policies.autocasting.fp8 import dequantized as dequantized
 from jmp_train.policies.autocasting.fp8 import fp8_state as fp8_state
+from jmp_train.policies.autocasting.fp8 import largest_of as largest_of
 from jmp_train.policies.autocasting.fp8 import quantized as quantized
 from jmp_train.policies.autocasting.fp8 import scales_of as scales_of
 from jmp_train.policies.autocasting.fp8 import with_magnitudes as with_magnitudes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import PRODUCTS
-from jmp_train.tools.diagnosing.arithmetic import SUMS, rounding_of
+from jmp_train.tools.diagnosing.arithmetic import SUMS, TO_FEW_BITS, rounding_of
 from jmp_train.tools.diagnosing.evidence import Evidence, reached
 from jmp_train.tools.diagnosing.measures import is_float, is_low
 from jmp_train.tools.diagnosing.problems import Problem, problem_at
@@ -19,6 +19,8 @@ from jmp_train.tools.diagnosing.remedies import LINEAR, Remedy, operands_in_floa
 _UNITS = 10  # of rounding, that results and gradients may be off by
 GRADIENTS = 0.025  # that gradients may be off by: those of a trained model cancel between examples
 _GAIN = 3  # times that an operation's error is as large as its operands'
+# Units of products by the types of their operands: each is off by about two, and gradients by some times that.
+_IN_FEW_BITS = {"float8_e4m3fn": 2.0**-6, "float4_e2m1fn": 2.0**-4}
 _ROUNDED = 0.2  # of the half type's unit, that numbers are off by which were only rounded
 _ADDITIONS = ("add", "sub", "add_any")
 _LINES = 2  # whose operations are looked at
@@ -138,9 +140,11 @@ def is_off(evidence: Evidence, errors: FunctionErrors) -> bool:
 
 
 def _unit(evidence: Evidence) -> float:
+    few_bits = {row.dtype for row in evidence.rows if row.primitive == TO_FEW_BITS.name} & _IN_FEW_BITS.keys()
     dtypes = {row.dtype for row in evidence.rows} & {"float16", "bfloat16"}
     on_device = (rounding.eps for site in evidence.sites if (rounding := rounding_of(site.equation)) is not None)
-    return max((*(float(jnp.finfo(dtype).eps) for dtype in dtypes), *on_device), default=math.inf)
+    units = [float(jnp.finfo(dtype).eps) for dtype in dtypes] + [_IN_FEW_BITS[dtype] for dtype in few_bits]
+    return max((*units, *on_device), default=math.inf)
 
 
 def amplifiers(evidence: Evidence) -> Iterator[tuple[int, Remedy]]:
@@ -190,6 +194,7 @@ def amplification(evidence: Evidence, row: int, remedy: Remedy, errors: Function
       errors: errors of the function.
     """
     row = named_row(evidence, row)
+    row = product_of_cast(evidence, row) if evidence.rows[row].primitive == TO_FEW_BITS.name else row
     text = f"{evidence.named(row)} makes more of the rounding of its operands than results can bear: {errors}"
     return problem_at(evidence, row, "cancellation", text, remedy)[1]
 

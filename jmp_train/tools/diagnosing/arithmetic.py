@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,6 +20,7 @@ SUMS = frozenset(
         *("psum", "psum_invariant"),
     )
 )
+TO_FEW_BITS = jex.Primitive("to_few_bits")  # stands for the call of recipes that rounds, as one operation
 _DTYPES = ("new_dtype", "dtype", "preferred_element_type", "accum_dtype")  # parameters that name a result's dtype
 _EXACT = (lax.Precision.HIGHEST,) * 2
 # Code that is not jax's, which has the dtypes that it has, and may have effects.
@@ -71,6 +73,8 @@ def rounding_of(equation: Any) -> Rounding | None:
 def bound(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Returns an equation's results for operands in its own dtypes."""
     params = equation.params
+    if equation.primitive is TO_FEW_BITS:
+        return jex.jaxpr_as_fun(params["jaxpr"])(*operands)
     if (rounding := rounding_of(equation)) is not None:
         operands = [lax.reduce_precision(x, 8, rounding.bits) if dtype_of(x) == np.float32 else x for x in operands]
         params = {**params, "precision": _EXACT}
@@ -87,8 +91,12 @@ def float32_results(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
       operands: its operands; those in lower precision are float32 here.
     """
     name, params = equation.primitive.name, equation.params
+    if equation.primitive is TO_FEW_BITS:
+        return [operands[0]]
     if name in PRODUCTS:
         params = {**params, "precision": _EXACT}
+        if all(is_float(dtype_of(x)) for x in operands[:2]) and is_whole(params["preferred_element_type"]):
+            params["preferred_element_type"] = np.dtype(np.float32)
     if name == "reduce_precision" and params["mantissa_bits"] < jnp.finfo(jnp.float32).nmant:
         return [operands[0]]
     if name in _OF_BITS or name.endswith(_FOREIGN):
@@ -190,6 +198,8 @@ def rounded(shadow: jax.Array, dtype: Any) -> jax.Array:
     """Returns finite numbers rounded to a dtype; those beyond its range become its largest number."""
     if shadow.dtype == dtype:
         return shadow
+    if is_whole(dtype):
+        return lax.convert_element_type(lax.round(shadow, lax.RoundingMethod.TO_NEAREST_EVEN), dtype)
     largest = float(jnp.finfo(dtype).max)
     clipped = jnp.where(jnp.isfinite(shadow), jnp.clip(shadow, -largest, largest), shadow)
     return lax.convert_element_type(clipped, dtype)
@@ -204,7 +214,13 @@ def is_measured(equation: Any) -> bool:
         return False
     if name == "convert_element_type":
         return is_low(equation.params["new_dtype"]) and dtype_of(equation.invars[0]) != equation.params["new_dtype"]
-    return any(is_float(dtype_of(variable)) for variable in equation.outvars)
+    return is_in_int8(equation) or any(is_float(dtype_of(variable)) for variable in equation.outvars)
+
+
+def is_in_int8(equation: Any) -> bool:
+    """Returns whether an equation rounds to int8 or is a product of such numbers; the shadow has floats for them."""
+    is_product = equation.primitive.name in PRODUCTS and all(dtype_of(x) == np.int8 for x in equation.invars[:2])
+    return is_product or (equation.primitive is TO_FEW_BITS and dtype_of(equation.outvars[0]) == np.int8)
 
 
 def decides(equation: Any) -> bool:

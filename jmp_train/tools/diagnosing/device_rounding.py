@@ -1,18 +1,23 @@
-"""Emulates how a device rounds the float32 operands of matrix products and convolutions.
+"""Marks in a traced program what rounds operands of products: a device those in float32, and recipes those in few bits.
 
-A GPU with TF32 rounds them to 10 bits, a TPU to the 7 bits of bfloat16, unless jax's precision says otherwise. In the
-traced program, such a product gets a `Rounding` as its precision, by which `arithmetic` rounds its operands.
+A GPU with TF32 rounds operands of products and convolutions to 10 bits, a TPU to the 7 bits of bfloat16, unless jax's
+precision says otherwise. Such a product gets a `Rounding` as its precision, by which `arithmetic` rounds its operands.
+The call that rounds to few bits becomes one operation, so that its shadow holds the numbers before. Of branches by
+platform, only that of this one is left.
 """
 
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jmp_train.policies.autocasting import PRODUCTS, precisions_of
 from jmp_train.policies.programs import bodies_of, opened
-from jmp_train.tools.diagnosing.arithmetic import Rounding, dtype_of
+from jmp_train.tools.diagnosing.arithmetic import TO_FEW_BITS, Rounding, dtype_of
 
 _TF32, _BFLOAT16 = Rounding(10), Rounding(7)
 _DEFAULT = (None, lax.Precision.DEFAULT)
@@ -55,22 +60,50 @@ def rounding_text(rounding: Rounding | None) -> str:
 
 
 def with_rounding(program: ClosedJaxpr, rounding: Rounding | None) -> ClosedJaxpr:
-    """Returns a program whose products of float32 operands, at jax's default precision, round them."""
-    return program if rounding is None else _rounded(program, rounding)
+    """Returns a program with its rounding to few bits as one operation each.
+
+    Args:
+      program: a traced program.
+      rounding: how its products of float32 operands, at jax's default precision, round them; None if they do not.
+    """
+    return _rounded(program, rounding)
 
 
-def _rounded(program: Any, rounding: Rounding) -> Any:
-    """Returns a jaxpr, closed or open, with rounded products."""
+def _rounded(program: Any, rounding: Rounding | None) -> Any:
+    """Returns a jaxpr, closed or open, with marks."""
     if isinstance(program, tuple):
         return tuple(_rounded(x, rounding) for x in program)
     jaxpr = opened(program)
-    jaxpr = jaxpr.replace(eqns=[equation.replace(params=_params(equation, rounding)) for equation in jaxpr.eqns])
+    jaxpr = jaxpr.replace(eqns=[_marked(equation, rounding) for equation in jaxpr.eqns])
     return jaxpr if isinstance(program, Jaxpr) else program.replace(jaxpr=jaxpr)
 
 
-def _params(equation: Any, rounding: Rounding) -> dict[str, Any]:
+def _marked(equation: Any, rounding: Rounding | None) -> Any:
+    # Of what differentiating a loop moves out of it, a part that is not all of the rounding has the name too.
+    if equation.params.get("name") == TO_FEW_BITS.name and _is_rounding(equation):
+        return equation.replace(primitive=TO_FEW_BITS)
+    if (platforms := equation.params.get("branches_platforms")) is not None:
+        branches = (equation.params["branches"][_here(platforms)],)
+        equation = equation.replace(params={**equation.params, "branches": branches, "branches_platforms": None})
+    return equation.replace(params=_params(equation, rounding))
+
+
+def _is_rounding(equation: Any) -> bool:
+    shapes = [x.aval.shape for x in (*equation.invars[:1], *equation.outvars)]
+    return len(shapes) == 2 and shapes[0] == shapes[1] and dtype_of(equation.outvars[0]) != np.float32
+
+
+@functools.cache
+def _here(platforms: tuple[Any, ...]) -> int:
+    """Returns the number of the branch that runs on this platform."""
+    numbers = {name: functools.partial(jnp.int32, i) for i, names in enumerate(platforms) for name in names or ()}
+    default = functools.partial(jnp.int32, len(platforms) - 1)
+    return int(jax.jit(functools.partial(lax.platform_dependent, default=default, **numbers))())
+
+
+def _params(equation: Any, rounding: Rounding | None) -> dict[str, Any]:
     params = equation.params
-    if equation.primitive.name in PRODUCTS:
+    if equation.primitive.name in PRODUCTS and rounding is not None:
         known = _DEFAULT if rounding == _BFLOAT16 else (*_DEFAULT, lax.Precision.HIGH)
         is_rounded = any(dtype_of(atom) == np.float32 for atom in equation.invars[:2])
         if is_rounded and all(precision in known for precision in precisions_of(equation)):

@@ -15,12 +15,12 @@ import numpy as np
 
 from jmp_train.policies.autocasting import PRODUCTS
 from jmp_train.tools.diagnosing.amplifying import named_row
-from jmp_train.tools.diagnosing.arithmetic import SUMS, dtype_of
+from jmp_train.tools.diagnosing.arithmetic import SUMS, TO_FEW_BITS, dtype_of
 from jmp_train.tools.diagnosing.constants import epsilon_in_code, is_zero_by_default, number_in_code
 from jmp_train.tools.diagnosing.descriptions import is_loss, is_reduction
 from jmp_train.tools.diagnosing.equations import Site, is_infinite, user_line
 from jmp_train.tools.diagnosing.evidence import Evidence
-from jmp_train.tools.diagnosing.measures import is_float, is_low
+from jmp_train.tools.diagnosing.measures import is_float, is_low, least_of
 from jmp_train.tools.diagnosing.problems import Found, problem_at, worst_first
 from jmp_train.tools.diagnosing.remedies import (
     LINEAR,
@@ -37,6 +37,7 @@ from jmp_train.tools.diagnosing.results import (
     collapsed_arguments,
     flushed_operand,
     grown_infinities,
+    has_lost_operand,
     is_undefined_at_zero,
     nonfinite_arguments,
     products_in_8_bits,
@@ -244,7 +245,9 @@ def _underflows(evidence: Evidence) -> Iterator[Found]:
     for i, row in enumerate(evidence.rows):
         if not row.flushed or row.overflowed or row.primitive in ("add", "sub"):
             continue
-        least = float(jnp.finfo(row.dtype).smallest_subnormal)
+        if row.primitive == TO_FEW_BITS.name and (row.direction == "forward" or has_lost_operand(evidence, i)):
+            continue  # see `products_in_8_bits`
+        least = least_of(row.dtype)
         if row.smallest > least:  # the operands are rounded to where the result is 0
             continue
         is_divisor = any(_divides_by_zero(evidence, reader) for reader in evidence.readers(i))
@@ -265,9 +268,13 @@ def _underflows(evidence: Evidence) -> Iterator[Found]:
 
 
 def _cancellations(evidence: Evidence) -> Iterator[Found]:
-    not_looked_at = (SUMS - {"add", "sub"}) | PRODUCTS  # of small results and large terms, as gradients have them
+    not_looked_at = (
+        (SUMS - {"add", "sub"}) | PRODUCTS | {TO_FEW_BITS.name}
+    )  # of small results and large terms, as gradients have them
     for i, row in enumerate(evidence.rows):
         if row.overflowed or row.direction != "forward" or row.primitive in not_looked_at:
+            continue
+        if "float4_e2m1fn" in row.dtypes_in:  # of a product in 4 bits, whose operands are off by a tenth anyway
             continue
         if is_low(row.dtype) and row.largest > float(jnp.finfo(row.dtype).max):
             continue  # of operands that are infinite

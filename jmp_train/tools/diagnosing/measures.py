@@ -63,6 +63,11 @@ def is_low(dtype: DTypeLike | None) -> bool:
     return dtype is not None and is_float(dtype) and jnp.finfo(dtype).bits < 32
 
 
+def least_of(dtype: DTypeLike) -> float:
+    """Returns the smallest positive number of a floating dtype or of int8."""
+    return 1.0 if is_whole(np.dtype(dtype)) else float(jnp.finfo(dtype).smallest_subnormal)
+
+
 def widened(dtype: DTypeLike) -> np.dtype:
     """Returns the shadow's dtype: float32 for floats of fewer bits, otherwise the dtype itself."""
     return np.dtype(np.float32) if is_low(dtype) else np.dtype(dtype)

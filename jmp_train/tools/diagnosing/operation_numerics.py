@@ -20,7 +20,7 @@ class OperationNumerics:
       path: path of the modules and scopes around it.
       file: file of the user's line, or of the library that the user called.
       line: number of that line; 0 if unknown.
-      dtypes_in: dtypes of its operands.
+      dtypes_in: dtypes of its operands, but for random keys.
       dtype: dtype of its result.
       shape: shape of its result, on one device.
       runs: number of measured runs.
@@ -91,7 +91,7 @@ def row_of(site: Site, measures: np.ndarray, subject: str) -> OperationNumerics:
     values = dict(zip(COLUMNS, map(float, measures), strict=True))
     equation = site.equation
     floats = [v for v in equation.outvars if jnp.issubdtype(dtype_of(v), jnp.floating)]
-    result = equation.outvars[decision_of(equation) or 0] if decides(equation) else floats[0]
+    result = equation.outvars[decision_of(equation) or 0] if decides(equation) or not floats else floats[0]
     file, _, line = site.line.rpartition(":")
     elements = max(values["elements"], 1.0)
     return OperationNumerics(
@@ -100,7 +100,7 @@ def row_of(site: Site, measures: np.ndarray, subject: str) -> OperationNumerics:
         path=site.path,
         file=file,
         line=int(line or 0),
-        dtypes_in=tuple(str(dtype_of(atom)) for atom in equation.invars),
+        dtypes_in=tuple(str(dtype) for dtype in map(dtype_of, equation.invars) if isinstance(dtype, np.dtype)),
         dtype=str(result.aval.dtype),
         shape=tuple(result.aval.shape),
         runs=int(values["runs"]),

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmp_train.tools.diagnosing.arithmetic import (
@@ -13,6 +14,7 @@ from jmp_train.tools.diagnosing.arithmetic import (
     decision_of,
     dtype_of,
     float32_results,
+    is_in_int8,
     is_measured,
     magnitude_of_terms,
     picks,
@@ -119,7 +121,7 @@ def run_once(
     if not is_measured(equation):
         return results, None
     ran = _run_once(equation, inputs, results)
-    first = results[decision_of(equation) or 0] if decides(equation) else _floats(results)[0]
+    first = results[decision_of(equation) or 0] if decides(equation) else (_floats(results) or results)[0]
     shape = first.actual.shape
     if running is None or shape[: running.ndim] != running.shape:
         return results, ran
@@ -130,6 +132,8 @@ def run_once(
 def _run_once(equation: Any, inputs: list[Pair], results: list[Pair]) -> Ran:
     if decides(equation):
         return _decided(equation, inputs, results)
+    floats = _as_floats if is_in_int8(equation) else lambda x: x
+    results = [dataclasses.replace(pair, actual=floats(pair.actual)) for pair in results]
     if all(pair.shadow is None for pair in results):
         return _ran(equation, inputs, results, None, None)
     exact = all(pair.shadow is None for pair in inputs)
@@ -137,9 +141,14 @@ def _run_once(equation: Any, inputs: list[Pair], results: list[Pair]) -> Ran:
     if not _loses(equation):
         return _ran(equation, inputs, results, None, magnitude_of_terms(equation, wide) if len(results) == 1 else None)
     actual = [pair.actual for pair in results]
-    local = actual if exact else bound(equation, [_rounded_shadow(pair) for pair in inputs])
+    local = actual if exact else list(map(floats, bound(equation, [_rounded_shadow(pair) for pair in inputs])))
     local = lax.optimization_barrier(local)  # or a compiler may leave the rounding out
     return _ran(equation, inputs, results, local, magnitude_of_terms(equation, wide))
+
+
+def _as_floats(x: Any) -> Any:
+    """Returns numbers in int8, or their sums, as floats: bfloat16 holds all of int8."""
+    return lax.convert_element_type(x, jnp.bfloat16 if dtype_of(x) == np.int8 else jnp.float32)
 
 
 def _floats(results: list[Pair]) -> list[Pair]:
@@ -169,16 +178,17 @@ def run_both(equation: Any, inputs: list[Pair], *, own: bool = False) -> list[Pa
     if rounds_to_whole(equation) and not own:  # as an index has them that is computed from the same numbers
         finite = zip(actual, shadows, strict=True)
         shadows = [jnp.where(jnp.isfinite(x), x.astype(y.dtype), y) for x, y in finite]
-    return [Pair(x, y if _has_shadow(x, own=own) else None) for x, y in zip(actual, shadows, strict=True)]
+    kept = (is_float(dtype_of(y)) or (own and is_whole(dtype_of(x))) for x, y in zip(actual, shadows, strict=True))
+    return [Pair(x, y if keep else None) for x, y, keep in zip(actual, shadows, kept, strict=True)]
 
 
 def _has_shadow(x: Any, *, own: bool) -> bool:
-    return is_float(dtype_of(x)) or (own and is_whole(dtype_of(x)))
+    return is_float(dtype_of(x)) or dtype_of(x) == np.int8 or (own and is_whole(dtype_of(x)))
 
 
 def _loses(equation: Any) -> bool:
     is_half = any(is_low(dtype_of(atom)) for atom in (*equation.invars, *equation.outvars))
-    return is_half or rounding_of(equation) is not None
+    return is_half or is_in_int8(equation) or rounding_of(equation) is not None
 
 
 def _ran(equation: Any, inputs: list[Pair], results: list[Pair], local: list[Any] | None, terms: Any) -> Ran:
@@ -206,9 +216,11 @@ def with_shadow(pair: Pair, *, own: bool = False) -> Pair:
       pair: the pair.
       own: True if whole numbers have shadows too.
     """
-    if pair.shadow is not None or not _has_shadow(pair.actual, own=own):
+    if not _has_shadow(pair.actual, own=own):
         return pair
-    return Pair(pair.actual, _shadow_of(pair))
+    shadow = _shadow_of(pair)
+    is_int8 = dtype_of(pair.actual) == np.int8  # which is the same in all loops: of a product in few bits, or not
+    return Pair(pair.actual, lax.convert_element_type(shadow, jnp.float32) if is_int8 else shadow)
 
 
 def _shadow_of(pair: Pair) -> Any:

@@ -10,7 +10,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import HALVES, PRODUCTS, AutocastRules, Rule, replace_arguments
-from jmp_train.tools.diagnosing.arithmetic import SUMS, rounding_of
+from jmp_train.tools.diagnosing.arithmetic import SUMS, TO_FEW_BITS, rounding_of
 from jmp_train.tools.diagnosing.descriptions import function_called, is_by_policy, is_of_graphs
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.measures import is_float, is_low
@@ -308,7 +308,7 @@ def _entry(
         for other in evidence.rows
         if (other.file, other.line, other.direction) == (found.file, found.line, "forward")
     }
-    apart = {*PRODUCTS, "convert_element_type"} - {found.primitive}
+    apart = {*PRODUCTS, "convert_element_type", TO_FEW_BITS.name} - {found.primitive}
     return "primitives", tuple(sorted((same_line | {found.primitive}) - apart - {"add_any"}))
 
 
@@ -330,6 +330,8 @@ def product_of_cast(evidence: Evidence, row: int) -> int:
       evidence: the evidence of a diagnosis.
       row: row of the cast.
     """
+    if evidence.rows[row].primitive == TO_FEW_BITS.name:
+        return next(i for i in evidence.after(row) if evidence.rows[i].primitive in PRODUCTS)
     readers = evidence.readers(row)
     is_cast = evidence.rows[row].primitive == "convert_element_type" and evidence.sites[row].under_autocast
     products = [i for i in readers if evidence.rows[i].primitive in PRODUCTS]

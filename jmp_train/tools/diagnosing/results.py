@@ -7,10 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_train.policies.autocasting import FEW_BITS_PRODUCTS, LAYOUT
+from jmp_train.policies.autocasting import FEW_BITS_PRODUCTS, LAYOUT, largest_of
 from jmp_train.tools.diagnosing.amplifying import addition_before, gradients_error, terms_error
+from jmp_train.tools.diagnosing.arithmetic import TO_FEW_BITS
 from jmp_train.tools.diagnosing.evidence import Evidence, StateLeaf
-from jmp_train.tools.diagnosing.measures import is_float, is_low
+from jmp_train.tools.diagnosing.measures import is_float, is_low, least_of
 from jmp_train.tools.diagnosing.problems import Found, problem_at
 from jmp_train.tools.diagnosing.remedies import Remedy, full_state, in_float32, in_half, operands_in_float32
 
@@ -22,7 +23,9 @@ KnownProblems = Mapping[Any, Found]
 _LOST_TERMS = 0.02  # share of a sum's terms
 _ABSORBED = 0.1  # share of the additions of a loop
 _UNCHANGED = 0.5  # share of a state leaf's elements that should change
-_FLUSHED = 0.1  # share of an operand's elements
+_FLUSHED = 0.1  # share of an operand's elements; in 4 bits it is so without an outlier
+_LOST = 0.95  # relative error of an operand
+_IN_4_BITS = 0.3  # relative error of a product in 4 bits, twice that without an outlier
 _TO_THE_PRODUCT = LAYOUT | {"convert_element_type", "mul"}
 _BEFORE_ALL = -1  # the number of a row that comes before all operations
 _REACHED = 0.05  # relative error of a result, or of the backward pass, that a problem has to make
@@ -176,11 +179,10 @@ def products_in_8_bits(evidence: Evidence) -> Iterator[Found]:
         if (cast := flushed_operand(evidence, row)) is None or evidence.direction(row) != "forward":
             continue
         found = evidence.rows[cast]
-        finfo = jnp.finfo(found.dtype)
         text = (
             f"{found.flushed:.1%} of an operand of {evidence.named(row)} become 0 in {found.dtype}: the largest number "
             f"is {found.largest / found.smallest:.2g} times the smallest, and those of {found.dtype} "
-            f"{float(finfo.max) / float(finfo.smallest_subnormal):.2g} times"
+            f"{largest_of(jnp.dtype(found.dtype)) / least_of(found.dtype):.3g} times"
         )
         harmful = evidence.reaches(row, _REACHED)
         yield problem_at(evidence, row, "underflow", text, in_half(evidence, row), harmful=harmful)
@@ -199,9 +201,17 @@ def flushed_operand(evidence: Evidence, row: int) -> int | None:
     for i in read:  # grows during the loop: with scales of blocks, the numbers are multiplied by them first
         if evidence.rows[i].primitive in _TO_THE_PRODUCT:
             read += [source for source in evidence.sources(i) if source not in read]
-    casts = [i for i in read if evidence.rows[i].dtype.startswith(("float8", "float4"))]
+    casts = [i for i in read if evidence.rows[i].primitive == TO_FEW_BITS.name and not has_lost_operand(evidence, i)]
+    before = sum(max(0.0, evidence.rows[i].inherited_error - evidence.rows[i].local_error) for i in casts)
+    is_off = evidence.rows[row].inherited_error > before + _IN_4_BITS
+    casts = [i for i in casts if is_off or "float4" not in evidence.rows[i].dtype]
     worst = max(casts, key=lambda i: evidence.rows[i].flushed, default=None)
     return worst if worst is not None and evidence.rows[worst].flushed > _FLUSHED else None
+
+
+def has_lost_operand(evidence: Evidence, row: int) -> bool:
+    """Returns whether hardly anything was left of an operand, whose scale of zeros says nothing."""
+    return _operands_error(evidence, row) > _LOST
 
 
 def collapsed_arguments(evidence: Evidence) -> Iterator[Found]:

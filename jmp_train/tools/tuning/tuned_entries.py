@@ -122,6 +122,8 @@ class Verification:
       tuned_losses: losses of the same steps with the rules.
       curve: of products in few bits, how far their curve of losses is above that of float32, and how far that of half
         precision is: the largest excess over a tenth of the steps, divided by the mean loss. None without steps.
+      uncounted: of products in few bits, number of examples whose errors do not count, because half precision alone
+        exceeds the tolerance there, as where it changes what a router decides.
     """
 
     passed: bool
@@ -130,11 +132,14 @@ class Verification:
     float32_losses: tuple[float, ...] = ()
     tuned_losses: tuple[float, ...] = ()
     curve: tuple[float, float] | None = None
+    uncounted: int = 0
 
     @property
     def verdict(self) -> str:
         """Verdict on the rules, with their errors."""
         holds = f"under autocast itself it {'holds' if self.passed else 'does not hold'}: {self.errors}"
+        if self.uncounted:
+            holds += f"; without {self.uncounted} of the examples, on which half precision alone does not hold"
         if self.curve is None:
             return holds
         above = "losses of {} steps above float32's by at most {:.2%} (in half precision {:.2%})"

@@ -3,6 +3,7 @@
 from jmp_train.policies.autocasting.fp8.blockwise import Float8BlockScaling as Float8BlockScaling
 from jmp_train.policies.autocasting.fp8.blockwise import MXFP8BlockScaling as MXFP8BlockScaling
 from jmp_train.policies.autocasting.fp8.casting import dequantized as dequantized
+from jmp_train.policies.autocasting.fp8.casting import largest_of as largest_of
 from jmp_train.policies.autocasting.fp8.casting import quantized as quantized
 from jmp_train.policies.autocasting.fp8.convolutions import convolution_in_few_bits as convolution_in_few_bits
 from jmp_train.policies.autocasting.fp8.delayed import DelayedScales as DelayedScales

@@ -16,6 +16,7 @@ from jmp_train.policies.quantizing import uniform
 _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23  # of float32
 _LARGEST_SCALE = 2.0**126  # whose inverse is a normal number; XLA's CPU compiler flushes others to 0
 _LARGEST_OF_TENSOR = 2.0**112  # next to scales of blocks, so that both together are finite
+_SMALLEST_CODE = 2.0**-14  # below all but 0, with which any number is 0; divided by it, a scale of a tensor is finite
 _ODD = np.uint32(0x9E3779B1)  # spreads the bits of amax, of which many end in zeros
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, drawn once
 
@@ -107,7 +108,7 @@ def _scales_of_blocks(amax: jax.Array, whole: jax.Array, scaling: Scaling, dtype
         tensor, inverse = _scale_and_inverse(whole, largest_of(dtype) * largest_of(E4M3), _LARGEST_OF_TENSOR)
         codes = quantize(amax / largest_of(dtype), E4M3, tensor)  # NaN of what is not finite
         decoded = codes.astype(jnp.float32)
-        return codes, jnp.where(decoded == 0, 0.0, tensor / decoded), inverse
+        return codes, tensor / jnp.maximum(decoded, _SMALLEST_CODE), inverse
     factor, inverse = _scale_and_inverse(amax, largest_of(dtype), _LARGEST_SCALE)
     return inverse, factor, one
 
@@ -162,12 +163,26 @@ def quantize(x: jax.Array, dtype: DTypeLike, scale: ArrayLike = 1.0, key: jax.Ar
     """
     most = largest_of(dtype)
     scaled = jnp.clip(x.astype(jnp.float32) * scale, -most, most)
+    scaled = jnp.where(jnp.isfinite(x), scaled, 0.0 if dtype == jnp.int8 else jnp.nan)
+    return to_few_bits(scaled, key, dtype=jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def to_few_bits(x: jax.Array, key: jax.Array | None = None, *, dtype: Any) -> jax.Array:
+    """Returns float32 numbers within the range of a type of few bits, rounded to it.
+
+    This is all of the rounding: without it, a product in few bits is one of float32. `diagnose` knows it by its name.
+
+    Args:
+      x: float32 array; for int8, without NaN.
+      key: see `quantize`.
+      dtype: see `quantize`.
+    """
     if dtype == jnp.int8:
-        scaled = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
-        return jnp.where(jnp.isfinite(x), scaled, 0.0).astype(dtype)
+        return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN).astype(dtype)
     if dtype == E2M1 or key is not None:
-        scaled = _on_grid(scaled, dtype, key)
-    return jnp.where(jnp.isfinite(x), scaled, jnp.nan).astype(dtype)
+        x = jnp.where(jnp.isnan(x), x, _on_grid(x, dtype, key))
+    return x.astype(dtype)
 
 
 def _on_grid(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:

@@ -217,3 +217,21 @@ def test_trials_are_autocast_itself(name: str, half: str) -> None:
 def relative(tree: Any, wanted: Any) -> float:
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(wanted), strict=True)
     return max(float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)) for x, y in pairs)
+
+
+def test_an_example_that_half_precision_fails_says_nothing_about_products_in_few_bits() -> None:
+    """As one in which its rounding alone changes what a router decides; if it counted, no choice would be verified."""
+
+    def routed(w: jax.Array, x: jax.Array) -> jax.Array:
+        gate = x[0] @ w["router"]  # 1.001 is 1 in bfloat16
+        h = jnp.where(gate > 1, jnp.tanh(x @ w["up"]), x @ w["up"])
+        return (h.astype(jnp.float32) ** 2).mean()
+
+    w = {"router": jnp.ones((16, 1)), "up": normal(0, 16, 16)}
+    clear, close = (jnp.full((4, 16), x / 16) * jnp.sign(normal(1, 4, 16)).at[0].set(1) for x in (3.0, 1.001))
+    tuned = jt.tune(routed, [(w, clear)], held_out=[(w, close)], dtype="int8")
+    assert [product.in_few_bits for product in tuned.products] == [True, True]
+    assert (tuned.verification.passed, tuned.verification.uncounted) == (True, 1)
+    assert "without 1 of the examples, on which half precision alone does not hold" in str(tuned)
+    with pytest.raises(ValueError, match="find rules for half precision first"):
+        jt.tune(routed, [(w, close)], dtype="int8")
