@@ -18,6 +18,7 @@ from jmp_train.policies.programs.walking import bodies_of as bodies_of
 from jmp_train.policies.programs.walking import branches_of as branches_of
 from jmp_train.policies.programs.walking import join as join
 from jmp_train.policies.programs.walking import manual_axes as manual_axes
+from jmp_train.policies.programs.walking import on_this_platform as on_this_platform
 from jmp_train.policies.programs.walking import opened as opened
 from jmp_train.policies.programs.walking import programs_in as programs_in
 from jmp_train.policies.programs.walking import repeats_of as repeats_of

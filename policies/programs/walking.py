@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
 
 # What holds a program that runs once, with the parameter that holds it.
 RUN_ONCE = {
@@ -54,6 +56,23 @@ def bodies_of(equation: Any) -> list[Any]:
 def branches_of(equation: Any) -> Sequence[Any] | None:
     """Returns the programs of a `cond`; None if the platform selects among them."""
     return None if equation.params.get("branches_platforms") is not None else equation.params["branches"]
+
+
+def on_this_platform(equation: Any) -> Any:
+    """Returns an equation; of a `cond` by platform, with the branch of this one only."""
+    platforms = equation.params.get("branches_platforms")
+    if platforms is None:
+        return equation
+    branches = (equation.params["branches"][_branch_here(platforms)],)
+    return equation.replace(params={**equation.params, "branches": branches, "branches_platforms": None})
+
+
+@functools.cache
+def _branch_here(platforms: tuple[Any, ...]) -> int:
+    """Returns the number of the branch that runs on this platform."""
+    numbers = {name: functools.partial(jnp.int32, i) for i, names in enumerate(platforms) for name in names or ()}
+    default = functools.partial(jnp.int32, len(platforms) - 1)
+    return int(jax.jit(functools.partial(lax.platform_dependent, default=default, **numbers))())
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

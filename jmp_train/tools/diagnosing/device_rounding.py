@@ -6,17 +6,14 @@ The call that rounds to few bits becomes one operation, so that its shadow holds
 platform, only that of this one is left.
 """
 
-import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jmp_train.policies.autocasting import PRODUCTS, precisions_of
-from jmp_train.policies.programs import bodies_of, opened
+from jmp_train.policies.programs import bodies_of, on_this_platform, opened
 from jmp_train.tools.diagnosing.arithmetic import TO_FEW_BITS, Rounding, dtype_of
 
 _TF32, _BFLOAT16 = Rounding(10), Rounding(7)
@@ -82,23 +79,13 @@ def _marked(equation: Any, rounding: Rounding | None) -> Any:
     # Of what differentiating a loop moves out of it, a part that is not all of the rounding has the name too.
     if equation.params.get("name") == TO_FEW_BITS.name and _is_rounding(equation):
         return equation.replace(primitive=TO_FEW_BITS)
-    if (platforms := equation.params.get("branches_platforms")) is not None:
-        branches = (equation.params["branches"][_here(platforms)],)
-        equation = equation.replace(params={**equation.params, "branches": branches, "branches_platforms": None})
+    equation = on_this_platform(equation)
     return equation.replace(params=_params(equation, rounding))
 
 
 def _is_rounding(equation: Any) -> bool:
     shapes = [x.aval.shape for x in (*equation.invars[:1], *equation.outvars)]
     return len(shapes) == 2 and shapes[0] == shapes[1] and dtype_of(equation.outvars[0]) != np.float32
-
-
-@functools.cache
-def _here(platforms: tuple[Any, ...]) -> int:
-    """Returns the number of the branch that runs on this platform."""
-    numbers = {name: functools.partial(jnp.int32, i) for i, names in enumerate(platforms) for name in names or ()}
-    default = functools.partial(jnp.int32, len(platforms) - 1)
-    return int(jax.jit(functools.partial(lax.platform_dependent, default=default, **numbers))())
 
 
 def _params(equation: Any, rounding: Rounding | None) -> dict[str, Any]:
