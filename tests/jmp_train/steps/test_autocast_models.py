@@ -2,14 +2,13 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import mnist
 import numpy as np
@@ -21,6 +20,7 @@ from promotion import promoting, relaxed
 import jmp_train as jt
 from jmp_train.app.tasks import digits
 from jmp_train.policies.autocasting.transform import autocast
+from jmp_train.policies.programs import walk
 
 pytestmark = pytest.mark.quick
 
@@ -180,20 +180,11 @@ MODELS = (linen_cnn, linen_vit, linen_gru, equinox_mlp, haiku_transformer, nnx_c
 # What is asserted
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and of all jaxprs within."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values())):
-            if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):
-                yield from equations(value)
-
-
 def product_dtypes(fn: Callable[..., Any], *args: Any) -> list[str]:
     """Returns in which dtypes all matrix products and convolutions compute: those of their operands."""
     return [
         "*".join({atom.aval.dtype.name for atom in equation.invars})
-        for equation in equations(jax.make_jaxpr(fn)(*args))
+        for equation in (place.equation for place in walk(jax.make_jaxpr(fn)(*args)))
         if equation.primitive.name in ("dot_general", "conv_general_dilated")
     ]
 
