@@ -116,14 +116,9 @@ USERS: dict[str, Callable[[], Any]] = {
 }
 SCALES: dict[str, Callable[[], Any]] = {
     "none": jt.NoOpLossScale,
-    "static": lambda: jt.StaticLossScale(8.0),
     "static leaf": lambda: jt.StaticLossScale(jnp.float32(8.0)),
     "dynamic": lambda: jt.DynamicLossScale(64.0, period=2),
-    "torch": lambda: jt.torch_loss_scale(64.0, growth_interval=2),
-    "apex": lambda: jt.apex_loss_scale(init_scale=64.0, scale_window=2),
     "megatron": lambda: jt.megatron_loss_scale(64.0, growth_interval=2, hysteresis=2),
-    "nemo": lambda: jt.policies.nemo_loss_scale(64.0, growth_interval=2, hysteresis=2),
-    "deepspeed": lambda: jt.deepspeed_loss_scale(0, 6, 2, 2),
     **USERS,
 }
 every_scale = pytest.mark.parametrize("name", SCALES)
