@@ -76,6 +76,7 @@ TABLES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], Any]] = {
     "gather in scan": lambda t, x, i: by_scan(lambda t, xs: t[i[:16]] * xs, t, x),
     "carried unchanged": lambda t, x, i: mean(lax.scan(lambda t, x: (t, t * x), t, x)[1]),
     "shared by layers": lambda t, x, i: sum(mean(t * x[:8]) * share for share in SHARES),
+    "reduced by layers": lambda t, x, i: sum(mean(t.max(0)) * share for share in SHARES),
     "jit": lambda t, x, i: mean(jax.jit(lambda t, x: t[i] * x[0])(t, x)),
     "remat": lambda t, x, i: mean(jax.checkpoint(lambda t, x: jnp.sin(t[i] * x[0]))(t, x)),
     "cond": lambda t, x, i: by_scan(in_branches, t, x[:512]),
@@ -106,7 +107,7 @@ def error(found: Any, right: Any) -> float:
 # One of each kind; every case costs a third of a second on each jax.
 QUICK = (
     "several gathers", "dynamic_slice in scan", "cond", "custom_vjp", "shard_map", "bias",
-    "repeat by counts",
+    "repeat by counts", "reduced by layers",
 )  # fmt: skip
 
 
