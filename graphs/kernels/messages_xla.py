@@ -137,6 +137,8 @@ def combined_rows(operation: Operation, left: jax.Array, right: jax.Array) -> ja
     rank = max(left.ndim, right.ndim)
     left = left.reshape(left.shape[0], *[1] * (rank - left.ndim), *left.shape[1:])
     right = right.reshape(right.shape[0], *[1] * (rank - right.ndim), *right.shape[1:])
+    if operation == "sub" and dtype.kind == "u" and dtype.itemsize < 4:
+        dtype = np.dtype(np.int32)  # the difference may be negative
     left, right = upcast_integers(left.astype(dtype)), upcast_integers(right.astype(dtype))
     if operation == "dot":
         return left * right if left.ndim == 1 else (left * right).sum(-1, keepdims=True)

@@ -271,3 +271,12 @@ def test_integers_are_added_and_multiplied_in_32_bits() -> None:
         found = run(np.full(301, value, dtype))
         assert [x.item() for x in found] == [300 * value, value, 300 * value**2, value**2, value]
         assert found[-1].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int8", "bool"])
+def test_differences_of_small_integers_have_a_sign(dtype: str) -> None:
+    pair = graphs.from_edges([0, 1], [1, 0], 2, nodes={"h": np.array([0, 1], dtype)})
+    messages = graphs.apply_edges(pair, fn.u_sub_v("h", "h", "m")).edges["m"]
+    assert messages.tolist() == [-1, 1] and messages.dtype == "int32"
+    least = graphs.update_all(pair, fn.u_sub_v("h", "h", "m"), fn.min("m", "x")).nodes["x"]
+    assert least.tolist() == [1, -1] and least.dtype == "int32"
