@@ -141,17 +141,19 @@ class ProductsInFewBits:
         return (array.astype(jnp.float32) * found.inverse)[..., : x.shape[-2]].swapaxes(-1, -2)
 
 
-def _is_free(decision: Any) -> bool:
-    """Returns whether a product may run in few bits, by an entry of its own."""
+def _has_own_derivative(decision: Any) -> bool:
     within = {equation.primitive.name for equation in decision.callers}
-    return decision.rule == "fp8" and within.isdisjoint(("custom_vjp_call", "custom_jvp_call"))
+    return not within.isdisjoint(("custom_vjp_call", "custom_jvp_call"))
 
 
 def _unit(address: str, decisions: Sequence[Any]) -> Unit:
     """Returns the products at an address, which an entry for it sets together."""
-    is_free = all(map(_is_free, decisions))
-    count = any if is_free else all
-    return unit_of(address, decisions, is_free=is_free, by_path=not count(map(_is_left_by_paths, decisions)))
+    may_be = [x for x in decisions if x.rule == "fp8"]
+    why = "shares path and line with products that the rule leaves alone" if 0 < len(may_be) < len(decisions) else ""
+    why = "in a function with a custom derivative" if any(map(_has_own_derivative, may_be)) else why
+    is_free = bool(may_be) and not why
+    by_path = not (any if is_free else all)(map(_is_left_by_paths, decisions))
+    return unit_of(address, decisions, is_free=is_free, by_path=by_path, not_tried=why)
 
 
 def _is_left_by_paths(decision: Any) -> bool:

@@ -83,6 +83,7 @@ class TunedProduct(_AtLine):
       in_few_bits: True if it runs in few bits by the rules.
       alone: errors if only this product runs in few bits; None if that was not tried.
       without: of a product in half precision, errors if it ran in few bits too; None if that was not tried.
+      not_tried: of a product that no entry can put in few bits, the reason; otherwise empty.
 
     Example:
       >>> print(TunedProduct("dot_general", "head", "model.py:3", 0.25, True, None))
@@ -96,13 +97,16 @@ class TunedProduct(_AtLine):
     in_few_bits: bool
     alone: Errors | None
     without: Errors | None = None
+    not_tried: str = ""
 
     @property
     def row(self) -> tuple[str, ...]:
         """Its place, its fraction of the flops, its precision, and errors alone and with the others in few bits."""
         where = "  ".join(filter(None, (self.primitive, self.path, self.place)))
         errors = ("" if error is None else str(error) for error in (self.alone, self.without))
-        return where, f"{self.flops_share:.1%}", "few bits" if self.in_few_bits else "half", *errors
+        where += f"  ({self.not_tried})" * bool(self.not_tried)
+        runs_in = "few bits" if self.in_few_bits else "not tried" if self.not_tried else "half"
+        return where, f"{self.flops_share:.1%}", runs_in, *errors
 
     def __str__(self) -> str:
         where, share, runs_in, alone, without = self.row

@@ -179,11 +179,12 @@ def _in_few_bits(
                 path=units[i].path,
                 line=units[i].line,
                 flops_share=units[i].flops / max(1, flops),
-                in_few_bits=i not in kept | added,
+                in_few_bits=units[i].is_free and i not in kept | added,
                 alone=alone.get(i),
                 without=without.get(kept - {i}) if i in kept else None,
+                not_tried=units[i].not_tried,
             )
-            for i in numbers
+            for i in [*numbers, *(i for i, unit in enumerate(units) if unit.not_tried)]
         ]
 
     return _Chosen(complete, rules, verification, products=products)

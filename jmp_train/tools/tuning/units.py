@@ -30,6 +30,7 @@ class Unit:
       elements: number of elements of their results.
       is_free: False for a product that must not run in few bits.
       by_path: False for a product that entries of a path leave alone, as attention's; those of operations do not.
+      not_tried: why a product that the recipe could run in few bits is not free; otherwise empty.
     """
 
     addresses: tuple[str, ...]
@@ -38,6 +39,7 @@ class Unit:
     elements: int
     is_free: bool = True
     by_path: bool = True
+    not_tried: str = ""
 
     @property
     def path(self) -> str:
@@ -99,7 +101,7 @@ def find_units(subject: Subject, example: Example, dtype: Any) -> list[Unit]:
     return [Unit(tuple(sorted(addresses)), n, flops, size) for addresses, (n, flops, size) in units.items()]
 
 
-def unit_of(address: str, decisions: Sequence[Any], *, is_free: bool, by_path: bool) -> Unit:
+def unit_of(address: str, decisions: Sequence[Any], *, is_free: bool, by_path: bool, not_tried: str) -> Unit:
     """Returns the operations of autocast's decisions at an address.
 
     Args:
@@ -107,9 +109,10 @@ def unit_of(address: str, decisions: Sequence[Any], *, is_free: bool, by_path: b
       decisions: the decisions.
       is_free: see `Unit`.
       by_path: see `Unit`.
+      not_tried: see `Unit`.
     """
     flops, elements = (sum(x.repeats * of(x.equation) for x in decisions) for of in (flops_of, elements_of))
-    return Unit((address,), len(decisions), flops, elements, is_free, by_path)
+    return Unit((address,), len(decisions), flops, elements, is_free, by_path, not_tried)
 
 
 def index_of(units: Sequence[Unit]) -> dict[str, int]:

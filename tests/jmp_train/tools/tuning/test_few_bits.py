@@ -23,7 +23,7 @@ from jmp_train.policies.autocasting import RECIPES
 from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
 from jmp_train.tools.tuning.precisions import ProductsInFewBits, precision_of
 from jmp_train.tools.tuning.tolerance import Errors, Tolerance, curve_error
-from jmp_train.tools.tuning.tuned_entries import Verification
+from jmp_train.tools.tuning.tuned_entries import TunedProduct, Verification
 from jmp_train.tools.tuning.tuned_functions import Subject
 from jmp_train.tools.tuning.units import Unit, flags_from, fp8_entries, index_of
 from jmp_train.tools.tuning.verifying import Training
@@ -126,6 +126,11 @@ def test_the_recipe_of_the_step_is_tuned_unless_it_has_a_state_or_another_dtype(
         assert found == ProductsInFewBits(jnp.dtype(jnp.bfloat16), jt.TORCH_CUDA, wanted)
 
 
+def test_a_product_that_was_not_tried_says_why() -> None:
+    product = TunedProduct("dot_general", "attention", "model.py:3", 0.5, False, None, not_tried="shares its line")
+    assert str(product) == "not tried  dot_general  attention  model.py:3  (shares its line)  50.0% of the flops"
+
+
 def test_entries_of_paths() -> None:
     paths = ["a/b", "a/c", "a/c/d", "ab", "", "e"]
     units = [Unit((f"{path}:dot_general@/my/file.py:{i}",), 1, 1, 1) for i, path in enumerate(paths)]
@@ -179,6 +184,7 @@ def test_products_of_attention_run_in_few_bits_only_if_named(named: bool) -> Non
     for fn, free in ((attention, 5 if named else 3), (shared, 5 if named else 2)):
         units = precision.units(Subject(fn, "loss"), example)
         assert sum(unit.operations for unit in units if unit.is_free) == free
+        assert [unit.path for unit in units if unit.not_tried] == ["attention"] * (fn is shared and not named)
         for kept in ({i for i, unit in enumerate(units) if unit.path == path} for path in ("", "attention/out")):
             report = jt.explain_autocast(precision.run(fn, precision.rules(kept, units)), *example)
             few = sum(row.rule == "fp8" for row in report.operations)
