@@ -11,7 +11,7 @@ import few_bits_models
 import jax
 import optax
 import pytest
-from few_bits_models import MODELS, equinox_vision_transformer, mixture_of_experts, nnx_language_model
+from few_bits_models import MODELS, equinox_vision_transformer, mixture_of_experts
 
 import jmp_train as jt
 from jmp_train.tools.tuning.precisions import precision_of
@@ -58,7 +58,7 @@ def leave_one_in(step: Any, example: Any, tolerance: jt.tuning.Tolerance, dtype:
     [
         *((make, "float8_e4m3fn") for make in MODELS),
         *((make, "int8") for make in (equinox_vision_transformer, mixture_of_experts)),
-        *((make, "float4_e2m1fn") for make in (nnx_language_model, mixture_of_experts)),
+        (mixture_of_experts, "float4_e2m1fn"),
     ],
 )
 def test_what_stays_out_of_few_bits_costs_most(make: Callable[[], few_bits_models.Subject], dtype: str) -> None:
