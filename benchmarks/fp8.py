@@ -36,7 +36,7 @@ from gpu_builders import compile_for_gpu
 from result_files import write_results
 
 import jmp_train as jt
-from jmp_train.policies.autocasting import RECIPES, held_jaxprs
+from jmp_train.policies.autocasting import RECIPES, held_jaxprs, rounding_key
 
 NVFP4 = jt.policies.NVFP4BlockScaling
 VARIANTS = {
@@ -175,9 +175,10 @@ class Runner:
         params = self.state.params
 
         def layers(policy: Any, key: jax.Array) -> jax.Array:
-            grads = jt.scaled_value_and_grad(self.model.loss_fn, policy)
-            found = grads(jt.NoOpLossScale(), params, {}, batch, key)
-            kernels = [x.ravel() for x in jax.tree.leaves(found.grads["blocks"]) if x.ndim > 1]
+            grads = jt.scaled_value_and_grad(self.model.loss_fn, policy, has_aux=True)
+            with rounding_key(key):  # as a train step does
+                _, found = grads(jt.NoOpLossScale(), params, {}, batch, key)
+            kernels = [x.ravel() for x in jax.tree.leaves(found["blocks"]) if x.ndim > 1]
             return jnp.concatenate(kernels).astype(jnp.float32)
 
         keys = jax.random.split(jax.random.key(0), KEYS)
