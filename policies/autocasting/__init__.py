@@ -41,6 +41,7 @@ from jmp_train.policies.autocasting.product_warnings import warn_of_convolutions
 from jmp_train.policies.autocasting.product_warnings import warn_of_products as warn_of_products
 from jmp_train.policies.autocasting.reasons import Cause as Cause
 from jmp_train.policies.autocasting.region import DECIDED as DECIDED
+from jmp_train.policies.autocasting.region import is_batched as is_batched
 from jmp_train.policies.autocasting.rules import APEX_O1 as APEX_O1
 from jmp_train.policies.autocasting.rules import FEW_BITS_PRODUCTS as FEW_BITS_PRODUCTS
 from jmp_train.policies.autocasting.rules import TORCH_CUDA as TORCH_CUDA

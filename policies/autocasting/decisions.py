@@ -33,7 +33,7 @@ from jmp_train.policies.autocasting.primitives import (
 )
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
 from jmp_train.policies.autocasting.reasons import Cause, Reason
-from jmp_train.policies.autocasting.region import Region, contracts_one, in_8_bits
+from jmp_train.policies.autocasting.region import Region, contracts_one, in_8_bits, is_batched
 from jmp_train.policies.autocasting.rules import FEW_BITS_PRODUCTS, Rule
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen, eligible, traced_dtype
 from jmp_train.policies.programs import join, opened, programs_in
@@ -159,8 +159,8 @@ _SETTLED: tuple[tuple[Callable[[_Case], bool], Rule | None, Cause | None], ...] 
 
 def _is_of_activations(case: _Case) -> bool:
     """Returns whether a product has batch dimensions but no weight, as attention's, and no rule of its own."""
-    batched = case.name == "dot_general" and bool(case.step.equation.params["dimension_numbers"][1][0])
-    return batched and case.step.reason.cause is not Cause.OPERATION and not any(x.given for x in case.floats)
+    has_rule = case.step.reason.cause is Cause.OPERATION
+    return is_batched(case.step.equation) and not has_rule and not any(x.given for x in case.floats)
 
 
 def _is_cast(case: _Case) -> bool:

@@ -257,6 +257,11 @@ def in_8_bits(equation: Any, recipe: Recipe) -> bool:
     return groups == ((0,), (0,), None) and len(lhs) == 1 and not batch and len(equation.outvars[0].aval.shape) == 2
 
 
+def is_batched(product: Any) -> bool:
+    """Returns whether a product is a `dot_general` with batch dimensions."""
+    return product.primitive.name == "dot_general" and bool(product.params["dimension_numbers"][1][0])
+
+
 def contracts_one(product: Any) -> bool:
     """Returns whether each result of a product or convolution is the product of two numbers."""
     match product.primitive.name:

@@ -23,6 +23,7 @@ from jmp_train.policies.autocasting import (
     address_of,
     autocast,
     dequantized,
+    is_batched,
     mark_of,
     quantized,
     run_region,
@@ -158,9 +159,7 @@ def _unit(address: str, decisions: Sequence[Any]) -> Unit:
 
 def _is_left_by_paths(decision: Any) -> bool:
     """Returns whether no entry of a path puts a product in few bits, as attention's, or whether that may be so."""
-    product = decision.equation
-    batched = product.primitive.name == "dot_general" and bool(product.params["dimension_numbers"][1][0])
-    is_named = decision.reason.cause == Cause.OPERATION and batched
+    is_named = decision.reason.cause == Cause.OPERATION and is_batched(decision.equation)
     return is_named or decision.reason.cause == Cause.ACTIVATIONS
 
 

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.fp8.casting import Quantized, quantized
+from jmp_train.policies.autocasting.fp8.multiplying import restored
 from jmp_train.policies.autocasting.fp8.products import NOTHING, STORED, Extra, derived_once
 from jmp_train.policies.autocasting.fp8.protocol import Recipe
 from jmp_train.policies.pytrees import vary_like
@@ -82,7 +83,7 @@ def _convolution(convolution: ConvolutionSettings, lhs: jax.Array, rhs: jax.Arra
 def _forward(convolution: ConvolutionSettings, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> Any:
     recipe, dtype = convolution.recipe, convolution.dtype
     left, right = (_operand(recipe, x, i, recipe.forward_dtype, extra) for i, x in enumerate((lhs, rhs)))
-    out = _restored(convolution.run, left, right, dtype, dtype)
+    out = _convolved(convolution.run, left, right, dtype, dtype)
     like = [jnp.zeros((0,), x.dtype) for x in (lhs, rhs)]
     return out, (checkpoint_name((left, right), STORED), like)
 
@@ -105,8 +106,8 @@ def _backward(convolution: ConvolutionSettings, residuals: Any, cotangent: jax.A
         return jax.linear_transpose(lambda w: convolution.run(images, w), right.array.astype(images.dtype))(gradient)[0]
 
     grads = (
-        _restored(for_left, of_out, right, convolution.dtype, like[0].dtype),
-        _restored(for_right, of_out, left, convolution.dtype, like[1].dtype),
+        _convolved(for_left, of_out, right, convolution.dtype, like[0].dtype),
+        _convolved(for_right, of_out, left, convolution.dtype, like[1].dtype),
     )
     scales = None if extra.scales is None else jnp.stack([left.amax, right.amax, of_out.amax])
     return *grads, Extra(scales)
@@ -121,10 +122,10 @@ def _operand(recipe: Recipe, x: jax.Array, index: int, dtype: DTypeLike, extra: 
     return quantized(x, x.ndim, recipe.activations, dtype, scale=scale)
 
 
-def _restored(
+def _convolved(
     run: Callable[..., jax.Array], lhs: Quantized, rhs: Quantized, of_sums: DTypeLike, dtype: DTypeLike
 ) -> jax.Array:
-    """Returns a function of two operands times their scales, with sums in bfloat16 or float32."""
+    """Returns a convolution, or its transpose, of two operands, with sums in bfloat16 or float32."""
 
     def sums_in(floats: DTypeLike) -> Callable[..., jax.Array]:
         return lambda *arrays: run(*(x.astype(floats) for x in arrays)).astype(jnp.float32)
@@ -133,5 +134,4 @@ def _restored(
     default = sums_in(jnp.bfloat16) if of_sums == jnp.bfloat16 else exact
     sums = lax.platform_dependent(lhs.array, rhs.array, cpu=exact, default=default)
     left, right = (x.inverse.reshape((1,) * sums.ndim) for x in (lhs, rhs))
-    # One after the other: the product of both may be no normal number. The smaller one first, against overflow.
-    return (sums * jnp.minimum(left, right) * jnp.maximum(left, right)).astype(dtype)
+    return restored(sums, left, right, dtype)

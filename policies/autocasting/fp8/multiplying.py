@@ -61,9 +61,13 @@ def multiply(
         right = right.at[group].get(mode="clip")
     right = right if of_rows else jnp.expand_dims(right, range(batch, left.ndim))
     left = jnp.expand_dims(left, range(left.ndim, left.ndim + others))
+    return restored(sums, left, right, dtype)
+
+
+def restored(sums: jax.Array, left: jax.Array, right: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns sums of products of quantized operands, times what restores each operand, in a dtype."""
     # One after the other: the product of both may be no normal number. The smaller one first, against overflow.
-    restored = sums.astype(jnp.float32) * jnp.minimum(left, right) * jnp.maximum(left, right)
-    return restored.astype(dtype)
+    return (sums.astype(jnp.float32) * jnp.minimum(left, right) * jnp.maximum(left, right)).astype(dtype)
 
 
 def _dot(
