@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp_train.policies.autocasting.fp8.protocol import E2M1, E4M3, E8M0, Scaling
+from jmp_train.policies.autocasting.fp8.recipes import E2M1, E4M3, E8M0, Scaling
 from jmp_train.policies.pytrees import is_key
 from jmp_train.policies.quantizing import uniform
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jmp_train.policies.autocasting.fp8.casting import Quantized, quantized
 from jmp_train.policies.autocasting.fp8.multiplying import restored
 from jmp_train.policies.autocasting.fp8.products import NOTHING, STORED, Extra, derived_once
-from jmp_train.policies.autocasting.fp8.protocol import Recipe
+from jmp_train.policies.autocasting.fp8.recipes import Recipe
 from jmp_train.policies.pytrees import vary_like
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.policies.autocasting.fp8.casting import scale_of
-from jmp_train.policies.autocasting.fp8.per_tensor import DelayedScaling
+from jmp_train.policies.autocasting.fp8.recipes import DelayedScaling
 from jmp_train.policies.pytrees import Largest
 
 _BODY = ":"  # separates the place of a body from places within it; no scope contains it

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.fp8.casting import Quantized, dequantized
-from jmp_train.policies.autocasting.fp8.protocol import E4M3, E8M0
+from jmp_train.policies.autocasting.fp8.recipes import E4M3, E8M0
 from jmp_train.policies.pytrees import vary_like
 
 _BLOCKS_OF_GPUS = {E8M0: 32, E4M3: 16}  # by the dtype of the scales

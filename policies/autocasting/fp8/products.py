@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmp_train.policies.autocasting.fp8.casting import Draw, Quantized, quantized, spread
 from jmp_train.policies.autocasting.fp8.multiplying import multiply
-from jmp_train.policies.autocasting.fp8.protocol import Recipe
+from jmp_train.policies.autocasting.fp8.recipes import Recipe
 from jmp_train.policies.pytrees import vary_like
 
 STORED = "fp8_operands"  # the checkpoint name of what a product in few bits stores

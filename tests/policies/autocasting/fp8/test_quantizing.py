@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jmp_train.policies.autocasting.fp8.casting import dequantized, quantize, quantized, scale_of
-from jmp_train.policies.autocasting.fp8.protocol import E8M0, WHOLE, Scaling
+from jmp_train.policies.autocasting.fp8.recipes import E8M0, WHOLE, Scaling
 
 pytestmark = pytest.mark.quick
 
