@@ -1,4 +1,7 @@
-"""Edge convolution (EdgeConv): the maximum of a network applied to a node and its difference to each neighbor."""
+"""Edge convolution (EdgeConv): the maximum of a network applied to a node and its difference to each neighbor.
+
+In dynamic edge convolution, the neighbors of a point are those with the nearest features.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,10 +9,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.graphs.array_types import Floats
-from jmp_train.graphs.kernels import REDUCTIONS, BlockReduction, EdgeOperation, Messages, reduce_blocks
+from jmp_train.graphs.kernels import (
+    CHUNKED_ELEMENTS,
+    REDUCTIONS,
+    BlockReduction,
+    EdgeOperation,
+    Messages,
+    reduce_blocks,
+)
 from jmp_train.graphs.layers.aggregation import aggregate
 from jmp_train.graphs.layers.dense import activated
 from jmp_train.graphs.layers.layer import Drawing, DrawnLayer
@@ -20,9 +30,20 @@ from jmp_train.graphs.layers.layer_inputs import (
     as_graph,
     as_optional,
     end_rows,
+    promoted,
     promoted_with,
 )
-from jmp_train.graphs.structure import Adjacency, checked_word, graph_storage, in_float32, rows_like, upcast
+from jmp_train.graphs.structure import (
+    CSR,
+    Adjacency,
+    as_count,
+    checked_word,
+    graph_storage,
+    in_float32,
+    largest_over,
+    rows_like,
+    upcast,
+)
 from jmp_train.policies import autocast_as
 
 AGGREGATORS: tuple[BlockReduction, ...] = ("max", "sum", "mean")
@@ -230,3 +251,214 @@ class EdgeConv(DrawnLayer, of=edge_conv):
     def __call__(self, graph: AnyEdges, features: EndFeatures) -> jax.Array:
         """Returns the convolution [nodes, ...], for the arguments of `edge_conv`."""
         return self.call(graph, self.cast(features))
+
+
+ROWS = 256  # rows of distances computed at a time
+
+
+def nearest_points(points: Floats, k: int, mask: ArrayLike | None = None) -> jax.Array:
+    """Returns the indices of the `k` nearest points of each point, including itself; on the device, and under jit.
+
+    Args:
+      points: floating [..., points, dimensions]; leading axes are clouds. Distances are Euclidean, in float32.
+      k: number of points.
+      mask: bool [..., points], False for padding; None for all points.
+
+    Returns:
+      Int32 [..., points, min(k, points)], the nearest first. Padding comes after all points.
+
+    Raises:
+      ValueError: a shape does not fit, or `k` is 0.
+      TypeError: points are not floating, or `k` is not an integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> nearest_points(jnp.array([[0.0], [1.0], [3.0]]), 2).tolist()
+      [[0, 1], [1, 0], [2, 1]]
+    """
+    array = as_floats("points", points, *_shape(points), "points", "dimensions")
+    as_count("k", k, least=1)
+    return _nearest(array, k, _checked_mask(mask, array))
+
+
+def _shape(points: Floats) -> tuple[int, ...]:
+    return jnp.shape(jnp.asarray(points))[:-2]
+
+
+def _checked_mask(mask: ArrayLike | None, points: jax.Array) -> jax.Array:
+    """Returns the mask of points, bool [..., points]."""
+    if mask is None:
+        return jnp.ones(points.shape[:-1], bool)
+    array = jnp.asarray(mask)
+    if array.dtype != bool or array.shape != points.shape[:-1]:
+        raise ValueError(f"mask must be bool {points.shape[:-1]}, got {array.dtype} {array.shape}")
+    return array
+
+
+@autocast_as("float32")
+def _nearest(points: jax.Array, k: int, mask: jax.Array) -> jax.Array:
+    """Returns the indices of the nearest points, without gradients."""
+    if points.ndim > 2:
+        return jax.vmap(lambda points, mask: _nearest(points, k, mask))(points, mask)
+    points = upcast(jax.lax.stop_gradient(points))
+    count = points.shape[0]
+    inside = jnp.where(mask[:, None], points, jnp.zeros_like(points))
+    # Centered, because far from the origin the products of points cancel.
+    points = points - inside.sum(0) / jnp.maximum(mask.sum(), 1).astype(points.dtype)
+    squares = jnp.where(mask, (points * points).sum(1), jnp.inf)
+
+    def of_row(point: jax.Array) -> jax.Array:
+        # Without its own square, which is the same for all others.
+        distances = squares - 2 * jnp.matmul(points, point, precision="highest")
+        return jax.lax.top_k(-distances, min(k, count))[1].astype(jnp.int32)
+
+    return jax.lax.map(of_row, points, batch_size=min(ROWS, max(count, 1)))
+
+
+def dynamic_edge_conv(
+    features: Floats,
+    weight: Floats,
+    bias: Floats | None = None,
+    apply: Apply | None = None,
+    *,
+    k: int,
+    mask: ArrayLike | None = None,
+    aggregator: str = "max",
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns `edge_conv` of clouds in which the `k` points with the nearest features send to each point.
+
+    The nearest points are found in float32 in each call, without gradient; a point is its own nearest point.
+
+    Args:
+      features: floating [..., points, in]; leading axes are clouds.
+      weight: see `edge_conv`.
+      bias: see `edge_conv`.
+      apply: see `edge_conv`.
+      k: number of points that send to each.
+      mask: bool [..., points], False for padding; None for all points.
+      aggregator: see `edge_conv`.
+      implementation: see `edge_conv`.
+
+    Returns:
+      [..., points, out] in the dtype of `apply`'s result, 0 for padding; half under autocast.
+
+    Raises:
+      ValueError: a shape does not fit, `k` is 0, or a word is unknown.
+      TypeError: an array is not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> points = jnp.array([[0.0], [1.0], [5.0]])
+      >>> weight = jnp.array([[0.0], [1.0]])  # of the difference only
+      >>> dynamic_edge_conv(points, weight, k=2).ravel().tolist()
+      [1.0, 0.0, 0.0]
+
+    Reference: Wang et al., Dynamic Graph CNN for Learning on Point Clouds, https://arxiv.org/abs/1801.07829; PyTorch
+    Geometric's DynamicEdgeConv.
+    """
+    reduction = checked_word("aggregator", aggregator, AGGREGATORS)
+    words = ("xla", "chunked")
+    chosen = None if implementation is None else checked_word("implementation", implementation, words)
+    kernel, width = checked_halves(weight)
+    rows = as_floats("features", features, *_shape(features), "points", width)
+    as_count("k", k, least=1)
+    rows, kernel, offset = promoted(rows, kernel, as_optional("bias", bias, kernel.shape[1]))
+    is_point = _checked_mask(mask, rows)
+    edges = _nearest_edges(_nearest(rows, k, is_point), is_point)
+    flat = rows.reshape(-1, width)
+    messages = messages_of(*of_ends(flat, flat, kernel, offset), apply or (lambda rows: rows), rows.dtype)
+    is_large = edges.num_edges * kernel.shape[1] >= CHUNKED_ELEMENTS
+    if chosen == "chunked" or (chosen is None and is_large):
+        result = graph_storage(reduce_blocks(edges, messages, reduction))
+    else:
+        result = _whole(edges, messages, reduction)
+    return result.reshape(*rows.shape[:-1], *result.shape[1:])
+
+
+def _nearest_edges(nearest: jax.Array, mask: jax.Array) -> CSR:
+    """Returns the edges into each point of all clouds, with one block per point."""
+    *clouds, points, width = nearest.shape
+    count = mask.size
+    firsts = jnp.arange(0, count, max(points, 1), dtype=jnp.int32).reshape(*clouds, 1, 1)
+    sizes = jnp.minimum(mask.sum(-1, keepdims=True, dtype=jnp.int32), width)
+    degrees = jnp.where(mask, sizes, 0).ravel()
+    nodes = jnp.arange(count, dtype=jnp.int32)
+    return CSR(
+        others=(nearest + firsts).ravel(),
+        edges=None,
+        slots=None,
+        starts=nodes * width,
+        counts=degrees,
+        nodes=nodes,
+        rows=nodes,
+        further=(),
+        degrees=degrees,
+        width=width,
+        num_edges=count * width,
+    )
+
+
+def _whole(edges: CSR, messages: Messages, reduction: BlockReduction) -> jax.Array:
+    """Returns the reduction of the messages of all edges, [points, ...]."""
+    rows = messages(edges.others, jnp.repeat(edges.nodes, edges.width))
+    is_edge = (jnp.arange(edges.width) < edges.counts[:, None])[..., None]
+
+    def reduce(rows: jax.Array) -> jax.Array:
+        rows = upcast(rows).reshape(*is_edge.shape[:2], -1)
+        if reduction == "max":
+            return jnp.where(edges.degrees[:, None] > 0, largest_over(jnp.where(is_edge, rows, -jnp.inf), 1), 0)
+        total = jnp.where(is_edge, rows, 0).sum(1)
+        return total / jnp.maximum(edges.degrees, 1)[:, None].astype(total.dtype) if reduction == "mean" else total
+
+    return in_float32(reduce, rows)
+
+
+class DynamicEdgeConv(DrawnLayer, of=dynamic_edge_conv):
+    """The layer of `dynamic_edge_conv`: `layer(features, mask=None)`.
+
+    The weight [2 * in, out] and the bias [out] have torch's uniform initializer for linear layers.
+
+    Args:
+      in_features: the width of the features.
+      out_features: the width of the first product, and of the result without `apply`.
+      apply: see `edge_conv`; an nnx module or a function.
+      k: number of points that send to each.
+      aggregator: see `edge_conv`.
+      use_bias: whether there is a bias.
+      implementation: see `edge_conv`.
+      dtype: dtype to which features, weight and bias are cast; None for their promoted dtype.
+      param_dtype: the dtype of weight and bias.
+      rngs: flax's random streams; "params" is used.
+
+    Raises:
+      ValueError: `aggregator` is unknown, or `k` is 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> layer = DynamicEdgeConv(3, 8, nnx.relu, k=4, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 10, 3))).shape  # two clouds of ten points
+      (2, 10, 8)
+    """
+
+    in_features: int
+    out_features: int
+    apply: Apply | None = None
+    _: dataclasses.KW_ONLY
+    k: int
+    aggregator: str = "max"
+    use_bias: bool = True
+    implementation: str | None = None
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        checked_word("aggregator", self.aggregator, AGGREGATORS)
+        as_count("k", self.k, least=1)
+        draw = Drawing(rngs, self.param_dtype)
+        width = 2 * self.in_features
+        self.weight = draw.linear(width, width, self.out_features)
+        self.bias = nnx.data(draw.linear(width, self.out_features) if self.use_bias else None)
+
+    def __call__(self, features: Floats, mask: ArrayLike | None = None) -> jax.Array:
+        """Returns the convolution [..., points, out], for the arguments of `dynamic_edge_conv`."""
+        return self.call(self.cast(features), mask=mask)

@@ -18,9 +18,8 @@ from jmp_train.graphs.kernels import (
     messages_by_xla,
     reductions_by_xla,
 )
-from jmp_train.graphs.messages.edge_messages import PerEdge
+from jmp_train.graphs.messages.edge_messages import PER_EDGE, PerEdge, reduce_all
 from jmp_train.graphs.messages.frames import Frame
-from jmp_train.graphs.messages.function_reductions import PER_EDGE, reduce_all
 from jmp_train.graphs.messages.user_functions import (
     EdgeFunction,
     NodeFunction,

@@ -9,9 +9,11 @@ from jmp_train.graphs.structure.adjacency import formats_of_size as formats_of_s
 from jmp_train.graphs.structure.adjacency import make_adjacency_checked as make_adjacency_checked
 from jmp_train.graphs.structure.adjacency import make_adjacency_traced as make_adjacency_traced
 from jmp_train.graphs.structure.adjacency import make_mailboxes as make_mailboxes
+from jmp_train.graphs.structure.batching import GraphStack as GraphStack
 from jmp_train.graphs.structure.batching import batch as batch
 from jmp_train.graphs.structure.batching import graph_mask as graph_mask
 from jmp_train.graphs.structure.batching import node_mask as node_mask
+from jmp_train.graphs.structure.batching import stack as stack
 from jmp_train.graphs.structure.block import Block as Block
 from jmp_train.graphs.structure.block import GraphPart as GraphPart
 from jmp_train.graphs.structure.block import check_axis as check_axis
@@ -35,11 +37,6 @@ from jmp_train.graphs.structure.edge_order import (
 )
 from jmp_train.graphs.structure.edge_order import places_of as places_of
 from jmp_train.graphs.structure.edge_order import ranges as ranges
-from jmp_train.graphs.structure.extremes import are_largest as are_largest
-from jmp_train.graphs.structure.extremes import computed_once as computed_once
-from jmp_train.graphs.structure.extremes import equal_or_nan as equal_or_nan
-from jmp_train.graphs.structure.extremes import extreme_of_two as extreme_of_two
-from jmp_train.graphs.structure.extremes import largest_over as largest_over
 from jmp_train.graphs.structure.feature_arrays import accumulation_dtype as accumulation_dtype
 from jmp_train.graphs.structure.feature_arrays import as_inexact as as_inexact
 from jmp_train.graphs.structure.feature_arrays import check_rows as check_rows
@@ -68,6 +65,11 @@ from jmp_train.graphs.structure.hetero_graph import find_edge_type as find_edge_
 from jmp_train.graphs.structure.hetero_graph import hetero_from_edges as hetero_from_edges
 from jmp_train.graphs.structure.incidence import BLOCK as BLOCK
 from jmp_train.graphs.structure.incidence import Incidence as Incidence
+from jmp_train.graphs.structure.incidence import are_largest as are_largest
+from jmp_train.graphs.structure.incidence import computed_once as computed_once
+from jmp_train.graphs.structure.incidence import equal_or_nan as equal_or_nan
+from jmp_train.graphs.structure.incidence import extreme_of_two as extreme_of_two
+from jmp_train.graphs.structure.incidence import largest_over as largest_over
 from jmp_train.graphs.structure.jraph_conversion import AnyBatch as AnyBatch
 from jmp_train.graphs.structure.jraph_conversion import AnyGraph as AnyGraph
 from jmp_train.graphs.structure.jraph_conversion import OurGraph as OurGraph
@@ -77,5 +79,3 @@ from jmp_train.graphs.structure.jraph_conversion import from_jraph as from_jraph
 from jmp_train.graphs.structure.jraph_conversion import is_real as is_real
 from jmp_train.graphs.structure.jraph_conversion import to_jraph as to_jraph
 from jmp_train.graphs.structure.sparse_rows import SparseFeatures as SparseFeatures
-from jmp_train.graphs.structure.stacking import GraphStack as GraphStack
-from jmp_train.graphs.structure.stacking import stack as stack

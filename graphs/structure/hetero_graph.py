@@ -11,8 +11,7 @@ from jax.typing import ArrayLike
 from jmp_train.graphs.array_types import Ids
 from jmp_train.graphs.structure.adjacency import DEFAULT_FORMATS, Adjacency, make_adjacency
 from jmp_train.graphs.structure.counts import as_count
-from jmp_train.graphs.structure.foreign_names import HETERO_NAMES, look_up
-from jmp_train.graphs.structure.graph import Features, checked_features
+from jmp_train.graphs.structure.graph import HETERO_NAMES, Features, checked_features, look_up
 
 EdgeType = tuple[str, str, str]
 

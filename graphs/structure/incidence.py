@@ -1,10 +1,14 @@
-"""Incidence of edges and nodes: gathers and segment sums, forward and backward in blocks.
+"""Incidence of edges and nodes: gathers and segment sums, forward and backward in blocks; extremes of segments.
 
 The rows of a segment are summed in blocks of at most 32, the blocks again in blocks, and so on. So
 rounding errors stay near 1e-6 of the terms' magnitudes for any number of terms. In float32, a running sum
 of 100,000 equal terms has a relative error of 1e-4, and one of 1,024 small terms next to a large one of 3e-5. A read
 uses the same levels backward, first the blocks and then the rows, so that jax's derivative of it is also
 summed in blocks, in every order and under every transform.
+
+The gradients of extremes reach what was reduced, however XLA rounds it. XLA may compute an operand of two operations
+twice, and contract one of the products to a fused multiply-add: then no element equals the extreme. jax's own gradients
+of `max` would be 0 or NaN.
 """
 
 import dataclasses
@@ -14,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import jraph
 
-from jmp_train.graphs.structure.extremes import equal_or_nan
 from jmp_train.graphs.structure.feature_arrays import finite_or_zero, moments_about, reciprocal, rows_like
 
 BLOCK = 32
@@ -259,3 +262,56 @@ def _segmented_sums(rows: jax.Array, is_start: jax.Array, reverse: bool) -> jax.
         return has_start | starts, jnp.where(rows_like(starts, more), more, total + more)
 
     return jax.lax.associative_scan(join, (is_start, rows), reverse=reverse)[1]
+
+
+@jax.custom_jvp
+def computed_once(data: jax.Array) -> jax.Array:
+    """Returns data to scatter, of which the gradient may tell which are the largest of their segment.
+
+    GPUs compute what is behind a barrier once; CPUs what is scattered.
+    """
+    return data
+
+
+computed_once.defjvp(lambda data, tangents: (jax.lax.optimization_barrier(*data), tangents[0]))
+
+
+def are_largest(data: jax.Array, axis: int) -> jax.Array:
+    """Returns a mask of the data that are the largest along an axis: at least one, found in one pass; NaN is NaN."""
+    winner = jnp.argmax(data, axis, keepdims=True)
+    is_winner = jax.lax.broadcasted_iota(winner.dtype, data.shape, axis % data.ndim) == winner
+    return is_winner | equal_or_nan(data, data.max(axis, keepdims=True))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def largest_over(data: jax.Array, axis: int) -> jax.Array:
+    """Returns the largest data along an axis, which share the gradient equally."""
+    return data.max(axis)
+
+
+@largest_over.defjvp
+def _largest_tangent(axis: int, data: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    is_largest, (slope,) = are_largest(jax.lax.stop_gradient(data[0]), axis), tangents
+    count = is_largest.sum(axis, dtype=jnp.int32).astype(slope.dtype)
+    return largest_over(data[0], axis), jnp.where(is_largest, slope, jnp.zeros_like(slope)).sum(axis) / count
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def extreme_of_two(is_max: bool, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Returns the larger or the smaller of two numbers, with half the gradient of each if they are equal."""
+    return jnp.maximum(left, right) if is_max else jnp.minimum(left, right)
+
+
+@extreme_of_two.defjvp
+def _tangent_of_two(
+    is_max: bool, data: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (left, right), (of_left, of_right) = data, tangents
+    is_left, is_right = (left > right, left < right) if is_max else (left < right, left > right)
+    slope = jnp.where(is_left, of_left, jnp.where(is_right, of_right, (of_left + of_right) / 2))
+    return extreme_of_two(is_max, left, right), slope
+
+
+def equal_or_nan(data: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Returns where data are equal to `wanted`, or both are NaN."""
+    return (data == wanted) | (jnp.isnan(data) & jnp.isnan(wanted))

@@ -22,7 +22,6 @@ from jmp_train.graphs.structure import (
     places_of,
     to_jraph,
 )
-from jmp_train.graphs.transforms.edge_groups import rounded
 from jmp_train.graphs.transforms.edge_lists import (
     ID,
     EdgeList,
@@ -32,6 +31,7 @@ from jmp_train.graphs.transforms.edge_lists import (
     owning_graphs,
     with_edge_list,
 )
+from jmp_train.graphs.transforms.edges import rounded
 
 
 @accepts_jraph

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from odd_graphs import ODD, Ends, edges
 
 from jmp_train import graphs
-from jmp_train.graphs.sampling import subgraph_trials
-from jmp_train.graphs.sampling.subgraph_trials import MODES
+from jmp_train.graphs.sampling import subgraph_batches
+from jmp_train.graphs.sampling.subgraph_batches import MODES
 
 pytestmark = pytest.mark.quick
 
@@ -153,7 +153,7 @@ def test_the_default_is_unbiased_for_small_batches_of_a_large_graph(mode: str) -
 
 
 def test_trials_that_end_early_say_how_biased_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subgraph_trials, "MOST_READS", 1)
+    monkeypatch.setattr(subgraph_batches, "MOST_READS", 1)
     index = graphs.host_edges(np.arange(40_000) * 7 % 1_999, np.arange(40_000) % 2_000, 2_000)
     with pytest.warns(UserWarning, match="% of the edges were in none of 100 trial batches, so sums of messages come"):
         graphs.saint_sampler(index, "walk", batch_size=10)

@@ -11,7 +11,7 @@ import pytest
 from pytrees import assert_bitwise_equal
 
 from jmp_train import graphs
-from jmp_train.graphs.structure.foreign_names import GRAPH_NAMES, HETERO_NAMES
+from jmp_train.graphs.structure.graph import GRAPH_NAMES, HETERO_NAMES
 
 pytestmark = pytest.mark.quick
 
