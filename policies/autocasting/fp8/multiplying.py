@@ -22,6 +22,7 @@ from jmp_train.policies.autocasting.fp8.recipes import E4M3, E8M0
 from jmp_train.policies.pytrees import vary_like
 
 _BLOCKS_OF_GPUS = {E8M0: 32, E4M3: 16}  # by the dtype of the scales
+_TERMS = 2**17  # of products of int8, whose sum is below 127**2 times as many: int32 holds it
 
 
 def multiply(
@@ -47,12 +48,15 @@ def multiply(
       The product: batch dimensions, those of lhs, those of rhs. One for groups of terms has the groups first.
     """
     dot = functools.partial(_dot, batch=batch, contracted=contracted, groups=groups)
-    if lhs.blocks is None:
-        # Store bfloat16 results in bfloat16: XLA would otherwise keep the float32 sums for the backward pass.
-        floats = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-        sums = dot(lhs.array, rhs.array, dtype=jnp.int32 if lhs.array.dtype == jnp.int8 else floats)
-    else:
+    if lhs.blocks is not None:
         sums = _dot_blocks(lhs, rhs, batch, contracted, dot, is_ragged=groups is not None)
+    elif lhs.array.dtype == jnp.int8:
+        terms = math.prod(lhs.array.shape[lhs.array.ndim - contracted :])
+        in_parts = functools.partial(_dot_in_parts, batch=batch, contracted=contracted, groups=groups)
+        sums = in_parts(lhs.array, rhs.array) if terms > _TERMS else dot(lhs.array, rhs.array, dtype=jnp.int32)
+    else:
+        # Store bfloat16 results in bfloat16: XLA would otherwise keep the float32 sums for the backward pass.
+        sums = dot(lhs.array, rhs.array, dtype=jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
     left, right = (x.inverse.reshape(x.inverse.shape[: x.inverse.ndim - contracted]) for x in (lhs, rhs))
     of_rows = groups is not None and rhs.array.ndim > lhs.array.ndim
     others = rhs.array.ndim - contracted - batch - of_rows  # of the dimensions of the result
@@ -86,6 +90,31 @@ def _dot(
         rhs_group_dimensions=(0,) if of_rows else (),
     )
     return lax.ragged_dot_general(lhs, rhs, groups, numbers, exact, preferred_element_type=dtype)
+
+
+def _dot_in_parts(
+    lhs: jax.Array, rhs: jax.Array, *, batch: int, contracted: int, groups: jax.Array | None
+) -> jax.Array:
+    """Returns the float32 product of int8 arrays with more terms than an int32 sum holds: such sums, added up."""
+    lhs, rhs = (x.reshape(*x.shape[: x.ndim - contracted], -1) for x in (lhs, rhs))
+    length = lhs.shape[-1]
+    if groups is not None:
+        ends, total = jnp.cumsum(groups), jnp.zeros((), jnp.float32)
+        for start in range(0, length, _TERMS):
+            left, right = (x[..., start : start + _TERMS] for x in (lhs, rhs))
+            inside = jnp.diff(jnp.clip(ends - start, 0, _TERMS), prepend=0)
+            of_part = groups if rhs.ndim > lhs.ndim else inside.astype(groups.dtype)
+            total += _dot(left, right, batch=0, contracted=1, groups=of_part, dtype=jnp.int32).astype(jnp.float32)
+        return total
+    parts = -(-length // _TERMS)
+    size = -(-length // parts)
+
+    def split(x: jax.Array) -> jax.Array:
+        full = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, parts * size - length),))
+        return jnp.moveaxis(full.reshape(*x.shape[:-1], parts, size), -2, batch)
+
+    sums = _dot(split(lhs), split(rhs), batch=batch + 1, contracted=1, groups=None, dtype=jnp.int32)
+    return sums.astype(jnp.float32).sum(batch)
 
 
 def _dot_blocks(

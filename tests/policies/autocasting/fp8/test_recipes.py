@@ -278,6 +278,32 @@ def test_a_step_of_every_recipe_runs_as_users_compile_it() -> None:
     assert run.returncode == 0, run.stderr
 
 
+MANY = 140_001  # terms of 127 * 127 are more than int32 holds
+
+
+@jax.jit
+def sums_of_many(one: Any) -> Any:
+    """Returns products in int8 of many ones and halves, and their sums."""
+    int8 = functools.partial(product_in_few_bits, recipe=jt.policies.Int8RowwiseScaling())
+    ragged = functools.partial(int8, numbers=(((1,), (1,)), ((), ())))
+    ones, halves, two = (
+        jnp.broadcast_to(x, shape) for x, shape in ((one, (MANY, 1)), (one / 2, (3, MANY)), (one, (2, 70_000, 1, 2)))
+    )
+    sizes = jnp.array([MANY - 9, 0, 8], jnp.int32)
+    of_groups = jax.grad(lambda w: ragged(ones, w, extra=Extra(groups=sizes)).sum())(jnp.ones((3, 1, 1)))
+    return {
+        "terms": (int8(halves, ones, PLAIN), MANY / 2),
+        "batches": (int8(two, two[:, :, 0], (((1, 3), (1, 2)), ((0,), (0,)))), 140_000),
+        "rows": (ragged(halves, ones[None], extra=Extra(groups=jnp.array([3], jnp.int32))), MANY / 2),
+        "groups": (of_groups[:, 0, 0], sizes),
+    }
+
+
+def test_sums_of_many_terms_do_not_wrap_around() -> None:
+    for name, (found, wanted) in sums_of_many(np.float32(1)).items():
+        np.testing.assert_allclose(found, np.broadcast_to(wanted, found.shape), rtol=1e-5, err_msg=name)
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_no_group_do_not_count(name: str) -> None:
