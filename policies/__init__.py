@@ -6,9 +6,9 @@ include, and decides whether a step is taken.
 """
 
 from jmp_train.policies.amp_modes.batch_norms import batch_norm_paths as batch_norm_paths
-from jmp_train.policies.amp_modes.config import amp_from_config as amp_from_config
-from jmp_train.policies.amp_modes.config import amp_mode as amp_mode
 from jmp_train.policies.amp_modes.mode import Amp as Amp
+from jmp_train.policies.amp_modes.mode import amp_from_config as amp_from_config
+from jmp_train.policies.amp_modes.mode import amp_mode as amp_mode
 from jmp_train.policies.amp_modes.mode_options import AmpType as AmpType
 from jmp_train.policies.autocasting.explain import AutocastReport as AutocastReport
 from jmp_train.policies.autocasting.explain import explain_autocast as explain_autocast
@@ -44,11 +44,11 @@ from jmp_train.policies.dtype_policies.collapsed_values import CollapsedValuesWa
 from jmp_train.policies.dtype_policies.collapsed_values import check_casts as check_casts
 from jmp_train.policies.dtype_policies.collapsed_values import collapse_report as collapse_report
 from jmp_train.policies.dtype_policies.half_products import MissingLossScaleWarning as MissingLossScaleWarning
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy as PathPolicy
-from jmp_train.policies.dtype_policies.path_policy import policy_by_path as policy_by_path
 from jmp_train.policies.dtype_policies.policy import AutocastPolicy as AutocastPolicy
+from jmp_train.policies.dtype_policies.policy import PathPolicy as PathPolicy
 from jmp_train.policies.dtype_policies.policy import Policy as Policy
 from jmp_train.policies.dtype_policies.policy import get_policy as get_policy
+from jmp_train.policies.dtype_policies.policy import policy_by_path as policy_by_path
 from jmp_train.policies.dtype_policies.policy_schedule import PolicySchedule as PolicySchedule
 from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_train.policies.loss_scaling.loss_scale import LossScale as LossScale

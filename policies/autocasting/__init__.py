@@ -47,8 +47,8 @@ from jmp_train.policies.autocasting.rules import FEW_BITS_PRODUCTS as FEW_BITS_P
 from jmp_train.policies.autocasting.rules import TORCH_CUDA as TORCH_CUDA
 from jmp_train.policies.autocasting.rules import AutocastRules as AutocastRules
 from jmp_train.policies.autocasting.rules import Rule as Rule
-from jmp_train.policies.autocasting.rules_as_code import replace_arguments as replace_arguments
-from jmp_train.policies.autocasting.rules_as_code import rules_code as rules_code
+from jmp_train.policies.autocasting.rules import replace_arguments as replace_arguments
+from jmp_train.policies.autocasting.rules import rules_code as rules_code
 from jmp_train.policies.autocasting.source_lines import address_of as address_of
 from jmp_train.policies.autocasting.source_lines import at_line_of as at_line_of
 from jmp_train.policies.autocasting.source_lines import lines_of as lines_of

@@ -4,26 +4,106 @@ The function is traced with float32 in place of half inputs, so that literals ar
 makes those that depend on the program only. Then the equations run one by one on the actual values: `settle` chooses
 the dtypes of the operands, and the primitive is bound to them. Values computed only from literals are weak: they
 take the dtype of the other operand, as Python numbers do.
+
+Primitives that hold programs have handlers: jit, loops, branches, remat, shard_map. Each takes the reading of the
+bodies, the equation and its inputs, and returns the results. It returns None if autocast cannot enter the equation,
+which is then bound as it was traced.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
-from jmp_train.policies.autocasting.bound_operations import computed
+from jmp_train.policies.autocasting.bound_operations import chosen_at_run_time, computed, product_in_8_bits
+from jmp_train.policies.autocasting.custom_derivatives import custom_jvp, custom_vjp
 from jmp_train.policies.autocasting.decisions import RuledEquation, is_entered, steps_of
-from jmp_train.policies.autocasting.higher_order import HANDLERS
-from jmp_train.policies.autocasting.primitives import CALLS, body_of, results_inside
+from jmp_train.policies.autocasting.opaque import Contract, OpaqueCall
+from jmp_train.policies.autocasting.primitives import CALLS, ENTERED, body_of, results_inside
 from jmp_train.policies.autocasting.readers import noting_complements, readers_of
 from jmp_train.policies.autocasting.region import Region, in_8_bits
 from jmp_train.policies.autocasting.source_lines import at_line_of, user_line_of
-from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, argument, eligible, literal, traced_dtype
-from jmp_train.policies.programs import Reading, as_jax_array, programs_in, walk
+from jmp_train.policies.autocasting.values import (
+    FLOAT32,
+    HALVES,
+    Value,
+    argument,
+    called,
+    checkpointed,
+    eligible,
+    literal,
+    traced_dtype,
+    values_of,
+)
+from jmp_train.policies.programs import IN_JAX, Enter, Reading, as_jax_array, programs_in, walk
+
+
+def _is_half(array: Any) -> bool:
+    """Returns whether an array or value is half; the dtype of a `jax.Ref` cannot change."""
+    return array.dtype in HALVES and not isinstance(getattr(array, "array", array), jax.Ref)
+
+
+def _cast_inside(value: Value, array: jax.Array) -> Value:
+    """Returns a half constant of a loop, cast in each iteration from an array in float32."""
+    source = None if value.source is None else array
+    return dataclasses.replace(value, array=array.astype(value.dtype), casts={}, source=source, made=None)
+
+
+def _remat(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+    params, arrays = equation.params, [value.array for value in inputs]
+    if isinstance(params["policy"], OpaqueCall):
+        return _opaque(reading, equation, inputs)
+
+    def run(*arrays: Any, sources: Sequence[Any] = (None,) * len(inputs)) -> list[Any]:
+        operands = map(reading.operand, arrays, inputs)
+        values = [dataclasses.replace(x, source=source) for x, source in zip(operands, sources, strict=True)]
+        return [as_jax_array(value.array) for value in reading.body().evaluate(params["jaxpr"], values)]
+
+    options = {"prevent_cse": params["prevent_cse"], "policy": params["policy"]}
+    is_free = reading.region.delayed is None and reading.region.key is None  # which no derivative may hold
+    sources = [x.source if is_free else None for x in inputs]
+    return values_of(checkpointed(run, arrays, sources, **options))
+
+
+def _opaque(reading: Any, equation: Any, inputs: list[Value]) -> list[Value]:
+    """Calls the function itself, or multiplies in 8 bits if it is a matrix product with the rule "fp8"."""
+    region, call = reading.region, equation.params["policy"]
+    if call.contract is not None:
+        product = _product_of(equation, call.contract)
+        rule, reason = region.decide(product, "")
+        if rule == "fp8":
+            dtype = equation.outvars[0].aval.dtype
+            numbers = call.contract, ((), ())
+            few = functools.partial(product_in_8_bits, region, region.place, inputs, numbers, dtype)
+            outputs = [chosen_at_run_time(region, product, "", few, lambda: _called(call, inputs)[0])]
+            region.note(product, "", rule, reason, (region.recipe.forward_dtype,) * 2, outputs)
+            return outputs
+    return _called(call, inputs)
+
+
+def _called(call: OpaqueCall, inputs: list[Value]) -> list[Value]:
+    return values_of(called(call.run, [as_jax_array(x.array) for x in inputs], [x.source for x in inputs]))
+
+
+def _product_of(equation: Any, contract: Contract) -> JaxprEqn:
+    """Returns the matrix product of an opaque call as an equation, to look up its rule."""
+    operands = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+    traced = jax.make_jaxpr(lambda x, y: lax.dot_general(x, y, (contract, ((), ()))))(*operands)
+    return traced.eqns[0].replace(source_info=equation.source_info)
+
+
+HANDLERS: Mapping[str, Enter] = {
+    **{name: enter for name, enter in IN_JAX.items() if name in ENTERED},
+    "remat2": _remat,
+    "custom_jvp_call": custom_jvp,
+    "custom_vjp_call": custom_vjp,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,14 +303,3 @@ class Autocast(ByRules):
 
         key = ("dtypes", self.region.settings, *(value.kind for value in values))
         return self.region.remembered(key, program, find)
-
-
-def _is_half(array: Any) -> bool:
-    """Returns whether an array or value is half; the dtype of a `jax.Ref` cannot change."""
-    return array.dtype in HALVES and not isinstance(getattr(array, "array", array), jax.Ref)
-
-
-def _cast_inside(value: Value, array: jax.Array) -> Value:
-    """Returns a half constant of a loop, cast in each iteration from an array in float32."""
-    source = None if value.source is None else array
-    return dataclasses.replace(value, array=array.astype(value.dtype), casts={}, source=source, made=None)

@@ -2,6 +2,10 @@
 
 Values remember the half operations that made them. A float32 number divided by a denominator that overflowed is 0: a
 plausible number, which hides the overflow. So a float32 quotient runs those of its denominator again in float32.
+
+The derivative of a cast to half rounds gradients to half. A node that 70,000 edges read has a gradient beyond float16,
+even if it is added in float32. So the half value that an operation on graphs stores of a float32 array remembers that
+array: reads in float32 have the half number's value, and the float32 array gets their gradient.
 """
 
 import dataclasses
@@ -18,8 +22,16 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.integers import Integers, integers_in_result, operand
 from jmp_train.policies.autocasting.literal_bounds import UNKNOWN, Bounds, literal_bounds, result_bounds
-from jmp_train.policies.autocasting.primitives import ARITHMETIC, LAYOUT, PICKS, PLACEMENT, PRODUCTS, cast, names
-from jmp_train.policies.autocasting.unrounded import unrounded
+from jmp_train.policies.autocasting.primitives import (
+    ARITHMETIC,
+    LAYOUT,
+    PICKS,
+    PLACEMENT,
+    PRODUCTS,
+    cast,
+    names,
+    saving,
+)
 
 _WIDTHS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
 HALVES, FLOAT32 = _WIDTHS[:2], _WIDTHS[2]
@@ -271,3 +283,83 @@ def replaced(items: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> 
     rest = iter(new)
     pairs = zip(items, mask, strict=True)
     return [next(rest) if is_chosen else item for item, is_chosen in pairs]
+
+
+Arrays = Sequence[Any]
+
+
+@jax.custom_jvp
+def unrounded(half: jax.Array, source: jax.Array) -> jax.Array:
+    """Returns a half array upcast; its gradient is that of the float32 array that it was cast from."""
+    del source
+    return cast(half, jnp.float32)
+
+
+@unrounded.defjvp
+def _tangent(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+    return unrounded(*primals), tangents[1]
+
+
+def checkpointed(run: Callable[..., Any], arrays: Arrays, sources: Arrays, **options: Any) -> Any:
+    """Returns `run(*arrays, sources=sources)` under `jax.checkpoint`, which stores the arrays and not their sources.
+
+    Args:
+      run: a function of arrays; without sources it gets none.
+      arrays: its arrays.
+      sources: for each array, the float32 array that it was cast from, or None.
+      **options: options of `jax.checkpoint`.
+    """
+    if all(source is None for source in sources):
+        return jax.checkpoint(run, **options)(*arrays)
+    stored = [i for i, source in enumerate(sources) if source is not None]
+
+    def with_sources(*operands: Any) -> Any:
+        return run(*operands[: len(arrays)], sources=_placed(sources, stored, operands[len(arrays) :]))
+
+    operands, saved = ([*arrays, *(each[i] for i in stored)] for each in (sources, arrays))
+    return saving(with_sources, operands, saved, **options)
+
+
+def called(run: Callable[..., Any], arrays: Arrays, sources: Arrays) -> list[Any]:
+    """Returns the results of a function that is opaque to autocast; the gradient recomputes it, with float32 arrays.
+
+    Args:
+      run: a function of the arrays, differentiable in reverse mode.
+      arrays: see `checkpointed`.
+      sources: see `checkpointed`.
+    """
+    if all(source is None for source in sources):
+        return jax.tree.leaves(run(*arrays))
+    floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    @jax.custom_vjp
+    def call(arrays: Arrays, sources: Arrays) -> list[Any]:
+        del sources
+        return jax.tree.leaves(run(*arrays))
+
+    def forward(arrays: Arrays, sources: Arrays) -> tuple[list[Any], Arrays]:
+        return call(arrays, sources), arrays
+
+    def backward(arrays: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+        wanted = [i for i, x in enumerate(cotangents) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        def of_floats(some: Arrays) -> Arrays:
+            results = jax.tree.leaves(run(*_placed(arrays, floats, some)))
+            return [results[i].astype(cotangents[i].dtype) for i in wanted]
+
+        upcast = [arrays[i] if sources[i] is None else cast(arrays[i], jnp.float32) for i in floats]
+        (found,) = jax.vjp(of_floats, upcast)[1]([cotangents[i] for i in wanted])
+        gradients = _placed([None] * len(arrays), floats, found)
+        pairs = list(zip(gradients, sources, strict=True))
+        return [g if s is None else None for g, s in pairs], [None if s is None else g for g, s in pairs]
+
+    call.defvjp(forward, backward)
+    return call(arrays, sources)
+
+
+def _placed(items: Arrays, places: Sequence[int], new: Arrays) -> list[Any]:
+    """Returns the items, with new ones at some places."""
+    items = list(items)
+    for place, item in zip(places, new, strict=True):
+        items[place] = item
+    return items

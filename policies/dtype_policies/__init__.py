@@ -6,8 +6,8 @@ from jmp_train.policies.dtype_policies.collapsed_values import warn_of_collapse 
 from jmp_train.policies.dtype_policies.float32_sums import with_float32_sums as with_float32_sums
 from jmp_train.policies.dtype_policies.half_products import FirstTrace as FirstTrace
 from jmp_train.policies.dtype_policies.half_products import mixed_dtypes_explained as mixed_dtypes_explained
-from jmp_train.policies.dtype_policies.path_policy import named_policy as named_policy
 from jmp_train.policies.dtype_policies.policy import Policy as Policy
+from jmp_train.policies.dtype_policies.policy import named_policy as named_policy
 from jmp_train.policies.dtype_policies.policy_schedule import PolicyPhase as PolicyPhase
 from jmp_train.policies.dtype_policies.policy_schedule import check_shares as check_shares
 from jmp_train.policies.dtype_policies.policy_schedule import first_steps as first_steps

@@ -22,8 +22,7 @@ from jmp_train.policies.autocasting import (
     unmet_lines,
 )
 from jmp_train.policies.dtype_policies.half_products import FirstTrace, mixed_dtypes_explained
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
-from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, PathPolicy, Policy, named_policy
 from jmp_train.policies.dtype_policies.policy_trace import TracedOperation, cast_arguments, operations_under
 from jmp_train.policies.pytrees import cast_results, unbound
 

@@ -9,8 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jmp_train.policies.autocasting import warn_user
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
-from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, PathPolicy, Policy, named_policy
 from jmp_train.policies.pytrees import is_float_array, named_leaves
 from jmp_train.policies.types import PyTree
 

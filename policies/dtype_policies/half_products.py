@@ -23,8 +23,7 @@ from jmp_train.policies.autocasting import (
 )
 from jmp_train.policies.dtype_policies.collapsed_values import check_narrowed, warn_of_collapse
 from jmp_train.policies.dtype_policies.float32_sums import in_module, program_read
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy
-from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, PathPolicy, Policy
 from jmp_train.policies.dtype_policies.policy_trace import (
     TracedOperation,
     arguments_of,

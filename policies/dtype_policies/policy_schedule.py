@@ -13,8 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy, named_policy
-from jmp_train.policies.dtype_policies.policy import Policy
+from jmp_train.policies.dtype_policies.policy import PathPolicy, Policy, named_policy
 
 AnyStep = TypeVar("AnyStep")
 

@@ -31,8 +31,7 @@ from jmp_train.policies.autocasting import (
     user_line_of,
     variables_read,
 )
-from jmp_train.policies.dtype_policies.path_policy import PathPolicy
-from jmp_train.policies.dtype_policies.policy import AutocastPolicy, Policy
+from jmp_train.policies.dtype_policies.policy import AutocastPolicy, PathPolicy, Policy
 from jmp_train.policies.programs import ABSTRACTLY, Place, Reading, While, repeats_of
 from jmp_train.policies.pytrees import cast_for_call, named_leaves, with_overwritten
 

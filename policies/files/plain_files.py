@@ -9,11 +9,9 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from typing import Any
-
-from jmp_train.policies.files.printed_text import escaped
 
 Path = str | os.PathLike[str]
 _LONGEST = 200  # characters of a file's text in an error
@@ -191,3 +189,32 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"it has the key {printable(repr(twice))} twice")
     return found
+
+
+def escaped(text: str, keep: str = "") -> str:
+    r"""Returns a text with escapes in place of control characters, halves of surrogate pairs and the like.
+
+    Args:
+      text: a text with names of users, which may have any characters.
+      keep: control characters that stay.
+
+    Example:
+      >>> print(escaped("f1[micro]\x1b[31m\n"))
+      f1[micro]\x1b[31m\n
+    """
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table with aligned columns.
+
+    Args:
+      rows: rows of equally many cells; the first one is the head.
+
+    Example:
+      >>> aligned([("operation", "in"), ("mul", "f32")])
+      ['operation  in', 'mul        f32']
+    """
+    rows = [[*map(escaped, row)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -14,6 +14,9 @@ from jmp_train.policies.loss_scaling.loss_functions import unpack_loss as unpack
 from jmp_train.policies.loss_scaling.loss_scale import LossScale as LossScale
 from jmp_train.policies.loss_scaling.loss_scale import NoOpLossScale as NoOpLossScale
 from jmp_train.policies.loss_scaling.loss_scale import StaticLossScale as StaticLossScale
+from jmp_train.policies.loss_scaling.loss_scale import check_range as check_range
+from jmp_train.policies.loss_scaling.loss_scale import check_scale as check_scale
+from jmp_train.policies.loss_scaling.loss_scale import is_loss_scale as is_loss_scale
 from jmp_train.policies.loss_scaling.per_loss_scale import LossScales as LossScales
 from jmp_train.policies.loss_scaling.per_loss_scale import PerLossScale as PerLossScale
 from jmp_train.policies.loss_scaling.per_loss_scale import check_loss_scales as check_loss_scales
@@ -22,6 +25,3 @@ from jmp_train.policies.loss_scaling.per_loss_scale import unscale_and_check as 
 from jmp_train.policies.loss_scaling.presets import apex_loss_scale as apex_loss_scale
 from jmp_train.policies.loss_scaling.presets import megatron_loss_scale as megatron_loss_scale
 from jmp_train.policies.loss_scaling.presets import torch_loss_scale as torch_loss_scale
-from jmp_train.policies.loss_scaling.scale_arguments import check_range as check_range
-from jmp_train.policies.loss_scaling.scale_arguments import check_scale as check_scale
-from jmp_train.policies.loss_scaling.scale_arguments import is_loss_scale as is_loss_scale

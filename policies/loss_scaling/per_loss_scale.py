@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jmp_train.policies.loss_scaling.loss_scale import LossScale
-from jmp_train.policies.loss_scaling.scale_arguments import check_adjusted, check_loss_scale, is_loss_scale
+from jmp_train.policies.loss_scaling.loss_scale import LossScale, check_adjusted, check_loss_scale, is_loss_scale
 from jmp_train.policies.pytrees import all_finite, map_overwritten
 from jmp_train.policies.types import PyTree
 

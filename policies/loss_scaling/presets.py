@@ -10,8 +10,11 @@ import dataclasses
 import numpy as np
 
 from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale
-from jmp_train.policies.loss_scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, NoOpLossScale, StaticLossScale
-from jmp_train.policies.loss_scaling.scale_arguments import (
+from jmp_train.policies.loss_scaling.loss_scale import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    NoOpLossScale,
+    StaticLossScale,
     check_backoff,
     check_floor,
     check_growth,

@@ -24,8 +24,11 @@ from jmp_train.policies.loss_scaling.loss_scale import (
     LossScale,
     NoOpLossScale,
     StaticLossScale,
+    check_backoff,
+    check_growth,
+    check_loss_scale,
+    check_scale,
 )
-from jmp_train.policies.loss_scaling.scale_arguments import check_backoff, check_growth, check_loss_scale, check_scale
 from jmp_train.policies.pytrees import check_count, is_integer
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")

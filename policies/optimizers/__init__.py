@@ -6,11 +6,11 @@ from jmp_train.policies.optimizers.loss_scaled import with_loss_scale as with_lo
 from jmp_train.policies.optimizers.loss_scaled_state import loss_scale_of as loss_scale_of
 from jmp_train.policies.optimizers.loss_scaled_state import scaled_states as scaled_states
 from jmp_train.policies.optimizers.master_weights import with_master_weights as with_master_weights
-from jmp_train.policies.optimizers.nesting import check_nesting as check_nesting
-from jmp_train.policies.optimizers.nesting import has_nested_scale as has_nested_scale
-from jmp_train.policies.optimizers.nesting import kept_if_skipped as kept_if_skipped
 from jmp_train.policies.optimizers.outer_step import Evaluate as Evaluate
+from jmp_train.policies.optimizers.outer_step import check_nesting as check_nesting
 from jmp_train.policies.optimizers.outer_step import extra_arguments as extra_arguments
+from jmp_train.policies.optimizers.outer_step import has_nested_scale as has_nested_scale
+from jmp_train.policies.optimizers.outer_step import kept_if_skipped as kept_if_skipped
 from jmp_train.policies.optimizers.outer_step import optimizer_step as optimizer_step
 from jmp_train.policies.optimizers.skip_rules import SkipRule as SkipRule
 from jmp_train.policies.optimizers.skip_rules import SkipRuleState as SkipRuleState

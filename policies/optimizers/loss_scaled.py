@@ -15,7 +15,6 @@ import optax
 
 from jmp_train.policies.loss_scaling import LossScales, check_loss_scales, unscale_and_check
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
-from jmp_train.policies.optimizers.passed_updates import noting_scaled
 from jmp_train.policies.optimizers.skip_rules import SkipRule, judged, with_rule_state, wrapped_state
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_train.policies.optimizers.stored_parameters import (
@@ -24,6 +23,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     StoringOptimizer,
     add_updates,
     as_transformation,
+    noting_scaled,
 )
 from jmp_train.policies.pytrees import find_nodes, refuse_overwritten, select_tree, upcast_to_float32
 from jmp_train.policies.types import Grads, Params

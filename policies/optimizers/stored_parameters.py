@@ -2,10 +2,16 @@
 
 optax's updates are differences, which `apply_updates` adds. For parameters stored in half precision,
 the next value is known, and a difference can lose its last bits.
+
+While `check_nesting` traces a step, wrappers note the updates that pass through them. optax's combinators are closures,
+and so are users' own: nobody can ask them for the optimizers that they hold.
 """
 
 import abc
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +19,6 @@ import jax.numpy as jnp
 import optax
 
 from jmp_train.policies.optimizers.loss_scaled_state import scaled_states
-from jmp_train.policies.optimizers.passed_updates import note_stored
 from jmp_train.policies.pytrees import find_nodes, select_tree, upcast_to_float32
 from jmp_train.policies.types import Grads, OptState, Params
 
@@ -208,3 +213,48 @@ def next_params(
     for _, scaled in scaled_states(opt_state):
         new_params = select_tree(scaled.last_taken, new_params, params)
     return new_params, opt_state
+
+
+class Passed(NamedTuple):
+    """The gradients and updates that passed through wrappers of an optimizer.
+
+    Attributes:
+      scaled: the scaled gradients that each `with_loss_scale` took.
+      stored: the updates that each `StoringOptimizer` returned.
+    """
+
+    scaled: list[Any]
+    stored: list[Any]
+
+
+_PASSED: ContextVar[Passed | None] = ContextVar("passed updates", default=None)
+
+
+@contextlib.contextmanager
+def noted_updates() -> Iterator[Passed]:
+    """Yields the notes of the wrappers called within this context, where `with_loss_scale` returns zeros."""
+    passed = Passed([], [])
+    token = _PASSED.set(passed)
+    try:
+        yield passed
+    finally:
+        _PASSED.reset(token)
+
+
+def noting_scaled(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the `update` of a `with_loss_scale`, extended to record the gradients that it takes."""
+
+    @functools.wraps(update)
+    def noting(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        if (passed := _PASSED.get()) is None:
+            return update(updates, state, params, **extra_args)
+        passed.scaled.append(updates)
+        return jax.tree_util.tree_map(jnp.zeros_like, params), state
+
+    return noting
+
+
+def note_stored(updates: Any) -> None:
+    """Notes the updates that a `StoringOptimizer` returns."""
+    if (passed := _PASSED.get()) is not None:
+        passed.stored.append(updates)

@@ -11,8 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.policies.programs.loops import Scan, While, references_kept, select
-from jmp_train.policies.programs.reading import Enter
-from jmp_train.policies.programs.walking import RUN_ONCE, manual_axes
+from jmp_train.policies.programs.reading import RUN_ONCE, Enter, manual_axes
 
 
 def as_jax_array(array: Any) -> Any:

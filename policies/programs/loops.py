@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_train.policies.programs.reading import Enter
-from jmp_train.policies.programs.walking import RUN_ONCE, bodies_of, opened, scan_counts
+from jmp_train.policies.programs.reading import RUN_ONCE, Enter, bodies_of, opened, scan_counts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,13 @@ from jmp_train.policies.quantizing.blocks import BLOCK_DTYPES as BLOCK_DTYPES
 from jmp_train.policies.quantizing.blocks import BlockQuantized as BlockQuantized
 from jmp_train.policies.quantizing.blocks import code_of as code_of
 from jmp_train.policies.quantizing.blocks import dequantize as dequantize
+from jmp_train.policies.quantizing.blocks import dynamic_code as dynamic_code
 from jmp_train.policies.quantizing.blocks import from_bits as from_bits
 from jmp_train.policies.quantizing.blocks import quantize as quantize
 from jmp_train.policies.quantizing.blocks import quantize_bits as quantize_bits
 from jmp_train.policies.quantizing.blocks import requantize as requantize
 from jmp_train.policies.quantizing.blocks import requantize_bits as requantize_bits
 from jmp_train.policies.quantizing.blocks import to_bits as to_bits
-from jmp_train.policies.quantizing.dynamic_codes import dynamic_code as dynamic_code
 from jmp_train.policies.quantizing.rounding import fold_in_each as fold_in_each
 from jmp_train.policies.quantizing.rounding import is_reproduced as is_reproduced
 from jmp_train.policies.quantizing.rounding import round_to as round_to

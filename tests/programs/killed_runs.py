@@ -38,8 +38,8 @@ import pathlib, sys, types
 for name in ("jmp_train", "jmp_train.policies", "jmp_train.policies.files"):
     sys.modules[name] = package = types.ModuleType(name)
     package.__path__ = [str(pathlib.Path(sys.argv[1], *name.split(".")[1:]))]
-from jmp_train.policies.files import printed_text
-package.escaped = printed_text.escaped
+from jmp_train.policies.files import plain_files
+package.escaped = plain_files.escaped
 from jmp_train.app.launch.launcher import LaunchError, launch
 try:
     launch(sys.argv[3:], int(sys.argv[2]), grace=60)

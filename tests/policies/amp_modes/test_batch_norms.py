@@ -17,7 +17,7 @@ from promotion import promoting
 from pytrees import assert_bitwise_equal
 
 from jmp_train.policies.amp_modes.batch_norms import batch_norm_paths, batch_norms_called, in_float32, with_batch_norms
-from jmp_train.policies.amp_modes.config import amp_mode
+from jmp_train.policies.amp_modes.mode import amp_mode
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast
 from jmp_train.policies.pytrees.casting import cast_floating
 from jmp_train.policies.pytrees.paths import named_leaves, path_name

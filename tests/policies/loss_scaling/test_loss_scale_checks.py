@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from pytrees import assert_bitwise_equal, poison_gradient
 
 import jmp_train as jt
-from jmp_train.policies.loss_scaling.scale_arguments import is_loss_scale
+from jmp_train.policies.loss_scaling.loss_scale import is_loss_scale
 
 pytestmark = pytest.mark.quick
 

@@ -16,7 +16,7 @@ from pytrees import assert_bitwise_equal
 
 import jmp_train as jt
 from jmp_train.policies import compensated_params, set_compensated_params
-from jmp_train.policies.optimizers.compensations import compensated, no_compensation, stored
+from jmp_train.policies.optimizers.kahan import compensated, no_compensation, stored
 
 pytestmark = pytest.mark.quick
 

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jmp_train.policies import autocast
 from jmp_train.policies.autocasting import AutocastRules
 from jmp_train.policies.autocasting.emulating import emulated_autocast
-from jmp_train.policies.dtype_policies import read_counts
-from jmp_train.policies.dtype_policies.float32_sums import _Sums
+from jmp_train.policies.dtype_policies.float32_sums import ReadCounts, _Sums
 from jmp_train.policies.programs import IN_JAX, IN_PYTHON, INLINED, Reading
 from jmp_train.tools.checking_parity.rerunning import Rerun
 from jmp_train.tools.diagnosing import Pair, record
@@ -61,7 +60,7 @@ def run_recorder(program: Any, arrays: Sequence[Any]) -> Any:
 
 
 def run_float32_sums(program: Any, arrays: Sequence[Any]) -> Any:
-    counts = read_counts.ReadCounts().of(program, [True] * len(arrays))
+    counts = ReadCounts().of(program, [True] * len(arrays))
     return _Sums(counts).evaluate(program, arrays)
 
 

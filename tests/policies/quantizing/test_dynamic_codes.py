@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jmp_train.policies.quantizing import dynamic_code
-from jmp_train.policies.quantizing.dynamic_codes import count_below, upper_ends
+from jmp_train.policies.quantizing.blocks import count_below, upper_ends
 
 pytestmark = pytest.mark.quick
 
