@@ -18,8 +18,10 @@ from jax.typing import ArrayLike
 
 from jmp_train.graphs.structure import (
     Incidence,
+    as_array,
     as_count,
     as_inexact,
+    as_int32_ids,
     check_known,
     computed_once,
     incidence_of,
@@ -50,7 +52,8 @@ def segment_sum(
       Booleans and integers of less than 32 bits are added in 32 bits, and stay so, as with `jnp.sum`.
 
     Raises:
-      ValueError: `data` and `segment_ids` differ in length, or `num_segments` is negative.
+      ValueError: `data` and `segment_ids` differ in length, `num_segments` is negative, or NumPy's 64-bit integers do
+        not fit into the 32 bits that JAX has without `jax_enable_x64`.
       TypeError: the ids, or `num_segments`, are not integers; or ids are traced and `num_segments` is None.
 
     Example:
@@ -182,7 +185,7 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
       The indices' shape, then that of a row, in the data's dtype.
 
     Raises:
-      ValueError: `data` is a scalar.
+      ValueError: `data` is a scalar, or see `segment_sum`.
       TypeError: the indices are not integers.
 
     Example:
@@ -191,7 +194,7 @@ def gather(data: ArrayLike, indices: ArrayLike, *, indices_are_sorted: bool = Fa
       >>> jax.grad(lambda x: gather(x, reads).sum().astype("float32"))(jnp.ones(1, "float16")).tolist()
       [13160.0]
     """
-    data, indices = jnp.asarray(data), checked_ids("indices", indices)
+    data, indices = as_array("data", data), as_int32_ids("indices", indices)
     if data.ndim == 0:
         raise ValueError("data must have rows, got a scalar")
     rows = incidence_of(indices.ravel(), data.shape[0], is_sorted=indices_are_sorted)
@@ -206,7 +209,7 @@ def checked_rows(
         raise TypeError("data must be an array, got None")
     if np.ndim(data) == np.ndim(segment_ids) == 0:
         data, segment_ids = jnp.asarray(data)[None], jnp.asarray(segment_ids)[None]
-    data, ids = jnp.asarray(data), checked_ids_of_rows("segment_ids", segment_ids)
+    data, ids = as_array("data", data), checked_ids_of_rows("segment_ids", segment_ids)
     if num_segments is None:
         check_known("segment_ids", ids, "num_segments=None is for code outside of jit")
         num_segments = 1 + int(np.max(ids, initial=-1))
@@ -219,24 +222,11 @@ def checked_rows(
 
 
 def checked_ids_of_rows(name: str, ids: ArrayLike) -> jax.Array:
-    """Returns ids as int32 or int64 [rows], checked; see `checked_ids`."""
-    ids = checked_ids(name, ids)
-    if ids.ndim != 1:
-        raise ValueError(f"{name} must have one axis, got shape {ids.shape}")
-    return ids
-
-
-def checked_ids(name: str, ids: ArrayLike) -> jax.Array:
-    """Returns ids as int32 or int64, checked.
-
-    Args:
-      name: name of the argument, for messages.
-      ids: the value to check.
-    """
-    ids = jnp.asarray(ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {ids.dtype}")
-    return ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)
+    """Returns ids as int32 [rows], checked; see `as_int32_ids`."""
+    found = as_int32_ids(name, ids)
+    if found.ndim != 1:
+        raise ValueError(f"{name} must have one axis, got shape {found.shape}")
+    return found
 
 
 def segment_max(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.structure import check_axis
+from jmp_train.graphs.structure import as_int32_ids, check_axis
 from jmp_train.policies import pvary
 
 
@@ -74,13 +74,10 @@ class ShardedFeatures:
           ValueError: ids have another rank than 1, or it is called outside a mesh axis of that name with a device for
             each shard, or shards were split further.
         """
-        ids = jnp.asarray(ids)
-        if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(f"ids must be integers, got {ids.dtype}")
+        ids = as_int32_ids("ids", ids)
         if ids.ndim != 1:
             raise ValueError(f"ids must be [reads], got shape {ids.shape}")
         self._check_share()
-        ids = ids.astype(jnp.int32)
         width = (1,) * (self.rows.ndim - 1)
         # a row of zeros, and for ids out of range the fill value of jax
         is_wrong = (ids >= self.num_rows) | (ids < -1)

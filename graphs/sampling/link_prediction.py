@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp_train.graphs.array_types import Ids
-from jmp_train.graphs.structure import as_count, checked_ends
+from jmp_train.graphs.structure import as_count, as_int32_ids, checked_ends
 
 Numbers = ArrayLike | Sequence[float] | Sequence[Sequence[float]]
 
@@ -35,7 +35,7 @@ def uniform_negatives(key: jax.Array, senders: Ids, num_nodes: int, k: int = 1) 
       The senders and the receivers, int32 [edges * k]; those of one edge are together.
 
     Raises:
-      TypeError: a number is not an integer.
+      TypeError: a number, or an id, is not an integer.
       ValueError: a number is negative, or there are edges but no nodes.
 
     Example:
@@ -43,7 +43,7 @@ def uniform_negatives(key: jax.Array, senders: Ids, num_nodes: int, k: int = 1) 
       >>> senders.tolist(), receivers.shape
       ([3, 3, 1, 1], (4,))
     """
-    senders = jnp.repeat(jnp.asarray(senders, jnp.int32), as_count("k", k))
+    senders = jnp.repeat(as_int32_ids("senders", senders), as_count("k", k))
     if as_count("num_nodes", num_nodes) == 0 and senders.size:
         raise ValueError("num_nodes=0 leaves no nodes to sample")
     return senders, jax.random.randint(key, senders.shape, 0, max(num_nodes, 1), jnp.int32)
@@ -64,7 +64,7 @@ def in_batch_negatives(key: jax.Array, senders: Ids, receivers: Ids, k: int = 1)
       The senders and the receivers, int32 [edges * k]; those of one edge are together.
 
     Raises:
-      TypeError: `k` is not an integer.
+      TypeError: `k`, or an id, is not an integer.
       ValueError: `k` is negative or too large.
 
     Example:
@@ -73,7 +73,7 @@ def in_batch_negatives(key: jax.Array, senders: Ids, receivers: Ids, k: int = 1)
       >>> senders.tolist(), [sorted(receivers[i : i + 2].tolist()) for i in (0, 2, 4)]
       ([0, 0, 1, 1, 2, 2], [[6, 7], [5, 7], [5, 6]])
     """
-    senders, receivers = jnp.asarray(senders, jnp.int32), jnp.asarray(receivers, jnp.int32)
+    senders, receivers = as_int32_ids("senders", senders), as_int32_ids("receivers", receivers)
     count = len(receivers)
     if as_count("k", k) and k >= count:
         raise ValueError(f"k={k} must be less than the {count} edges of the batch")

@@ -29,6 +29,7 @@ from jmp_train.graphs.structure.csr import CSR as CSR
 from jmp_train.graphs.structure.csr import NOT_APART as NOT_APART
 from jmp_train.graphs.structure.csr import CSRAndCSC as CSRAndCSC
 from jmp_train.graphs.structure.csr import from_degrees as from_degrees
+from jmp_train.graphs.structure.edge_order import as_int32_ids as as_int32_ids
 from jmp_train.graphs.structure.edge_order import ascends as ascends
 from jmp_train.graphs.structure.edge_order import filled as filled
 from jmp_train.graphs.structure.edge_order import incidence_of as incidence_of
@@ -38,6 +39,7 @@ from jmp_train.graphs.structure.edge_order import (
 from jmp_train.graphs.structure.edge_order import places_of as places_of
 from jmp_train.graphs.structure.edge_order import ranges as ranges
 from jmp_train.graphs.structure.feature_arrays import accumulation_dtype as accumulation_dtype
+from jmp_train.graphs.structure.feature_arrays import as_array as as_array
 from jmp_train.graphs.structure.feature_arrays import as_inexact as as_inexact
 from jmp_train.graphs.structure.feature_arrays import check_rows as check_rows
 from jmp_train.graphs.structure.feature_arrays import checked_rows as checked_rows

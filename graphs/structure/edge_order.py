@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.graphs.structure.counts import check_int32
+from jmp_train.graphs.array_types import Ids
+from jmp_train.graphs.structure.counts import LARGEST_COUNT, check_int32
+from jmp_train.graphs.structure.feature_arrays import on_device
 from jmp_train.graphs.structure.incidence import BLOCK, FurtherBlocks, Incidence
 
 
@@ -148,6 +150,26 @@ def _in_range(ids: np.ndarray, count: int) -> bool:
     return len(ids) == 0 or bool(ids.min() >= 0 and ids.max() < count)
 
 
+def as_int32_ids(name: str, ids: Ids) -> jax.Array:
+    """Returns ids of any integer dtype as int32; those beyond it are -1 or its largest number, and no other ids.
+
+    Args:
+      name: the argument's name, for the message.
+      ids: integers, of NumPy in any size, whose upper bits JAX would drop.
+
+    Raises:
+      TypeError: they are not integers.
+    """
+    array: Any = ids if isinstance(ids, jax.Array | np.ndarray | np.generic) else jnp.asarray(ids)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {array.dtype}")
+    limits = jnp.iinfo(array.dtype)
+    if limits.max > LARGEST_COUNT:
+        xp: Any = jnp if isinstance(array, jax.Array) else np
+        array = xp.clip(array, max(limits.min, -1), LARGEST_COUNT)
+    return on_device(array, np.int32)
+
+
 def incidence_of(ids: jax.Array, num_segments: int, *, is_sorted: bool = False) -> Incidence:
     """Returns the incidence of ids that may be traced.
 
@@ -156,7 +178,7 @@ def incidence_of(ids: jax.Array, num_segments: int, *, is_sorted: bool = False) 
       num_segments: number of segments.
       is_sorted: whether the ids ascend.
     """
-    ids = jnp.clip(ids, -1, num_segments).astype(jnp.int32)
+    ids = jnp.clip(as_int32_ids("ids", ids), -1, num_segments)
     if is_sorted:
         return _incidence(jnp, ids, num_segments, ids.shape[0])
     order = jnp.argsort(ids, stable=True)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp_train.policies import autocast_as
+from jmp_train.policies.dtype_policies import check_narrowed
 
 Result = TypeVar("Result")
 _SMALL = 2**20  # bytes, up to which copying an array takes less time than compiling a program
@@ -25,6 +26,17 @@ def on_device(array: ArrayLike, dtype: DTypeLike | None = None) -> jax.Array:
     if isinstance(array, np.ndarray) and array.nbytes <= _SMALL:
         return jax.device_put(np.array(array, dtype))
     return jnp.asarray(array, dtype)
+
+
+def as_array(name: str, data: ArrayLike) -> jax.Array:
+    """Returns data as an array; raises ValueError if NumPy's 64-bit integers do not fit into 32 bits, if JAX has these.
+
+    Args:
+      name: the argument's name, for the message.
+      data: an array of any shape.
+    """
+    check_narrowed(data, name, floats=False)
+    return jnp.asarray(data)
 
 
 def upcast(data: jax.Array) -> jax.Array:
@@ -109,9 +121,9 @@ def checked_rows(name: str, rows: ArrayLike | Any, count: int, kind: str) -> jax
       kind: "nodes", "edges" or "graphs", for messages.
 
     Raises:
-      ValueError: there is another number of rows.
+      ValueError: there is another number of rows, or NumPy's 64-bit integers do not fit into 32 bits.
     """
-    array = jnp.asarray(rows)
+    array = as_array(name, rows)
     check_rows(name, array.shape, count, kind)
     return array
 

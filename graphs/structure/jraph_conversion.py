@@ -17,6 +17,7 @@ from jmp_train.graphs.structure.adjacency import (
 )
 from jmp_train.graphs.structure.block import Block
 from jmp_train.graphs.structure.counts import as_counts, check_int32
+from jmp_train.graphs.structure.edge_order import as_int32_ids
 from jmp_train.graphs.structure.feature_arrays import on_device
 from jmp_train.graphs.structure.graph import Graph, checked_features
 from jmp_train.graphs.structure.hetero_graph import HeteroGraph
@@ -60,7 +61,7 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
     check_narrowed(graphs.globals, "globals")
     traced = has_tracers((*ends, graphs.n_node, graphs.n_edge))
     totals = {} if traced else _totals(graphs)
-    n_node, n_edge = on_device(graphs.n_node), on_device(graphs.n_edge)
+    n_node, n_edge = on_device(graphs.n_node, np.int32), on_device(graphs.n_edge, np.int32)
     check_formats(formats)
     if traced and {*formats} - {"coo"}:
         raise TypeError(f"formats={tuple(formats)} can only be made outside of jit; under jit only 'coo' is supported")
@@ -73,7 +74,7 @@ def from_jraph(graphs: jraph.GraphsTuple, *, padded: bool = False, formats: Sequ
         check_int32("n_node adds up to", count)
     num_edges = np.shape(ends[1])[0]
     if traced:
-        senders, receivers = map(jnp.asarray, ends)
+        senders, receivers = (as_int32_ids(*end) for end in zip(("senders", "receivers"), ends, strict=True))
         if padded:
             is_kept = is_real(n_node, n_edge, num_edges)
             senders, receivers = (jnp.where(is_kept, ids, count) for ids in (senders, receivers))
