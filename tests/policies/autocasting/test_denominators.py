@@ -49,17 +49,18 @@ OVERLAPS: dict[str, Overlap] = {
 }
 
 
+@pytest.mark.parametrize("names", [("pairs", "jitted"), pytest.param(tuple(OVERLAPS), marks=pytest.mark.full)], ids=len)
 @pytest.mark.parametrize("predicted", ["both", pytest.param("one", marks=pytest.mark.full)])
 @pytest.mark.parametrize("half", ["float16", pytest.param("bfloat16", marks=pytest.mark.full)])
-def test_overlaps_and_their_gradients(half: Any, predicted: str) -> None:
+def test_overlaps_and_their_gradients(half: Any, predicted: str, names: tuple[str, ...]) -> None:
     def loss(scales: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
         values = {}
-        for name, overlap in OVERLAPS.items():
+        for name in names:
             b = jnp.matmul(OTHERS, scales[name]) if predicted == "both" else jnp.asarray(OTHERS)
-            values[name] = overlap(jnp.matmul(BOXES, scales[name]), b).sum()
+            values[name] = OVERLAPS[name](jnp.matmul(BOXES, scales[name]), b).sum()
         return sum(values.values(), start=jnp.zeros(())), values
 
-    scales = dict.fromkeys(OVERLAPS, np.eye(4, dtype="f4"))
+    scales = dict.fromkeys(names, np.eye(4, dtype="f4"))
     gradients, values = jax.jit(jax.grad(autocast(loss, half), has_aux=True))(scales)
     slopes, exact = jax.jit(jax.grad(loss, has_aux=True))(scales)
     for name, value in values.items():

@@ -101,7 +101,7 @@ def test_moments_are_quantized_decoded_and_taken_as_they_are() -> None:
     grads = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
 
     def state_after(optimizer: Any) -> Any:
-        return optimizer.update(grads, optimizer.init(params), params)[1]
+        return jax.jit(optimizer.update)(grads, optimizer.init(params), params)[1]
 
     plain = relaxed(optax.adam(1e-2))
     quantized = jt.with_state_dtypes(plain, {"mu": "int8", "nu": "bfloat16"}, rounding="nearest")

@@ -184,14 +184,14 @@ def test_a_process_may_end_after_the_others(script: Path, capfd: pytest.CaptureF
     script.write_text(
         "import os, sys, threading, time\n"
         "if os.environ['JAX_PROCESS_ID'] == '0':\n"
-        "    time.sleep(1.8)\n"
+        "    time.sleep(1.2)\n"
         "    print('report')\n"
         "elif not os.fork():\n"
         "    sys.exit()\n"
         "else:\n"
-        "    threading.Thread(target=time.sleep, args=(1.5,)).start()\n"
+        "    threading.Thread(target=time.sleep, args=(0.9,)).start()\n"
     )
-    launch([str(script)], 2, exit_timeout=1.0)
+    launch([str(script)], 2, exit_timeout=0.6)
     assert capfd.readouterr() == ("[0] report\n", "")
 
 
@@ -399,7 +399,7 @@ def test_processes_that_have_stopped_at_a_signal_are_not_restarted(
 def test_a_process_that_stops_later_than_the_others_has_its_grace(
     script: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    last_report = "if os.environ['JAX_PROCESS_ID'] == '0': time.sleep(2); print('reported', flush=True)"
+    last_report = "if os.environ['JAX_PROCESS_ID'] == '0': time.sleep(1); print('reported', flush=True)"
     script.write_text(f"import os, time\n{last_report}\nraise SystemExit(143)\n")
     with pytest.raises(SystemExit) as left:
         launch([str(script)], 2, restarts=1, grace=40)

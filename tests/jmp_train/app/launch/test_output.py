@@ -91,7 +91,7 @@ def test_a_pipe_that_does_not_block_loses_nothing(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "script.py", "text"], cwd=tmp_path, stdout=theirs) as run:
         os.close(theirs)
         with pytest.raises(subprocess.TimeoutExpired):  # it waits for its reader
-            run.wait(2)
+            run.wait(0.5)
         with open(ours, encoding="utf-8") as lines:
             assert [line.split()[2] for line in lines] == [str(number) for number in range(3000)]
         assert run.wait(60) == 0
