@@ -133,14 +133,14 @@ def with_fp8_state(step: StepOptions, state: TrainState, batch: Batch) -> TrainS
       ValueError: the policy has another recipe, or the step has no fp8 product.
 
     Example:
-      >>> import dataclasses, jax.numpy as jnp, optax
+      >>> import dataclasses, jax, jax.numpy as jnp, optax
       >>> import jmp_train as jt
       >>> rules = jt.TORCH_CUDA.replace(primitives={"dot_general": "fp8"})
       >>> policy = dataclasses.replace(jt.get_policy("autocast_bfloat16"), rules=rules, fp8=jt.DelayedScaling())
       >>> step = jt.train_step(jt.stateless(lambda w, x: (x @ w).mean()), optax.sgd(0.1), policy=policy)
       >>> batch = jnp.ones((4, 8))
       >>> state = jt.steps.with_fp8_state(step, jt.TrainState.create(jnp.ones((8, 2)), optax.sgd(0.1)), batch)
-      >>> state, metrics = step(state, batch)
+      >>> state, metrics = jax.jit(step)(state, batch)
       >>> state.model_state.fp8.value.amax_history["dot_general"][:, 0]
       Array([1.   , 1.   , 0.125], dtype=float32)
     """

@@ -158,7 +158,7 @@ def test_underflow_in_an_amp_mode(mode: str) -> None:
     options: dict[str, Any] = {"init_scale" if mode == "torch" else "initial_scale": 1.0}
     amp = jt.amp_mode(mode, **options)
     loss_fn, optimizer = amp.transform(jt.stateless(lambda w, x: (x @ w).astype(jnp.float32).sum()), optax.sgd(0.1))
-    step = jt.train_step(loss_fn, optimizer, watch=("underflow",))
+    step = jax.jit(jt.train_step(loss_fn, optimizer, watch=("underflow",)))
     state = jt.TrainState.create(jnp.ones((6, 1)), optimizer, cast_params=amp.cast_params)
     _, metrics = step(state, jnp.asarray(FACTORS)[None])
     assert float(metrics["watch"]["underflow"]["params"]) == pytest.approx(2 / 5)
