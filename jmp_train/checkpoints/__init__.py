@@ -1,6 +1,5 @@
 """Checkpoints of whole training states, and weights as safetensors files."""
 
-from jmp_train.checkpoints import flax_serialization as flax_serialization  # registers its types
 from jmp_train.checkpoints.leaves import Leaf as Leaf
 from jmp_train.checkpoints.leaves import as_ascii as as_ascii
 from jmp_train.checkpoints.leaves import differences as differences

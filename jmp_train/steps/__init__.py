@@ -1,5 +1,6 @@
 """The train step and its parts: state, scaled gradients, micro-batches."""
 
+from jmp_train.steps import flax_serialization as flax_serialization  # registers its types
 from jmp_train.steps.batch_parts import check_divides as check_divides
 from jmp_train.steps.batch_parts import check_no_graph as check_no_graph
 from jmp_train.steps.batch_parts import in_parts as in_parts

@@ -85,11 +85,14 @@ def test_the_top_level_has_at_most_74_names_beside_modules() -> None:
     assert len(names) <= 74
 
 
-def test_scripts_that_train_do_not_wait_for_imports_of_the_tools() -> None:
+def test_scripts_that_train_do_not_wait_for_imports_of_the_tools_and_flax_knows_the_states() -> None:
     found = run_python(
-        "-c", "import sys, jmp_train; print('jmp_train.tools' in sys.modules, 'diagnose' in dir(jmp_train))"
+        "-c",
+        "import sys, flax.serialization, jmp_train\n"
+        "print('jmp_train.tools' in sys.modules, 'diagnose' in dir(jmp_train))\n"
+        "print(*flax.serialization.to_state_dict(jmp_train.torch_loss_scale()))",
     )
-    assert found.split() == ["False", "True"]
+    assert found.split("\n")[:2] == ["False True", "loss_scale counter"]
 
 
 def test_the_readme_example_is_short() -> None:

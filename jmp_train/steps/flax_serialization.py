@@ -1,7 +1,8 @@
 """`flax.serialization` of loss scales and train states: `to_bytes`, `from_bytes`, `to_state_dict`.
 
 Values that change from step to step are written by their path; the rules of a scale, such as its period, come from
-the target. Importing this module registers the types.
+the target. Importing this module registers the types, which has to be part of `import jmp_train`: an unknown state
+is restored by flax without a check.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jmp_train.policies.loss_scaling import (
     StaticLossScale,
 )
 from jmp_train.policies.pytrees import is_key, named_leaves
-from jmp_train.steps import TrainState
+from jmp_train.steps.train_state import TrainState
 
 
 def _scale_to_dict(scale: LossScales) -> dict[str, Any]:
