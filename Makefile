@@ -42,8 +42,9 @@ help-all: help
 demo: .venv/.train
 	$(BIN)/jmp-train compare digits --policies float32 autocast_float16 autocast_bfloat16 --growth-interval 20 --out out/demo
 
+# Only files that name the marker are imported, as in test-newest.
 test: .venv/.dev
-	$(BIN)/python -m pytest $(PARALLEL) $(QUICK) $(ALLOWED)
+	$(BIN)/python -m pytest $(PARALLEL) $(QUICK) $(ALLOWED) jmp_train $$(grep -rl --include='test_*.py' mark.quick tests)
 
 test-all: .venv/.dev .venv-plan/.plan
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(ALLOWED) --cov --cov-report=
