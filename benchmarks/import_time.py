@@ -6,6 +6,7 @@ Each run is a fresh process that imports and reports its own time; the two impor
 """
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,9 @@ OURS = "import jmp_train"
 def seconds_to_import(statement: str) -> float:
     """Returns the seconds that a fresh interpreter needs for an import statement."""
     code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    # Installed packages have their bytecode beside them, so the checkout gets its own too.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     return float(result.stdout)
 
 
