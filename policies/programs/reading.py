@@ -65,13 +65,13 @@ def on_this_platform(equation: Any) -> Any:
     platforms = equation.params.get("branches_platforms")
     if platforms is None:
         return equation
-    branches = (equation.params["branches"][_branch_here(platforms)],)
+    branches = (equation.params["branches"][_branch_here(platforms, jnp.zeros(()).device)],)
     return equation.replace(params={**equation.params, "branches": branches, "branches_platforms": None})
 
 
 @functools.cache
-def _branch_here(platforms: tuple[Any, ...]) -> int:
-    """Returns the number of the branch that runs on this platform."""
+def _branch_here(platforms: tuple[Any, ...], device: Any) -> int:
+    """Returns the number of the branch that runs on the default device, which `device` tells apart in the cache."""
     numbers = {name: functools.partial(jnp.int32, i) for i, names in enumerate(platforms) for name in names or ()}
     default = functools.partial(jnp.int32, len(platforms) - 1)
     return int(jax.jit(functools.partial(lax.platform_dependent, default=default, **numbers))())
