@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_train.policies.optimizers.kahan import KahanState
 from jmp_train.policies.optimizers.loss_scaled import ZeroGradientsState
@@ -42,12 +43,12 @@ def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
         flax and orbax read a checkpoint without a target.
 
     Returns:
-      A state like `new`, with its structure, dtypes and placement. Arrays that are quantized in only one of them are
-      decoded, or rounded to the nearest.
+      A state like `new`, with its structure, dtypes and placement. Arrays that are quantized in other codes or blocks,
+      or in only one of them, are decoded, or rounded to the nearest.
 
     Raises:
       ValueError: `old` has arrays without a place in `new`, lacks some, or has them in another shape
-        or kind of dtype; the message lists all paths.
+        or kind of dtype, or the compensation of `with_kahan` in another dtype; the message lists all paths.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -75,7 +76,9 @@ def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
         if not _fits(x, leaves[place])
     ]
     if wrong:
-        raise ValueError("old is not a state of new's optimizer:\n  " + "\n  ".join(wrong))
+        has_codes = any(line.startswith("'compensation") for line in wrong)
+        hint = "\nset_compensated_params changes the dtype of with_kahan's compensation." if has_codes else ""
+        raise ValueError("old is not a state of new's optimizer:\n  " + "\n  ".join(wrong) + hint)
     for _, place, x in pairs:
         leaves[place] = _adopted(x, leaves[place])
     return structure.unflatten(leaves)
@@ -110,7 +113,7 @@ def _of_common_wrappers(indices: object, old: PyTree) -> list[tuple[str, int, An
 
 def _adopted(x: Any, like: Any) -> Any:
     """Returns an array converted to the storage of another one: quantized or not, in its dtype and placement."""
-    if jax.tree_util.tree_structure(x) == jax.tree_util.tree_structure(like) and _shapes(x) == _shapes(like):
+    if _layout(x) == _layout(like):
         return jax.tree_util.tree_map(copy_like, x, like)
     whole = jnp.asarray(dequantize(x) if is_quantized(x) else x)
     if not is_quantized(like):
@@ -118,8 +121,9 @@ def _adopted(x: Any, like: Any) -> Any:
     return jax.tree_util.tree_map(copy_like, requantize(whole.astype(jnp.float32), like), like)
 
 
-def _shapes(x: Any) -> list[tuple[int, ...]]:
-    return [jnp.shape(leaf) for leaf in jax.tree_util.tree_leaves(x)]
+def _layout(x: Any) -> Any:
+    """Returns what two arrays must share to be copied as they are; what a code means depends on its dtype."""
+    return (x.codes.dtype, x.codes.shape, x.scales.shape) if is_quantized(x) else None
 
 
 def _kind(x: Any) -> str:
@@ -130,8 +134,12 @@ def _kind(x: Any) -> str:
 
 def _fits(x: Any, like: Any) -> bool:
     x, like = (jax.eval_shape(dequantize, y) if is_quantized(y) else y for y in (x, like))
-    kinds = [
-        next((k for k in (jnp.bool_, jnp.integer, jnp.floating) if jnp.issubdtype(dtype, k)), dtype)
-        for dtype in (jnp.result_type(x), jnp.result_type(like))
-    ]
+    kinds = [_kind_of_dtype(jnp.result_type(y)) for y in (x, like)]
     return jnp.shape(x) == jnp.shape(like) and kinds[0] == kinds[1]
+
+
+def _kind_of_dtype(dtype: np.dtype) -> Any:
+    """Returns the kind within which dtypes convert; integers of fewer than 32 bits are codes, as a compensation is."""
+    is_code = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4
+    kinds = () if is_code else (jnp.bool_, jnp.integer, jnp.floating)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)

@@ -112,3 +112,28 @@ def test_moments_are_quantized_decoded_and_taken_as_they_are() -> None:
     assert_bitwise_equal(back, jt.policies.decode_opt_state(found))
     with pytest.raises(ValueError, match=r"'0/mu/w' is float32\[3\] in old and int8 in blocks, \[64, 64\] in new"):
         jt.adopt_opt_state(quantized.init(params), plain.init({**params, "w": jnp.ones(3)}))
+
+
+CODES = {"int8": 0.07, "uint8": 0.04, "float8_e4m3fn": 0.07, "float8_e5m2": 0.13}  # the documented errors
+
+
+@pytest.mark.parametrize("new", CODES)
+@pytest.mark.parametrize("old", CODES)
+def test_codes_of_another_dtype_are_decoded(old: str, new: str) -> None:
+    """Codes in blocks of one shape are no numbers that a cast could convert."""
+    params = {"w": jnp.ones((64, 64))}
+    numbers = np.linspace(0.2, 1, 4096, dtype=np.float32).reshape(64, 64)
+    first, second = (jt.with_state_dtypes(optax.trace(0.9), {"trace": x}, rounding="nearest") for x in (old, new))
+    _, state = first.update({"w": jnp.asarray(numbers)}, first.init(params), params)
+    adopted = jt.policies.decode_opt_state(jt.adopt_opt_state(second.init(params), state))
+    np.testing.assert_allclose(optax.tree.get(adopted, "trace")["w"], numbers, rtol=CODES[old] + CODES[new])
+
+
+@pytest.mark.parametrize(("old", "new"), [(None, "int8"), ("int8", None)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_compensation_in_other_units_is_refused(dtype: str, old: str | None, new: str | None) -> None:
+    params = {"w": jnp.full((2, 4), 1.5, dtype)}
+    first, second = (jt.with_kahan(relaxed(optax.adam(1e-2)), compensation_dtype=x) for x in (old, new))
+    _, state = first.update({"w": jnp.ones((2, 4))}, first.init(params), params)
+    with pytest.raises(ValueError, match=r"'compensation/w' is u?int(8|16)\[2, 4\] in old.*\nset_compensated_params"):
+        jt.adopt_opt_state(second.init(params), state)
