@@ -173,7 +173,7 @@ def tpu_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def _find_compiler(platform: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     from jmp_train.tools.aot import PluginError
-    from jmp_train.tools.aot.compiler_packages import compiler_path
+    from jmp_train.tools.aot.compiling import compiler_path
 
     jax.devices()  # this process has read its flags then, and devices are compiled for as users do
     try:

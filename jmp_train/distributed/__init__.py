@@ -1,6 +1,7 @@
 """Several processes that train as one."""
 
 from jmp_train.distributed.background import BackgroundWriter as BackgroundWriter
+from jmp_train.distributed.processes import StopSignals as StopSignals
 from jmp_train.distributed.processes import end_at_once as end_at_once
 from jmp_train.distributed.processes import initialize as initialize
 from jmp_train.distributed.processes import is_main_process as is_main_process
@@ -15,7 +16,6 @@ from jmp_train.distributed.shared_arrays import local_data as local_data
 from jmp_train.distributed.shared_arrays import placement as placement
 from jmp_train.distributed.shared_arrays import to_host as to_host
 from jmp_train.distributed.shared_arrays import to_leaf as to_leaf
-from jmp_train.distributed.stop_signals import StopSignals as StopSignals
 
 # Names for users; other packages of the library import the rest.
 __all__ = (

@@ -27,9 +27,8 @@ from jmp_train.parallel.mesh_axes import (
     over,
     placed,
 )
-from jmp_train.parallel.param_specs import with_inert_boxes
 from jmp_train.parallel.sharded_gradients import dimensions_of_gradients, gradients_over_devices, with_whole_params
-from jmp_train.parallel.shardings import full_shardings
+from jmp_train.parallel.shardings import full_shardings, with_inert_boxes
 from jmp_train.policies import PyTree
 from jmp_train.policies.pytrees import has_tracers, is_integer
 from jmp_train.steps import (

@@ -25,8 +25,7 @@ from jmp_train.policies.loss_scaling import (
 from jmp_train.policies.pytrees import cast_like, check_flag, is_float_array, path_name
 from jmp_train.steps.batch_parts import check_has_examples, unstacked
 from jmp_train.steps.gradient_functions import GradientFunction, LossFn, StepGradients
-from jmp_train.steps.gradients import float32_scalar, unwatched_value_and_grad
-from jmp_train.steps.weighted_losses import Weighted, own_aux
+from jmp_train.steps.gradients import Weighted, float32_scalar, own_aux, unwatched_value_and_grad
 from jmp_train.types import Batch, ModelState
 
 _STATELESS = (

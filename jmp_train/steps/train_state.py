@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState as _TrainStateOfFlax
 from jmp_train.policies import Grads, PyTree, select_step
 from jmp_train.policies.loss_scaling import LossScales
 from jmp_train.policies.optimizers import (
+    Addition,
     as_transformation,
     check_nesting,
     has_nested_scale,
@@ -264,3 +265,24 @@ class FlaxTrainState(_TrainStateOfFlax):
 def _but_keys(new: PyTree, old: PyTree) -> Any:
     """Returns an array after a skipped step: the new random key, or the old value of another array."""
     return new if is_key_or_data(new) else old
+
+
+class Update(NamedTuple):
+    """The result of `apply_gradients`.
+
+    Attributes:
+      state: the next train state.
+      grads: unscaled gradients; the sum over several losses.
+      finite: bool scalar, True if all gradients are finite, on all devices.
+      taken: bool scalar, True if the optimizer took the step.
+      additions: one `Addition` of the optimizer to the parameters, if requested; otherwise empty.
+      model_state_finite: bool scalar, False if the model state overflowed, so that the old one was kept; None without
+        a loss scale, and for a model state without floating arrays.
+    """
+
+    state: TrainState
+    grads: Any
+    finite: jax.Array
+    taken: jax.Array
+    additions: tuple[Addition, ...]
+    model_state_finite: jax.Array | None = None

@@ -20,7 +20,7 @@ from training_scripts import nnx_mnist as mnist
 import jmp_train as jt
 from jmp_train.tools.aot import ExportedProgram
 from jmp_train.tools.planning import Placement, PlanRow, PlanSearch, Workload
-from jmp_train.tools.planning.arguments import arguments_of
+from jmp_train.tools.planning.planner import arguments_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 

@@ -12,12 +12,11 @@ import pytest
 
 import jmp_train as jt
 from jmp_train import graphs
-from jmp_train.app.reports.display import LiveDisplay
-from jmp_train.app.reports.terminal import console_on
+from jmp_train.app.reports.display import LiveDisplay, console_on
 from jmp_train.app.runs.run_log import RunLog
 from jmp_train.app.tasks import digits
 from jmp_train.data.array_loading import array_batches
-from jmp_train.data.graph_loading import neighbor_batches
+from jmp_train.data.graph_batching import neighbor_batches
 
 pytestmark = pytest.mark.quick
 

@@ -25,7 +25,7 @@ from sealed_files import entry, forge
 import jmp_train as jt
 from jmp_train import aot
 from jmp_train.app.cli.entry import main
-from jmp_train.checkpoints.released_folders import open_folder
+from jmp_train.checkpoints.restoring import open_folder
 from jmp_train.checkpoints.step_files import open_step
 from jmp_train.graphs.file_formats import read_csv_table, read_npz, read_python2_pickle, read_torch_arrays
 from jmp_train.policies.files import DamagedError, SafetensorsFile, open_plain, read_plain, write_safetensors

@@ -24,11 +24,10 @@ from jmp_train.app.cli.errors import (
     failed,
     warn,
 )
-from jmp_train.app.cli.jobs import Call, check_precisions, options_for
+from jmp_train.app.cli.jobs import Call, check_precisions, find_task_of, options_for
 from jmp_train.app.cli.option_values import path
 from jmp_train.app.cli.options import SCHEDULES, RunOptions, names_option, option
 from jmp_train.app.cli.outputs import check_outputs, list_written
-from jmp_train.app.cli.starting import find_task_of
 from jmp_train.app.cli.train import TrainOptions, train_call
 from jmp_train.app.launch import ChildProcess, lasting_output, own_output, signals_as_exceptions
 from jmp_train.app.runs import (

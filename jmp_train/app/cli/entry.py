@@ -24,12 +24,11 @@ from jmp_train.app.cli.errors import (
     is_of_interrupt,
     report_error,
 )
-from jmp_train.app.cli.jobs import OF_RUNS, Call
+from jmp_train.app.cli.jobs import OF_RUNS, Call, find_task_of
 from jmp_train.app.cli.option_values import Parser, count, few, path, positive
 from jmp_train.app.cli.options import add_options, flag, option, read_options
 from jmp_train.app.cli.outputs import check_outputs
 from jmp_train.app.cli.plan import PlanOptions, plan_command
-from jmp_train.app.cli.starting import find_task_of
 from jmp_train.app.cli.train import TrainOptions, train_command
 from jmp_train.app.cli.tune import TuneOptions, tune_command
 from jmp_train.app.launch import LaunchError, check_launch, lasting_output, launch, own_output

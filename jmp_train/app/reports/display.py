@@ -1,7 +1,13 @@
-"""Terminal output of commands during and after their work: lines, progress bars, tables."""
+"""Terminal output of commands: lines, progress bars, tables; warnings in place of errors in showing them.
+
+Names that users chose are text: nothing in them is markup, an emoji code or a control character.
+"""
 
 import contextlib
+import functools
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -9,13 +15,77 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from jmp_train.app.reports.page import metrics_note
 from jmp_train.app.reports.tables import cost_table, process_memory, runs_table, speed_table, watch_table
-from jmp_train.app.reports.terminal import console_on, is_screen, print_text, sheet, showing
 from jmp_train.app.runs import Compiled, Epoch, Event, Note, Phase, Planned, Progress, Run
 from jmp_train.extras import extra_packages
 from jmp_train.policies.files import escaped
+from jmp_train.tools.documents import Table
 
 if TYPE_CHECKING:
     from rich.progress import TextColumn
+
+
+@contextlib.contextmanager
+def showing() -> Iterator[None]:
+    """Turns any error in showing results into a warning, because a run is not undone by it. Also a decorator."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - of any kind: the run has ended, or goes on
+        _warn_once(f"{type(error).__name__}: {error}")
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    print_text(f"jmp-train: warning: not all is shown: {reason}", sys.stderr)
+
+
+def print_text(text: str, stream: IO[str]) -> None:
+    """Prints lines of text, with escapes in place of other control characters.
+
+    Args:
+      text: the lines.
+      stream: the stream to print to.
+    """
+    print(escaped(text, "\n"), file=stream, flush=True)
+
+
+def console_on(stream: IO[str]) -> "Console":
+    """Returns the console of all output by rich: it reads no markup or emoji codes, and highlights nothing.
+
+    It has no styles if NO_COLOR is set or the stream is not a terminal, and no limit of its width if the stream is not
+    a terminal and COLUMNS is not set.
+
+    Args:
+      stream: the stream to print to.
+    """
+    with extra_packages():
+        from rich.console import Console
+
+    colors = None if os.environ.get("NO_COLOR") else "auto"
+    sizes = {name: x for name in ("COLUMNS", "LINES") if re.fullmatch("[1-9][0-9]{1,3}", x := os.environ.get(name, ""))}
+    if not stream.isatty():
+        sizes.setdefault("COLUMNS", "10000")
+    # rich reads the size of the terminal from the environment, and fails on some values of COLUMNS and LINES.
+    environment = {name: x for name, x in os.environ.items() if name not in ("COLUMNS", "LINES")} | sizes
+    return Console(file=stream, color_system=colors, markup=False, emoji=False, highlight=False, _environ=environment)
+
+
+def is_screen(stream: IO[str]) -> bool:
+    """Returns True if a stream is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def sheet(table: Table) -> "RichTable":
+    """Returns a table for rich to print."""
+    with extra_packages():
+        from rich import box
+        from rich.table import Table as RichTable
+
+    drawn = RichTable(box=box.SIMPLE_HEAD, padding=0, caption=escaped(table.note) or None)
+    for number, title in enumerate(table.heads):
+        drawn.add_column(escaped(title), justify="left" if number in table.texts else "right", overflow="fold")
+    for row in table.plain_rows:
+        drawn.add_row(*map(escaped, row))
+    return drawn
 
 
 @showing()
@@ -194,3 +264,8 @@ class LiveDisplay(LineDisplay):
 
     def _print(self, line: str) -> None:
         self._bars.console.print(escaped(line, "\n"), soft_wrap=True)
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable

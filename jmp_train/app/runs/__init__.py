@@ -12,6 +12,7 @@ from jmp_train.app.runs.events import Progress as Progress
 from jmp_train.app.runs.events import Run as Run
 from jmp_train.app.runs.events import Warned as Warned
 from jmp_train.app.runs.events import event_to_json as event_to_json
+from jmp_train.app.runs.events import peak_memory as peak_memory
 from jmp_train.app.runs.foreign_batches import examples_in as examples_in
 from jmp_train.app.runs.loop import train as train
 from jmp_train.app.runs.loop import train_prepared as train_prepared
@@ -46,7 +47,6 @@ from jmp_train.app.runs.setups import make_setup as make_setup
 from jmp_train.app.runs.setups import planned_step as planned_step
 from jmp_train.app.runs.setups import run_optimizer as run_optimizer
 from jmp_train.app.runs.setups import setup_of as setup_of
-from jmp_train.app.runs.step_records import peak_memory as peak_memory
 from jmp_train.app.runs.task_batches import batch_shapes as batch_shapes
 from jmp_train.app.runs.task_batches import evaluation_batches as evaluation_batches
 from jmp_train.app.runs.task_batches import train_batches as train_batches

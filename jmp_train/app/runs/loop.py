@@ -13,12 +13,11 @@ import jax
 import numpy as np
 
 from jmp_train.app.runs.evaluation import evaluated
-from jmp_train.app.runs.events import Compiled, Event, Note, Phase, Run
+from jmp_train.app.runs.events import Compiled, Event, Note, Phase, Run, StepRecords, peak_memory
 from jmp_train.app.runs.foreign_batches import examples_in
 from jmp_train.app.runs.preparing import PreparedRun, RunPhase, prepare_run
 from jmp_train.app.runs.resuming import SavedRun, Saver, Saving
 from jmp_train.app.runs.run_settings import DEFAULT_SETTINGS, RunSettings
-from jmp_train.app.runs.step_records import StepRecords, peak_memory
 from jmp_train.app.runs.task_batches import DataPosition, TaskBatch, with_shared
 from jmp_train.steps import StepCosts, TrainState, step_costs
 from jmp_train.task import Task

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.app.runs.precisions import is_schedule, phase_bounds, phases_named
-from jmp_train.app.runs.run_identity import run_metadata
+from jmp_train.app.runs.resuming import run_metadata
 from jmp_train.app.runs.run_settings import DEFAULT_SETTINGS, RunLength, RunSettings, check_run, first_devices
 from jmp_train.app.runs.setups import Setup, make_setups, run_optimizer
 from jmp_train.app.runs.task_batches import DataPosition, TaskBatch, TrainingData, batch_shapes, with_shared

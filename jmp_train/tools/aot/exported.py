@@ -14,11 +14,11 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax import export
@@ -31,11 +31,101 @@ from jmp_train.policies.programs import walk
 from jmp_train.policies.pytrees import is_array, is_nnx
 from jmp_train.tools.aot import exported_process
 from jmp_train.tools.aot.allocations import tpu_sizes
-from jmp_train.tools.aot.compiled import CompiledProgram
-from jmp_train.tools.aot.compiler_packages import compiler_path
-from jmp_train.tools.aot.compiling import compiling_environment, run_process, with_deep_stack
+from jmp_train.tools.aot.compiling import compiler_path, compiling_environment, run_process, with_deep_stack
 from jmp_train.tools.aot.networks import Device
-from jmp_train.tools.aot.shapes import is_shape, shapes_of
+
+_NUMBERS = bool | int | float | complex
+
+
+def shapes_of(tree: Any) -> Any:
+    """Returns a tree with its arrays and numbers as `jax.ShapeDtypeStruct`; all other leaves stay.
+
+    Other leaves, such as the activation functions and names in equinox modules, are constants for the
+    program; so are numbers in such modules, as in `eqx.filter_jit`.
+
+    Args:
+      tree: a pytree.
+
+    Example:
+      >>> import numpy as np
+      >>> shapes_of({"w": np.zeros((2, 3), np.float32), "activation": max})
+      {'activation': <built-in function max>, 'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
+    """
+    return jax.tree.map(_shapes_of_node, tree, is_leaf=_is_equinox)
+
+
+def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
+    """Returns whether a leaf of the result of `shapes_of` is an argument of the program.
+
+    Example:
+      >>> is_shape(shapes_of(3.0)), is_shape(shapes_of("train"))
+      (True, False)
+    """
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _shapes_of_node(node: Any) -> Any:
+    if _is_equinox(node):
+        return jax.tree.map(lambda x: x if isinstance(x, _NUMBERS) else _shape_of(x), node)
+    return _shape_of(node)
+
+
+def _shape_of(leaf: Any) -> Any:
+    if not (is_shape(leaf) or isinstance(leaf, _NUMBERS) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
+        return leaf
+    struct: Any = leaf if is_shape(leaf) else jax.eval_shape(lambda: leaf)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, weak_type=struct.weak_type)  # without its placement here
+
+
+def _is_equinox(node: object) -> bool:
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(node, equinox.Module)
+
+
+_CONSTANT = re.compile(r"^allocation \d+: size (\d+),.*\bconstant\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """The needs of a compiled program on each of its devices.
+
+    Attributes:
+      peak_bytes: the largest number of bytes alive at one time, arguments and results included.
+      argument_bytes: bytes of the arguments.
+      output_bytes: bytes of the results.
+      alias_bytes: bytes of the results that reuse the memory of donated arguments.
+      temp_bytes: bytes of everything else, one common allocation.
+      hlo: the text of the optimized HLO.
+      buffer_assignment: XLA's text about the placement of values, only from `compile_program`.
+      live_range: XLA's text about the live ranges of values, only from `compile_program`.
+      reported_bytes: for TPUs, arguments, results and temporaries by libtpu's own analysis, the memory of donated
+        arguments counted once; None if libtpu refused the program because it does not fit, and for GPUs.
+      refusal: libtpu's message about a program that does not fit; otherwise "".
+      coordinates: the coordinates of each TPU's chip, in the order of the mesh; only from `compile_program`.
+    """
+
+    peak_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    hlo: str = field(repr=False)
+    buffer_assignment: str = field(default="", repr=False)
+    live_range: str = field(default="", repr=False)
+    reported_bytes: int | None = None
+    refusal: str = ""
+    coordinates: Sequence[Sequence[int]] = field(default=(), repr=False)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that a device allocates for a run: arguments, results that do not reuse their memory, and temporaries.
+
+        Constants are included if `buffer_assignment` has them. If temporaries do not fit together without gaps, it
+        exceeds `peak_bytes`.
+        """
+        constants = sum(map(int, _CONSTANT.findall(self.buffer_assignment)))
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + constants
+
 
 _TEXTS = ("hlo", "buffer_assignment", "live_range")
 _DUMPED = {"cuda": "gpu_after_optimizations", "tpu": "after_optimizations"}  # in the names of XLA's dumps

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from jmp_train.tools.aot.hlo import HloModule, Instruction
-from jmp_train.tools.aot.hlo_types import ArrayType
+from jmp_train.tools.aot.hlo import ArrayType, HloModule, Instruction
 
 
 @dataclass(frozen=True)

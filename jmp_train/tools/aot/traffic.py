@@ -9,10 +9,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jmp_train.tools.aot.hlo import RUNS_OTHERS, HloModule, Instruction
+from jmp_train.tools.aot.hlo import RUNS_OTHERS, ArrayType, HloModule, Instruction, array_types, tuple_types
 from jmp_train.tools.aot.hlo_collectives import KINDS
 from jmp_train.tools.aot.hlo_products import CUBLAS, CUDNN_CONVOLUTION, convolution
-from jmp_train.tools.aot.hlo_types import ArrayType, array_types, tuple_types
 
 ArrayPlace = tuple[str, int]
 """An array in memory: the instruction that stores it, and which of the arrays of its result it is."""

@@ -3,12 +3,20 @@
 Its name is `step_00000042.capsule`; each of several processes writes its own, `step_00000042.process_0_of_2.capsule`.
 The metadata's entry `jmp_train.capsule` describes three groups of leaves: the batch, the changed part of the state, and
 the kept rest, of which it has the leaves or only fingerprints.
+
+The structures of pytrees are JSON data.
+A class of a node is looked up among the loaded ones, or in packages with common containers of batches. jax must know it
+as a pytree node. Nothing else is imported, no pickle is read, and no code of the file runs.
 """
 
+import ast
 import contextlib
+import importlib
 import json
 import math
+import operator
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import keystr
+from jax.tree_util import PyTreeDef, default_registry, keystr
 
 from jmp_train.checkpoints import Leaf, as_ascii, in_file, is_count, leaf_of, leaves_in
 from jmp_train.distributed import key_implementation, local_data, to_host
@@ -27,11 +35,11 @@ from jmp_train.policies.files import (
     SafetensorsFile,
     damage_named,
     parse_json,
+    printable,
     write_safetensors,
 )
 from jmp_train.policies.pytrees import is_key
 from jmp_train.tools.capsules.state_parts import Snapshot, StateParts
-from jmp_train.tools.capsules.structures import structure_to_json
 from jmp_train.types import Batch
 
 _FORMAT = 2
@@ -254,3 +262,68 @@ def sharding_of(described: dict[str, Any] | None) -> Sharding | None:
     types = tuple(AxisType[name] for name in described["types"])
     spec = P(*(tuple(entry) if isinstance(entry, list) else entry for entry in described["spec"]))
     return NamedSharding(Mesh(placed, tuple(described["axes"]), axis_types=types), spec)
+
+
+_IMPORTED = ("jmp_train.graphs.", "jraph.", "flax.core.")
+_LEAF = "*"
+
+
+def structure_to_json(structure: Any) -> Any:
+    """Returns a structure as JSON data.
+
+    Raises:
+      ValueError: it has a node whose fields are not literals.
+
+    Example:
+      >>> import jax
+      >>> structure_to_json(jax.tree.structure({"x": (1, None)}))
+      ['builtins:dict', "['x']", [['builtins:tuple', 'None', ['*', None]]]]
+    """
+    node = structure.node_data()
+    if node is None:
+        return _LEAF
+    kind, static = node
+    if kind is type(None):
+        return None
+    found = ast.literal_eval(repr(static))
+    if type(found) is not type(static) or found != static:
+        raise ValueError(f"{static!r} is not a literal")
+    children = [structure_to_json(child) for child in structure.children()]
+    return [f"{kind.__module__}:{kind.__qualname__}", repr(static), children]
+
+
+def structure_from_json(described: Any) -> Any:
+    """Returns the structure described by `structure_to_json`; raises an error if it is none.
+
+    Raises:
+      ValueError: a class is not loaded, or is no pytree node.
+    """
+    make = PyTreeDef.from_node_data_and_children  # pyright: ignore[reportAttributeAccessIssue]
+    if described == _LEAF:
+        return make(default_registry, None, [])
+    if described is None:
+        return make(default_registry, (type(None), None), [])
+    name, static, children = described
+    kind, rest = _class_of(name), [structure_from_json(child) for child in children]
+    try:
+        data = ast.literal_eval(static)
+        if kind is dict and (type(data) is not list or not len({*data}) == len(data) == len(rest)):
+            raise ValueError("a dictionary does not have its own key for each value")
+        return make(default_registry, (kind, data), rest)
+    except (RuntimeError, ValueError, TypeError, SyntaxError, MemoryError) as error:
+        raise ValueError(f"jax knows no node {printable(name)} with these fields: {printable(error)}") from None
+
+
+def _class_of(name: str) -> type[Any]:
+    module, _, path = name.partition(":")
+    if f"{module}.".startswith(_IMPORTED):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    found = None
+    with contextlib.suppress(KeyError, AttributeError):
+        found = operator.attrgetter(path)(sys.modules[module])
+    if not isinstance(found, type):
+        raise ValueError(
+            f"the class {printable(name)} is not loaded: import its module, or pass like=a batch of that structure"
+        )
+    return found

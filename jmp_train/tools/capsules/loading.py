@@ -24,10 +24,10 @@ from jmp_train.tools.capsules.capsule_files import (
     leaf_paths,
     read_capsule,
     sharding_of,
+    structure_from_json,
     whole,
 )
 from jmp_train.tools.capsules.state_parts import parts_of, snapshot
-from jmp_train.tools.capsules.structures import structure_from_json
 from jmp_train.types import Batch
 
 

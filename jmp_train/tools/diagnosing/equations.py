@@ -1,10 +1,13 @@
 """The rows of a diagnosis before the run: equation, direction, path, line and source rows.
 
 A row's sources are the rows whose results it reads, perhaps rearranged; in loops also those of the previous iteration.
+
+Numbers in a line of code may change in lower precision: an epsilon becomes 0, a decay becomes 1.
 """
 
 import dataclasses
 import functools
+import linecache
 import os
 import re
 import sysconfig
@@ -12,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_train.policies.autocasting import DECIDED, lines_of
 from jmp_train.policies.programs import ABSTRACTLY, Reading, join
 from jmp_train.tools.diagnosing.arithmetic import dtype_of, is_measured, picks
-from jmp_train.tools.diagnosing.constants import epsilon_in_code
 from jmp_train.tools.diagnosing.measures import is_float, is_low
 
 Direction = Literal["forward", "backward", "update"]
@@ -258,3 +261,51 @@ def _vanishes(equations: tuple[Any, ...]) -> bool:
         return False
     zeros = [x for x in equation.invars if isinstance(x, jex.Literal) and is_low(dtype_of(x)) and not np.any(x.val)]
     return bool(zeros) and epsilon_in_code(user_line(equations), str(dtype_of(zeros[0]))) is not None
+
+
+_NUMBER = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])")
+_ZERO_BY_DEFAULT = "eps_root"  # of optax's optimizers, under a root
+_EPSILON = re.compile(r"(?:self\.)?\b\w*(?:eps|tiny)\w*\b", re.IGNORECASE)
+_WITH_NUMBER = re.compile(r"\w+ *= *[\d.]+(?:[eE][-+]?\d+)?")
+
+
+@functools.lru_cache(maxsize=4096)
+def number_in_code(line: str, value: float, dtype: str) -> str | None:
+    """Returns the number in a line of code that equals a value in a dtype, but not in float32; None if there is none.
+
+    Args:
+      line: the text "file:number".
+      value: the value in the dtype.
+      dtype: name of the dtype.
+    """
+    for text in _NUMBER.findall(_code(line)):
+        with np.errstate(over="ignore"):
+            if float(text) != value and float(np.asarray(float(text), jnp.dtype(dtype))) == value:
+                return text
+    return None
+
+
+def is_zero_by_default(line: str) -> bool:
+    """Returns whether a line of code has a number that may be 0 in float32 too.
+
+    Args:
+      line: the text "file:number".
+    """
+    return _ZERO_BY_DEFAULT in _code(line)
+
+
+@functools.lru_cache(maxsize=4096)
+def epsilon_in_code(line: str, dtype: str) -> str | None:
+    """Returns the number in a line of code that is 0 in a dtype, otherwise the name of an epsilon without a number.
+
+    Args:
+      line: the text "file:number".
+      dtype: name of the dtype.
+    """
+    names = [name for name in _EPSILON.findall(_WITH_NUMBER.sub("", _code(line))) if name != _ZERO_BY_DEFAULT]
+    return number_in_code(line, 0.0, dtype) or (names[0] if names else None)
+
+
+def _code(line: str) -> str:
+    file, _, number = line.rpartition(":")
+    return linecache.getline(file, int(number or 0)).partition("#")[0]

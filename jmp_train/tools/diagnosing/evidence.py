@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from jmp_train.tools.diagnosing.arithmetic import picks
-from jmp_train.tools.diagnosing.descriptions import argument_of, function_called
 from jmp_train.tools.diagnosing.equations import Direction, Site
 from jmp_train.tools.diagnosing.measures import COLUMNS
-from jmp_train.tools.diagnosing.operation_numerics import OperationNumerics
+from jmp_train.tools.diagnosing.operation_numerics import OperationNumerics, argument_of, function_called
 
 _NEGLIGIBLE = 1e-4  # magnitude of a gradient relative to the largest one
 _CARRIED = ("add", "sub", "mul", "convert_element_type")  # through which a sum is carried on

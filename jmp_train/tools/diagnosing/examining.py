@@ -17,13 +17,12 @@ from jmp_train.policies.loss_scaling import DynamicLossScale, is_loss_scale, sca
 from jmp_train.policies.optimizers import scaled_states
 from jmp_train.policies.pytrees import check_values, is_float_array, path_name
 from jmp_train.tools.diagnosing.arithmetic import Rounding
-from jmp_train.tools.diagnosing.descriptions import subject_of
 from jmp_train.tools.diagnosing.device_rounding import with_rounding
 from jmp_train.tools.diagnosing.equations import Site, sites_of
 from jmp_train.tools.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.tools.diagnosing.findings import problems_of
 from jmp_train.tools.diagnosing.measures import combined, is_low, is_whole, nothing
-from jmp_train.tools.diagnosing.operation_numerics import row_of
+from jmp_train.tools.diagnosing.operation_numerics import row_of, subject_of
 from jmp_train.tools.diagnosing.pairs import Pair
 from jmp_train.tools.diagnosing.problems import Found
 from jmp_train.tools.diagnosing.shadow import Shadowing

@@ -16,11 +16,17 @@ import numpy as np
 from jmp_train.policies.autocasting import PRODUCTS
 from jmp_train.tools.diagnosing.amplifying import named_row
 from jmp_train.tools.diagnosing.arithmetic import SUMS, TO_FEW_BITS, dtype_of
-from jmp_train.tools.diagnosing.constants import epsilon_in_code, is_zero_by_default, number_in_code
-from jmp_train.tools.diagnosing.descriptions import is_loss, is_reduction
-from jmp_train.tools.diagnosing.equations import Site, is_infinite, user_line
+from jmp_train.tools.diagnosing.equations import (
+    Site,
+    epsilon_in_code,
+    is_infinite,
+    is_zero_by_default,
+    number_in_code,
+    user_line,
+)
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.measures import is_float, is_low, least_of
+from jmp_train.tools.diagnosing.operation_numerics import is_loss, is_reduction
 from jmp_train.tools.diagnosing.problems import Found, problem_at, worst_first
 from jmp_train.tools.diagnosing.remedies import (
     LINEAR,

@@ -6,9 +6,9 @@ import os
 from typing import Any, Literal
 
 from jmp_train.policies.autocasting import AutocastRules
-from jmp_train.tools.diagnosing.descriptions import is_by_policy, is_of_graphs, is_reduction
 from jmp_train.tools.diagnosing.equations import Direction
 from jmp_train.tools.diagnosing.evidence import Evidence
+from jmp_train.tools.diagnosing.operation_numerics import is_by_policy, is_of_graphs, is_reduction
 from jmp_train.tools.diagnosing.remedies import (
     Remedy,
     float32_argument,

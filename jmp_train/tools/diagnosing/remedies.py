@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jmp_train.policies.autocasting import HALVES, PRODUCTS, AutocastRules, Rule, replace_arguments
 from jmp_train.tools.diagnosing.arithmetic import SUMS, TO_FEW_BITS, rounding_of
-from jmp_train.tools.diagnosing.descriptions import function_called, is_by_policy, is_of_graphs
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.measures import is_float, is_low
+from jmp_train.tools.diagnosing.operation_numerics import function_called, is_by_policy, is_of_graphs
 
 Action = Literal["rules", "argument", "loss scale", "epsilon", "mask", "reduction", "state", "mathematics"]
 

@@ -29,10 +29,10 @@ from jmp_train.tools.diagnosing.deciding import (
     harmful_decisions,
     share_left,
 )
-from jmp_train.tools.diagnosing.descriptions import is_by_policy
 from jmp_train.tools.diagnosing.evidence import Evidence
 from jmp_train.tools.diagnosing.examining import Examination, examine
 from jmp_train.tools.diagnosing.measures import is_float, is_low
+from jmp_train.tools.diagnosing.operation_numerics import is_by_policy
 from jmp_train.tools.diagnosing.problems import Found, Problem, worst_first
 from jmp_train.tools.diagnosing.remedies import (
     NO_RULES,

@@ -2,8 +2,8 @@
 
 from jmp_train.tools.planning.batches import Batches as Batches
 from jmp_train.tools.planning.batches import LargestBatch as LargestBatch
-from jmp_train.tools.planning.machines import Allowances as Allowances
-from jmp_train.tools.planning.machines import Machine as Machine
+from jmp_train.tools.planning.placements import Allowances as Allowances
+from jmp_train.tools.planning.placements import Machine as Machine
 from jmp_train.tools.planning.placements import Placement as Placement
 from jmp_train.tools.planning.placements import PlanSearch as PlanSearch
 from jmp_train.tools.planning.plan_report import Plan as Plan

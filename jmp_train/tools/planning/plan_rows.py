@@ -7,8 +7,7 @@ from typing import Any
 
 from jmp_train.tools.aot import Buffer, Costs
 from jmp_train.tools.planning.batches import LargestBatch
-from jmp_train.tools.planning.machines import Machine
-from jmp_train.tools.planning.placements import Placement
+from jmp_train.tools.planning.placements import Machine, Placement
 
 
 @dataclass(frozen=True)

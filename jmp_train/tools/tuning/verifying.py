@@ -16,8 +16,8 @@ from jmp_train.tools.tuning.choice_trials import Trials, needed
 from jmp_train.tools.tuning.precisions import HalfPrecision, ProductsInFewBits
 from jmp_train.tools.tuning.scores import with_loss_scale_at
 from jmp_train.tools.tuning.tolerance import Tolerance, as_numbers, curve_error
-from jmp_train.tools.tuning.tuned_entries import Verification
 from jmp_train.tools.tuning.tuned_functions import Example
+from jmp_train.tools.tuning.tuned_rules import Verification
 from jmp_train.tools.tuning.tuning_programs import Programs
 from jmp_train.tools.tuning.units import Unit
 

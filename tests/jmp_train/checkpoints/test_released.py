@@ -20,7 +20,7 @@ import jmp_train as jt
 from jmp_train.app.cli.jobs import identity_of
 from jmp_train.app.runs import RunSettings, Saving, train
 from jmp_train.app.runs.events import Epoch
-from jmp_train.app.runs.run_identity import differences, run_metadata
+from jmp_train.app.runs.resuming import differences, run_metadata
 from jmp_train.app.tasks import TaskSource
 from jmp_train.checkpoints import DamagedError
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jmp_train import graphs
-from jmp_train.data.graph_loading import neighbor_batches
+from jmp_train.data.graph_batching import neighbor_batches
 
 pytestmark = pytest.mark.quick
 

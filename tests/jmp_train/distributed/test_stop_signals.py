@@ -15,7 +15,7 @@ from killed_runs import campaign, descendants
 from process_helpers import launched, survivors
 
 import jmp_train as jt
-from jmp_train.distributed.stop_signals import LAUNCHED
+from jmp_train.distributed.processes import LAUNCHED
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(200)]
 

@@ -16,7 +16,7 @@ import jmp_train as jt
 from jmp_train.app.cli import compare as compare_command
 from jmp_train.app.cli.compare import RunFailure
 from jmp_train.app.cli.entry import main
-from jmp_train.app.cli.starting import provide_cpu_devices, turn_ynn_fusion_off
+from jmp_train.app.cli.jobs import provide_cpu_devices, turn_ynn_fusion_off
 from jmp_train.app.runs.events import Failed, Run
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(300)]

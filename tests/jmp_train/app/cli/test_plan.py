@@ -61,7 +61,7 @@ def scripts(folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     """Writes scripts; unless a test wants the compiler, none is found."""
     if "compiler" not in request.fixturenames:
         monkeypatch.setenv("JMP_TRAIN_CACHE", str(folder / "cache"))
-        monkeypatch.setattr("jmp_train.tools.aot.compiler_packages.CUDA_VERSIONS", ())
+        monkeypatch.setattr("jmp_train.tools.aot.compiling.CUDA_VERSIONS", ())
     Path("scripts").mkdir()
     Path("scripts/sizes_of_the_user.py").write_text("WIDTH = 256")
     Path("scripts/model.py").write_text(SCRIPT)

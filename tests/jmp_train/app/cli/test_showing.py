@@ -10,7 +10,7 @@ from process_helpers import shell
 from jmp_train.app.cli.entry import main
 from jmp_train.app.cli.errors import Failure
 from jmp_train.app.cli.outputs import show
-from jmp_train.app.reports import terminal
+from jmp_train.app.reports.display import _warn_once
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(300)]
 
@@ -61,7 +61,7 @@ def test_names_are_shown_as_they_are(
 def test_a_missing_package_after_a_run_is_a_warning(
     job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    terminal._warn_once.cache_clear()
+    _warn_once.cache_clear()
     monkeypatch.setitem(sys.modules, "rich.table", None)
     assert main(["train", job]) == 0
     output = capsys.readouterr()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jmp_train.app.launch.last_words import may_be_last, refusal, telling
+from jmp_train.app.launch.ranks import may_be_last, refusal, telling
 
 pytestmark = pytest.mark.quick
 

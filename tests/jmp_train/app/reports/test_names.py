@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import pytest
 from made_runs import make_run
 
-from jmp_train.app.reports import print_tables, showing, terminal, trials_shown, write_report
-from jmp_train.app.reports.display import LiveDisplay, display_on
+from jmp_train.app.reports import print_tables, showing, trials_shown, write_report
+from jmp_train.app.reports.display import LiveDisplay, _warn_once, display_on
 from jmp_train.app.reports.page import page
 from jmp_train.app.reports.run_charts import panels
 from jmp_train.app.runs import RunLog
@@ -133,7 +133,7 @@ def test_only_one_console_is_made_and_only_text_is_printed() -> None:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute)
         and getattr(call.func, "id", getattr(call.func, "attr", "")) in makers
     ]  # fmt: skip
-    assert found == [("terminal.py", "Console"), ("display.py", "TextColumn")]
+    assert found == [("display.py", "Console"), ("display.py", "TextColumn")]
 
 
 @pytest.mark.parametrize("is_live", [False, True])
@@ -142,7 +142,7 @@ def test_an_error_in_showing_is_one_warning(
 ) -> None:
     stream = Terminal() if is_live else io.StringIO()
     monkeypatch.setenv("TERM", "xterm")
-    terminal._warn_once.cache_clear()
+    _warn_once.cache_clear()
     broken: Any = object()
     with display_on(stream, ["a"]) as display:
         for _ in range(3):

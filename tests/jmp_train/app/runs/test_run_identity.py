@@ -11,7 +11,7 @@ from example_tasks import load_task
 from made_runs import first_examples
 
 from jmp_train.app.runs import RunSettings
-from jmp_train.app.runs.run_identity import data_digest, differences, run_metadata
+from jmp_train.app.runs.resuming import data_digest, differences, run_metadata
 from jmp_train.app.runs.run_settings import FewBits, RulesFile
 from jmp_train.policies import TORCH_CUDA, AutocastRules
 from jmp_train.task import Arrays, Task

@@ -14,11 +14,11 @@ from jmp_train.tools.aot import (
     INSTALL,
     INSTALL_TPU,
     PluginError,
-    compiler_packages,
+    compiling,
     install_compiler,
     install_tpu_compiler,
 )
-from jmp_train.tools.aot.compiler_packages import (
+from jmp_train.tools.aot.compiling import (
     cache_folder,
     compiler_folder,
     compiler_path,
@@ -49,7 +49,7 @@ def versions(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None
             return installed[name]
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(compiler_packages.metadata, "version", version)
+    monkeypatch.setattr(compiling.metadata, "version", version)
 
 
 def run_instead_of_pip(code: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
@@ -163,7 +163,7 @@ def test_without_pip_the_other_command_is_said(monkeypatch: pytest.MonkeyPatch) 
 def test_other_calls_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"cuda='11' must be one of 12, 13"):
         install_compiler("11")
-    monkeypatch.setattr(compiler_packages, "_ON_LINUX", False)
+    monkeypatch.setattr(compiling, "_ON_LINUX", False)
     with pytest.raises(PluginError, match="XLA's compiler for CUDA exists only for Linux, not for"):
         install_compiler()
 
@@ -173,7 +173,7 @@ def test_libtpu_is_the_one_that_jax_asks_for(monkeypatch: pytest.MonkeyPatch) ->
     assert re.fullmatch(r"libtpu==0\.0\.\d+\.\*", libtpu_requirement())
     assert install_tpu_compiler() == tpu_compiler_folder()
     assert calls[0][-1] == libtpu_requirement()
-    monkeypatch.setattr(compiler_packages.metadata, "requires", lambda name: ["numpy>=2", 'libtpu; extra == "cuda"'])
+    monkeypatch.setattr(compiling.metadata, "requires", lambda name: ["numpy>=2", 'libtpu; extra == "cuda"'])
     versions({"jax": "0.0.1"}, monkeypatch)
     with pytest.raises(PluginError, match=r"jax 0\.0\.1 names no libtpu in its extra tpu"):
         libtpu_requirement()

@@ -15,9 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jmp_train as jt
 from jmp_train.tools.aot import GPUS, ExportedProgram, ExportError, compile_program, export_program
-from jmp_train.tools.aot.compiler_packages import cache_folder
-from jmp_train.tools.aot.exported import _forget_the_oldest
-from jmp_train.tools.aot.shapes import is_shape, shapes_of
+from jmp_train.tools.aot.compiling import cache_folder
+from jmp_train.tools.aot.exported import _forget_the_oldest, is_shape, shapes_of
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(300)]
 

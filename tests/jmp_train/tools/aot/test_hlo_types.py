@@ -1,6 +1,6 @@
 import pytest
 
-from jmp_train.tools.aot.hlo_types import ArrayType, array_types, split_outside, tuple_types
+from jmp_train.tools.aot.hlo import ArrayType, array_types, split_outside, tuple_types
 
 pytestmark = pytest.mark.quick
 

@@ -5,9 +5,8 @@ import optax
 import pytest
 
 import jmp_train
-from jmp_train.tools.aot.hlo import read_hlo
-from jmp_train.tools.aot.origins import Origin, direction, origin_of, source_of
-from jmp_train.tools.aot.stack_frames import StackFrame
+from jmp_train.tools.aot.buffers import Origin, direction, origin_of, source_of
+from jmp_train.tools.aot.hlo import StackFrame, read_hlo
 
 pytestmark = pytest.mark.quick
 

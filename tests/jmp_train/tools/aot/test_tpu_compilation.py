@@ -19,7 +19,7 @@ from jmp_train.tools.aot import (
     read_hlo,
     tpu_slice,
 )
-from jmp_train.tools.aot.compiler_packages import compiler_path, libtpu_requirement
+from jmp_train.tools.aot.compiling import compiler_path, libtpu_requirement
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 

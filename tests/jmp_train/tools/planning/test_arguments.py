@@ -12,7 +12,7 @@ from flax.training import train_state
 
 import jmp_train as jt
 from jmp_train.tools.aot import shapes_of
-from jmp_train.tools.planning.arguments import arguments_of
+from jmp_train.tools.planning.planner import arguments_of
 
 pytestmark = pytest.mark.quick
 

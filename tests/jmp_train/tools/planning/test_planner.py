@@ -115,7 +115,7 @@ def test_a_compiled_step_is_no_step() -> None:
 def fixture_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has `compile_program` find no compiler."""
     monkeypatch.setenv("JMP_TRAIN_CACHE", str(tmp_path))
-    monkeypatch.setattr("jmp_train.tools.aot.compiler_packages.CUDA_VERSIONS", ())
+    monkeypatch.setattr("jmp_train.tools.aot.compiling.CUDA_VERSIONS", ())
 
 
 def test_without_the_compiler_all_compilations_end_with_the_command(no_compiler: None) -> None:

@@ -12,7 +12,7 @@ import pytest
 from promotion import relaxed
 
 import jmp_train as jt
-from jmp_train.tools.planning.segments import in_segments
+from jmp_train.tools.planning.search import in_segments
 
 pytestmark = pytest.mark.quick
 

@@ -23,8 +23,8 @@ from jmp_train.policies.autocasting import RECIPES
 from jmp_train.policies.autocasting.emulating import COMPILER_OPTIONS
 from jmp_train.tools.tuning.precisions import ProductsInFewBits, precision_of
 from jmp_train.tools.tuning.tolerance import Errors, Tolerance, curve_error
-from jmp_train.tools.tuning.tuned_entries import TunedProduct, Verification
 from jmp_train.tools.tuning.tuned_functions import Subject
+from jmp_train.tools.tuning.tuned_rules import TunedProduct, Verification
 from jmp_train.tools.tuning.units import Unit, flags_from, fp8_entries, index_of
 from jmp_train.tools.tuning.verifying import Training
 
