@@ -24,9 +24,10 @@ from jmp_train.policies.autocasting.fp8.recipes import NVFP4BlockScaling as NVFP
 from jmp_train.policies.autocasting.opaque import float32_dot_general as float32_dot_general
 from jmp_train.policies.autocasting.opaque import opaque_to_autocast as opaque_to_autocast
 from jmp_train.policies.autocasting.operations import OperationReport as OperationReport
-from jmp_train.policies.autocasting.product_warnings import CpuConvolutionWarning as CpuConvolutionWarning
-from jmp_train.policies.autocasting.product_warnings import Float32ProductsWarning as Float32ProductsWarning
-from jmp_train.policies.autocasting.product_warnings import InnerGradientWarning as InnerGradientWarning
+from jmp_train.policies.autocasting.program_warnings import CpuConvolutionWarning as CpuConvolutionWarning
+from jmp_train.policies.autocasting.program_warnings import Float32ProductsWarning as Float32ProductsWarning
+from jmp_train.policies.autocasting.program_warnings import InnerGradientWarning as InnerGradientWarning
+from jmp_train.policies.autocasting.program_warnings import UnmetRulesWarning as UnmetRulesWarning
 from jmp_train.policies.autocasting.region import BannedOperationError as BannedOperationError
 from jmp_train.policies.autocasting.rules import APEX_O1 as APEX_O1
 from jmp_train.policies.autocasting.rules import MOSTLY_HALF as MOSTLY_HALF
@@ -35,7 +36,6 @@ from jmp_train.policies.autocasting.rules import TORCH_CUDA as TORCH_CUDA
 from jmp_train.policies.autocasting.rules import AutocastRules as AutocastRules
 from jmp_train.policies.autocasting.transform import autocast as autocast
 from jmp_train.policies.autocasting.transform import autocast_as as autocast_as
-from jmp_train.policies.autocasting.unmet_rules import UnmetRulesWarning as UnmetRulesWarning
 from jmp_train.policies.dtype_policies.apply import PolicyReport as PolicyReport
 from jmp_train.policies.dtype_policies.apply import apply_policy as apply_policy
 from jmp_train.policies.dtype_policies.apply import explain_policy as explain_policy
@@ -53,10 +53,10 @@ from jmp_train.policies.dtype_policies.policy_schedule import PolicySchedule as 
 from jmp_train.policies.loss_scaling.dynamic_loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_train.policies.loss_scaling.loss_scale import LossScale as LossScale
 from jmp_train.policies.loss_scaling.loss_scale import NoOpLossScale as NoOpLossScale
+from jmp_train.policies.loss_scaling.loss_scale import PerLossScale as PerLossScale
 from jmp_train.policies.loss_scaling.loss_scale import StaticLossScale as StaticLossScale
 from jmp_train.policies.loss_scaling.loss_scale import scale_tree as scale_tree
 from jmp_train.policies.loss_scaling.loss_scale import unscale_tree as unscale_tree
-from jmp_train.policies.loss_scaling.per_loss_scale import PerLossScale as PerLossScale
 from jmp_train.policies.loss_scaling.presets import apex_loss_scale as apex_loss_scale
 from jmp_train.policies.loss_scaling.presets import deepspeed_loss_scale as deepspeed_loss_scale
 from jmp_train.policies.loss_scaling.presets import megatron_loss_scale as megatron_loss_scale

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.policies.autocasting.operations import OperationReport, OperationsReport, report_of, table
+from jmp_train.policies.autocasting.program_warnings import unmet_entries, unmet_lines
 from jmp_train.policies.autocasting.region import Decision, Region
 from jmp_train.policies.autocasting.traced_calls import FlatCall, float32_aval, none_key_explained
 from jmp_train.policies.autocasting.transform import AutocastMark, autocast, mark_of, run_region
-from jmp_train.policies.autocasting.unmet_rules import unmet_entries, unmet_lines
 from jmp_train.policies.autocasting.values import chosen, replaced
 
 

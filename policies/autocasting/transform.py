@@ -15,16 +15,16 @@ from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.fp8 import DEFAULT_RECIPE, DelayedScales, DelayedScaling, Recipe
 from jmp_train.policies.autocasting.interpreter import Autocast
-from jmp_train.policies.autocasting.product_warnings import (
+from jmp_train.policies.autocasting.program_warnings import (
     is_at_risk,
     products_of,
     warn_of_convolutions,
     warn_of_products,
+    warn_of_unmet,
 )
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, TORCH_CUDA, AutocastRules, Rule
 from jmp_train.policies.autocasting.traced_calls import none_key_explained, run_traced
-from jmp_train.policies.autocasting.unmet_rules import warn_of_unmet
 from jmp_train.policies.autocasting.values import argument
 from jmp_train.policies.pytrees import check_flag, check_half, shown
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jmp_train.policies.pytrees.casting import cast_like, is_float_array
-from jmp_train.policies.pytrees.nnx_objects import Search, flax_nnx, is_nnx, is_nnx_variable, is_parameter
 from jmp_train.policies.pytrees.nnx_tracing import states_at_home
+from jmp_train.policies.pytrees.tree_nodes import Search, flax_nnx, is_nnx, is_nnx_variable, is_parameter
 from jmp_train.policies.types import PyTree
 
 Cast = Callable[[Any], Any]

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp_train.policies.pytrees.nnx_objects import Search, contents, flax_nnx, is_nnx, is_nnx_variable
+from jmp_train.policies.pytrees.tree_nodes import Search, contents, flax_nnx, is_nnx, is_nnx_variable
 from jmp_train.policies.types import PyTree
 
 _Parts = dict[str, tuple[list[Any], Any]]  # by name: leaves, which may be other nnx objects; structure

@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import jmp_train as jt
-from jmp_train.policies.autocasting import product_warnings
-from jmp_train.policies.autocasting.product_warnings import FUSION_FLAG, is_faulty
+from jmp_train.policies.autocasting import program_warnings
+from jmp_train.policies.autocasting.program_warnings import FUSION_FLAG, is_faulty
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
@@ -81,7 +81,7 @@ def test_which_versions_and_flags_are_faulty() -> None:
 
 
 def test_a_convolution_that_only_a_later_trace_has_warns_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_warnings, "_jaxlib", lambda: (0, 12, 0))
+    monkeypatch.setattr(program_warnings, "_jaxlib", lambda: (0, 12, 0))
     monkeypatch.setenv("XLA_FLAGS", "")
     fn = jt.autocast(lambda w, x: conv(w, x) if x.shape[0] > 1 else (x * x).sum(), jnp.bfloat16)
     assert not texts(fn)
