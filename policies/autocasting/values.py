@@ -112,7 +112,7 @@ class Value:
             return self.array
         if self.source is not None and dtype == FLOAT32:
             return unrounded(self.array, self.source)
-        if isinstance(self.array, np.ndarray | np.generic):
+        if _is_numpy(self.array):
             with np.errstate(over="ignore", invalid="ignore"):
                 return np.asarray(self.array).astype(dtype)
         if self.origin is not None and self.dtype not in HALVES:
@@ -209,8 +209,15 @@ def without_overflow(equation: Any, dtypes: Sequence[Any], inputs: list[Value]) 
     if place is None or dtypes[place] != FLOAT32 or inputs[place].made is None:
         return inputs
     made = [x.made for x in inputs if x.made is not None]
-    run = jax.checkpoint(lambda: [_computed(x, {}) for x in made], prevent_cse=False)  # stores half values
-    exact = iter(run())
+    leaves = _leaves(made)
+
+    def run(*arrays: jax.Array) -> list[Any]:
+        done = dict(zip(leaves, arrays, strict=True))
+        return [_computed(each, done) for each in made]
+
+    # One float32 value of each, to which the gradients of numerator and denominator are added: they may cancel.
+    arrays = [x.to(FLOAT32) if x.dtype in HALVES else x.array for x in leaves.values()]
+    exact = iter(saving(run, arrays, [x.array for x in leaves.values()], prevent_cse=False))
     return [x if x.made is None else Value(next(exact)) for x in inputs]
 
 
@@ -229,14 +236,37 @@ def _denominator(equation: Any, inputs: Sequence[Value]) -> int | None:
     return None
 
 
+def _leaves(made: Sequence[Made]) -> dict[int, Value]:
+    """Returns the arrays from which operations made values, by the identity of the array."""
+    leaves: dict[int, Value] = {}
+    waiting, seen = list(made), set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        waiting.extend(x.made for x in each.inputs if x.made is not None)
+        leaves.update({id(x.array): x for x in each.inputs if x.made is None and not _is_numpy(x.array)})
+    return leaves
+
+
 def _computed(made: Made, done: dict[int, Any]) -> Any:
-    """Returns a value, computed in float32 by the operations that made it."""
+    """Returns a value, computed in float32 by the operations that made it.
+
+    Args:
+      made: the operation that made it.
+      done: what is known, by the identity of the array or of the operation.
+    """
     if id(made) not in done:
         equation = made.equation
-        arrays = [x.array if x.made is None else _computed(x.made, done) for x in made.inputs]
+        arrays = [done.get(id(x.array), x.array) if x.made is None else _computed(x.made, done) for x in made.inputs]
         results = equation.primitive.bind(*upcast_operands(equation, arrays), **equation.params)
         done[id(made)] = results[made.position] if equation.primitive.multiple_results else results
     return done[id(made)]
+
+
+def _is_numpy(array: object) -> bool:
+    return isinstance(array, np.ndarray | np.generic)
 
 
 def eligible(dtype: DTypeLike) -> bool:

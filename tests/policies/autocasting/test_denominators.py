@@ -89,3 +89,38 @@ def test_a_float32_numerator_by_half_denominators() -> None:
     found = autocast(quotients)(x, w)
     for value, exact in zip(found, (2.0**-9, 128 / 65792, 2.0**-9, 0.5, 0.5, 128 / np.exp(16)), strict=True):
         np.testing.assert_allclose(value, np.full((2, 2), exact), rtol=1e-3)
+
+
+SHARES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "mean of counts": lambda h, r: jnp.log(jnp.exp(h) * 100 / (r + jnp.exp(h) * 100)),
+    "softsign": lambda h, r: h / (r + jnp.abs(h)),
+    "root": lambda h, r: h / jnp.sqrt(r + h**2),
+    "squares": lambda h, r: h * h / (h * h + 1),
+    "rational": lambda h, r: h * 3 / (r + h * 3),
+    "masked": lambda h, r: jnp.where(h > 0, h, 1) / (r + jnp.where(h > 0, h, 1)),
+}
+
+
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+def test_gradients_of_numerator_and_denominator_are_added_before_they_are_rounded(half: Any) -> None:
+    """They nearly cancel: that of a share `m / (r + m)` is `r / (r + m)` of each of them."""
+    h = np.array([0.5, 2.0, 3.0, 8.0, 20.0, 5.0])
+    r = np.array([0.75, 0.25, 2.0, 1.0, 0.125, 1.0])
+
+    def gradients(h: Any, bias: Any) -> dict[str, Any]:
+        def total(name: str, w: Any) -> jax.Array:
+            shares = SHARES[name](jnp.eye(6) @ w + bias, jnp.asarray(r, jnp.float32)[:, None])
+            return jnp.diagonal(shares.astype(jnp.float32)).sum()
+
+        weights = jnp.diag(h)
+        return {name: jnp.diag(jax.grad(autocast(lambda w, n=name: total(n, w), half))(weights)) for name in SHARES}
+
+    steps = {}
+    with jax.enable_x64():
+        for name, share in SHARES.items():
+            steps[name] = np.asarray(jax.grad(lambda h, f=share: f(h, jnp.asarray(r)).sum())(jnp.asarray(h)))
+    for name, found in jax.jit(gradients)(jnp.float32(h), jnp.zeros(6)).items():
+        inside = np.abs(steps[name]) > 1e-4  # float32 itself loses the others
+        np.testing.assert_allclose(
+            found[inside], steps[name][inside], rtol=3 * float(jnp.finfo(half).eps), err_msg=name
+        )
