@@ -13,7 +13,6 @@ from jmp_train.graphs.kernels.block_reductions import reduce_blocks as reduce_bl
 from jmp_train.graphs.kernels.chunks import run_chunked as run_chunked
 from jmp_train.graphs.kernels.edge_reads import EdgeIds as EdgeIds
 from jmp_train.graphs.kernels.edge_terms import Inputs as Inputs
-from jmp_train.graphs.kernels.edge_terms import Term as Term
 from jmp_train.graphs.kernels.edge_terms import weighted_sender as weighted_sender
 from jmp_train.graphs.kernels.implementations import CHUNKED_ELEMENTS as CHUNKED_ELEMENTS
 from jmp_train.graphs.kernels.implementations import EdgeOperation as EdgeOperation
@@ -39,5 +38,4 @@ from jmp_train.graphs.kernels.reductions import PLACES as PLACES
 from jmp_train.graphs.kernels.reductions import of_nothing as of_nothing
 from jmp_train.graphs.kernels.reductions import reduce_function as reduce_function
 from jmp_train.graphs.kernels.reductions import reduce_messages as reduce_messages
-from jmp_train.graphs.kernels.spmm_sddmm import edge_dot as edge_dot
 from jmp_train.graphs.kernels.spmm_sddmm import weighted_sum as weighted_sum

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.tree_util import keystr
 
 from jmp_train.policies import PyTree
@@ -60,26 +59,6 @@ def _repeated_path(leaves: Iterable[Leaf]) -> str | None:
     """Returns the first path that two leaves have."""
     counts = Counter(leaf.path for leaf in leaves)
     return next((path for path, count in counts.items() if count > 1), None)
-
-
-def check_values(state: PyTree) -> None:
-    """Raises an error that names the leaf unless all leaves of a state have values that can be saved.
-
-    Raises:
-      TypeError: a leaf is a shape without values, an array that is being traced, or an array of another library.
-      ValueError: a leaf was deleted, or there are no leaves.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    if not leaves:
-        raise ValueError("the state has no leaves: there is nothing to save")
-    for path, x in leaves:
-        name = path_name(path)
-        if isinstance(x, Tracer):
-            raise TypeError(f"state {name!r} is traced: save outside of transforms such as jax.jit")
-        if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-            raise TypeError(f"state {name!r} must be an array or a number, got {as_ascii(x)}")
-        if isinstance(x, jax.Array) and x.is_deleted():
-            raise ValueError(f"state {name!r} was deleted, usually by donation: save the state that the step returned")
 
 
 def differences(saved: Sequence[Leaf], wanted: Sequence[Leaf], what: str = "checkpoint") -> list[str]:

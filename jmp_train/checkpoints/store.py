@@ -1,6 +1,10 @@
 """Checkpoints of a whole training state: written in the background, verified when they are read."""
 
+import contextlib
 import json
+import operator
+import os
+import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -9,14 +13,16 @@ from typing import Any, Self, SupportsIndex, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jmp_train.checkpoints.folder_lock import lock_folder
-from jmp_train.checkpoints.leaves import Leaf, check_values, leaves_of
+from jmp_train.checkpoints.leaves import Leaf, as_ascii, leaves_of
 from jmp_train.checkpoints.restoring import list_steps, read_metadata, read_state
-from jmp_train.checkpoints.step_files import checked_step, clear_leftovers, write_step
+from jmp_train.checkpoints.step_files import FORMAT, LEFTOVER, MANIFEST, SUFFIX, in_file, saved_steps
 from jmp_train.distributed import BackgroundWriter, is_divided, placement, to_host, to_leaf
 from jmp_train.policies import PyTree
-from jmp_train.policies.pytrees import check_flag, checked_path, is_key
+from jmp_train.policies.files import write_safetensors
+from jmp_train.policies.pytrees import check_flag, checked_path, is_key, path_name
 
 State = TypeVar("State")
 
@@ -244,3 +250,95 @@ def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         return json.loads(json.dumps(dict(metadata or {})))
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"metadata must be JSON-serializable: {error}") from None
+
+
+def check_values(state: PyTree) -> None:
+    """Raises an error that names the leaf unless all leaves of a state have values that can be saved.
+
+    Raises:
+      TypeError: a leaf is a shape without values, an array that is being traced, or an array of another library.
+      ValueError: a leaf was deleted, or there are no leaves.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    if not leaves:
+        raise ValueError("the state has no leaves: there is nothing to save")
+    for path, x in leaves:
+        name = path_name(path)
+        if isinstance(x, Tracer):
+            raise TypeError(f"state {name!r} is traced: save outside of transforms such as jax.jit")
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise TypeError(f"state {name!r} must be an array or a number, got {as_ascii(x)}")
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise ValueError(f"state {name!r} was deleted, usually by donation: save the state that the step returned")
+
+
+def checked_step(step: SupportsIndex) -> int:
+    """Returns a step's number; raises TypeError or ValueError if it is none."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step={as_ascii(step)} must be a whole number") from None
+    if not 0 <= number < 2**63:
+        raise ValueError(f"step={as_ascii(step)} must be at least 0 and below 2**63")
+    return number
+
+
+def write_step(
+    directory: Path,
+    step: int,
+    leaves: list[Leaf],
+    arrays: list[np.ndarray],
+    metadata: dict[str, Any],
+    max_to_keep: int,
+) -> None:
+    """Writes a step atomically, then removes outdated steps.
+
+    Args:
+      directory: the folder.
+      step: its number; a file of that step is replaced.
+      leaves: the leaves.
+      arrays: their arrays.
+      metadata: JSON data.
+      max_to_keep: number of newest steps to keep.
+
+    Raises:
+      OSError: the file cannot be written; an older one is still there.
+
+    Warns:
+      UserWarning: an outdated step cannot be removed.
+    """
+    described = [leaf._asdict() for leaf in leaves]
+    manifest = {"format": FORMAT, "step": step, "jax": jax.__version__, "metadata": metadata, "leaves": described}
+    named = {leaf.path: in_file(array) for leaf, array in zip(leaves, arrays, strict=True)}
+    write_safetensors(directory / f"step_{step:08d}{SUFFIX}", named, {MANIFEST: json.dumps(manifest)}, sealed=True)
+    saved = saved_steps(directory)
+    # Later steps, left behind by a run that went back, may be damaged: they do not count.
+    until_now = [number for number in saved if number <= step]
+    outdated = [path for number in until_now[:-max_to_keep] for path in saved[number]]
+    for path in [*outdated, *saved.get(step, [])[1:]]:  # the second, if version 0.1 saved the step, too
+        try:
+            _remove(path)
+        except OSError as error:  # the step itself is saved
+            warnings.warn(f"step {step} is saved, but {path.name} cannot be removed: {error}", stacklevel=2)
+
+
+def _remove(path: Path) -> None:
+    """Removes a saved step, in a way that never leaves half of one of version 0.1 under its name."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    doomed = path.with_name(f"{path.name}.{os.getpid()}.deleted")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clear_leftovers(directory: Path) -> None:
+    """Removes what dead writers left; what cannot be removed, such as another user's, stays.
+
+    Args:
+      directory: the folder. The caller has its lock, so every other writer is dead.
+    """
+    for path in directory.iterdir():
+        if LEFTOVER.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink() if path.is_file() else shutil.rmtree(path)

@@ -1,22 +1,16 @@
 """Axes of meshes and shardings, arrays placed on a mesh, and a check that devices agree on integers."""
 
-import contextlib
 import dataclasses
-import operator
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import (
     AbstractMesh,
     AxisType,
     Mesh,
     NamedSharding,
-    Sharding,
     get_abstract_mesh,
-    use_abstract_mesh,
 )
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
@@ -75,74 +69,11 @@ def dimension_over(axis: str, sharding: NamedSharding) -> int:
     return -1
 
 
-def on_same_devices(sharding: Sharding, wanted: NamedSharding) -> bool:
-    """Returns whether a sharding is over the same devices as another, whatever its spec; explicit axes do not count."""
-    return (
-        isinstance(sharding, NamedSharding)
-        and sharding.device_set == wanted.device_set
-        and AxisType.Explicit not in sharding.mesh.axis_types
-    )
-
-
-def placed(
-    tree: PyTree,
-    shardings: PyTree,
-    suffices: Callable[[Sharding, NamedSharding], bool] = operator.eq,
-) -> Any:
-    """Returns a tree with its arrays moved to a mesh, so that one compiled program also takes arrays from elsewhere.
-
-    On a mesh over several processes nothing is moved, because jit takes an array of one process as equal in all of
-    them.
-
-    Args:
-      tree: jax arrays that are not traced, or NumPy arrays; other leaves stay.
-      shardings: a `NamedSharding` for all leaves, or a tree or prefix tree of them.
-      suffices: `suffices(sharding, wanted)` returns whether a jax array may stay where it is.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    where = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
-    if any(sharding.mesh.is_multi_process for sharding in where[:1]):
-        return tree
-
-    def is_there(x: object, wanted: NamedSharding) -> bool:
-        if isinstance(x, jax.Array):
-            return suffices(x.sharding, wanted)
-        return not isinstance(x, np.ndarray)
-
-    away = [i for i, x in enumerate(leaves) if not is_there(x, where[i])]
-    moved = jax.device_put([leaves[i] for i in away], [where[i] for i in away])
-    for i, x in zip(away, moved, strict=True):
-        leaves[i] = x
-    return jax.tree.unflatten(structure, leaves)
-
-
 def without_axis(axis: str, entry: str | tuple[str, ...] | None) -> Any:
     """Returns an entry of a `PartitionSpec`, or of names like it, without one mesh axis."""
     if isinstance(entry, tuple):
         return tuple(name for name in entry if name != axis) or None
     return None if entry == axis else entry
-
-
-@contextlib.contextmanager
-def over(mesh: Mesh) -> Iterator[None]:
-    """A context in which jax shards over this mesh with automatic axes, whatever mesh `jax.set_mesh` has set.
-
-    It has no effect if no mesh is set, nor within a `shard_map`.
-
-    Raises:
-      ValueError: `jax.set_mesh` has set a mesh with another number of devices, which jax cannot replace.
-    """
-    context, wanted = get_abstract_mesh(), automatic(mesh).abstract_mesh
-    if context.empty or context.manual_axes or context == wanted:
-        yield
-        return
-    if context.size != wanted.size:
-        raise ValueError(
-            f"jax.set_mesh has set a mesh of {context.size} devices, but the step's mesh has {wanted.size}; set "
-            "the same mesh or none"
-        )
-    with use_abstract_mesh(wanted):
-        yield
 
 
 def on_automatic_axes(tree: PyTree, mesh: Mesh) -> Any:

@@ -5,15 +5,19 @@ Gradients stay local until they are averaged in the policy's `reduce_dtype`. Los
 aux are averaged too. All devices take or skip the step together, and each draws from its own random key.
 """
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core.meta import Partitioned
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, get_abstract_mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from jmp_train.parallel.mesh_axes import (
@@ -23,13 +27,11 @@ from jmp_train.parallel.mesh_axes import (
     check_same_state,
     has_integers,
     on_automatic_axes,
-    on_same_devices,
-    over,
-    placed,
+    without_axis,
 )
 from jmp_train.parallel.sharded_gradients import dimensions_of_gradients, gradients_over_devices, with_whole_params
-from jmp_train.parallel.shardings import full_shardings, with_inert_boxes
-from jmp_train.policies import PyTree
+from jmp_train.parallel.shardings import full_shardings, is_box
+from jmp_train.policies import Params, PyTree
 from jmp_train.policies.pytrees import has_tracers, is_integer
 from jmp_train.steps import (
     StepFunction,
@@ -310,3 +312,93 @@ def _checked_donation(numbers: Any) -> tuple[int, ...]:
     if isinstance(several, Sequence) and all(is_integer(number) and -2 <= number < 2 for number in several):
         return tuple(several)
     raise ValueError(f"donate_argnums={numbers!r} must be 0 for the state, 1 for the batch, or a sequence of these")
+
+
+def on_same_devices(sharding: Sharding, wanted: NamedSharding) -> bool:
+    """Returns whether a sharding is over the same devices as another, whatever its spec; explicit axes do not count."""
+    return (
+        isinstance(sharding, NamedSharding)
+        and sharding.device_set == wanted.device_set
+        and AxisType.Explicit not in sharding.mesh.axis_types
+    )
+
+
+def placed(
+    tree: PyTree,
+    shardings: PyTree,
+    suffices: Callable[[Sharding, NamedSharding], bool] = operator.eq,
+) -> Any:
+    """Returns a tree with its arrays moved to a mesh, so that one compiled program also takes arrays from elsewhere.
+
+    On a mesh over several processes nothing is moved, because jit takes an array of one process as equal in all of
+    them.
+
+    Args:
+      tree: jax arrays that are not traced, or NumPy arrays; other leaves stay.
+      shardings: a `NamedSharding` for all leaves, or a tree or prefix tree of them.
+      suffices: `suffices(sharding, wanted)` returns whether a jax array may stay where it is.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    where = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
+    if any(sharding.mesh.is_multi_process for sharding in where[:1]):
+        return tree
+
+    def is_there(x: object, wanted: NamedSharding) -> bool:
+        if isinstance(x, jax.Array):
+            return suffices(x.sharding, wanted)
+        return not isinstance(x, np.ndarray)
+
+    away = [i for i, x in enumerate(leaves) if not is_there(x, where[i])]
+    moved = jax.device_put([leaves[i] for i in away], [where[i] for i in away])
+    for i, x in zip(away, moved, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+@contextlib.contextmanager
+def over(mesh: Mesh) -> Iterator[None]:
+    """A context in which jax shards over this mesh with automatic axes, whatever mesh `jax.set_mesh` has set.
+
+    It has no effect if no mesh is set, nor within a `shard_map`.
+
+    Raises:
+      ValueError: `jax.set_mesh` has set a mesh with another number of devices, which jax cannot replace.
+    """
+    context, wanted = get_abstract_mesh(), automatic(mesh).abstract_mesh
+    if context.empty or context.manual_axes or context == wanted:
+        yield
+        return
+    if context.size != wanted.size:
+        raise ValueError(
+            f"jax.set_mesh has set a mesh of {context.size} devices, but the step's mesh has {wanted.size}; set "
+            "the same mesh or none"
+        )
+    with use_abstract_mesh(wanted):
+        yield
+
+
+def with_inert_boxes(step: TrainStep, params: Params, axis: str) -> TrainStep:
+    """Returns a step whose boxed parameters can be unboxed within a `shard_map` over an axis.
+
+    Inside a `shard_map`, flax constrains the arrays that it unboxes by names that may be invalid there: unknown to this
+    mesh, the manual axis, or, in DenseGeneral's initializers, those of other dimensions. Under plain jit without a mesh
+    the names have no effect, and this step restores that. If the caller has set a mesh, only the manual axis is removed
+    from the names.
+    """
+    if not any(is_box(x) for x in jax.tree.leaves(params, is_leaf=is_box)):
+        return step
+    outside = get_abstract_mesh()
+
+    def with_whole(x: object) -> Any:
+        if not isinstance(x, Partitioned):
+            return x
+        return dataclasses.replace(x, names=tuple(without_axis(axis, name) for name in x.names))
+
+    @functools.wraps(step.loss_fn)  # keeps the attributes of an AMP mode
+    def loss_fn(params: Params, *rest: PyTree) -> Any:
+        if not outside.empty:
+            return step.loss_fn(jax.tree.map(with_whole, params, is_leaf=is_box), *rest)
+        with use_abstract_mesh(outside):
+            return step.loss_fn(params, *rest)
+
+    return dataclasses.replace(step, loss_fn=loss_fn)

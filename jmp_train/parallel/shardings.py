@@ -7,7 +7,6 @@ The `PartitionSpec`s of parameters come from rules on paths or from flax's metad
 """
 
 import dataclasses
-import functools
 import math
 import re
 import sys
@@ -15,17 +14,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
-from flax.core.meta import AxisMetadata, Partitioned
+from flax.core.meta import AxisMetadata
 from flax.linen.spmd import logical_to_mesh_axes
 from flax.typing import LogicalRules
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
-from jmp_train.parallel.mesh_axes import automatic, axis_size, dimension_over, without_axis
+from jmp_train.parallel.mesh_axes import automatic, axis_size, dimension_over
 from jmp_train.policies import Params, PyTree
 from jmp_train.policies.pytrees import check_count, check_regexes, check_rules, named_leaves, path_name
 from jmp_train.policies.quantizing import BlockQuantized
-from jmp_train.steps import TrainState, TrainStep
+from jmp_train.steps import TrainState
 
 P = PartitionSpec
 MIN_SIZE = 2**12  # elements; fewer are not worth a message
@@ -415,30 +414,3 @@ def specs_of_metadata(params: Params) -> Any:
 def _of_logical(names: Sequence[str | None] | None, rules: LogicalRules | None) -> PartitionSpec:
     spec = logical_to_mesh_axes(names, rules)
     return PartitionSpec() if spec is None else spec
-
-
-def with_inert_boxes(step: TrainStep, params: Params, axis: str) -> TrainStep:
-    """Returns a step whose boxed parameters can be unboxed within a `shard_map` over an axis.
-
-    Inside a `shard_map`, flax constrains the arrays that it unboxes by names that may be invalid there: unknown to this
-    mesh, the manual axis, or, in DenseGeneral's initializers, those of other dimensions. Under plain jit without a mesh
-    the names have no effect, and this step restores that. If the caller has set a mesh, only the manual axis is removed
-    from the names.
-    """
-    if not any(is_box(x) for x in jax.tree.leaves(params, is_leaf=is_box)):
-        return step
-    outside = get_abstract_mesh()
-
-    def with_whole(x: object) -> Any:
-        if not isinstance(x, Partitioned):
-            return x
-        return dataclasses.replace(x, names=tuple(without_axis(axis, name) for name in x.names))
-
-    @functools.wraps(step.loss_fn)  # keeps the attributes of an AMP mode
-    def loss_fn(params: Params, *rest: PyTree) -> Any:
-        if not outside.empty:
-            return step.loss_fn(jax.tree.map(with_whole, params, is_leaf=is_box), *rest)
-        with use_abstract_mesh(outside):
-            return step.loss_fn(params, *rest)
-
-    return dataclasses.replace(step, loss_fn=loss_fn)

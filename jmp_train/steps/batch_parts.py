@@ -35,18 +35,6 @@ def check_divides(batch: Batch, count: int, what: str) -> None:
             )
 
 
-def check_has_examples(batch: Batch) -> None:
-    """Raises ValueError for a batch without examples, because its loss would be NaN and its gradients finite zeros.
-
-    Args:
-      batch: arrays [examples, ...] and scalars. One of several arrays may be empty, such as the edges of a graph.
-    """
-    shapes = [(path, jnp.shape(x)) for path, x in named_leaves(batch) if jnp.ndim(x) > 0]
-    if shapes and all(shape[0] == 0 for _, shape in shapes):
-        path, shape = shapes[0]
-        raise ValueError(f"the batch has no examples: {path or '(root)'!r} has shape {shape}")
-
-
 def warn_of_split(batch: Batch, count: int) -> None:
     """Warns if a batch looks as if it was already split over the devices: each would take its part as one example.
 

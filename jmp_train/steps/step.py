@@ -1,7 +1,9 @@
 """The train step: policy -> loss -> gradients -> devices -> optimizer -> state, as one pure function."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp_train.policies import Params, PathPolicy, PolicySchedule
+from jmp_train.policies.autocasting import missing_key_explained
 from jmp_train.policies.dtype_policies import Policy, named_policy
 from jmp_train.policies.loss_scaling import check_takes_state, refuse_second_cast, unscale_and_check
 from jmp_train.policies.optimizers import (
@@ -43,7 +46,7 @@ from jmp_train.steps.gradient_functions import (
     of_own_device,
 )
 from jmp_train.steps.metrics import checked_watches, step_metrics
-from jmp_train.steps.step_losses import explained, loss_gradients
+from jmp_train.steps.step_losses import NO_KEY, loss_gradients
 from jmp_train.steps.train_state import TrainState, Update
 from jmp_train.types import Batch, Metrics
 
@@ -327,3 +330,44 @@ def evaluation(gradients: GradientFunction, state: TrainState, batch: Batch, rng
         return result.loss, jax.tree.map(lambda g, x: g.astype(x.dtype), unscaled, float32_params)
 
     return evaluate
+
+
+def explained(gradients: GradientFunction, axis_names: Sequence[str]) -> GradientFunction:
+    """Returns a gradient function whose errors about axes and random keys name those of the step.
+
+    Args:
+      gradients: gradient function that calls the loss function.
+      axis_names: mesh axes of the step.
+    """
+
+    def run(*call: Any) -> StepGradients:
+        *_, rng = call
+        with names_of_axes(axis_names), missing_key_explained(lambda: NO_KEY if rng is None else None):
+            return gradients(*call)
+
+    return run
+
+
+@contextlib.contextmanager
+def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
+    """Names the mesh axes of the step if a loss function reduces over another one.
+
+    Args:
+      axis_names: mesh axes of the step.
+
+    Raises:
+      NameError: in place of jax's error.
+    """
+    try:
+        yield
+    except NameError as error:
+        found = re.search(r"unbound axis name: ([^\s.]+)", str(error))
+        if found is None:
+            raise
+        name = found[1]
+        there = ", ".join(map(repr, axis_names)) or "none, as on one device"
+        raise NameError(
+            f"loss_fn reduces over the axis {name!r} (a layer's axis_name?), but the step's axes are {there}. "
+            f'Use pmap_step(step, axis="{name}"), or data_parallel(step, mesh, axis="{name}") or '
+            f'sharded_step with a Mesh(devices, ("{name}",)); or pass the step\'s axis to the layer'
+        ) from error

@@ -1,9 +1,7 @@
 """Loss functions of train steps: `stateless` adapts plain ones, `loss_gradients` computes scaled gradients."""
 
-import contextlib
 import functools
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,8 +20,8 @@ from jmp_train.policies.loss_scaling import (
     refuse_pair,
     unpack_loss,
 )
-from jmp_train.policies.pytrees import cast_like, check_flag, is_float_array, path_name
-from jmp_train.steps.batch_parts import check_has_examples, unstacked
+from jmp_train.policies.pytrees import cast_like, check_flag, is_float_array, named_leaves, path_name
+from jmp_train.steps.batch_parts import unstacked
 from jmp_train.steps.gradient_functions import GradientFunction, LossFn, StepGradients
 from jmp_train.steps.gradients import Weighted, float32_scalar, own_aux, unwatched_value_and_grad
 from jmp_train.types import Batch, ModelState
@@ -173,42 +171,13 @@ NO_KEY = (
 )
 
 
-def explained(gradients: GradientFunction, axis_names: Sequence[str]) -> GradientFunction:
-    """Returns a gradient function whose errors about axes and random keys name those of the step.
+def check_has_examples(batch: Batch) -> None:
+    """Raises ValueError for a batch without examples, because its loss would be NaN and its gradients finite zeros.
 
     Args:
-      gradients: gradient function that calls the loss function.
-      axis_names: mesh axes of the step.
+      batch: arrays [examples, ...] and scalars. One of several arrays may be empty, such as the edges of a graph.
     """
-
-    def run(*call: Any) -> StepGradients:
-        *_, rng = call
-        with names_of_axes(axis_names), missing_key_explained(lambda: NO_KEY if rng is None else None):
-            return gradients(*call)
-
-    return run
-
-
-@contextlib.contextmanager
-def names_of_axes(axis_names: Sequence[str]) -> Iterator[None]:
-    """Names the mesh axes of the step if a loss function reduces over another one.
-
-    Args:
-      axis_names: mesh axes of the step.
-
-    Raises:
-      NameError: in place of jax's error.
-    """
-    try:
-        yield
-    except NameError as error:
-        found = re.search(r"unbound axis name: ([^\s.]+)", str(error))
-        if found is None:
-            raise
-        name = found[1]
-        there = ", ".join(map(repr, axis_names)) or "none, as on one device"
-        raise NameError(
-            f"loss_fn reduces over the axis {name!r} (a layer's axis_name?), but the step's axes are {there}. "
-            f'Use pmap_step(step, axis="{name}"), or data_parallel(step, mesh, axis="{name}") or '
-            f'sharded_step with a Mesh(devices, ("{name}",)); or pass the step\'s axis to the layer'
-        ) from error
+    shapes = [(path, jnp.shape(x)) for path, x in named_leaves(batch) if jnp.ndim(x) > 0]
+    if shapes and all(shape[0] == 0 for _, shape in shapes):
+        path, shape = shapes[0]
+        raise ValueError(f"the batch has no examples: {path or '(root)'!r} has shape {shape}")

@@ -29,7 +29,6 @@ from jmp_train.policies.dtype_policies.policy_trace import (
     arguments_of,
     compute_dtypes,
     computes_in_float16,
-    computes_in_half,
     operations_under,
     origins_of,
     traced_operations,
@@ -205,3 +204,10 @@ def _text(policy: Policy | PathPolicy) -> str:
     if isinstance(policy, PathPolicy):
         return f"by path, {policy.default} by default"
     return str(policy)
+
+
+def computes_in_half(policy: Policy | PathPolicy | None) -> bool:
+    """Returns whether a policy passes parameters or inputs in half precision, unlike autocast."""
+    if policy is None or isinstance(policy.default, AutocastPolicy):
+        return False
+    return any(dtype.itemsize == 2 for dtype in compute_dtypes(policy))

@@ -227,13 +227,6 @@ def compute_dtypes(policy: Policy | PathPolicy) -> list[np.dtype]:
     return [np.dtype(p.compute_dtype) for p in (policy.default, *rules)]
 
 
-def computes_in_half(policy: Policy | PathPolicy | None) -> bool:
-    """Returns whether a policy passes parameters or inputs in half precision, unlike autocast."""
-    if policy is None or isinstance(policy.default, AutocastPolicy):
-        return False
-    return any(dtype.itemsize == 2 for dtype in compute_dtypes(policy))
-
-
 def computes_in_float16(policy: Policy | PathPolicy) -> bool:
     """Returns whether a policy computes anything in float16, by autocast or by casts."""
     if isinstance(policy.default, AutocastPolicy) and policy.default.autocast_dtype == np.float16:

@@ -17,8 +17,6 @@ from jmp_train.policies.loss_scaling.loss_scale import NoOpLossScale as NoOpLoss
 from jmp_train.policies.loss_scaling.loss_scale import PerLossScale as PerLossScale
 from jmp_train.policies.loss_scaling.loss_scale import StaticLossScale as StaticLossScale
 from jmp_train.policies.loss_scaling.loss_scale import check_loss_scales as check_loss_scales
-from jmp_train.policies.loss_scaling.loss_scale import check_range as check_range
-from jmp_train.policies.loss_scaling.loss_scale import check_scale as check_scale
 from jmp_train.policies.loss_scaling.loss_scale import is_loss_scale as is_loss_scale
 from jmp_train.policies.loss_scaling.loss_scale import scales_in as scales_in
 from jmp_train.policies.loss_scaling.loss_scale import unscale_and_check as unscale_and_check

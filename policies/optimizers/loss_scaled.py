@@ -15,7 +15,7 @@ import optax
 
 from jmp_train.policies.loss_scaling import LossScales, check_loss_scales, unscale_and_check
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
-from jmp_train.policies.optimizers.skip_rules import SkipRule, judged, with_rule_state, wrapped_state
+from jmp_train.policies.optimizers.skip_rules import SkipRule, SkipRuleState, judged
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,
@@ -26,7 +26,7 @@ from jmp_train.policies.optimizers.stored_parameters import (
     noting_scaled,
 )
 from jmp_train.policies.pytrees import find_nodes, refuse_overwritten, select_tree, upcast_to_float32
-from jmp_train.policies.types import Grads, Params
+from jmp_train.policies.types import Grads, Params, PyTree
 
 
 def with_loss_scale(
@@ -204,3 +204,21 @@ def count_zero_gradients(
         return new_updates, ZeroGradientsState(zeros, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def with_rule_state(rule: SkipRule[Any] | None, inner_state: PyTree) -> Any:
+    """Returns the wrapped optimizer's first state, with the rule's around it if there is one."""
+    if rule is None:
+        return inner_state
+    return SkipRuleState(inner_state, jax.tree_util.tree_map(jnp.array, rule.init()), jnp.array(False))
+
+
+def wrapped_state(rule: SkipRule[Any] | None, inner_state: Any) -> Any:
+    """Returns the wrapped optimizer's state; raises ValueError if it has a rule's state but no rule, or vice versa."""
+    if isinstance(inner_state, SkipRuleState) != (rule is not None):
+        has, wants = ("no", "has one") if rule is not None else ("a", "has none")
+        raise ValueError(
+            f"skip must be the same as at init: state has {has} skip rule's state, but with_loss_scale {wants}; to "
+            "change it, call adopt_opt_state(optimizer.init(params), state)"
+        )
+    return inner_state.inner_state if rule is not None else inner_state

@@ -64,24 +64,6 @@ class SkipRuleState(NamedTuple):
     last_skipped: jax.Array
 
 
-def with_rule_state(rule: SkipRule[Any] | None, inner_state: PyTree) -> Any:
-    """Returns the wrapped optimizer's first state, with the rule's around it if there is one."""
-    if rule is None:
-        return inner_state
-    return SkipRuleState(inner_state, jax.tree_util.tree_map(jnp.array, rule.init()), jnp.array(False))
-
-
-def wrapped_state(rule: SkipRule[Any] | None, inner_state: Any) -> Any:
-    """Returns the wrapped optimizer's state; raises ValueError if it has a rule's state but no rule, or vice versa."""
-    if isinstance(inner_state, SkipRuleState) != (rule is not None):
-        has, wants = ("no", "has one") if rule is not None else ("a", "has none")
-        raise ValueError(
-            f"skip must be the same as at init: state has {has} skip rule's state, but with_loss_scale {wants}; to "
-            "change it, call adopt_opt_state(optimizer.init(params), state)"
-        )
-    return inner_state.inner_state if rule is not None else inner_state
-
-
 def judged(
     rule: SkipRule[Any], grads: Grads, finite: jax.Array, state: SkipRuleState, axis_names: Sequence[str]
 ) -> SkipRuleState:

@@ -8,8 +8,6 @@ from jmp_train.policies.programs.loops import IN_PYTHON as IN_PYTHON
 from jmp_train.policies.programs.loops import INLINED as INLINED
 from jmp_train.policies.programs.loops import Scan as Scan
 from jmp_train.policies.programs.loops import While as While
-from jmp_train.policies.programs.loops import references_kept as references_kept
-from jmp_train.policies.programs.loops import select as select
 from jmp_train.policies.programs.reading import RUN_ONCE as RUN_ONCE
 from jmp_train.policies.programs.reading import Enter as Enter
 from jmp_train.policies.programs.reading import Place as Place

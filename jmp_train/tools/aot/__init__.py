@@ -20,7 +20,6 @@ from jmp_train.tools.aot.exported import shapes_of as shapes_of
 from jmp_train.tools.aot.gpus import GPU as GPU
 from jmp_train.tools.aot.gpus import GPUS as GPUS
 from jmp_train.tools.aot.gpus import read_gpus as read_gpus
-from jmp_train.tools.aot.hlo import HloModule as HloModule
 from jmp_train.tools.aot.hlo import read_hlo as read_hlo
 from jmp_train.tools.aot.networks import Device as Device
 from jmp_train.tools.aot.networks import Network as Network
