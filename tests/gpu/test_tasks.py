@@ -1,6 +1,13 @@
-"""The first steps of the tasks on this device, beside those in float32 on a CPU."""
+"""The first steps of the tasks on this device, beside those in float32 on a CPU.
+
+The launcher: a process for each of two devices, or for the only one, which train as one.
+"""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +19,7 @@ from jmp_train.app.runs import setup_of
 from jmp_train.task import Task
 
 pytestmark = pytest.mark.gpu
+
 STEPS = 3
 TASKS: dict[str, dict[str, Any]] = {
     "digits": {},
@@ -60,3 +68,32 @@ def test_first_steps_are_the_cpus(name: str, policy: str) -> None:
     assert wanted_losses[-1] < wanted_losses[0]
     np.testing.assert_allclose(losses, wanted_losses, rtol=of_losses)
     np.testing.assert_allclose(norms, wanted_norms, rtol=of_norms)
+
+
+PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "process_programs.py"
+
+
+@pytest.mark.timeout(200)
+def test_processes_train_as_one(is_gpu: bool, tmp_path: Path) -> None:
+    count = min(2, jax.local_device_count()) if is_gpu else 2
+    losses = []
+    for processes in (1, count):
+        logs = tmp_path / str(processes)
+        command = [sys.executable, "-m", "jmp_train", "launch", "-n", str(processes), "--logdir", str(logs), "--"]
+        done = subprocess.run(
+            [*command, str(PROGRAM), "first_losses", str(logs)],
+            env={**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": "float32"},
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = [np.load(logs / f"losses_{rank}.npy") for rank in range(processes)]
+        for other in found:
+            np.testing.assert_array_equal(other, found[0])
+        kind = f"{processes} devices in {processes} processes, {jax.devices()[0].device_kind}"
+        assert done.stdout.count(kind) == processes, done.stdout
+        losses.append(found[0])
+    assert losses[0][-1] < losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # sums in another order

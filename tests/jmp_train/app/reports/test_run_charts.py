@@ -1,4 +1,7 @@
-"""The charts of a comparison: their curves, bars and legends."""
+"""The charts of a comparison: their curves, bars and legends.
+
+Notes about runs.
+"""
 
 import dataclasses
 import math
@@ -6,7 +9,9 @@ import math
 import pytest
 from made_runs import COSTS, make_run
 
+from jmp_train.app.reports import explanations
 from jmp_train.app.reports.run_charts import loss_scales, losses, panels
+from jmp_train.app.reports.tables import watch_table
 from jmp_train.tools.documents import Box, Chart, Dot, Label, Polyline, svg
 
 pytestmark = pytest.mark.quick
@@ -88,3 +93,20 @@ def test_a_run_whose_losses_are_all_lost_can_be_drawn() -> None:
     assert all(math.isnan(step.loss) for step in run.steps)
     charts = panels([dataclasses.replace(run, memory_of="device")])
     assert all("NaN" not in svg(chart) and "nan" not in svg(chart) for chart in charts)
+
+
+def test_the_worst_group_of_what_was_watched_is_named() -> None:
+    shares = {"lost_updates": {"Conv_0": 0.25, "Dense_0": 0.5}, "underflow": {"Conv_0": 0.0, "Dense_0": 0.0}}
+    runs = [make_run("float32"), dataclasses.replace(make_run("float16"), watch=shares)]
+    assert watch_table(runs).plain_rows == [["float16", "50.0% (Dense_0)", "0"]]
+
+
+def test_outputs_that_are_not_finite_are_noted() -> None:
+    bad = dataclasses.replace(make_run("naive"), metrics={"test_accuracy": 0.5, "nonfinite_outputs": 3})
+    text = "naive: for 3 of the test data the model's output is not finite, which counts as wrong"
+    assert explanations([make_run(), bad]) == [text]
+
+
+def test_a_file_of_rules_is_noted() -> None:
+    ruled = dataclasses.replace(make_run("torch"), rules="folder/rules.toml")
+    assert explanations([make_run(), ruled]) == ["torch: autocast by the rules of folder/rules.toml"]

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import resource
 import shutil
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from machine_limits import mounted_tmpfs
 from made_runs import make_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jmp_train.app.runs.events import Compiled, Event, Phase, Progress, Watched
+from jmp_train.app.runs.events import Compiled, Event, Phase, Progress, StepRecord, Watched, event_to_json
 from jmp_train.app.runs.run_log import RunLog
 
 pytestmark = pytest.mark.quick
@@ -157,3 +158,25 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_the_run(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match=r"Not a directory: .*file/log"):
         RunLog(tmp_path / "file" / "log")
+
+
+def test_numbers_that_are_not_finite_become_null_and_what_a_run_lacks_is_left_out() -> None:
+    step = StepRecord(1, math.inf, math.nan, 8.0, False)
+    fields = event_to_json(Progress(10, 1, (step,)))
+    assert fields == {
+        "event": "progress", "total": 10, "skipped_steps": 1,
+        "recent": [{"step": 1, "loss": None, "grad_norm": None, "loss_scale": 8.0, "finite": False}],
+    }  # fmt: skip
+    assert {"watch", "rules", "phases"}.isdisjoint(event_to_json(make_run()))
+    assert event_to_json(dataclasses.replace(make_run(), rules="rules.toml"))["rules"] == "rules.toml"
+    json.dumps(event_to_json(make_run(skips=(3,))), allow_nan=False)
+
+
+def test_a_run_sums_itself_up() -> None:
+    run = make_run(scale=8.0, skips=(3, 60))
+    assert run.epoch_seconds == 3.0  # of 2 and 4
+    assert run.memory_mb == 300.0
+    assert [step.step for step in run.skipped] == [3, 60]
+    assert dataclasses.replace(run, epochs=run.epochs[:1]).epoch_seconds == 2.0
+    assert run.iterations_per_second == 50 / 3.0
+    assert run.samples_per_second == 64 * 50 / 3.0

@@ -1,3 +1,5 @@
+"""Trip counts of loops that the compiler has not written down."""
+
 import zlib
 from pathlib import Path
 
@@ -5,7 +7,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jmp_train.tools.aot.hlo import Instruction, StackFrame, read_hlo
+from jmp_train.tools.aot.hlo import (
+    ArrayType,
+    Instruction,
+    StackFrame,
+    array_types,
+    read_hlo,
+    split_outside,
+    tuple_types,
+)
+from jmp_train.tools.aot.kernels import trip_count
 
 pytestmark = pytest.mark.quick
 
@@ -155,3 +166,107 @@ def test_a_text_without_a_program_is_refused(text: str) -> None:
 def test_a_line_that_is_no_instruction_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match=r"^hlo has a line that is not an instruction: '  "):
         read_hlo("ENTRY %main (x: f32[8]) -> f32[8] {\n  " + line + "\n}\n")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n_bytes"),
+    [("pred", 6), ("s4", 3), ("f8e4m3fn", 6), ("bf16", 12), ("f32", 24), ("c128", 96)],
+)
+def test_bytes_come_from_the_name_of_the_dtype(dtype: str, n_bytes: int) -> None:
+    (array,) = array_types(f"{dtype}[2,3]{{1,0:T(8,128)(2,1)S(1)}}")
+    assert array == ArrayType(dtype, (2, 3))
+    assert (array.size, array.n_bytes) == (6, n_bytes)
+
+
+@pytest.mark.parametrize(
+    ("type_", "stored"),
+    [
+        ("f32[1000,500]{1,0:T(8,128)}", 4 * 1000 * 512),  # sizes that libtpu has assigned
+        ("f32[500,3]{0,1:T(4,128)S(1)}", 4 * 512 * 4),
+        ("bf16[128,3]{0,1:T(4,128)(2,1)}", 2 * 128 * 4),
+        ("f32[]{:T(128)}", 512),
+        ("f32[10]{0:T(128)}", 512),
+        ("bf16[10,1000,3]{2,1,0:T(8,128)(2,1)}", 2 * 10 * 1000 * 128),
+        ("f32[1000,500]{1,0}", 4 * 1000 * 500),  # GPUs have no tiles
+    ],
+)
+def test_tpus_store_whole_tiles(type_: str, stored: int) -> None:
+    (array,) = array_types(type_)
+    assert array.stored_bytes == stored
+
+
+def test_memories_of_a_tpu_core_are_not_the_main_one() -> None:
+    types = ("f32[8]{0:T(128)}", "f32[8]{0:T(128)S(1)}", "s32[]{:T(128)S(6)}", "f32[8]{0}", "f32[8]{0:S(1)}")
+    found = [array_types(type_)[0].is_in_main_memory for type_ in types]
+    assert found == [True, False, False, True, True], "on GPUs, S(1) is memory of collectives"
+
+
+def test_dynamic_lengths_count_as_their_bounds_and_tokens_are_no_arrays() -> None:
+    type_ = "((s32[], token[]), /*index=1*/f32[<=8,4]{1,0}, u8[0]{0})"
+    assert array_types(type_) == (ArrayType("s32", ()), ArrayType("f32", (8, 4)), ArrayType("u8", (0,)))
+    assert tuple_types(type_) == ("(s32[], token[])", "f32[<=8,4]{1,0}", "u8[0]{0}")
+    assert tuple_types("f32[8,4]{1,0}") == ("f32[8,4]{1,0}",)
+    assert tuple_types("()") == ()
+
+
+def test_a_text_is_split_outside_of_brackets_and_strings() -> None:
+    text = r'a={x, "}, "}, b="\", {", c=(1, 2), d={{0, 1}, {2, 3}}, e'
+    assert list(split_outside(text)) == [r'a={x, "}, "}', r'b="\", {"', "c=(1, 2)", "d={{0, 1}, {2, 3}}", "e"]
+
+
+LOOP = """HloModule jit_f
+%cond (t: (s32[], s32[])) -> pred[] {
+  %t = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %end = s32[] constant(10)
+  ROOT %less = pred[] compare(%i, %end), direction=LT
+}
+%body (u: (s32[], s32[])) -> (s32[], s32[]) {
+  %u = (s32[], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%u), index=0
+  %k = s32[] get-tuple-element(%u), index=1
+  %moved = s32[]{:S(6)} copy(%j)
+  %step = s32[] constant(4)
+  %next = s32[] add(%moved, %step)
+  ROOT %out = (s32[], s32[]) tuple(%next, %k)
+}
+ENTRY %main (n: s32[]) -> (s32[], s32[]) {
+  %n = s32[] parameter(0)
+  %start = s32[] constant(1)
+  %first = (s32[], s32[]) tuple(%start, %n)
+  ROOT %loop = (s32[], s32[]) while(%first), condition=%cond, body=%body
+}
+"""
+
+
+def counted(text: str) -> int | None:
+    program = read_hlo(text)
+    return trip_count(program, program.instructions["loop"])
+
+
+def test_a_counter_from_a_constant_to_a_constant() -> None:
+    assert counted(LOOP) == len(range(1, 10, 4))
+    assert counted(LOOP.replace("constant(1)", "constant(11)")) == 0
+    assert counted(LOOP.replace("constant(1)", "constant(-3)")) == len(range(-3, 10, 4))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("direction=LT", "direction=NE"),
+        ("tuple(%start, %n)", "tuple(%n, %start)"),  # it starts at an argument
+        ("compare(%i, %end)", "compare(%end, %i)"),
+        ("add(%moved, %step)", "add(%k, %step)"),  # it is not the counter that grows
+        ("add(%moved, %step)", "add(%moved, %k)"),
+        ("add(%moved, %step)", "multiply(%moved, %step)"),
+        ("constant(4)", "constant(0)"),
+    ],
+)
+def test_other_loops_are_unknown(old: str, new: str) -> None:
+    assert old in LOOP
+    assert counted(LOOP.replace(old, new)) is None
+
+
+def test_the_number_that_the_compiler_has_written_is_taken() -> None:
+    known = LOOP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"6"}}')
+    assert counted(known) == 6
