@@ -72,15 +72,15 @@ from jmp_train.policies.optimizers.kahan import with_kahan as with_kahan
 from jmp_train.policies.optimizers.loss_scaled import count_zero_gradients as count_zero_gradients
 from jmp_train.policies.optimizers.loss_scaled import with_loss_scale as with_loss_scale
 from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState as LossScaledState
+from jmp_train.policies.optimizers.loss_scaled_state import SkipRule as SkipRule
 from jmp_train.policies.optimizers.loss_scaled_state import get_loss_scale as get_loss_scale
 from jmp_train.policies.optimizers.loss_scaled_state import select_step as select_step
 from jmp_train.policies.optimizers.loss_scaled_state import set_loss_scale as set_loss_scale
+from jmp_train.policies.optimizers.loss_scaled_state import spikes as spikes
 from jmp_train.policies.optimizers.master_weights import MasterWeightsState as MasterWeightsState
 from jmp_train.policies.optimizers.master_weights import get_master_weights as get_master_weights
 from jmp_train.policies.optimizers.master_weights import set_master_weights as set_master_weights
 from jmp_train.policies.optimizers.master_weights import with_master_weights as with_master_weights
-from jmp_train.policies.optimizers.skip_rules import SkipRule as SkipRule
-from jmp_train.policies.optimizers.skip_rules import spikes as spikes
 from jmp_train.policies.optimizers.stalls import StalledTrainingError as StalledTrainingError
 from jmp_train.policies.optimizers.stalls import check_progress as check_progress
 from jmp_train.policies.optimizers.stalls import skips_to_floor as skips_to_floor

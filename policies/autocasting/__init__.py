@@ -41,8 +41,8 @@ from jmp_train.policies.autocasting.program_warnings import unmet_entries as unm
 from jmp_train.policies.autocasting.program_warnings import unmet_lines as unmet_lines
 from jmp_train.policies.autocasting.program_warnings import warn_of_convolutions as warn_of_convolutions
 from jmp_train.policies.autocasting.program_warnings import warn_of_products as warn_of_products
-from jmp_train.policies.autocasting.reasons import Cause as Cause
 from jmp_train.policies.autocasting.region import DECIDED as DECIDED
+from jmp_train.policies.autocasting.region import Cause as Cause
 from jmp_train.policies.autocasting.region import is_batched as is_batched
 from jmp_train.policies.autocasting.rules import APEX_O1 as APEX_O1
 from jmp_train.policies.autocasting.rules import FEW_BITS_PRODUCTS as FEW_BITS_PRODUCTS

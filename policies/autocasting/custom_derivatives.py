@@ -14,8 +14,7 @@ from jax.extend.core import JaxprEqn
 from jmp_train.policies.autocasting.bound_operations import as_traced
 from jmp_train.policies.autocasting.literal_bounds import fits
 from jmp_train.policies.autocasting.primitives import PRODUCTS, multiplies
-from jmp_train.policies.autocasting.reasons import Cause
-from jmp_train.policies.autocasting.region import Decision
+from jmp_train.policies.autocasting.region import Cause, Decision
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, AutocastRules, kind_of
 from jmp_train.policies.autocasting.values import (
     Value,

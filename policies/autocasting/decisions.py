@@ -32,8 +32,7 @@ from jmp_train.policies.autocasting.primitives import (
     precisions_of,
 )
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
-from jmp_train.policies.autocasting.reasons import Cause, Reason
-from jmp_train.policies.autocasting.region import Region, contracts_one, in_8_bits, is_batched
+from jmp_train.policies.autocasting.region import Cause, Reason, Region, contracts_one, in_8_bits, is_batched
 from jmp_train.policies.autocasting.rules import FEW_BITS_PRODUCTS, Rule
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen, eligible, traced_dtype
 from jmp_train.policies.programs import join, opened, programs_in

@@ -22,8 +22,7 @@ from jmp_train.policies.autocasting.decisions import can_take
 from jmp_train.policies.autocasting.known_names import is_function_of_jax, nearest
 from jmp_train.policies.autocasting.operations import flops_of, held_jaxprs, is_float32
 from jmp_train.policies.autocasting.primitives import ENTERED, PRODUCTS, is_complex, precisions_of
-from jmp_train.policies.autocasting.reasons import Cause
-from jmp_train.policies.autocasting.region import DECIDED, Decision, Region
+from jmp_train.policies.autocasting.region import DECIDED, Cause, Decision, Region
 from jmp_train.policies.autocasting.rules import (
     APEX_O1,
     MOSTLY_HALF,

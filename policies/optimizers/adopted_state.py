@@ -8,9 +8,8 @@ import numpy as np
 
 from jmp_train.policies.optimizers.kahan import KahanState
 from jmp_train.policies.optimizers.loss_scaled import ZeroGradientsState
-from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState
+from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, SkipRuleState
 from jmp_train.policies.optimizers.master_weights import MasterWeightsState
-from jmp_train.policies.optimizers.skip_rules import SkipRuleState
 from jmp_train.policies.optimizers.state_dtypes import StateDtypesState
 from jmp_train.policies.optimizers.state_rules import is_quantized, state_leaves, with_blocks
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState

@@ -14,8 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from jmp_train.policies.loss_scaling import LossScales, check_loss_scales, unscale_and_check
-from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
-from jmp_train.policies.optimizers.skip_rules import SkipRule, SkipRuleState, judged
+from jmp_train.policies.optimizers.loss_scaled_state import (
+    LossScaledState,
+    SkipRule,
+    SkipRuleState,
+    judged,
+    scaled_states,
+)
 from jmp_train.policies.optimizers.stochastic_rounding import StochasticRoundingState
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,

@@ -18,8 +18,7 @@ import optax.contrib
 from jax.tree_util import KeyPath
 
 from jmp_train.policies.loss_scaling import PerLossScale
-from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, loss_scale_of, scaled_states
-from jmp_train.policies.optimizers.skip_rules import SkipRuleState
+from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, SkipRuleState, loss_scale_of, scaled_states
 from jmp_train.policies.optimizers.state_dtypes import StateDtypesState
 from jmp_train.policies.optimizers.stored_parameters import (
     Addition,

@@ -19,8 +19,7 @@ from jmp_train.policies.loss_scaling import (
     StaticLossScale,
     scales_in,
 )
-from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, scaled_states
-from jmp_train.policies.optimizers.skip_rules import SkipRuleState
+from jmp_train.policies.optimizers.loss_scaled_state import LossScaledState, SkipRuleState, scaled_states
 from jmp_train.policies.pytrees import check_count, find_nodes
 from jmp_train.policies.types import PyTree
 

@@ -1,4 +1,7 @@
-"""The job files of `examples/jobs`, each started as its launcher starts it, with two processes on this machine."""
+"""The job files of `examples/jobs`, each started as its launcher starts it, with two processes on this machine.
+
+The command of the page about users' jobs runs on its file, and prints what the page shows but for times.
+"""
 
 import os
 import re
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from process_helpers import run_python
 
 pytestmark = pytest.mark.quick
 
@@ -130,3 +134,32 @@ def test_the_kubernetes_job_trains_in_two_processes(tmp_path: Path) -> None:
     outputs = [pod.communicate(timeout=200)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], outputs
     check_trained("".join(outputs))
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "your_own_job.md").read_text()
+JOB, COMMAND, SHOWN = (
+    re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0] for kind in ("python", "sh", "text")
+)
+
+
+def shape(text: str) -> list[str]:
+    """Returns the lines without numbers and without the width of columns."""
+    lines = [" ".join(re.sub(r"\d[\d.]*", "#", line).split()) for line in text.splitlines()]
+    return [line for line in lines if line.strip("─ ")]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_command_prints_what_the_page_shows(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    output = run_python("-m", "jmp_train", *COMMAND.split()[1:], cwd=tmp_path, COLUMNS="150")
+    tables = output[output.index(" policy ") :]
+    results, written = (shape(part) for part in SHOWN.split("\n\n"))
+    lines = shape(tables)
+    assert lines[: len(results)] == results
+    assert lines[-len(written) :] == written
+    costs = lines[len(results)]  # which the page omits
+    assert costs == "policy flops in half saved ratio parameters state ratio"
+    found, wanted = ([float(x) for x in re.findall(r"([\d.]+)% +[\d.]+ +\d+", text)] for text in (tables, SHOWN))
+    assert len(found) == 3
+    assert found == pytest.approx(wanted, abs=2)

@@ -14,20 +14,21 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO, TYPE_CHECKING, Any
 
-from jmp_train.app.cli.errors import (
+from jmp_train.app.cli.jobs import Call, check_precisions, find_task_of, options_for
+from jmp_train.app.cli.option_values import path
+from jmp_train.app.cli.options import SCHEDULES, RunOptions, names_option, option
+from jmp_train.app.cli.results import (
     RUN_FAILED,
     TRACEBACK,
     Failure,
     WrongCall,
     check_different,
+    check_outputs,
     checking_the_call,
     failed,
+    list_written,
     warn,
 )
-from jmp_train.app.cli.jobs import Call, check_precisions, find_task_of, options_for
-from jmp_train.app.cli.option_values import path
-from jmp_train.app.cli.options import SCHEDULES, RunOptions, names_option, option
-from jmp_train.app.cli.outputs import check_outputs, list_written
 from jmp_train.app.cli.train import TrainOptions, train_call
 from jmp_train.app.launch import ChildProcess, lasting_output, own_output, signals_as_exceptions
 from jmp_train.app.runs import (

@@ -5,11 +5,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jmp_train.app.cli.errors import PROBLEMS_FOUND, WrongCall, checking_the_call
 from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.option_values import count, machine_named, path, positive
 from jmp_train.app.cli.options import NameOptions, SetupOptions, option
-from jmp_train.app.cli.outputs import check_outputs, show
+from jmp_train.app.cli.results import PROBLEMS_FOUND, WrongCall, check_outputs, checking_the_call, show
 from jmp_train.app.runs import PreparedRun, SavedRun, newest_saved
 from jmp_train.app.tasks import described, errors_of_file
 from jmp_train.checkpoints import CheckpointStore

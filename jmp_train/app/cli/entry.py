@@ -1,6 +1,6 @@
 """`jmp-train`: train a task in one policy or AMP mode, compare several, diagnose, tune, plan, launch processes.
 
-Exit codes and errors are those of `jmp_train.app.cli.errors`.
+Exit codes and errors are those of `jmp_train.app.cli.results`.
 """
 
 import argparse
@@ -16,19 +16,19 @@ import jax
 from jmp_train import __version__
 from jmp_train.app.cli.compare import CompareOptions, compare_command
 from jmp_train.app.cli.diagnose import DiagnoseOptions, diagnose_command
-from jmp_train.app.cli.errors import (
+from jmp_train.app.cli.jobs import OF_RUNS, Call, find_task_of
+from jmp_train.app.cli.option_values import Parser, count, few, path, positive
+from jmp_train.app.cli.options import add_options, flag, option, read_options
+from jmp_train.app.cli.plan import PlanOptions, plan_command
+from jmp_train.app.cli.results import (
     INTERRUPTED,
     RUN_FAILED,
     WrongCall,
+    check_outputs,
     checking_the_call,
     is_of_interrupt,
     report_error,
 )
-from jmp_train.app.cli.jobs import OF_RUNS, Call, find_task_of
-from jmp_train.app.cli.option_values import Parser, count, few, path, positive
-from jmp_train.app.cli.options import add_options, flag, option, read_options
-from jmp_train.app.cli.outputs import check_outputs
-from jmp_train.app.cli.plan import PlanOptions, plan_command
 from jmp_train.app.cli.train import TrainOptions, train_command
 from jmp_train.app.cli.tune import TuneOptions, tune_command
 from jmp_train.app.launch import LaunchError, check_launch, lasting_output, launch, own_output
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None for those of the process.
 
     Returns:
-      The exit code, see `jmp_train.app.cli.errors.EXIT_CODES`. `--help` and `--version` exit with 0.
+      The exit code, see `jmp_train.app.cli.results.EXIT_CODES`. `--help` and `--version` exit with 0.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from jmp_train.app.cli.errors import WrongCall, check_different, checking_the_call
 from jmp_train.app.cli.option_values import precisions_without_device
 from jmp_train.app.cli.options import BatchOptions, PlannedOptions, RunOptions, SetupOptions, read_options
+from jmp_train.app.cli.results import WrongCall, check_different, checking_the_call
 from jmp_train.app.launch import Output, threads_for
 from jmp_train.app.runs import (
     AUTOCAST_CHOICES,

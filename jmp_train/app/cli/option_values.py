@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import optax
 
-from jmp_train.app.cli.errors import EXIT_CODES, WrongCall
+from jmp_train.app.cli.results import EXIT_CODES, WrongCall
 from jmp_train.app.runs import PhasePrecision, check_float64, is_schedule, phase_precisions, schedule_name
 from jmp_train.policies import with_state_dtypes
 

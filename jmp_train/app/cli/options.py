@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jmp_train.app.cli.errors import WrongCall
 from jmp_train.app.cli.option_values import (
     above_zero,
     few,
@@ -21,6 +20,7 @@ from jmp_train.app.cli.option_values import (
     seed,
     state_dtype,
 )
+from jmp_train.app.cli.results import WrongCall
 from jmp_train.app.runs import MODE_CHOICES, PARAMETERS, RECIPES, SCHEDULE_FORM
 
 T = TypeVar("T")

@@ -7,11 +7,18 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jmp_train.app.cli.errors import PROBLEMS_FOUND, Failure, WrongCall, check_different, checking_the_call
 from jmp_train.app.cli.jobs import Call, run_settings
 from jmp_train.app.cli.option_values import fraction, machine_named, number, pair_of, path, positive, precision_name
 from jmp_train.app.cli.options import PlannedOptions, names_option, option
-from jmp_train.app.cli.outputs import check_outputs, show
+from jmp_train.app.cli.results import (
+    PROBLEMS_FOUND,
+    Failure,
+    WrongCall,
+    check_different,
+    check_outputs,
+    checking_the_call,
+    show,
+)
 from jmp_train.app.runs import (
     MODE_CHOICES,
     RunSettings,

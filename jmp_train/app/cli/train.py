@@ -10,11 +10,10 @@ from pathlib import Path
 
 import jax
 
-from jmp_train.app.cli.errors import WrongCall, checking_the_call, warn
 from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.option_values import path, positive
 from jmp_train.app.cli.options import NameOptions, RunOptions, option
-from jmp_train.app.cli.outputs import check_outputs
+from jmp_train.app.cli.results import WrongCall, check_outputs, checking_the_call, warn
 from jmp_train.app.runs import (
     Compiled,
     Event,

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jmp_train.app.cli.diagnose import saved_state
-from jmp_train.app.cli.errors import PROBLEMS_FOUND, WrongCall, checking_the_call
 from jmp_train.app.cli.jobs import Call, load_job
 from jmp_train.app.cli.option_values import above_zero, count, path, positive
 from jmp_train.app.cli.options import BatchOptions, option
-from jmp_train.app.cli.outputs import check_outputs, show
+from jmp_train.app.cli.results import PROBLEMS_FOUND, WrongCall, check_outputs, checking_the_call, show
 from jmp_train.app.runs import RECIPES, FewBits, make_setup, run_optimizer
 from jmp_train.app.tasks import errors_of_file
 from jmp_train.steps import TrainState, TrainStep

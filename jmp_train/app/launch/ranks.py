@@ -31,7 +31,7 @@ _LINE_END = re.compile(r"\r\n|\n|\r(?!\Z)")  # a \r at the end may be half of a 
 _CHUNK = 65536
 _HOLD_SECONDS = 2.0  # for lines with which a process may end
 _MOST_HELD = 1000  # lines
-_CALL_IS_WRONG = 2  # exit code of `jmp-train`, see jmp_train.app.cli.errors
+_CALL_IS_WRONG = 2  # exit code of `jmp-train`, see jmp_train.app.cli.results
 
 
 class RankOutput:

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from jmp_train.app.reports import tables
-from jmp_train.app.reports.run_charts import panels
-from jmp_train.app.reports.tables import process_memory
+from jmp_train.app.reports.tables import panels, process_memory
 from jmp_train.app.runs import NONFINITE, Run, event_to_json
 from jmp_train.policies.files import write_atomically
 from jmp_train.tools import documents as doc
@@ -114,7 +113,7 @@ def write_report(directory: Path, task: str, runs: Sequence[Run], failures: Sequ
       runs: the runs, at least one; the others are compared with the first.
       failures: (policy, reason) of each failed run.
     """
-    from jmp_train.app.reports.run_charts import panels
+    from jmp_train.app.reports.tables import panels
 
     title = f"{task} on {' and '.join(dict.fromkeys(run.device for run in runs))}"
     return write_files(

@@ -2,10 +2,10 @@
 
 from jmp_train.tools.diagnosing.arithmetic import bound as bound
 from jmp_train.tools.diagnosing.arithmetic import float32_results as float32_results
-from jmp_train.tools.diagnosing.devices import compiled as compiled
-from jmp_train.tools.diagnosing.devices import nonfinite_allowed as nonfinite_allowed
 from jmp_train.tools.diagnosing.flattening import ProgramPart as ProgramPart
+from jmp_train.tools.diagnosing.flattening import compiled as compiled
 from jmp_train.tools.diagnosing.flattening import has_references as has_references
+from jmp_train.tools.diagnosing.flattening import nonfinite_allowed as nonfinite_allowed
 from jmp_train.tools.diagnosing.flattening import operation_of as operation_of
 from jmp_train.tools.diagnosing.measures import is_low as is_low
 from jmp_train.tools.diagnosing.pairs import Pair as Pair

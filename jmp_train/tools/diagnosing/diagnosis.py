@@ -10,12 +10,11 @@ import numpy as np
 
 from jmp_train.policies.autocasting import AutocastRules, lines_of, none_key_explained
 from jmp_train.policies.pytrees import is_nnx_object
-from jmp_train.tools.diagnosing.arithmetic import dtype_of, picks
-from jmp_train.tools.diagnosing.device_rounding import rounding_on, rounding_text
-from jmp_train.tools.diagnosing.devices import nonfinite_allowed
+from jmp_train.tools.diagnosing.arithmetic import dtype_of, picks, rounding_on, rounding_text
 from jmp_train.tools.diagnosing.equations import epsilon_in_code
 from jmp_train.tools.diagnosing.evidence import Evidence, reached
 from jmp_train.tools.diagnosing.examining import examine
+from jmp_train.tools.diagnosing.flattening import nonfinite_allowed
 from jmp_train.tools.diagnosing.measures import is_low
 from jmp_train.tools.diagnosing.numerics_report import NumericsReport
 from jmp_train.tools.diagnosing.problems import Found, Problem, file_and_line, where_is

@@ -16,8 +16,7 @@ from jmp_train.policies.dtype_policies import lost_in_cast
 from jmp_train.policies.loss_scaling import DynamicLossScale, is_loss_scale, scales_in
 from jmp_train.policies.optimizers import scaled_states
 from jmp_train.policies.pytrees import check_values, is_float_array, path_name
-from jmp_train.tools.diagnosing.arithmetic import Rounding
-from jmp_train.tools.diagnosing.device_rounding import with_rounding
+from jmp_train.tools.diagnosing.arithmetic import Rounding, with_rounding
 from jmp_train.tools.diagnosing.equations import Site, sites_of
 from jmp_train.tools.diagnosing.evidence import Evidence, StateLeaf
 from jmp_train.tools.diagnosing.findings import problems_of

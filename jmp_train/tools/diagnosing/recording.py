@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from jmp_train.policies.programs import IN_PYTHON, Place, Reading
-from jmp_train.tools.diagnosing.devices import compiled
 from jmp_train.tools.diagnosing.equations import user_line
 from jmp_train.tools.diagnosing.flattening import (
     Flat,
     FlatOperation,
     ProgramPart,
+    compiled,
     flattened,
     is_plain,
     last_uses,

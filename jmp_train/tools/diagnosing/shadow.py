@@ -24,13 +24,14 @@ import numpy as np
 from jmp_train.policies.programs import Scan, bodies_of, manual_axes, walk
 from jmp_train.policies.pytrees import has_tracers, is_key
 from jmp_train.tools.diagnosing.arithmetic import bound, count_rows, dtype_of
-from jmp_train.tools.diagnosing.devices import compiled, stacking
 from jmp_train.tools.diagnosing.flattening import (
     FlatOperation,
     ProgramPart,
     ProgramStage,
+    compiled,
     has_references,
     is_plain,
+    stacking,
     staged,
 )
 from jmp_train.tools.diagnosing.measures import combined, is_whole, nothing, totals_of

@@ -8,7 +8,7 @@ import pytest
 from jmp_train.app.cli import compare as compare_command
 from jmp_train.app.cli import entry as cli
 from jmp_train.app.cli.entry import main
-from jmp_train.app.cli.errors import Failure, one_line
+from jmp_train.app.cli.results import Failure, one_line
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("files")]
 

@@ -8,8 +8,7 @@ import pytest
 from process_helpers import shell
 
 from jmp_train.app.cli.entry import main
-from jmp_train.app.cli.errors import Failure
-from jmp_train.app.cli.outputs import show
+from jmp_train.app.cli.results import Failure, show
 from jmp_train.app.reports.display import _warn_once
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(300)]

@@ -17,7 +17,7 @@ from made_runs import make_run
 from jmp_train.app.reports import print_tables, showing, trials_shown, write_report
 from jmp_train.app.reports.display import LiveDisplay, _warn_once, display_on
 from jmp_train.app.reports.page import page
-from jmp_train.app.reports.run_charts import panels
+from jmp_train.app.reports.tables import panels
 from jmp_train.app.runs import RunLog
 from jmp_train.app.runs.events import Note, Phase, Planned, Progress, Run
 from jmp_train.policies.files import escaped

@@ -5,6 +5,8 @@ Models of `benchmarks/breaking_models` that float16 breaks, small: tune's rules 
 The models of `benchmarks/rescue_models`: float32 learns their tasks, torch's table in float16 does not.
 
 Nor is it half precision as such: with the guilty operations in float32, the others train as float32 does.
+
+Of the faults that a diagnosis is tested with: tuned rules hold under autocast itself, and each entry is needed.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,8 @@ import jax
 import numpy as np
 import pytest
 from breaking_models import BREAKING
+from planted_faults import FAULTS
+from planting import Fault, Way
 from promotion import promoting
 from rescue_models import MODELS, Model, moments, train
 from tune import errors_by
@@ -71,3 +75,29 @@ def test_a_model_fails_by_the_table_alone(make: Callable[[int], Model]) -> None:
     assert not table.losses[0] <= worst + 3 * spread
     assert mended.losses[0] <= worst + spread
     assert mended.skipped[0] < 0.1
+
+
+# Programs without a product or an operand that could be half: tune says so.
+NO_CHOICE = ("sum over pixels", "squares of small distances", "gradient of an embedding", "root near 0")
+# Its loss is the sum of a softmax, whose gradient is 0: there is nothing to compare with but roundings.
+CONSTANT = ("softmax over edges",)
+# One place of each fault that rules mend.
+MENDED = list({fault.name: fault for fault in FAULTS if fault.action == "rules"}.values())
+TUNED = [fault for fault in MENDED if fault.name not in NO_CHOICE + CONSTANT]
+
+
+@pytest.mark.parametrize("fault", TUNED, ids=str)
+def test_it_is_kept_out_of_half_precision(fault: Fault) -> None:
+    fn, args = fault.build(Way(fault.dtype, exact=True))
+    tuned = jt.tune(fn if isinstance(fn, jt.steps.TrainStep) else promoting(fn), [args], dtype=fault.dtype)
+    assert tuned.complete
+    assert tuned.verification.passed
+    for entry in tuned.entries:
+        assert entry.repaired or (entry.without is not None and not tuned.tolerance.passes(entry.without)), entry
+
+
+@pytest.mark.parametrize("fault", [fault for fault in MENDED if fault.name in NO_CHOICE], ids=str)
+def test_where_nothing_could_be_half_there_is_nothing_to_tune(fault: Fault) -> None:
+    fn, args = fault.build(Way(fault.dtype, exact=True))
+    with pytest.raises(ValueError, match=f"no operation of fn could be {fault.dtype}"):
+        jt.tune(fn if isinstance(fn, jt.steps.TrainStep) else promoting(fn), [args], dtype=fault.dtype)
