@@ -26,6 +26,7 @@ from jmp_train.policies.autocasting.primitives import (
     COMPUTED,
     DERIVED_IN_FLOAT32,
     LAYOUT,
+    LIMITS,
     PLACEMENT,
     PRODUCTS,
     TRANSCENDENTAL,
@@ -55,7 +56,7 @@ from jmp_train.policies.autocasting.values import (
 from jmp_train.policies.programs import as_jax_array, join
 
 _READS_AGAIN = frozenset(("gather", "broadcast_in_dim"))  # they may read a value more than once
-_SAVES_ITS_INPUT = TRANSCENDENTAL | {"mul", "div"}  # their gradients need an input or the result
+_SAVES_ITS_INPUT = TRANSCENDENTAL | LIMITS | {"mul", "div"}  # their gradients need an input or the result
 
 
 @dataclasses.dataclass(frozen=True)

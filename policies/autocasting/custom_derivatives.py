@@ -13,10 +13,12 @@ from jax.extend.core import JaxprEqn
 
 from jmp_train.policies.autocasting.bound_operations import as_traced
 from jmp_train.policies.autocasting.literal_bounds import fits
-from jmp_train.policies.autocasting.primitives import PRODUCTS, multiplies
+from jmp_train.policies.autocasting.primitives import PRODUCTS, cast, multiplies
 from jmp_train.policies.autocasting.region import Cause, Decision
 from jmp_train.policies.autocasting.rules import FLOAT32_RULES, AutocastRules, kind_of
 from jmp_train.policies.autocasting.values import (
+    FLOAT32,
+    HALVES,
     Value,
     chosen,
     eligible,
@@ -61,11 +63,20 @@ def custom_jvp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Va
 
     if reading.region.takes_8_bits and has_8_bits():
         return custom_vjp(reading, equation, inputs)
-    function = jax.custom_jvp(on_arrays(reading, equation.params["call_jaxpr"], inputs))
+    run = on_arrays(reading, equation.params["call_jaxpr"], inputs)
+    arrays = _followed(reading.region.half, inputs)
+    halves = _read_through_float32(reading, equation, inputs, arrays)
+
+    def as_given(arrays: Sequence[Any]) -> list[Any]:
+        return [x if half is None else cast(x, half) for x, half in zip(arrays, halves, strict=True)]
+
+    @jax.custom_jvp
+    def function(*arrays: Any) -> list[Any]:
+        return run(*as_given(arrays))
 
     @function.defjvp
     def tangents_by_the_rules(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        outputs = function(*primals)
+        outputs, primals = function(*primals), as_given(primals)
         avals = _avals(equation)
         jaxpr = jax.make_jaxpr(of_floats)(avals, chosen(avals, into))
         values = values_of([*primals, *chosen(tangents, into)])
@@ -74,7 +85,26 @@ def custom_jvp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Va
         zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
         return outputs, replaced(zeros, out, floats)
 
-    return values_of(function(*_followed(reading.region.half, inputs)))
+    pairs = zip(arrays, inputs, halves, strict=True)
+    return values_of(function(*(array if half is None else x.to(FLOAT32) for array, x, half in pairs)))
+
+
+def _read_through_float32(
+    reading: Any, equation: JaxprEqn, inputs: Sequence[Value], arrays: Sequence[Any]
+) -> Sequence[Any]:
+    """Returns the dtype of each operand that is read through float32, so that gradients are added there, or None.
+
+    These are half operands that other operations read too, of functions with float32 results. The gradient of
+    `softplus(x) - x * y` for a confident prediction, for example, is a small difference of two.
+    """
+    shared = [x.dtype if x.shared and x.dtype in HALVES and not x.weak else None for x in inputs]
+    if not any(shared):
+        return shared
+    jaxpr, key = equation.params["call_jaxpr"], ("custom_jvp", reading.region.settings, *(x.kind for x in inputs))
+    find = functools.partial(jax.eval_shape, on_arrays(reading.trial(), jaxpr, inputs), *arrays)
+    results = reading.region.remembered(key, jaxpr, find)
+    in_float32 = all(x.dtype == FLOAT32 for x in results if eligible(x.dtype))
+    return shared if in_float32 else [None] * len(inputs)
 
 
 def _followed(half: Any, inputs: list[Value]) -> list[Any]:

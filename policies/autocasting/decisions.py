@@ -24,6 +24,7 @@ from jmp_train.policies.autocasting.primitives import (
     EACH,
     ENTERED,
     EXCHANGES,
+    LIMITS,
     PRODUCTS,
     PROMOTE,
     TRANSCENDENTAL,
@@ -37,7 +38,7 @@ from jmp_train.policies.autocasting.rules import FEW_BITS_PRODUCTS, Rule
 from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen, eligible, traced_dtype
 from jmp_train.policies.programs import join, opened, programs_in
 
-_PASSES_ON = frozenset(CALLS) | {"logistic"}  # `jax.nn.sigmoid` is a call
+_PASSES_ON = frozenset(CALLS) | LIMITS | {"logistic"}  # `jax.nn.sigmoid` is a call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ def _common(region: Region, step: RuledEquation, floats: list[Value], *, demote:
     equation: Any = step.equation
     name = equation.primitive.name
     demote = demote and equation.outvars[0].aval.shape != ()
-    if name in TRANSCENDENTAL | ARITHMETIC | {"logistic"} and step.in_float32:
+    if name in TRANSCENDENTAL | ARITHMETIC | LIMITS | {"logistic"} and step.in_float32:
         return FLOAT32  # every reader of the result would upcast it
     if name == "add" and (bias := _bias_dtype(equation, floats)) is not None:
         return bias

@@ -79,6 +79,7 @@ DERIVED_IN_FLOAT32 = names(
 )
 NEAR_A_CONSTANT = names("logistic tanh erf erfc cos sin exp exp2")  # functions whose values crowd there
 PICKS = names("gather dynamic_slice")
+LIMITS = names("max min abs")
 # Autocast runs the programs of these by its rules.
 ENTERED = names("jit pjit closed_call scan while cond shard_map remat2 custom_jvp_call custom_vjp_call")
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}  # to the parameter that holds the body

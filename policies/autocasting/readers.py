@@ -27,6 +27,7 @@ from jmp_train.policies.autocasting.primitives import (
     ARITHMETIC,
     CALLS,
     LAYOUT,
+    LIMITS,
     PICKS,
     PLACEMENT,
     body_of,
@@ -39,7 +40,7 @@ from jmp_train.policies.autocasting.values import FLOAT32, chosen, variables_rea
 from jmp_train.policies.programs import bodies_of, opened
 
 _SHAPES = names("reshape squeeze")
-_INTO_FLOAT32 = ARITHMETIC | PICKS | {"stop_gradient", "logistic"}
+_INTO_FLOAT32 = ARITHMETIC | PICKS | LIMITS | {"stop_gradient", "logistic"}
 _INTO_HALF = LAYOUT | ARITHMETIC | {"max", "tanh", "logistic"}
 _ONTO = ARITHMETIC | LAYOUT | {"select_n", "max"}  # operations that scale, mask and shift logits
 _INTO_DIFFERENCES = (
@@ -202,7 +203,7 @@ def _logarithms(region: Region, jaxpr: Jaxpr) -> set[Any]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         follows = name in ADDITIONS and not found.isdisjoint(variables_read(equation))
-        is_logarithm = name == "log" and bool(variables_read(equation))
+        is_logarithm = name in ("log", "log1p") and bool(variables_read(equation))
         if not (follows or is_logarithm) or DECIDED in str(equation.source_info.name_stack):
             continue
         rule, _ = region.rule_of(equation)

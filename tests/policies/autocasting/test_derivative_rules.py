@@ -367,6 +367,36 @@ def test_gradients_of_confident_predictions_keep_their_digits(half: Any) -> None
         np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.01 * np.abs(expected).min(), err_msg=name)
 
 
+BINARY_CROSS_ENTROPIES: dict[str, Fn] = {
+    "optax": lambda x, y: optax.sigmoid_binary_cross_entropy(x, y),
+    "softplus": lambda x, y: jax.nn.softplus(x) - x * y,
+    "logaddexp": lambda x, y: jnp.logaddexp(0.0, x) - x * y,
+    "signed": lambda x, y: jnp.logaddexp(0.0, jnp.where(y > 0, -1.0, 1.0) * x),
+    "maximum": lambda x, y: jnp.maximum(x, 0) - x * y + jnp.log1p(jnp.exp(-jnp.abs(x))),
+    "clip": lambda x, y: jnp.clip(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x))) - x * y,  # numpyro's
+    "relu": lambda x, y: jax.nn.relu(x) - x * y + jnp.log1p(jnp.exp(-jnp.abs(x))),
+}
+
+
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+def test_gradients_of_confident_decisions_keep_their_digits(half: Any) -> None:
+    """The gradient of a logit is sigmoid(x) - y, the difference of the gradients of two or three readers of x."""
+    logits = np.array([1.0, 2.0, 4.0, 6.0, 8.0, -1.0, -4.0, -8.0])
+    labels = (logits > 0).astype(np.float64)
+    right = 1 / (1 + np.exp(-logits)) - labels
+
+    def gradients(logits: Any, labels: Any) -> dict[str, Any]:
+        def loss(fn: Fn) -> Fn:
+            return promoting(lambda w: jnp.diagonal(fn(jnp.eye(8) @ w, labels[:, None] * jnp.ones(8))).sum())
+
+        weights = jnp.diag(logits)
+        found = {name: jax.grad(autocast(loss(fn), half))(weights) for name, fn in BINARY_CROSS_ENTROPIES.items()}
+        return {name: jnp.diagonal(gradient) for name, gradient in found.items()}
+
+    for name, found in jax.jit(gradients)(jnp.float32(logits), jnp.float32(labels)).items():
+        np.testing.assert_allclose(found, right, rtol=0.01, err_msg=name)
+
+
 def test_every_primitive_with_a_derivative_has_a_case() -> None:
     cases = {**PRIMITIVES, **VARIANTS, **REDUCTIONS}
     arrays = [jax.ShapeDtypeStruct((64,), jnp.float32)] * 2
