@@ -70,7 +70,6 @@ from jmp_train.policies.autocasting.transform import rounding_key as rounding_ke
 from jmp_train.policies.autocasting.transform import run_region as run_region
 from jmp_train.policies.autocasting.transform import trying as trying
 from jmp_train.policies.autocasting.values import HALVES as HALVES
-from jmp_train.policies.autocasting.values import chosen as chosen
 from jmp_train.policies.autocasting.values import literal as literal
 from jmp_train.policies.autocasting.values import traced_dtype as traced_dtype
 from jmp_train.policies.autocasting.values import variables_read as variables_read

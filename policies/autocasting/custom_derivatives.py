@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -20,7 +21,6 @@ from jmp_train.policies.autocasting.values import (
     FLOAT32,
     HALVES,
     Value,
-    chosen,
     eligible,
     replaced,
     traced_arrays,
@@ -46,14 +46,14 @@ def custom_jvp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Va
 
     def of_floats(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         def bound(*floats: object) -> list[Any]:
-            return chosen(as_traced(equation, *replaced(primals, into, floats)), out)
+            return list(compress(as_traced(equation, *replaced(primals, into, floats)), out))
 
-        return jax.jvp(bound, tuple(chosen(primals, into)), tuple(tangents))[1]
+        return jax.jvp(bound, tuple(compress(primals, into)), tuple(tangents))[1]
 
     def has_8_bits() -> bool:
         decisions: list[Decision] = []
         avals = _avals(equation)
-        program = jax.make_jaxpr(of_floats)(avals, chosen(avals, into))
+        program = jax.make_jaxpr(of_floats)(avals, list(compress(avals, into)))
         if multiplies(program):
             inner = reading.changed(log=decisions, differentiates=True, memory={}).body()
             jax.eval_shape(
@@ -78,10 +78,10 @@ def custom_jvp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Va
     def tangents_by_the_rules(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outputs, primals = function(*primals), as_given(primals)
         avals = _avals(equation)
-        jaxpr = jax.make_jaxpr(of_floats)(avals, chosen(avals, into))
-        values = values_of([*primals, *chosen(tangents, into)])
+        jaxpr = jax.make_jaxpr(of_floats)(avals, list(compress(avals, into)))
+        values = values_of([*primals, *compress(tangents, into)])
         results = reading.body().evaluate(jaxpr, values)
-        floats = [v.to(x.dtype) for v, x in zip(results, chosen(outputs, out), strict=True)]
+        floats = [v.to(x.dtype) for v, x in zip(results, compress(outputs, out), strict=True)]
         zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
         return outputs, replaced(zeros, out, floats)
 
@@ -223,9 +223,9 @@ def _halves(equation: JaxprEqn, perturbed: Sequence[bool]) -> tuple[Any, Any]:
 
         def of_perturbed(*some: Any) -> tuple[list[Any], list[Any]]:
             results = as_traced(equation, *consts, *replaced(primals, perturbed, some))
-            return chosen(results, out), results
+            return list(compress(results, out)), results
 
-        _, pullback, results = jax.vjp(of_perturbed, *chosen(primals, perturbed), has_aux=True)
+        _, pullback, results = jax.vjp(of_perturbed, *compress(primals, perturbed), has_aux=True)
         leaves, structure = jax.tree.flatten(pullback)
         tree.append(structure)
         return results, leaves
@@ -234,7 +234,7 @@ def _halves(equation: JaxprEqn, perturbed: Sequence[bool]) -> tuple[Any, Any]:
         return jax.tree.unflatten(tree[-1], residuals)(cotangents)
 
     forward, (results, residuals) = jax.make_jaxpr(split, return_shape=True)(*_avals(equation))
-    return forward, jax.make_jaxpr(joined)(residuals, chosen(results, out))
+    return forward, jax.make_jaxpr(joined)(residuals, list(compress(results, out)))
 
 
 def _pulled_back(

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ from jmp_train.policies.autocasting.primitives import (
 from jmp_train.policies.autocasting.readers import logits_of, readers_of
 from jmp_train.policies.autocasting.region import Cause, Reason, Region, contracts_one, in_8_bits, is_batched
 from jmp_train.policies.autocasting.rules import FEW_BITS_PRODUCTS, Rule
-from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, chosen, eligible, traced_dtype
+from jmp_train.policies.autocasting.values import FLOAT32, HALVES, Value, eligible, traced_dtype
 from jmp_train.policies.programs import join, opened, programs_in
 
 _PASSES_ON = frozenset(CALLS) | LIMITS | {"logistic"}  # `jax.nn.sigmoid` is a call
@@ -129,7 +130,7 @@ class _Case(NamedTuple):
     @property
     def floats(self) -> list[Value]:
         """The operands that autocast may cast."""
-        return chosen(self.inputs, self.touched)
+        return list(compress(self.inputs, self.touched))
 
     def is_product_by_primitive(self) -> bool:
         """Returns whether this is a product with a rule for all products, or for those in 8 bits."""
@@ -178,7 +179,7 @@ def _dtypes(case: _Case, rule: Rule | None, cause: Cause | None = None) -> list[
         return [traced_dtype(atom) if touch else None for atom, touch in pairs]
     target = FLOAT32 if rule == "float32" else case.region.half
     if rule in ("promote", "demote"):
-        target = _common(case.region, case.step, chosen(case.inputs, case.touched), demote=rule == "demote")
+        target = _common(case.region, case.step, list(compress(case.inputs, case.touched)), demote=rule == "demote")
     return [target if touch else None for touch in case.touched]
 
 
@@ -268,7 +269,7 @@ def _held_by(dtype: Any, inputs: list[Value]) -> bool:
 
 def _is_outer_in_float32(case: _Case) -> bool:
     """Returns whether a product contracts one number, and no operand is half already, or a mask."""
-    floats = chosen(case.inputs, case.touched)
+    floats = list(compress(case.inputs, case.touched))
     return contracts_one(case.step.equation) and all(x.dtype == FLOAT32 and not x.weak for x in floats)
 
 

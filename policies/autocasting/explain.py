@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import jax
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 from jmp_train.policies.autocasting.operations import OperationReport, OperationsReport, report_of, table
 from jmp_train.policies.autocasting.program_warnings import unmet_entries, unmet_lines
 from jmp_train.policies.autocasting.region import Decision, Region
-from jmp_train.policies.autocasting.traced_calls import FlatCall, float32_aval, none_key_explained
+from jmp_train.policies.autocasting.traced_calls import FlatCall, none_key_explained
 from jmp_train.policies.autocasting.transform import AutocastMark, autocast, mark_of, run_region
-from jmp_train.policies.autocasting.values import chosen, replaced
+from jmp_train.policies.autocasting.values import float32_aval, replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _residual_bytes(fn: Callable[..., Any], avals: list[Any]) -> int | None:
         def of_floats(*some: object) -> list[Any]:
             return [y for y in fn(*replaced(arrays, floats, some)) if jnp.issubdtype(y.dtype, jnp.floating)]
 
-        return jax.vjp(of_floats, *chosen(arrays, floats))[1]
+        return jax.vjp(of_floats, *compress(arrays, floats))[1]
 
     try:
         leaves = jax.tree.leaves(jax.eval_shape(pullback, *avals))

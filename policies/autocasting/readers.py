@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ from jmp_train.policies.autocasting.primitives import (
 )
 from jmp_train.policies.autocasting.region import DECIDED, Region
 from jmp_train.policies.autocasting.rules import Rule
-from jmp_train.policies.autocasting.values import FLOAT32, chosen, variables_read
+from jmp_train.policies.autocasting.values import FLOAT32, variables_read
 from jmp_train.policies.programs import bodies_of, opened
 
 _SHAPES = names("reshape squeeze")
@@ -162,7 +163,7 @@ def _wanted_by(
 
 def _except_for(variables: set[Any], reader: JaxprEqn, refused: Sequence[bool]) -> set[Any]:
     """Returns the variables without those at positions where an equation refuses them."""
-    atoms = chosen(reader.invars, refused)
+    atoms = list(compress(reader.invars, refused))
     return variables.difference(atom for atom in atoms if not isinstance(atom, jex.Literal))
 
 

@@ -6,6 +6,7 @@ import linecache
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jmp_train.policies.autocasting.source_lines import is_of_users
-from jmp_train.policies.autocasting.values import FLOAT32, chosen, eligible, replaced
+from jmp_train.policies.autocasting.values import float32_aval, replaced
 from jmp_train.policies.pytrees import Carried, is_array, is_nnx, states_at_home
 
 _ARRAY = object()  # marks an array among results that may be of any type
@@ -44,7 +45,7 @@ class FlatCall:
         self._leaves, self._tree = jax.tree.flatten((args, kwargs))
         self.are_arrays = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves]
         self.avals = [
-            x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in chosen(self._leaves, self.are_arrays)
+            x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in compress(self._leaves, self.are_arrays)
         ]
 
     def arguments(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -88,7 +89,7 @@ def run_traced(
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
     are_arrays = [is_array(leaf) for leaf in leaves]
     carried = Carried((args, kwargs), fn)
-    arrays = [*chosen(leaves, are_arrays), *carried.arrays]
+    arrays = [*compress(leaves, are_arrays), *carried.arrays]
     own = len(arrays) - len(carried.arrays)
     structure: list[Any] = []
 
@@ -108,11 +109,6 @@ def run_traced(
     results = [next(computed) if x is _ARRAY else x for x in results]
     carried.write(computed)
     return jax.tree.unflatten(out_tree, results)
-
-
-def float32_aval(aval: Any) -> Any:
-    """Returns the type of an array with float32 in place of half, so that literals are not rounded."""
-    return aval.update(dtype=FLOAT32) if eligible(aval.dtype) and aval.dtype != FLOAT32 else aval
 
 
 @contextlib.contextmanager

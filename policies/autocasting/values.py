@@ -303,11 +303,6 @@ def traced_arrays(equation: JaxprEqn, values: Sequence[Value]) -> list[Any]:
     return [x.to(dtype) if eligible(dtype) else x.array for x, dtype in zip(values, dtypes, strict=True)]
 
 
-def chosen(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    """Returns the items that a mask selects."""
-    return [item for item, is_chosen in zip(items, mask, strict=True) if is_chosen]
-
-
 def replaced(items: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
     """Returns the items, with new ones in place of those that a mask selects."""
     rest = iter(new)
@@ -393,3 +388,8 @@ def _placed(items: Arrays, places: Sequence[int], new: Arrays) -> list[Any]:
     for place, item in zip(places, new, strict=True):
         items[place] = item
     return items
+
+
+def float32_aval(aval: Any) -> Any:
+    """Returns the type of an array with float32 in place of half, so that literals are not rounded."""
+    return aval.update(dtype=FLOAT32) if eligible(aval.dtype) and aval.dtype != FLOAT32 else aval

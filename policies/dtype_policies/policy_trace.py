@@ -8,6 +8,7 @@ So among several origins, the one that is not such a cast is to blame.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ from jmp_train.policies.autocasting import (
     PRODUCTS,
     FlatCall,
     argument_names,
-    chosen,
     flops_of,
     is_complex,
     is_exact,
@@ -268,7 +268,8 @@ def operations_under(
     avals = jax.make_jaxpr(call.of_arrays(cast))(*call.avals).out_avals
     jaxpr = jax.make_jaxpr(call.of_arrays(lambda given, kwargs: fn(*given, **kwargs)))(*avals)
     leaves = arguments_of(names, (*args, *uncast), kwargs)
-    return traced_operations(jaxpr, origins_of([path for path, _ in chosen(leaves, call.are_arrays)], jaxpr, names[:1]))
+    paths = [path for path, _ in compress(leaves, call.are_arrays)]
+    return traced_operations(jaxpr, origins_of(paths, jaxpr, names[:1]))
 
 
 def arguments_of(

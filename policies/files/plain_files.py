@@ -1,19 +1,24 @@
-"""Foreign files: only plain ones are opened, up to a limit of size, and every error names the file.
+"""Files: foreign ones are opened if they are plain, up to a limit of size; own ones are written atomically.
 
 A pipe may never have a writer, and a device may never end. What the system cannot read is an OSError with the file's
 name; what the content does not allow is a `DamagedError`.
+
+Every error names the file. An atomic write leaves a file with either its whole new content or its old one. Text from
+files and of users is printed without control characters.
 """
 
 import contextlib
 import errno
 import json
 import os
+import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import BufferedReader
+from pathlib import Path
 from typing import Any
 
-Path = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]
 _LONGEST = 200  # characters of a file's text in an error
 _LONGEST_TOML = 2**24  # a rule of one operation takes about 100 bytes
 _NOT_WAITING = getattr(os, "O_NONBLOCK", 0)  # if a pipe took the file's place
@@ -24,7 +29,7 @@ class DamagedError(ValueError):
 
 
 @contextlib.contextmanager
-def open_plain(path: Path, *, max_bytes: int | None = None, follow: bool = True) -> Iterator[BufferedReader]:
+def open_plain(path: AnyPath, *, max_bytes: int | None = None, follow: bool = True) -> Iterator[BufferedReader]:
     """Opens a plain file for reading bytes.
 
     Args:
@@ -61,7 +66,7 @@ def open_plain(path: Path, *, max_bytes: int | None = None, follow: bool = True)
         yield file
 
 
-def read_plain(path: Path, *, max_bytes: int, follow: bool = True) -> bytes:
+def read_plain(path: AnyPath, *, max_bytes: int, follow: bool = True) -> bytes:
     """Returns the content of a plain file; see `open_plain`.
 
     Args:
@@ -102,7 +107,7 @@ def parse_json(what: object, content: bytes) -> Any:
         raise DamagedError(f"{what} cannot be parsed: {printable(error)}") from None
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: AnyPath) -> dict[str, Any]:
     """Returns the content of a TOML file, of 16 MiB at most; some editors begin it with a byte order mark.
 
     Args:
@@ -122,7 +127,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def faults_named(path: Path) -> Iterator[None]:
+def faults_named(path: AnyPath) -> Iterator[None]:
     """Turns errors of reading or writing without a file name, and a lack of memory, into an OSError with the name."""
     try:
         yield
@@ -177,7 +182,7 @@ def printable(text: object) -> str:
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
 
-def _check_is_plain(found: os.stat_result, path: Path) -> None:
+def _check_is_plain(found: os.stat_result, path: AnyPath) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise DamagedError(f"{path} is not a regular file")
 
@@ -218,3 +223,62 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     rows = [[*map(escaped, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+_LONGEST_NAME = 220  # bytes of the part of a name that its temporary file has too; most file systems allow 255
+
+
+def write_atomically(path: Path, content: bytes | Iterable[Any]) -> Path:
+    """Writes a file atomically: writes a temporary file in the same folder, then renames it.
+
+    A process that is killed meanwhile leaves the temporary file, whose name begins with a dot.
+
+    Args:
+      path: the file, in an existing folder. An existing file is replaced; who has it open reads on in the old one.
+      content: the whole content, or its parts, which are bytes or arrays of bytes.
+
+    Returns:
+      The path.
+    """
+    name = os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME])
+    temporary = path.with_name(f".{name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with faults_named(path), temporary.open("xb") as file:
+            size = sum(file.write(part) for part in ([content] if isinstance(content, bytes) else content))
+            file.flush()
+            os.fsync(file.fileno())  # before the rename, which may reach the disk first
+        if (found := temporary.stat().st_size) != size:
+            raise OSError(errno.EIO, f"has {found} bytes instead of {size}", str(temporary))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not all systems sync folders; the file is whole anyway
+        sync(path.parent)
+    return path
+
+
+def sync(path: Path) -> None:
+    """Flushes writes to a file, or renames in a folder, to the disk.
+
+    Args:
+      path: path of the file or folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """Returns the folder for caches: `$JMP_TRAIN_CACHE`, or jmp_train in `$XDG_CACHE_HOME` or ~/.cache.
+
+    Example:
+      >>> os.environ["JMP_TRAIN_CACHE"] = "/scratch/jmp_train"
+      >>> str(cache_folder())
+      '/scratch/jmp_train'
+      >>> del os.environ["JMP_TRAIN_CACHE"]
+    """
+    if own := os.environ.get("JMP_TRAIN_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jmp_train"

@@ -19,8 +19,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_train.policies.files.atomic_files import write_atomically
-from jmp_train.policies.files.plain_files import DamagedError, damage_named, open_plain, parse_json
+from jmp_train.policies.files.plain_files import DamagedError, damage_named, open_plain, parse_json, write_atomically
 
 DTYPES = {
     "BOOL": "bool",

@@ -14,6 +14,8 @@ from jmp_train.tools.documents.charts import Style as Style
 from jmp_train.tools.documents.charts import bar_chart as bar_chart
 from jmp_train.tools.documents.charts import curve as curve
 from jmp_train.tools.documents.charts import dashes as dashes
+from jmp_train.tools.documents.charts import linear_axis as linear_axis
+from jmp_train.tools.documents.charts import log_axis as log_axis
 from jmp_train.tools.documents.charts import series_styles as series_styles
 from jmp_train.tools.documents.elements import Cell as Cell
 from jmp_train.tools.documents.elements import Code as Code
@@ -27,8 +29,6 @@ from jmp_train.tools.documents.elements import counted as counted
 from jmp_train.tools.documents.elements import text as text
 from jmp_train.tools.documents.elements import with_unit as with_unit
 from jmp_train.tools.documents.pages import fragment as fragment
-from jmp_train.tools.documents.pages import linear_axis as linear_axis
-from jmp_train.tools.documents.pages import log_axis as log_axis
 from jmp_train.tools.documents.pages import page as page
 from jmp_train.tools.documents.pages import placed as placed
 from jmp_train.tools.documents.pages import svg as svg

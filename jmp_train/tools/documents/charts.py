@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 Color = str | tuple[str, str]
 """A name of `PALETTE`, or a color for light and one for dark surroundings."""
@@ -288,3 +288,65 @@ def _bar(row: Row, axis: Axis, top: float, bottom: float) -> Iterator[Mark]:
     for mark in row.marks:
         if mark.value <= axis.high:
             yield Polyline(mark.style, [[(mark.value, top - 3), (mark.value, bottom + 3)]], mark.title)
+
+
+def linear_axis(
+    low: float,
+    high: float,
+    label: Callable[[float], str] = "{:.3g}".format,
+    *,
+    title: str = "",
+    has_grid: bool = True,
+    least_step: float = 0,
+) -> Axis:
+    """Returns a linear axis with ticks at up to seven round numbers.
+
+    Args:
+      low: the lower end.
+      high: the upper end. If it equals `low`, the axis extends by 1 to both sides.
+      label: returns the label of a tick.
+      title: the title of the axis.
+      has_grid: True if a line crosses the chart at each tick.
+      least_step: the minimum distance of ticks, such as 1 for counts.
+
+    Example:
+      >>> linear_axis(0, 16.9).ticks
+      [(0.0, '0'), (5.0, '5'), (10.0, '10'), (15.0, '15')]
+    """
+    low, high = (low - 1, high + 1) if low == high else (low, high)
+    least = max((high - low) / 6, least_step)
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+    numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return Axis(low, high, [(i * step, label(i * step)) for i in numbers], title, has_grid=has_grid)
+
+
+def log_axis(
+    values: Iterable[float], label: Callable[[float], str] = "{:.3g}".format, *, base: int = 10, title: str = ""
+) -> Axis:
+    """Returns a logarithmic axis around positive numbers, with ticks at powers of its base.
+
+    With base 10, it begins and ends at 1, 2 or 5 times a power of ten; these are the ticks if there are no two powers.
+
+    Args:
+      values: the values, at least one.
+      label: returns the label of a tick.
+      base: 10, or 2 for an axis of powers of two.
+      title: the title of the axis.
+
+    Example:
+      >>> axis = log_axis([0.03, 3.0])
+      >>> axis.low, axis.high, axis.ticks
+      (0.02, 5.0, [(0.1, '0.1'), (1.0, '1')])
+    """
+    low, high = min(numbers := list(values)), max(numbers)
+    exponents = range(math.floor(math.log(low, base)) - 1, math.ceil(math.log(high, base)) + 2)
+    powers = [float(base) ** exponent for exponent in exponents]
+    bounds = [factor * power for power in powers for factor in ((1, 2, 5) if base == 10 else (1,))]
+    low = max(bound for bound in bounds if bound <= low * (1 + 1e-9))
+    high = min(bound for bound in bounds if bound >= high * (1 - 1e-9) and bound > low)
+    inside = [power for power in powers if low <= power <= high]
+    inside = inside[:: len(inside) // 8 + 1]
+    if len(inside) < 2:
+        inside = [bound for bound in bounds if low <= bound <= high]
+    return Axis(low, high, [(tick, label(tick)) for tick in inside], title, is_log=True)

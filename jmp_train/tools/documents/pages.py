@@ -6,12 +6,11 @@ Axes have round ticks. A chart's marks, grid, labels, title and legend are place
 import dataclasses
 import functools
 import html
-import math
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jmp_train.tools.documents.charts import Axis, Box, Chart, Color, Dot, Label, Mark, Polyline, Style, light_and_dark
+from jmp_train.tools.documents.charts import Box, Chart, Color, Dot, Label, Mark, Polyline, Style, light_and_dark
 from jmp_train.tools.documents.elements import Element, escaped, shown
 
 _LINE_HEIGHT = 18  # of the title and of each row of the legend
@@ -26,68 +25,6 @@ Paint = Callable[[Color], str]
 """Returns the CSS of a color."""
 
 
-def linear_axis(
-    low: float,
-    high: float,
-    label: Callable[[float], str] = "{:.3g}".format,
-    *,
-    title: str = "",
-    has_grid: bool = True,
-    least_step: float = 0,
-) -> Axis:
-    """Returns a linear axis with ticks at up to seven round numbers.
-
-    Args:
-      low: the lower end.
-      high: the upper end. If it equals `low`, the axis extends by 1 to both sides.
-      label: returns the label of a tick.
-      title: the title of the axis.
-      has_grid: True if a line crosses the chart at each tick.
-      least_step: the minimum distance of ticks, such as 1 for counts.
-
-    Example:
-      >>> linear_axis(0, 16.9).ticks
-      [(0.0, '0'), (5.0, '5'), (10.0, '10'), (15.0, '15')]
-    """
-    low, high = (low - 1, high + 1) if low == high else (low, high)
-    least = max((high - low) / 6, least_step)
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
-    numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    return Axis(low, high, [(i * step, label(i * step)) for i in numbers], title, has_grid=has_grid)
-
-
-def log_axis(
-    values: Iterable[float], label: Callable[[float], str] = "{:.3g}".format, *, base: int = 10, title: str = ""
-) -> Axis:
-    """Returns a logarithmic axis around positive numbers, with ticks at powers of its base.
-
-    With base 10, it begins and ends at 1, 2 or 5 times a power of ten; these are the ticks if there are no two powers.
-
-    Args:
-      values: the values, at least one.
-      label: returns the label of a tick.
-      base: 10, or 2 for an axis of powers of two.
-      title: the title of the axis.
-
-    Example:
-      >>> axis = log_axis([0.03, 3.0])
-      >>> axis.low, axis.high, axis.ticks
-      (0.02, 5.0, [(0.1, '0.1'), (1.0, '1')])
-    """
-    low, high = min(numbers := list(values)), max(numbers)
-    exponents = range(math.floor(math.log(low, base)) - 1, math.ceil(math.log(high, base)) + 2)
-    powers = [float(base) ** exponent for exponent in exponents]
-    bounds = [factor * power for power in powers for factor in ((1, 2, 5) if base == 10 else (1,))]
-    low = max(bound for bound in bounds if bound <= low * (1 + 1e-9))
-    high = min(bound for bound in bounds if bound >= high * (1 - 1e-9) and bound > low)
-    inside = [power for power in powers if low <= power <= high]
-    inside = inside[:: len(inside) // 8 + 1]
-    if len(inside) < 2:
-        inside = [bound for bound in bounds if low <= bound <= high]
-    return Axis(low, high, [(tick, label(tick)) for tick in inside], title, is_log=True)
-
-
 def placed(chart: Chart, *, is_whole: bool = True) -> tuple[list[Mark], float]:
     """Returns all marks of a chart in pixels, y downwards, and the height of the whole.
 
@@ -96,6 +33,7 @@ def placed(chart: Chart, *, is_whole: bool = True) -> tuple[list[Mark], float]:
       is_whole: True if title and legend are part of it.
 
     Example:
+      >>> from jmp_train.tools.documents.charts import Axis
       >>> chart = Chart("a line", Axis(0, 1), Axis(0, 1), [Polyline(Style(), [[(0, 0), (1, 1)]])])
       >>> (title, path), height = placed(chart)
       >>> path.runs, height

@@ -7,6 +7,7 @@ must not remove it, so compile programs with `COMPILER_OPTIONS`.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_train.policies.autocasting.primitives import DERIVED_IN_FLOAT32, LAYOUT, names
-from jmp_train.policies.autocasting.values import FLOAT32, chosen, replaced
+from jmp_train.policies.autocasting.values import FLOAT32, replaced
 from jmp_train.policies.programs import INLINED, Reading
 
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
@@ -100,9 +101,9 @@ def rounded_operation(
             def of_moving(*moving: object) -> list[Any]:
                 return _listed(run(*replaced(arrays, moves, moving)))
 
-            return jax.jvp(of_moving, tuple(chosen(arrays, moves)), tuple(dots))[1]
+            return jax.jvp(of_moving, tuple(compress(arrays, moves)), tuple(dots))[1]
 
-        inputs = operands(active, arrays), operands(active, chosen(dots, moves))
+        inputs = operands(active, arrays), operands(active, list(compress(dots, moves)))
         found = operation(jax.make_jaxpr(along)(*inputs), jax.tree.leaves(inputs), active)
         return results, [_like(result, dot) for result, dot in zip(results, found, strict=True)]
 
