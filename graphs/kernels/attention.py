@@ -20,7 +20,17 @@ import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, largest, of_edges, run_chunked, sum_of_rows, upcast_at
+from jmp_train.graphs.kernels.chunks import (
+    Chunk,
+    add_up,
+    at,
+    differentiated_in_float32,
+    largest,
+    of_edges,
+    run_chunked,
+    sum_of_rows,
+    upcast_at,
+)
 from jmp_train.graphs.kernels.implementations import EdgeOperation
 from jmp_train.graphs.kernels.spmm_sddmm import edge_rows
 from jmp_train.graphs.structure import (
@@ -262,7 +272,8 @@ def _forward(
     attention: Attention, edges: CSRAndCSC, dropout: EdgeDropout | None, inputs: AttentionInputs
 ) -> tuple[Attended, Any]:
     dtype = _dtype(attention, inputs)
-    totals, softmax = attention.sums(dtype, edges.by_target, dropout, inputs)
+    sums = differentiated_in_float32(functools.partial(attention.sums, dtype))
+    totals, softmax = sums(edges.by_target, dropout, inputs)
     # Exact sums say what another pass over the edges would find.
     saved = totals if attention.is_exact else []
     log_sum = softmax.largest - jnp.log(softmax.inverse)
@@ -270,12 +281,41 @@ def _forward(
 
 
 def _backward(attention: Attention, saved: Any, gradient: Attended) -> tuple[None, None, AttentionInputs]:
-    edges, dropout, inputs, softmax, totals = saved
+    gradients = differentiated_in_float32(
+        functools.partial(_gradients, attention), functools.partial(_gradients_anew, attention)
+    )
+    return None, None, gradients(*saved, gradient)
+
+
+def _gradients(
+    attention: Attention,
+    edges: CSRAndCSC,
+    dropout: EdgeDropout | None,
+    inputs: AttentionInputs,
+    softmax: Softmax,
+    totals: list[jax.Array],
+    gradient: Attended,
+) -> AttentionInputs:
     softmax = softmax._replace(of_totals=gradient.totals)
     shift: Any = sum((_plain_sum(g * x) for g, x in zip(softmax.of_totals, totals, strict=bool(totals))), start=0)
     softmax = softmax._replace(shift=shift - gradient.log_sum)
     found = attention.gradients(edges, dropout, inputs, softmax)
-    return None, None, jax.tree.map(lambda x, like: x.astype(like.dtype), found, inputs)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), found, inputs)
+
+
+def _gradients_anew(
+    attention: Attention,
+    edges: CSRAndCSC,
+    dropout: EdgeDropout | None,
+    inputs: AttentionInputs,
+    softmax: Softmax,
+    totals: list[jax.Array],
+    gradient: Attended,
+) -> AttentionInputs:
+    """Finds the softmax again, so that parts of a derivative that cancel are added before they are rounded."""
+    del softmax, totals
+    _, (_, _, _, softmax, totals) = _forward(attention, edges, dropout, inputs)
+    return _gradients(attention, edges, dropout, inputs, softmax, totals, gradient)
 
 
 _attended.defvjp(_forward, _backward)

@@ -121,6 +121,36 @@ def run_chunked(kernel: Callable[..., Tree], edges: CSRAndCSC | None, *arguments
     return opaque_to_autocast(kernel)(*alike)
 
 
+def differentiated_in_float32(
+    compute: Callable[..., Tree], derived: Callable[..., Tree] | None = None
+) -> Callable[..., Tree]:
+    """Returns a function of pytrees of arrays with the derivatives of another one, for upcast arrays.
+
+    Through a loop, jax adds the gradients of an array in its own dtype, in which sums over many edges stagnate.
+
+    Args:
+      compute: the function.
+      derived: a function with the same results, up to rounding; None for `compute`.
+    """
+    derived = compute if derived is None else derived
+
+    @jax.custom_jvp
+    def computed(*arguments: Any) -> Tree:
+        return compute(*arguments)
+
+    @computed.defjvp
+    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Tree, Tree]:
+        like = jax.eval_shape(compute, *primals)
+
+        def stored(*arguments: Any) -> Tree:
+            found = derived(*jax.tree.map(upcast, arguments))
+            return jax.tree.map(lambda x, y: x.astype(y.dtype), found, like)
+
+        return jax.jvp(stored, primals, tangents)
+
+    return computed
+
+
 @jax.custom_jvp
 def sum_of_rows(data: jax.Array) -> jax.Array:
     """Returns data [..., width], upcast, summed over the width."""

@@ -346,6 +346,37 @@ def test_forward_mode_of_gradients_in_chunks_is_right_or_refused(name: str) -> N
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["gat", "gatv2"])
+def test_second_derivatives_in_half_precision_are_those_of_float32_sums(name: str) -> None:
+    """Edges that are there 40 times share their weight, so that results are those of one; 2,000 edges enter a node."""
+    run, wanted, shapes = CASES[name]
+    random, dtype = np.random.default_rng(0), "float16"
+    arrays, directions = ([random.uniform(0.5, 1, x).astype(dtype) for x in shapes] for _ in range(2))
+    graph = graphs.from_edges(np.tile(SENDERS, 40), np.tile(RECEIVERS, 40), NODES)
+
+    def product(function: Callable[..., Any], arrays: Arrays, directions: Arrays) -> Arrays:
+        wide = "float64" if arrays[0].dtype == "float64" else "float32"
+
+        def loss(arrays: Arrays) -> jax.Array:
+            return (function(*arrays).astype(wide) ** 2).mean()
+
+        def along(arrays: Arrays) -> jax.Array:
+            pairs = zip(jax.grad(loss)(arrays), directions, strict=True)
+            return jnp.stack([(x.astype(wide) * y.astype(wide)).sum() for x, y in pairs]).sum()
+
+        return jax.grad(along)(arrays)
+
+    with jax.enable_x64(True):
+        wide = [[jnp.asarray(x, "float64") for x in each] for each in (arrays, directions)]
+        exact = jax.jit(functools.partial(product, wanted))(*wide)
+    found = jax.jit(functools.partial(product, functools.partial(run, "chunked", graph)))(arrays, directions)
+    largest = max(np.abs(x).max() for x in exact)
+    for x, y in zip(found, exact, strict=True):
+        assert x.dtype == dtype
+        np.testing.assert_allclose(np.asarray(x, "float64"), y, rtol=0, atol=16 * largest * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["gat", "gatv2", "copy", "dot", *(x for x in CASES if x.startswith(("mapped", "tran")))]
 )
