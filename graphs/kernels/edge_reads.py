@@ -150,7 +150,8 @@ def _read(
 
 
 def _read_forward(afresh: bool, *arguments: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    return _read(afresh, *arguments), arguments[3]
+    # An argument itself would be mistaken for another one by jax, in second derivatives within shard_map.
+    return _read(afresh, *arguments), arguments[3] + 0
 
 
 def _read_backward(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jmp_train import graphs
 from jmp_train.graphs import fn
 from jmp_train.graphs.kernels.implementations import IMPLEMENTATIONS
+from jmp_train.policies import pvary
 
 pytestmark = [pytest.mark.quick, pytest.mark.newest]
 
@@ -159,6 +160,36 @@ def test_what_is_the_same_everywhere_stays_so(check_vma: bool, implementation: s
     arrays = {name: (rows[0], shared) for name, (rows, shared) in inputs().items()}
     run = functools.partial(results_and_gradients, implementation=implementation)
     jax.eval_shape(on_devices(run, P(), P(), check_vma), graph, arrays)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_second_derivatives_in_chunks_are_those_of_one_device(name: str) -> None:
+    stacked, (own, shared) = two_graphs(), inputs()[name]
+    random = np.random.default_rng(2)
+    directions = [jnp.asarray(random.normal(size=x.shape), jnp.float32) for x in shared]
+
+    def product(graph: graphs.Graph, rows: jax.Array, shared: list[jax.Array]) -> jax.Array:
+        """Returns the derivative by own rows of the gradient's product with some directions."""
+
+        def loss(rows: jax.Array, *shared: jax.Array) -> jax.Array:
+            return (CASES[name][0](graph, rows, *shared, implementation="chunked") ** 2).sum()
+
+        def along(rows: jax.Array) -> jax.Array:
+            of_rows, *of_shared = jax.grad(loss, argnums=range(1 + len(shared)))(rows, *shared)
+            return sum(map(jnp.vdot, of_shared, directions), jnp.vdot(of_rows, jnp.cos(rows)))
+
+        return jax.grad(along)(rows)
+
+    def on_each(stacked: Any, own: jax.Array) -> jax.Array:
+        return product(stacked[0], own[0], pvary(shared, ("data",)))[None]
+
+    found = jax.jit(on_devices(on_each, P("data"), P("data"), check_vma=True))(stacked, own)
+    one = jax.jit(product)
+    for device in range(DEVICES):
+        wanted = one(stacked[device], own[device], shared)
+        bound = 1e-5 * np.abs(wanted).max()
+        np.testing.assert_allclose(found[device], wanted, rtol=1e-5, atol=bound)
 
 
 def every_operation(graph: graphs.Graph, h: jax.Array) -> list[jax.Array]:
