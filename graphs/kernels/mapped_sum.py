@@ -19,7 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_train.graphs.kernels.chunks import Chunk, add_up, at, of_edges, pvary_alike, run_chunked, sum_of_chunks
+from jmp_train.graphs.kernels.chunks import (
+    Chunk,
+    add_up,
+    at,
+    differentiated_in_float32,
+    of_edges,
+    pvary_alike,
+    run_chunked,
+    sum_of_chunks,
+)
 from jmp_train.graphs.kernels.implementations import EdgeOperation
 from jmp_train.graphs.structure import (
     CSR,
@@ -243,7 +252,12 @@ def _backward(
     matrices: EdgeMatrices, dtype: DTypeLike, saved: _Saved, gradient: jax.Array
 ) -> tuple[None, None, MappedInputs]:
     del dtype
-    edges, types, inputs = saved
+    return None, None, differentiated_in_float32(functools.partial(_gradients, matrices))(*saved, gradient)
+
+
+def _gradients(
+    matrices: EdgeMatrices, edges: CSRAndCSC, types: jax.Array | None, inputs: MappedInputs, gradient: jax.Array
+) -> MappedInputs:
     neighbors, rows = edges.by_target, inputs.rows
     back = inputs._replace(rows=gradient)
     of_rows: Any = chunked_mapped_sum(matrices.transposed(), rows.dtype, edges.reversed(), types, back)
@@ -268,7 +282,7 @@ def _backward(
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, accumulation_dtype(x.dtype)), inputs.shared)
         total = sum_of_chunks(neighbors, lambda chunk, is_new: pullback(chunk, is_new)[0], like, elements, of_rows)
         of_shared = jax.tree.map(lambda x, like: x.astype(like.dtype), total, inputs.shared)
-    return None, None, MappedInputs(of_shared, _of_edges(neighbors, pullback, inputs.edges, elements), of_rows)
+    return MappedInputs(of_shared, _of_edges(neighbors, pullback, inputs.edges, elements), of_rows)
 
 
 def _of_edges(neighbors: CSR, pullback: Any, edges: OfEdges, elements: int) -> OfEdges:

@@ -97,9 +97,9 @@ def nn_conv(
     rows, (own, offset) = promoted_with(rows, own, offset)
     dtypes = jax.tree.map(lambda x: x.dtype, params)
 
-    def run(of_some: jax.Array, *leaves: jax.Array) -> jax.Array:  # the kernel may pass parameters in float32
+    def run(of_some: jax.Array, *leaves: jax.Array) -> jax.Array:  # the kernel may pass arrays in float32
         params = jax.tree.unflatten(jax.tree.structure(dtypes), leaves)
-        return network(jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes), of_some)
+        return network(jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes), of_some.astype(of_edges.dtype))
 
     matrices = NetworkMatrices(run, width, out_features)
     of_each = OfEdges(weight=as_edge_weight(graph, edge_weight), features=of_edges)
