@@ -115,9 +115,11 @@ class _Operation:
             results = primitive.bind(*arrays, **self.params)
         return results_of(self.equation, results if primitive.multiple_results else [results], self.inputs)
 
-    def in_float32(self, *arrays: Any) -> Any:
-        """Returns the result of arrays, cast to float32."""
-        return bind_product(self.equation.primitive, upcast_operands(self.equation, arrays), self.params)
+    @property
+    def in_float32(self) -> Callable[..., Any]:
+        """A function that returns the result of arrays, cast to float32; it holds no arrays itself."""
+        equation, params = self.equation, self.params
+        return lambda *arrays: bind_product(equation.primitive, upcast_operands(equation, arrays), params)
 
 
 def computed(region: Region, step: RuledEquation, inputs: list[Value]) -> list[Value]:
@@ -160,7 +162,8 @@ def _bound(op: _Operation) -> list[Value]:
     if name in _SAVES_ITS_INPUT | PRODUCTS and op.upcasts:
         return [_recomputed(op.in_float32, inputs)]
     if op.to_half and _derivative_leaves_half(op):
-        return [_recomputed(lambda *arrays: cast(op.in_float32(*arrays), op.half), inputs)]
+        in_float32, half = op.in_float32, op.half
+        return [_recomputed(lambda *arrays: cast(in_float32(*arrays), half), inputs)]
     if name in _READS_AGAIN and step.dtypes[0] == op.half and not inputs[0].weak:
         # Read through float32, so that the gradients of all reads are added in float32.
         (output,) = op.bound([inputs[0].to(FLOAT32), *(x.array for x in inputs[1:])])

@@ -63,7 +63,9 @@ def custom_jvp(reading: Any, equation: JaxprEqn, inputs: list[Value]) -> list[Va
 
     if reading.region.takes_8_bits and has_8_bits():
         return custom_vjp(reading, equation, inputs)
-    run = on_arrays(reading, equation.params["call_jaxpr"], inputs)
+    # The derivative rule outlives this trace: it must not hold the operands' arrays.
+    facts = [Value(None, integers=x.integers, given=x.given) for x in inputs]
+    run = on_arrays(reading, equation.params["call_jaxpr"], facts)
     arrays = _followed(reading.region.half, inputs)
     halves = _read_through_float32(reading, equation, inputs, arrays)
 

@@ -184,3 +184,13 @@ def test_symbolic_zeros_stay_symbolic() -> None:
 
     function.defjvp(tangents, symbolic_zeros=True)
     assert float(jax.grad(lambda x: autocast(function)(x, jnp.float32(2)))(jnp.float32(3))) == 14
+
+
+def test_a_derivative_rule_holds_no_tracer() -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        h = x @ x
+        return (jax.nn.softplus(h) - h * x).sum()
+
+    with jax.checking_leaks():
+        gradient = jax.jit(jax.grad(autocast(loss)))(jnp.eye(2))
+    np.testing.assert_allclose(gradient, jax.grad(loss)(jnp.eye(2)), rtol=1e-2)
