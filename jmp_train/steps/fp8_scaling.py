@@ -153,7 +153,8 @@ def with_fp8_state(step: StepOptions, state: TrainState, batch: Batch) -> TrainS
     places = _places(step, state, batch)
     if not places:
         raise ValueError(
-            "no product of the loss is in 8 bits by the rules of the step's policy; check with explain_autocast"
+            "no product of the loss is in 8 bits by the rules of the step's policy, other than in while loops and "
+            "functions with custom derivatives, which have no delayed scales; check with explain_autocast"
         )
     return dataclasses.replace(state, model_state=fp8_state(places, recipe, own_state(state.model_state)))
 
