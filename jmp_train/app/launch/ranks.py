@@ -123,8 +123,9 @@ class RankOutput:
 
 
 def say(text: str) -> None:
-    """Prints a line of the launcher's own on standard error."""
-    print("jmp-train:", escaped(text, "\n"), file=Output(sys.stderr), flush=True)
+    """Prints a line of the launcher's own on standard error, in one piece: processes have a thread each."""
+    line = escaped(text, "\n")
+    print(f"jmp-train: {line}\n", end="", file=Output(sys.stderr), flush=True)
 
 
 STOPPED = {129, 130, 143}  # exit codes after SIGHUP, SIGINT and SIGTERM of a run that saved

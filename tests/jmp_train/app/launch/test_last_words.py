@@ -1,8 +1,12 @@
 """What processes print at their end: the cause, and once."""
 
+import concurrent.futures
+import io
+import time
+
 import pytest
 
-from jmp_train.app.launch.ranks import may_be_last, refusal, telling
+from jmp_train.app.launch.ranks import may_be_last, refusal, say, telling
 
 pytestmark = pytest.mark.quick
 
@@ -57,3 +61,15 @@ def test_causes_are_told_once(words: dict[int, list[str]], failed: list[int], to
 def test_a_refusal_is_one_line_of_the_command() -> None:
     assert refusal({1: ERROR}) == "the loss is nan"
     assert [refusal(told) for told in ({}, {0: RAISED}, {0: ERROR, 1: RAISED}, {0: ERROR * 2})] == [None] * 4
+
+
+def test_lines_of_several_threads_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.StringIO):
+        def write(self, text: str, /) -> int:
+            time.sleep(0.001)
+            return super().write(text)
+
+    monkeypatch.setattr("sys.stderr", stream := Slow())
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(say, "abcd"))
+    assert sorted(stream.getvalue().splitlines()) == [f"jmp-train: {text}" for text in "abcd"]
