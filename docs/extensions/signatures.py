@@ -66,7 +66,7 @@ def field_defaults(cls: type) -> dict[str, str]:
     """Returns the defaults of a dataclass's or named tuple's fields as the source has them."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        if not (dataclasses.is_dataclass(base) or hasattr(base, "_fields")):
+        if not (dataclasses.is_dataclass(cls) or hasattr(base, "_fields")):  # layers inherit fields of plain classes
             continue
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -100,17 +100,19 @@ def _text(found: inspect.Signature) -> str:
 def _process(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, text: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    if what == "class" and text and text.startswith("(*args"):  # of the metaclass of flax nnx's modules
-        update_defvalue(app, thing.__init__, True)
-        text = _text(signature(thing.__init__, bound_method=True))
-    elif what == "class" and text and _is_generated(thing):
-        defaults = field_defaults(thing)
-        found = signature(thing)
-        parameters = [
-            x.replace(default=Source(defaults[x.name])) if x.default is not x.empty and x.name in defaults else x
-            for x in found.parameters.values()
-        ]
-        text = _text(found.replace(parameters=parameters))
+    if what == "class" and text:
+        is_module = text.startswith("(*args")  # of the metaclass of flax nnx's modules
+        found = signature(thing.__init__, bound_method=True) if is_module else signature(thing)
+        if _is_generated(thing):
+            defaults = field_defaults(thing)
+            parameters = [
+                x.replace(default=Source(defaults[x.name])) if x.default is not x.empty and x.name in defaults else x
+                for x in found.parameters.values()
+            ]
+            text = _text(found.replace(parameters=parameters))
+        elif is_module:
+            update_defvalue(app, thing.__init__, True)
+            text = _text(signature(thing.__init__, bound_method=True))
     return shortened(text) if text else text, shortened(returned) if returned else returned
 
 

@@ -20,7 +20,8 @@ def documented_name(name: str, names: set[str]) -> str:
     tail = name
     while tail and name not in names:
         tail = tail.partition(".")[2]
-        found = [full for full in names if full.endswith(f".{tail}")]
+        # A method of the same name is not meant.
+        found = [full for full in names if full.endswith(f".{tail}") and full.removesuffix(f".{tail}") not in names]
         if tail and len(found) == 1:
             return found[0]
     return name
