@@ -75,8 +75,8 @@ class Amp:
     Example:
       >>> from jmp_train.policies import amp_mode
       >>> amp = amp_mode("apex", opt_level="O2")
-      >>> amp.mode.value, amp.precision.model_dtype.name, amp.precision.master_weights
-      ('apex', 'float16', True)
+      >>> print(amp)
+      apex: model float16, BatchNorm float32, master weights float32, outputs float32, loss scale 65536
     """
 
     options: Any
@@ -102,6 +102,21 @@ class Amp:
     def loss_scale(self) -> LossScales:
         """The initial loss scale."""
         return loss_scale_of(self.options, self.dtype)
+
+    def __str__(self) -> str:
+        if not self.enabled:
+            return f"{self.mode.value}: not enabled"
+        precision = self.precision
+        dtypes = {
+            "model": precision.model_dtype,
+            "autocast": self.dtype if precision.autocast_rules else None,
+            "BatchNorm": FLOAT32 if precision.keep_batchnorm_fp32 else None,
+            "master weights": FLOAT32 if precision.master_weights else None,
+            "outputs": precision.output_dtype,
+        }
+        parts = [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype is not None]
+        scales = ", ".join(f"{scale:.10g}" for scale in np.ravel(self.loss_scale.loss_scale))
+        return f"{self.mode.value}: {', '.join([*parts, f'loss scale {scales}'])}"
 
     @property
     def _is_verbose(self) -> bool:
@@ -201,7 +216,7 @@ class Amp:
             return loss_fn, optimizer
         precision = self.precision
         if self._is_verbose:
-            _log(f"AMP mode {self.mode.value}: {self.options}; {precision}; loss scale {self.loss_scale}")
+            _log(f"AMP mode {self}; {self.options}")
         run = self._running()
 
         @functools.wraps(loss_fn)

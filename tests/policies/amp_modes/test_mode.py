@@ -266,7 +266,7 @@ def test_settings_and_skips_are_logged_where_asked_for(
         amp.log(metrics)
     assert len(caplog.messages) == lines
     if lines:
-        assert f"AMP mode {amp.mode}" in caplog.messages[0]
+        assert caplog.messages[0].startswith(f"AMP mode {amp}; ")
         assert "step skipped, 2 so far" in caplog.messages[2]
 
 
