@@ -18,7 +18,7 @@ REST := -m "full and not gpu"
 
 help:
 	@echo "make demo      train on digits in float32, float16 and bfloat16, and compare them"
-	@echo "make test      run the quick tests, in five minutes; later, with what was compiled, in three and a half"
+	@echo "make test      run the quick tests, in four minutes; later, with what was compiled, in three"
 	@echo "make test-all  run all tests, with coverage"
 	@echo "make lint      run ruff and pyright, and check the GitHub files"
 	@echo "make format    format the code"
