@@ -19,6 +19,7 @@ from jmp_train.graphs.structure import (
     Graph,
     GraphPart,
     SparseFeatures,
+    as_int32_ids,
     common_dtype,
     first_rows,
     from_jraph,
@@ -120,9 +121,7 @@ def as_edge_types(graph: Graph | Block, edge_types: Ids, num_types: int) -> jax.
         raise ValueError(f"edge_types must be [{num_edges}], got shape {array.shape}")
     if not has_tracers(array):
         array = known_ids("edge_types", array, num_types, "types")
-    elif not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"edge_types must be integers, got {array.dtype}")
-    return jnp.asarray(array, jnp.int32)
+    return as_int32_ids("edge_types", array)
 
 
 def as_optional(name: str, array: Floats | None, *shape: int | str | EllipsisType) -> jax.Array | None:

@@ -15,6 +15,7 @@ from jmp_train.graphs.structure import (
     EdgeType,
     Graph,
     HeteroGraph,
+    as_int32_ids,
     known_ids,
     make_adjacency_checked,
     make_adjacency_traced,
@@ -137,12 +138,10 @@ def checked_ids(name: str, ids: Ids, count: int) -> jax.Array:
     """
     if not has_tracers(ids):
         return on_device(known_ids(name, np.atleast_1d(np.asarray(ids)), count, name), np.int32)
-    array = jnp.atleast_1d(jnp.asarray(ids))
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {array.dtype}")
+    array = jnp.atleast_1d(as_int32_ids(name, ids))
     if array.ndim != 1:
         raise ValueError(f"{name} must have one axis, got shape {array.shape}")
-    return array.astype(jnp.int32)
+    return array
 
 
 def edge_ids(adjacency: Adjacency, edges: Edges) -> jax.Array:

@@ -45,6 +45,17 @@ def test_ids_beyond_int32_are_out_of_range(beyond: int, dtype: str) -> None:
     assert graphs.gather(jnp.array([5.0, 6.0]), array).tolist() == [0, 6]
 
 
+@pytest.mark.parametrize(("beyond", "dtype"), [(2**32 + 1, "int64"), (2**63 + 1, "uint64"), (2**32 - 1, "uint32")])
+def test_traced_places_beyond_int32_are_no_other_places(beyond: int, dtype: str) -> None:
+    with jax.enable_x64(True):
+        x, types = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, beyond, 0], dtype)
+        graph = graphs.from_edges([0, 1, 2], [1, 2, 2], 3, nodes={"x": x, "y": -x})
+        pull = jax.jit(lambda nodes: graphs.pull(graph, nodes, fn.copy_u("x", "m"), fn.sum("m", "y")).nodes["y"])
+        assert pull(jnp.array([1, beyond], dtype)).tolist() == [-1, 1, -4]
+        relate = jax.jit(lambda types: graphs.rel_graph_conv(graph, x[:, None], types, jnp.array([[[1.0]], [[8.0]]])))
+        assert relate(types).ravel().tolist() == [0, 1, 4]
+
+
 def test_a_sorted_id_beyond_int32_stays_the_last() -> None:
     ids = np.array([0, 1, 2**32])
     assert graphs.segment_mean(jnp.array([3.0, 5.0, 7.0]), ids, 2, indices_are_sorted=True).tolist() == [3, 5]
