@@ -100,19 +100,18 @@ def _text(found: inspect.Signature) -> str:
 def _process(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, text: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    if what == "class" and text:
-        is_module = text.startswith("(*args")  # of the metaclass of flax nnx's modules
+    is_module = what == "class" and bool(text) and text.startswith("(*args")  # of the metaclass of flax nnx's modules
+    if what == "class" and text and _is_generated(thing):
+        defaults = field_defaults(thing)
         found = signature(thing.__init__, bound_method=True) if is_module else signature(thing)
-        if _is_generated(thing):
-            defaults = field_defaults(thing)
-            parameters = [
-                x.replace(default=Source(defaults[x.name])) if x.default is not x.empty and x.name in defaults else x
-                for x in found.parameters.values()
-            ]
-            text = _text(found.replace(parameters=parameters))
-        elif is_module:
-            update_defvalue(app, thing.__init__, True)
-            text = _text(signature(thing.__init__, bound_method=True))
+        parameters = [
+            x.replace(default=Source(defaults[x.name])) if x.default is not x.empty and x.name in defaults else x
+            for x in found.parameters.values()
+        ]
+        text = _text(found.replace(parameters=parameters))
+    elif is_module:
+        update_defvalue(app, thing.__init__, True)
+        text = _text(signature(thing.__init__, bound_method=True))
     return shortened(text) if text else text, shortened(returned) if returned else returned
 
 

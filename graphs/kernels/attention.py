@@ -284,18 +284,11 @@ def _backward(attention: Attention, saved: Any, gradient: Attended) -> tuple[Non
     gradients = differentiated_in_float32(
         functools.partial(_gradients, attention), functools.partial(_gradients_anew, attention)
     )
-    return None, None, gradients(*saved, gradient)
+    return None, None, gradients(saved, gradient)
 
 
-def _gradients(
-    attention: Attention,
-    edges: CSRAndCSC,
-    dropout: EdgeDropout | None,
-    inputs: AttentionInputs,
-    softmax: Softmax,
-    totals: list[jax.Array],
-    gradient: Attended,
-) -> AttentionInputs:
+def _gradients(attention: Attention, saved: Any, gradient: Attended) -> AttentionInputs:
+    edges, dropout, inputs, softmax, totals = saved
     softmax = softmax._replace(of_totals=gradient.totals)
     shift: Any = sum((_plain_sum(g * x) for g, x in zip(softmax.of_totals, totals, strict=bool(totals))), start=0)
     softmax = softmax._replace(shift=shift - gradient.log_sum)
@@ -303,19 +296,10 @@ def _gradients(
     return jax.tree.map(lambda x, like: x.astype(like.dtype), found, inputs)
 
 
-def _gradients_anew(
-    attention: Attention,
-    edges: CSRAndCSC,
-    dropout: EdgeDropout | None,
-    inputs: AttentionInputs,
-    softmax: Softmax,
-    totals: list[jax.Array],
-    gradient: Attended,
-) -> AttentionInputs:
+def _gradients_anew(attention: Attention, saved: Any, gradient: Attended) -> AttentionInputs:
     """Finds the softmax again, so that parts of a derivative that cancel are added before they are rounded."""
-    del softmax, totals
-    _, (_, _, _, softmax, totals) = _forward(attention, edges, dropout, inputs)
-    return _gradients(attention, edges, dropout, inputs, softmax, totals, gradient)
+    edges, dropout, inputs, *_ = saved
+    return _gradients(attention, _forward(attention, edges, dropout, inputs)[1], gradient)
 
 
 _attended.defvjp(_forward, _backward)

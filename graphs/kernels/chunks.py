@@ -133,10 +133,7 @@ def differentiated_in_float32(
       derived: a function with the same results, up to rounding; None for `compute`.
     """
     derived = compute if derived is None else derived
-
-    @jax.custom_jvp
-    def computed(*arguments: Any) -> Tree:
-        return compute(*arguments)
+    computed = jax.custom_jvp(compute)
 
     @computed.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Tree, Tree]:

@@ -69,13 +69,10 @@ def adopt_opt_state(new: PyTree, old: PyTree) -> Any:
     wrong += [f"{name!r} is in new only" for name in places if name not in given]
     pairs = [(name, places[name], given[name]) for name in places if name in given]
     pairs += _of_common_wrappers(indices, old)
-    wrong += [
-        f"{name!r} is {_kind(x)} in old and {_kind(leaves[place])} in new"
-        for name, place, x in pairs
-        if not _fits(x, leaves[place])
-    ]
+    misfits = [(name, place, x) for name, place, x in pairs if not _fits(x, leaves[place])]
+    wrong += [f"{name!r} is {_kind(x)} in old and {_kind(leaves[place])} in new" for name, place, x in misfits]
     if wrong:
-        has_codes = any(line.startswith("'compensation") for line in wrong)
+        has_codes = any(name.partition("/")[0] == "compensation" for name, _, _ in misfits)
         hint = "\nset_compensated_params changes the dtype of with_kahan's compensation." if has_codes else ""
         raise ValueError("old is not a state of new's optimizer:\n  " + "\n  ".join(wrong) + hint)
     for _, place, x in pairs:

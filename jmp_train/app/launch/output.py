@@ -160,8 +160,8 @@ def warn_of_loss(error: IO[str] | Output, why: Exception) -> None:
       why: the error of the failed write.
     """
     reason = why.strerror if isinstance(why, OSError) and why.strerror else why
-    text = f"jmp-train: warning: standard output: {reason}; the rest is not printed\n"
-    print(text, end="", file=error, flush=True)  # in one piece, beside other threads
+    error.write(f"jmp-train: warning: standard output: {reason}; the rest is not printed\n")  # in one piece
+    error.flush()
 
 
 def _prepare_descriptors() -> None:

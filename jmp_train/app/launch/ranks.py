@@ -124,8 +124,9 @@ class RankOutput:
 
 def say(text: str) -> None:
     """Prints a line of the launcher's own on standard error, in one piece: processes have a thread each."""
-    line = escaped(text, "\n")
-    print(f"jmp-train: {line}\n", end="", file=Output(sys.stderr), flush=True)
+    line, error = escaped(text, "\n"), Output(sys.stderr)
+    error.write(f"jmp-train: {line}\n")
+    error.flush()
 
 
 STOPPED = {129, 130, 143}  # exit codes after SIGHUP, SIGINT and SIGTERM of a run that saved

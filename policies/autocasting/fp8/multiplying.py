@@ -97,24 +97,15 @@ def _dot_in_parts(
 ) -> jax.Array:
     """Returns the float32 product of int8 arrays with more terms than an int32 sum holds: such sums, added up."""
     lhs, rhs = (x.reshape(*x.shape[: x.ndim - contracted], -1) for x in (lhs, rhs))
-    length = lhs.shape[-1]
-    if groups is not None:
-        ends, total = jnp.cumsum(groups), jnp.zeros((), jnp.float32)
-        for start in range(0, length, _TERMS):
-            left, right = (x[..., start : start + _TERMS] for x in (lhs, rhs))
-            inside = jnp.diff(jnp.clip(ends - start, 0, _TERMS), prepend=0)
-            of_part = groups if rhs.ndim > lhs.ndim else inside.astype(groups.dtype)
-            total += _dot(left, right, batch=0, contracted=1, groups=of_part, dtype=jnp.int32).astype(jnp.float32)
-        return total
-    parts = -(-length // _TERMS)
-    size = -(-length // parts)
 
-    def split(x: jax.Array) -> jax.Array:
-        full = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, parts * size - length),))
-        return jnp.moveaxis(full.reshape(*x.shape[:-1], parts, size), -2, batch)
+    def part(start: int) -> jax.Array:
+        left, right = (x[..., start : start + _TERMS] for x in (lhs, rhs))
+        inside = groups
+        if groups is not None and rhs.ndim == lhs.ndim:  # groups of terms
+            inside = jnp.diff(jnp.clip(jnp.cumsum(groups) - start, 0, _TERMS), prepend=0).astype(groups.dtype)
+        return _dot(left, right, batch=batch, contracted=1, groups=inside, dtype=jnp.int32).astype(jnp.float32)
 
-    sums = _dot(split(lhs), split(rhs), batch=batch + 1, contracted=1, groups=None, dtype=jnp.int32)
-    return sums.astype(jnp.float32).sum(batch)
+    return functools.reduce(jnp.add, map(part, range(0, lhs.shape[-1], _TERMS)))
 
 
 def _dot_blocks(

@@ -27,7 +27,7 @@ def run(code: str) -> jt.AutocastRules:
     return rules
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=10)
 @given(any_rules())
 def test_the_code_of_any_rules_gives_them_back(rules: jt.AutocastRules) -> None:
     code = rules_code(rules, "jt.AutocastRules()")
